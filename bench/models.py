@@ -1,0 +1,81 @@
+"""Random-weight models in the shape of named ones, for benchmarks: `python bench/models.py qwen3-0.6b`.
+
+They run as fast as the models they are shaped after, need no download, and never stop by themselves. Written once per
+checkout, under `.cache/models/`; the last line printed is JSON: name, bytes, seconds (0 where the file was there), path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import typer
+from llamaq.tools.random_gguf import CHATML, REVISION, Architecture, ModelSpec, Weights, write_model
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
+QWEN3_N_VOCAB = 151_936
+QWEN3_N_CTX = 40_960
+
+SHAPES = MappingProxyType(
+    {
+        "tiny": ModelSpec(
+            Architecture.QWEN3,
+            n_layers=2,
+            n_embd=64,
+            n_ff=192,
+            n_heads=2,
+            n_kv_heads=1,
+            head_dim=64,
+            n_ctx=QWEN3_N_CTX,
+            n_vocab=QWEN3_N_VOCAB,
+            weights=Weights.F16,
+            chat_template=CHATML,
+        ),
+        # config.json of Qwen/Qwen3-0.6B
+        "qwen3-0.6b": ModelSpec(
+            Architecture.QWEN3,
+            n_layers=28,
+            n_embd=1024,
+            n_ff=3072,
+            n_heads=16,
+            n_kv_heads=8,
+            head_dim=128,
+            n_ctx=QWEN3_N_CTX,
+            n_vocab=QWEN3_N_VOCAB,
+            weights=Weights.Q8_0,
+            chat_template=CHATML,
+        ),
+    }
+)
+
+
+def ensure(name: str, directory: Path = CACHE) -> Path:
+    """The model's file, written if it is not there. Raises ValueError for an unknown name."""
+    if name not in SHAPES:
+        raise ValueError(f"no model is named {name!r}; there are {', '.join(SHAPES)}")
+    spec = SHAPES[name]
+    fingerprint = hashlib.sha256(f"{REVISION} {spec!r}".encode()).hexdigest()[:8]
+    path = directory / f"{name}-{fingerprint}.gguf"
+    return path if path.exists() else write_model(path, spec)
+
+
+def main(
+    name: Annotated[str, typer.Argument(help=" | ".join(SHAPES))],
+    out: Annotated[Path, typer.Option(help="Where to write it.")] = CACHE,
+) -> None:
+    """Write a random-weight model in the shape of a named one."""
+    start = time.perf_counter()
+    try:
+        path = ensure(name, out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    seconds = time.perf_counter() - start
+    print(json.dumps({"name": name, "bytes": path.stat().st_size, "seconds": round(seconds, 3), "path": str(path)}))
+
+
+if __name__ == "__main__":
+    typer.run(main)

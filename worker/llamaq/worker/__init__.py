@@ -1,0 +1,1 @@
+"""What runs on the GPU host: slots, batching, sampling, and the process around them."""

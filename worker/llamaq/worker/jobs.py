@@ -1,0 +1,107 @@
+"""A job inside a worker: what is prepared before it gets a slot, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from llamaq.common.errors import JobRejected
+from llamaq.common.messages import FinishReason, JobRequest, JobStats
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class Sampler(Protocol):
+    """From logits to a token, for one job."""
+
+    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+        """Draw the token that follows `history`, whose first `n_prompt` tokens are the prompt.
+
+        `logits` has the length of the vocabulary and is a view that is valid until the next decode; it is not
+        changed. The draw depends on (seed, `len(history) - n_prompt`, history, logits) alone. Raises
+        `JobRejected` when nothing may be drawn (an exhausted grammar).
+        """
+
+    def close(self) -> None:
+        """Free what llama.cpp holds for it; may be called twice."""
+
+
+class Detokenizer(Protocol):
+    """From tokens to text that may be shown: whole UTF-8 characters, no stop string."""
+
+    stopped: bool
+    """A stop string was completed; no text follows."""
+
+    def feed(self, token: int) -> str:
+        """The text that `token` releases, often none."""
+
+    def finish(self) -> str:
+        """What was held back, when the job ends without a stop string."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A claimed job's place in Redis: what is needed to write for it, and to hand it back."""
+
+    job_id: str
+    partition: int
+    stream: str
+    """Key of the job stream that it was read from."""
+    entry_id: str
+    """Its entry in that stream."""
+    attempt: int
+    """The fence: only the newest attempt may write."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job that is ready to be admitted: tokenized, checked, with its sampler and detokenizer."""
+
+    lease: Lease
+    request: JobRequest
+    prompt: list[int]
+    sampler: Sampler
+    detokenizer: Detokenizer
+    resumed: list[int] = field(default_factory=list)
+    """Tokens that earlier attempts published; the detokenizer and the grammar have seen them."""
+    queue_ms: float = 0.0
+    context_limit: int = 0
+    """The most tokens, prompt and generated, that this job may have in KV memory."""
+
+    @property
+    def id(self) -> str:
+        return self.lease.job_id
+
+    @property
+    def reservation(self) -> int:
+        """KV cells to reserve before it starts: prompt and `max_tokens`, up to its context limit."""
+        return min(len(self.prompt) + self.request.max_tokens, self.context_limit)
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} attempt={self.lease.attempt} prompt={len(self.prompt)} max={self.request.max_tokens}>"
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A job has one more token, and `text` became showable with it."""
+
+    job: Job
+    token: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """A job left its slot: either `reason` or `error` is set. `text` is the tail that was held back."""
+
+    job: Job
+    stats: JobStats
+    reason: FinishReason | None = None
+    error: JobRejected | None = None
+    text: str = ""
+
+
+Output = NewToken | JobEnded
