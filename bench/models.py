@@ -1,7 +1,8 @@
 """Random-weight models in the shape of named ones, for benchmarks: `python bench/models.py qwen3-0.6b`.
 
-They run as fast as the models they are shaped after, need no download, and never stop by themselves. Written once per
-checkout, under `.cache/models/`; the last line printed is JSON: name, bytes, seconds (0 where the file was there), path.
+They run as fast as the models they are shaped after, need no download, and never stop by themselves. Each is written
+once per checkout, under `.cache/models/`. The last line printed is JSON: name, bytes, seconds (next to none where the
+file was there already) and path.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import Annotated
 
 import typer
+
 from llamaq.tools.random_gguf import CHATML, REVISION, Architecture, ModelSpec, Weights, write_model
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"

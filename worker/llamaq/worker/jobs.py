@@ -69,7 +69,9 @@ class Job:
     """Tokens that earlier attempts published; the detokenizer and the grammar have seen them."""
     queue_ms: float = 0.0
     context_limit: int = 0
-    """The most tokens, prompt and generated, that this job may have in KV memory."""
+    """The most tokens, prompt and generated, that this job may have."""
+    started_s: float = 0.0
+    """When this attempt began, by the scheduler's clock, which sets it on submit."""
 
     @property
     def id(self) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from llamaq.common.messages import Priority
+from llamaq.common.messages import Priority, SlotSnapshot
 from llamaq.worker.jobs import Job
 
 
@@ -40,7 +39,8 @@ class Run:
     """Tokens of the history whose KV cells the sequence holds."""
     cached_tokens: int = 0
     """How many of those came from the prefix cache."""
-    started_s: float = field(default_factory=time.monotonic)
+    admitted_s: float = 0.0
+    """When it got its slot, by the scheduler's clock."""
     prefilled_s: float | None = None
     """When the first token of this attempt was sampled."""
 
@@ -82,6 +82,20 @@ class Slot:
     def priority(self) -> Priority | None:
         return self.run.job.request.priority if self.run else None
 
+    def snapshot(self) -> SlotSnapshot:
+        """The slot as others may see it."""
+        run = self.run
+        if run is None:
+            return SlotSnapshot(index=self.index, state=self.state.value)
+        return SlotSnapshot(
+            index=self.index,
+            state=self.state.value,
+            job_id=run.job.id,
+            prompt_tokens=run.n_prompt,
+            prefilled_tokens=min(run.n_past, run.n_prompt),
+            generated_tokens=run.n_generated,
+        )
+
     def move(self, state: SlotState) -> None:
         """Change the state along the table of allowed transitions."""
         if state not in TRANSITIONS[self.state]:
@@ -100,14 +114,21 @@ class Slot:
 
 
 class SlotPool:
-    """All slots of a worker, and which sequence and how many KV cells each one has."""
+    """All slots of a worker, and to whom its sequences and KV cells belong.
+
+    A sequence belongs to a running job, is kept by the prefix cache, or is free. Cells are only counted here:
+    those promised to running jobs and those that kept sequences hold are never more than there are. Kept
+    sequences may share cells with others in KV memory, so the count errs on the safe side.
+    """
 
     def __init__(self, n_slots: int, n_cells: int, n_sequences: int) -> None:
         if n_sequences < n_slots:
             raise ValueError(f"{n_slots} slots need as many sequences, there are {n_sequences}")
         self.slots = tuple(Slot(index) for index in range(n_slots))
         self.n_cells = n_cells
-        self._free_sequences = list(range(n_sequences))[::-1]
+        self._sequences = frozenset(range(n_sequences))
+        self._free = list(range(n_sequences))[::-1]
+        self._kept: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
@@ -121,38 +142,70 @@ class SlotPool:
         return len(self.slots) - len(self.active)
 
     @property
+    def n_kept(self) -> int:
+        """Sequences that the prefix cache keeps."""
+        return len(self._kept)
+
+    @property
     def reserved_cells(self) -> int:
         """KV cells promised to running jobs."""
         return sum(slot.active.job.reservation for slot in self.active)
 
+    @property
+    def kept_cells(self) -> int:
+        """KV cells that kept sequences hold."""
+        return sum(self._kept.values())
+
+    def missing_cells(self, job: Job) -> int:
+        """How many cells too few are left for the job, 0 when there are enough."""
+        return max(0, self.reserved_cells + self.kept_cells + job.reservation - self.n_cells)
+
     def can_acquire(self, job: Job) -> bool:
-        """Whether a slot is idle and the job's cells can be reserved now."""
+        """Whether a slot is idle, a sequence free, and the job's cells can be reserved now."""
+        return self.n_idle > 0 and bool(self._free) and self.missing_cells(job) == 0
+
+    def could_acquire(self, job: Job) -> bool:
+        """Whether `can_acquire` would be true if every kept sequence were reclaimed."""
         return self.n_idle > 0 and self.reserved_cells + job.reservation <= self.n_cells
 
-    def acquire(self, job: Job) -> Slot:
+    def acquire(self, job: Job, now_s: float) -> Slot:
         """Give the job a slot and a sequence; call only when `can_acquire`."""
         slot = next(slot for slot in self.slots if slot.run is None)
-        slot.run = Run(job, self._free_sequences.pop(), [*job.prompt, *job.resumed])
+        slot.run = Run(job, self._free.pop(), [*job.prompt, *job.resumed], admitted_s=now_s)
         slot.move(SlotState.PREFILL)
         return slot
 
     def release(self, slot: Slot) -> Run:
-        """Take the job out of its slot; its sequence may be given to another job."""
+        """Take the job out of its slot. Its sequence is kept, with the cells that it holds, until `reclaim`."""
         run = slot.active
         slot.move(SlotState.IDLE)
         slot.run = None
-        self._free_sequences.append(run.seq_id)
+        self._kept[run.seq_id] = run.n_past
         return run
+
+    def reclaim(self, seq_id: int) -> None:
+        """A kept sequence was removed from KV memory: it is free for another job."""
+        del self._kept[seq_id]
+        self._free.append(seq_id)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` when slots, sequences and cells contradict each other."""
         used = [slot.active.seq_id for slot in self.active]
-        if len(set(used)) != len(used) or set(used) & set(self._free_sequences):
-            raise AssertionError(f"a sequence has two owners: used={used} free={self._free_sequences}")
-        if self.reserved_cells > self.n_cells:
-            raise AssertionError(f"{self.reserved_cells} cells are promised, there are {self.n_cells}")
+        if sorted([*used, *self._kept, *self._free]) != sorted(self._sequences):
+            raise AssertionError(f"sequences are not owned once: used={used} kept={self._kept} free={self._free}")
+        if self.reserved_cells + self.kept_cells > self.n_cells:
+            raise AssertionError(f"{self.reserved_cells} + {self.kept_cells} cells are given, there are {self.n_cells}")
         for slot in self.slots:
             if (slot.run is None) != (slot.state is SlotState.IDLE):
                 raise AssertionError(f"{slot!r}: state and job contradict each other")
-            if slot.run and not 0 <= slot.run.n_past <= len(slot.run.tokens) <= slot.run.job.context_limit + 1:
-                raise AssertionError(f"{slot!r}: n_past={slot.run.n_past} tokens={len(slot.run.tokens)}")
+            if slot.run is not None:
+                _check_run(slot, slot.run)
+
+
+def _check_run(slot: Slot, run: Run) -> None:
+    if not 0 <= run.n_past < len(run.tokens) < run.job.context_limit:
+        raise AssertionError(f"{slot!r}: n_past={run.n_past} tokens={len(run.tokens)} of {run.job.context_limit}")
+    if slot.state is SlotState.DECODE and run.n_pending != 1:
+        raise AssertionError(f"{slot!r}: {run.n_pending} tokens are pending in DECODE")
+    if run.tokens[: run.n_prompt] != run.job.prompt:
+        raise AssertionError(f"{slot!r}: the history does not begin with the prompt")

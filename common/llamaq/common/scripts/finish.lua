@@ -20,8 +20,8 @@ end
 if tonumber(state[3]) ~= offset then
   return {'resend', tonumber(state[3])}
 end
+redis.call('HINCRBY', job, 'generated', count)
 if payload ~= '' then
-  redis.call('HINCRBY', job, 'generated', count)
   emit(events, channel, payload)
 end
 local fields = {}

@@ -1,0 +1,140 @@
+# llamaq from a fresh clone. Needs Linux, make, bash, python >= 3.11 with venv, and a C and C++ compiler; pip brings the rest.
+# `make help` lists the targets.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))) python3)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# llama-cpp-python comes as source. Its wheel is built once and kept outside the checkout, one for each version, set of
+# CMake arguments and instruction set: GGML_NATIVE code may not run on another CPU. What the compiler predefines for
+# -march=native is that instruction set.
+LLAMA := $(shell sed -n 's/.*"\(llama-cpp-python[^"]*\)".*/\1/p' pyproject.toml | head -n 1)
+CMAKE_ARGS ?=
+LLAMA_CMAKE_ARGS := -DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF \
+	-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_OPENSSL=OFF $(CMAKE_ARGS)
+export LLAMA_CMAKE_ARGS
+LLAMAQ_WHEEL_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/wheels
+LLAMA_KEY := $(shell { echo '$(LLAMA_CMAKE_ARGS)'; $(CC) -march=native -dM -E -x c /dev/null 2>/dev/null | \
+	grep ' 1$$' | sort; } | cksum | cut -d ' ' -f 1)
+LLAMA_BUILD := $(shell echo '$(LLAMA)' | sed 's/>=/-/; s/,.*//')-$(shell uname -m)-$(LLAMA_KEY)
+WHEEL_DIR := $(LLAMAQ_WHEEL_CACHE)/$(LLAMA_BUILD)
+WHEEL := $(WHEEL_DIR)/built-with.txt
+
+.PHONY: help
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || true
+	echo
+	echo "  CMAKE_ARGS=...           more arguments for llama.cpp, e.g. make venv CMAKE_ARGS=-DGGML_CUDA=ON"
+	echo "  PYTHON=...               the interpreter for .venv (now: $(PYTHON))"
+	echo "  LLAMAQ_WHEEL_CACHE=...   where built wheels are kept (now: $(LLAMAQ_WHEEL_CACHE))"
+
+.PHONY: demo
+demo: $(VENV)/worker.stamp ## watch eight jobs stream through one llama.cpp batch
+	@exec $(BIN)/llamaq demo
+
+.PHONY: test
+test: lint types ## ruff, mypy and pytest
+	@echo "==> pytest"
+	$(BIN)/pytest --durations=10
+
+.PHONY: lint
+lint: $(VENV)/dev.stamp ## ruff: rules and format
+	@echo "==> ruff"
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+.PHONY: types
+types: $(VENV)/dev.stamp ## mypy, strict
+	@echo "==> mypy"
+	$(BIN)/mypy
+
+BENCHES := single_generate worker_concurrent strategies tokenize_overhead
+
+.PHONY: bench bench-quick
+bench: $(VENV)/dev.stamp ## every benchmark; each ends with one line of JSON
+	@for name in $(BENCHES); do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py"; done
+
+bench-quick: $(VENV)/dev.stamp ## the same as a smoke run
+	@for name in $(BENCHES); do echo "==> bench/$$name.py --quick"; $(BIN)/python "bench/$$name.py" --quick; done
+
+.PHONY: venv
+venv: $(VENV)/dev.stamp ## .venv with everything that the other targets need
+
+.PHONY: clean
+clean: ## remove .venv and what tests and checks left behind; built wheels stay
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@if ! $(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+	    echo "llamaq needs python >= 3.11 with its venv module; '$(PYTHON)' is not that." >&2
+	    echo "  Debian, Ubuntu: apt-get install python3 python3-venv     Fedora: dnf install python3" >&2
+	    echo "  or name another one: make PYTHON=/path/to/python3.12" >&2
+	    exit 1
+	fi
+	echo "==> $(VENV) from $$($(PYTHON) --version)"
+	$(PYTHON) -m venv $(VENV)
+
+# Built beside its place and moved there, so that a build that was stopped leaves nothing that looks like a wheel.
+# --no-cache-dir: pip's own cache knows nothing of CMAKE_ARGS and would hand out a wheel built with others.
+# llama.cpp's `common` library belongs to its tools, but llama-cpp-python switches it on; a variable set before that wins.
+$(WHEEL): | $(BIN)/python
+	@for tool in "$${CC:-cc}" "$${CXX:-c++}"; do
+	    if ! command -v "$$tool" >/dev/null; then
+	        echo "llama.cpp is built from source, and there is no compiler '$$tool'." >&2
+	        echo "  Debian, Ubuntu: apt-get install build-essential     Fedora: dnf install gcc-c++" >&2
+	        exit 1
+	    fi
+	done
+	mkdir -p "$(LLAMAQ_WHEEL_CACHE)"
+	build="$$(mktemp -d "$(LLAMAQ_WHEEL_CACHE)/building.XXXXXX")"
+	trap 'rm -rf "$$build"' EXIT
+	echo "==> building $(LLAMA) for this CPU: some minutes, once; the wheel is kept in $(WHEEL_DIR)"
+	echo 'set(LLAMA_BUILD_COMMON OFF)' > "$$build/leave-out.cmake"
+	export CMAKE_ARGS="$$LLAMA_CMAKE_ARGS -DCMAKE_PROJECT_INCLUDE=$$build/leave-out.cmake"
+	next=0
+	started=$$SECONDS
+	if ! $(BIN)/pip wheel -v --no-cache-dir --no-deps -w "$$build" "$(LLAMA)" 2>&1 \
+	    | tee "$$build/log" | while read -r line; do
+	    if [[ $$line =~ ^\[([0-9]+)/([0-9]+)\] ]] && (( 100 * BASH_REMATCH[1] >= next * BASH_REMATCH[2] )); then
+	        printf '    %3d %%  file %d of %d, %d s\n' $$((100 * BASH_REMATCH[1] / BASH_REMATCH[2])) \
+	            "$${BASH_REMATCH[1]}" "$${BASH_REMATCH[2]}" $$((SECONDS - started))
+	        next=$$((next + 10))
+	    elif [[ $$line =~ ^(Collecting|Downloading|Created)  ]]; then
+	        printf '    %s\n' "$${line:0:110}"
+	    fi
+	done; then
+	    mv "$$build/log" "$(LLAMAQ_WHEEL_CACHE)/failed.log"
+	    tail -n 40 "$(LLAMAQ_WHEEL_CACHE)/failed.log" >&2
+	    echo "==> the build failed; all it said: $(LLAMAQ_WHEEL_CACHE)/failed.log" >&2
+	    exit 1
+	fi
+	mkdir -p "$(WHEEL_DIR)"
+	mv "$$build"/*.whl "$(WHEEL_DIR)"
+	echo "$$LLAMA_CMAKE_ARGS" > "$@"
+
+# The stamp carries the key: other CMAKE_ARGS bring another wheel in, and the way back brings the first one back.
+$(VENV)/$(LLAMA_BUILD).stamp: $(WHEEL)
+	@echo "==> llama-cpp-python from $(WHEEL_DIR)"
+	rm -f $(VENV)/llama-cpp-python-*.stamp
+	$(BIN)/pip install --quiet --no-deps --force-reinstall "$(WHEEL_DIR)"/*.whl
+	touch $@
+
+$(VENV)/worker.stamp: pyproject.toml $(VENV)/$(LLAMA_BUILD).stamp
+	@echo "==> pip install -e '.[worker]'"
+	$(BIN)/pip install --quiet -e '.[worker]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/worker.stamp
+	@echo "==> pip install -e '.[worker,dev]'"
+	$(BIN)/pip install --quiet -e '.[worker,dev]'
+	touch $@

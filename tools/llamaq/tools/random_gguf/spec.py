@@ -1,0 +1,113 @@
+"""What a random-weight model is: its architecture, its sizes, its weight format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+SSM_CONV_KERNEL = 4
+SSM_STATE_SIZE = 16
+SWA_PERIOD = 2  # every second layer of a sliding-window model attends to the whole context
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Architecture(Enum):
+    """An architecture of llama.cpp, by its GGUF name; each stands for one kind of memory."""
+
+    LLAMA = "llama"  # attention; llama_kv_cache
+    QWEN3 = "qwen3"  # attention with norms of queries and keys; llama_kv_cache
+    GEMMA3 = "gemma3"  # sliding windows in every second layer; llama_kv_cache_iswa
+    MAMBA = "mamba"  # a recurrent state; llama_memory_recurrent
+    JAMBA = "jamba"  # recurrent and attention layers in turn; llama_memory_hybrid
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self in (Architecture.QWEN3, Architecture.GEMMA3)
+
+    @property
+    def has_post_norms(self) -> bool:
+        return self is Architecture.GEMMA3
+
+    @property
+    def scales_embeddings(self) -> bool:
+        """Whether llama.cpp multiplies input embeddings by the root of their length."""
+        return self is Architecture.GEMMA3
+
+    @property
+    def has_feed_forward(self) -> bool:
+        return self is not Architecture.MAMBA
+
+    @property
+    def has_recurrence(self) -> bool:
+        return self in (Architecture.MAMBA, Architecture.JAMBA)
+
+    @property
+    def has_ssm_norms(self) -> bool:
+        return self is Architecture.JAMBA
+
+
+class Weights(Enum):
+    """How matrices are stored; norms, biases and state-space parameters are always float32."""
+
+    F32 = "F32"
+    F16 = "F16"
+    Q8_0 = "Q8_0"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Architecture and sizes. `n_ctx` is the training context in tokens, `n_swa` the window of `GEMMA3` in tokens.
+
+    Input and output embeddings are tied. Raises ValueError where the sizes do not fit together.
+    """
+
+    architecture: Architecture
+    n_layers: int = 2
+    n_embd: int = 64
+    n_ff: int = 128
+    n_heads: int = 2
+    n_kv_heads: int = 2
+    head_dim: int = 32
+    n_ctx: int = 4096
+    n_vocab: int = 512
+    n_swa: int = 0
+    weights: Weights = Weights.F32
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_embd % 32 or self.n_ff % 32 or self.head_dim % 32:
+            raise ValueError(f"n_embd, n_ff and head_dim must be multiples of 32, the block of Q8_0: {self}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads must be a multiple of n_kv_heads: {self}")
+        if (self.architecture is Architecture.GEMMA3) != (self.n_swa > 0):
+            raise ValueError(f"n_swa must be set for {Architecture.GEMMA3.value}, and for no other: {self}")
+        if self.architecture is Architecture.JAMBA and self.n_heads * self.head_dim != self.n_embd:
+            raise ValueError(f"{Architecture.JAMBA.value} needs n_heads times head_dim to be n_embd: {self}")
+
+    def is_recurrent(self, layer: int) -> bool:
+        """All layers of a recurrent model; the first, third, fifth, … of a hybrid one."""
+        return self.architecture is Architecture.MAMBA or (self.architecture is Architecture.JAMBA and layer % 2 == 0)
+
+    @property
+    def ssm_inner_size(self) -> int:
+        return 2 * self.n_embd  # llama.cpp takes no other expansion factor for Mamba-1
+
+    @property
+    def ssm_step_rank(self) -> int:
+        return self.n_embd // 16
+
+
+PLAIN = ModelSpec(Architecture.LLAMA)
+GROUPED = ModelSpec(Architecture.QWEN3, n_heads=4, n_kv_heads=2)
+SLIDING = ModelSpec(Architecture.GEMMA3, n_swa=64)
+RECURRENT = ModelSpec(Architecture.MAMBA)
+HYBRID = ModelSpec(Architecture.JAMBA)
+MEMORY_KINDS: Mapping[str, ModelSpec] = MappingProxyType(
+    {"plain": PLAIN, "grouped": GROUPED, "sliding": SLIDING, "recurrent": RECURRENT, "hybrid": HYBRID}
+)

@@ -1,0 +1,161 @@
+"""Which tensors each architecture has, and how their random weights are scaled.
+
+Names and shapes follow `load_arch_tensors` of each architecture in llama.cpp (src/models/*.cpp); shapes are written as
+(outputs, inputs). The scales hold these properties, whatever the depth and width:
+
+- activations stay near 1 and logits have a standard deviation near `LOGIT_STD`;
+- the next token depends on the whole context, not only on the last token: attention scores spread by `SHARPNESS`, and
+  attention adds more to the residual stream than the embedding does;
+- a token is not its own best successor, though input and output embeddings are tied: the final norm's signs alternate;
+- end tokens are not generated, except after an end token: see `end_axes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaq.tools.random_gguf.spec import SSM_STATE_SIZE, ModelSpec
+
+LOGIT_STD = 1.5
+SHARPNESS = 2.5  # standard deviation of the attention scores before the softmax
+ATTENTION_BRANCH, FEED_FORWARD_BRANCH, RECURRENT_BRANCH = 2.0, 1.0, 0.5  # what all layers add up to
+GATED_STD = 0.6  # standard deviation of silu(a)·b, and near that of silu(a), for standard normal a and b
+FINAL_RMS = 2.0  # of the residual stream after the last layer, about
+
+END_LOGIT_DROP = 32.0  # how far below an ordinary token's logit an end token's lies on average
+AXIS_STD = 0.9  # length of an embedding along one end axis, in standard deviations of the other axes
+
+CONVOLUTION_TAPS = (0.3, 0.4, 0.5, 0.7)  # oldest token first; the squares add up to about 1
+SSM_STEP_RANGE = (0.01, 0.2)  # discretization steps of the channels
+SSM_DECAY_RANGE = (0.1, 2.0)  # of the states: a memory of 1 / (step · decay), 2 to 1,000 tokens
+
+
+class Role(Enum):
+    """What a matrix has to keep free of noise."""
+
+    PLAIN = auto()
+    EMBEDDING = auto()  # its end axes are set by the kind of token
+    BRANCH = auto()  # adds to the residual stream, and leaves the end axes alone
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Random weights of mean 0, stored in the file's weight format."""
+
+    name: str
+    shape: tuple[int, int]
+    std: float
+    role: Role = Role.PLAIN
+
+
+@dataclass(frozen=True)
+class Values:
+    """Given values, stored as float32."""
+
+    name: str
+    values: npt.NDArray[np.float32]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+Tensor = Matrix | Values
+
+
+def end_axes(spec: ModelSpec) -> int:
+    """How many leading coordinates of the residual stream say "not an end token".
+
+    Ordinary tokens have a positive constant there, end tokens a negative one, and no layer writes to them, so that they
+    reach the output embedding, where the product lifts ordinary tokens above end tokens. Opening tokens have a small
+    positive one: they are not generated either, and what follows them is an ordinary token.
+    """
+    return max(1, spec.n_embd // 32)
+
+
+def model_tensors(spec: ModelSpec) -> Iterator[Tensor]:
+    """Every tensor of the model; input and output embeddings are one."""
+    yield Matrix("token_embd.weight", (spec.n_vocab, spec.n_embd), _embedding_std(spec), Role.EMBEDDING)
+    yield Values("output_norm.weight", _output_norm(spec))
+    for layer in range(spec.n_layers):
+        block = f"blk.{layer}"
+        yield _constant(f"{block}.attn_norm.weight", spec.n_embd)
+        if spec.is_recurrent(layer):
+            yield from _recurrent(block, spec)
+        else:
+            yield from _attention(block, spec)
+        if spec.architecture.has_feed_forward:
+            yield from _feed_forward(block, spec)
+
+
+def _embedding_std(spec: ModelSpec) -> float:
+    return 1 / sqrt(spec.n_embd) if spec.architecture.scales_embeddings else 1.0
+
+
+def _output_norm(spec: ModelSpec) -> npt.NDArray[np.float32]:
+    n_axes, embedding_std = end_axes(spec), _embedding_std(spec)
+    signs = np.where(np.arange(spec.n_embd) % 2 == 0, 1, -1)
+    norm = (signs * LOGIT_STD / (sqrt(spec.n_embd) * embedding_std)).astype(np.float32)
+    norm[:n_axes] = END_LOGIT_DROP / 2 * FINAL_RMS / (n_axes * AXIS_STD**2 * embedding_std)
+    return norm
+
+
+def _attention(block: str, spec: ModelSpec) -> Iterator[Tensor]:
+    n_queries, n_keys = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    unit = 1 / sqrt(spec.n_embd)
+    normed = spec.architecture.has_qk_norm
+    qk_std = unit if normed else sqrt(SHARPNESS) * unit
+    yield Matrix(f"{block}.attn_q.weight", (n_queries, spec.n_embd), qk_std)
+    yield Matrix(f"{block}.attn_k.weight", (n_keys, spec.n_embd), qk_std)
+    yield Matrix(f"{block}.attn_v.weight", (n_keys, spec.n_embd), unit)
+    if normed:
+        yield _constant(f"{block}.attn_q_norm.weight", spec.head_dim, sqrt(SHARPNESS))
+        yield _constant(f"{block}.attn_k_norm.weight", spec.head_dim, sqrt(SHARPNESS))
+    yield _branch(f"{block}.attn_output.weight", n_queries, spec, ATTENTION_BRANCH, input_std=1.0)
+    if spec.architecture.has_post_norms:
+        yield _constant(f"{block}.post_attention_norm.weight", spec.n_embd, ATTENTION_BRANCH / sqrt(spec.n_layers))
+
+
+def _feed_forward(block: str, spec: ModelSpec) -> Iterator[Tensor]:
+    unit = 1 / sqrt(spec.n_embd)
+    yield _constant(f"{block}.ffn_norm.weight", spec.n_embd)
+    yield Matrix(f"{block}.ffn_gate.weight", (spec.n_ff, spec.n_embd), unit)
+    yield Matrix(f"{block}.ffn_up.weight", (spec.n_ff, spec.n_embd), unit)
+    yield _branch(f"{block}.ffn_down.weight", spec.n_ff, spec, FEED_FORWARD_BRANCH, input_std=GATED_STD)
+    if spec.architecture.has_post_norms:
+        yield _constant(f"{block}.post_ffw_norm.weight", spec.n_embd, FEED_FORWARD_BRANCH / sqrt(spec.n_layers))
+
+
+def _recurrent(block: str, spec: ModelSpec) -> Iterator[Tensor]:
+    """A Mamba-1 layer: convolution over four tokens, then a selective scan (arXiv:2312.00752)."""
+    n_inner, rank, n_state = spec.ssm_inner_size, spec.ssm_step_rank, SSM_STATE_SIZE
+    yield Matrix(f"{block}.ssm_in.weight", (2 * n_inner, spec.n_embd), 1 / sqrt(spec.n_embd))
+    yield Values(f"{block}.ssm_conv1d.weight", np.tile(np.array(CONVOLUTION_TAPS, np.float32), (n_inner, 1)))
+    yield _constant(f"{block}.ssm_conv1d.bias", n_inner, 0.0)
+    yield Matrix(f"{block}.ssm_x.weight", (rank + 2 * n_state, n_inner), 1 / (GATED_STD * sqrt(n_inner)))
+    if spec.architecture.has_ssm_norms:
+        yield _constant(f"{block}.ssm_dt_norm.weight", rank)
+        yield _constant(f"{block}.ssm_b_norm.weight", n_state)
+        yield _constant(f"{block}.ssm_c_norm.weight", n_state)
+    yield Matrix(f"{block}.ssm_dt.weight", (n_inner, rank), 0.5 / sqrt(rank))
+    steps = np.geomspace(*SSM_STEP_RANGE, n_inner)
+    yield Values(f"{block}.ssm_dt.bias", np.log(np.expm1(steps)).astype(np.float32))  # softplus of it is the step
+    decays = np.geomspace(*SSM_DECAY_RANGE, n_state)
+    yield Values(f"{block}.ssm_a", np.tile(-decays.astype(np.float32), (n_inner, 1)))
+    yield _constant(f"{block}.ssm_d", n_inner, 0.5)
+    yield _branch(f"{block}.ssm_out.weight", n_inner, spec, RECURRENT_BRANCH, input_std=GATED_STD)
+
+
+def _branch(name: str, n_inputs: int, spec: ModelSpec, total: float, *, input_std: float) -> Matrix:
+    std = total / sqrt(spec.n_layers) / (input_std * sqrt(n_inputs))
+    return Matrix(name, (spec.n_embd, n_inputs), std, Role.BRANCH)
+
+
+def _constant(name: str, n: int, value: float = 1.0) -> Values:
+    return Values(name, np.full(n, value, np.float32))

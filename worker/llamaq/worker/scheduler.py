@@ -1,0 +1,288 @@
+"""The scheduler: which job runs in which slot, what a tick computes, and when a job has ended.
+
+It decides, on plain data; the engine does. One tick of a worker is
+
+    scheduler.expire()
+    scheduler.admit()
+    batch = scheduler.plan()
+    results = engine.run(batch)
+    outbox.put(scheduler.apply(batch, results))
+
+All calls come from one thread, and nothing is called between `plan` and `apply`. Whatever happens to a job
+between two ticks leaves through `apply`, in order: tokens first, its end last. A job given to `submit` leaves in
+exactly one `JobEnded`, or without one through `release`, `withdraw` or `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
+from llamaq.common.messages import CacheSnapshot, FinishReason, SlotSnapshot
+from llamaq.worker.batch import Batch, SlotResult
+from llamaq.worker.jobs import Job, JobEnded, NewToken, Output
+from llamaq.worker.stats import measure
+from llamaq.worker.memory import Memory, Sequences
+from llamaq.worker.plan import Planner
+from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache
+from llamaq.worker.slots import Slot, SlotPool, SlotState
+from llamaq.worker.strategy import BatchStrategy, DecodeMaximal
+from llamaq.worker.waiting import WaitingLine
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Jobs of one worker between inbox and outbox.
+
+    Args:
+        pool: The slots, sequences and cells.
+        sequences: The engine, or what else holds the sequences.
+        budget: The most tokens of one tick (`n_batch`); at least one a slot.
+        chunk_size: The most prompt tokens of one slot in one tick.
+        end_tokens: The model's end-of-generation tokens.
+        worker: This worker's id, for the stats.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        sequences: Sequences,
+        *,
+        budget: int,
+        chunk_size: int,
+        end_tokens: frozenset[int],
+        strategy: BatchStrategy | None = None,
+        cache: PrefixCache | None = None,
+        worker: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if budget < len(pool.slots):
+            raise InvalidSettings(f"--n-batch {budget} must be at least --n-parallel {len(pool.slots)}")
+        if chunk_size < 1:
+            raise InvalidSettings(f"--chunk-size {chunk_size} must be at least 1")
+        self.planner = Planner(strategy or DecodeMaximal(), budget, chunk_size)
+        self._pool = pool
+        self._memory = Memory(pool, sequences, cache or NullPrefixCache())
+        self._end_tokens = end_tokens
+        self._worker = worker
+        self._clock = clock
+        self._waiting = WaitingLine()
+        self._outputs: list[Output] = []
+
+    # ---- jobs come and go
+
+    def submit(self, job: Job) -> None:
+        """Put the job into the waiting line, or end it where it needs no slot.
+
+        A prompt that cannot fit fails here, alone. A resumed job that had come to its end, but whose end was not
+        written, ends here. A newer attempt replaces an older one that is still here: its lease was lost and claimed again. Any other
+        job with an id that is here already is dropped.
+        """
+        if not self.release(job.id, before_attempt=job.lease.attempt) and self._find(job.id) is not None:
+            log.error("job.dropped id=%s attempt=%d: this attempt is here already", job.id, job.lease.attempt)
+            job.sampler.close()
+            return
+        job.started_s = self._clock()
+        job.context_limit = min(job.context_limit, self._pool.n_cells)
+        self._waiting.put(job)
+        if ending := self._ending_before_start(job):
+            self._end(job, ending)
+
+    def cancel(self, job_id: str) -> bool:
+        """End the job as cancelled; False when it is not here."""
+        return self._end_early(job_id, FinishReason.CANCELLED)
+
+    def release(self, job_id: str, *, before_attempt: int | None = None) -> bool:
+        """Drop the job without an end: it belongs to another attempt now. False when it is not here.
+
+        With `before_attempt` only an older attempt is dropped.
+        """
+        found = self._find(job_id)
+        if found is None:
+            return False
+        job = found.active.job if isinstance(found, Slot) else found
+        if before_attempt is not None and job.lease.attempt >= before_attempt:
+            return False
+        self._leave(found)
+        log.info("job.released id=%s attempt=%d", job.id, job.lease.attempt)
+        return True
+
+    def withdraw(self) -> list[Job]:
+        """Take the jobs without a slot out again, for a stopping worker to hand back."""
+        jobs = list(self._waiting)
+        for job in jobs:
+            self._leave(job)
+        return jobs
+
+    def close(self) -> list[Job]:
+        """Take all jobs out without an end, running ones too; returns them. Outputs that wait are kept for `apply`."""
+        jobs = self.withdraw()
+        for slot in self._pool.active:
+            jobs.append(slot.active.job)
+            self._leave(slot)
+        return jobs
+
+    # ---- one tick
+
+    def expire(self) -> None:
+        """End the jobs whose `timeout_s` is over."""
+        now_s = self._clock()
+        for job in self._jobs():
+            timeout_s = job.request.timeout_s
+            if timeout_s is not None and now_s - job.started_s >= timeout_s:
+                self._end_early(job.id, FinishReason.DEADLINE)
+
+    def admit(self) -> None:
+        """Give slots to waiting jobs in their order, until one finds no room."""
+        while (job := self._waiting.first) is not None and self._memory.make_room(job):
+            self._waiting.take(job)
+            slot = self._memory.enter(job, self._clock())
+            log.info("job.admitted id=%s slot=%d cached_tokens=%d", job.id, slot.index, slot.active.cached_tokens)
+
+    def plan(self, queue_depth: int = 0) -> Batch:
+        """The tokens of the next tick; empty when no job runs. `queue_depth` counts the jobs that wait in Redis."""
+        if not self._pool.active:
+            return Batch()
+        return self.planner.plan(self._pool.slots, queue_depth + self.n_waiting)
+
+    def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
+        """Move the slots on by what the engine did, and return all that happened since the last call."""
+        planned = {part.slot for part in batch.parts}
+        for result in results:
+            if result.slot not in planned:
+                raise LookupError(f"{result.slot!r} was not in the batch")
+            self._apply(result)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ---- what others see
+
+    @property
+    def n_waiting(self) -> int:
+        """Jobs that are here and have no slot yet."""
+        return len(self._waiting)
+
+    @property
+    def free_slots(self) -> int:
+        """How many more jobs may be claimed: idle slots that no job here waits for."""
+        return max(0, self._pool.n_idle - self.n_waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a tick would do anything."""
+        return bool(self._pool.active or self._waiting or self._outputs)
+
+    def snapshot(self) -> tuple[SlotSnapshot, ...]:
+        """The slots as they are now."""
+        return tuple(slot.snapshot() for slot in self._pool)
+
+    def cache_snapshot(self) -> CacheSnapshot:
+        """The cells as they are given now, and how often a job found a prefix of its prompt."""
+        return self._memory.snapshot()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` when jobs, slots, sequences, cells and cache contradict each other."""
+        self._memory.check_integrity()
+        ids = [job.id for job in self._jobs()]
+        if len(set(ids)) != len(ids):
+            raise AssertionError(f"a job is here twice: {ids}")
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self._pool.active)}/{len(self._pool.slots)} slots, {self.n_waiting} waiting>"
+
+    # ---- steps
+
+    def _jobs(self) -> list[Job]:
+        return [*self._waiting, *(slot.active.job for slot in self._pool.active)]
+
+    def _find(self, job_id: str) -> Slot | Job | None:
+        """The slot where the job runs, or the job itself when it waits."""
+        slots = (slot for slot in self._pool.active if slot.active.job.id == job_id)
+        return next(slots, None) or next((job for job in self._waiting if job.id == job_id), None)
+
+    def _ending_before_start(self, job: Job) -> FinishReason | JobRejected | None:
+        if job.resumed:
+            ended = job.resumed[-1] in self._end_tokens
+            return FinishReason.STOP if ended else _reason_to_end(job, len(job.resumed))
+        if not job.prompt:
+            return JobRejected(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
+        if len(job.prompt) >= job.context_limit:
+            return JobRejected(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"the prompt has {len(job.prompt)} tokens; prompt and answer together can have "
+                f"{job.context_limit} on this worker (--n-ctx, and what the model was trained for)",
+            )
+        return None
+
+    def _apply(self, result: SlotResult) -> None:
+        slot = result.slot
+        run = slot.active
+        run.n_past = result.n_past
+        if result.error is not None:
+            self._end(slot, result.error)
+        elif result.token is not None:
+            self._take(slot, result.token)
+        elif slot.state is SlotState.DECODE and run.n_pending > 1:
+            log.warning("job.cells_lost id=%s slot=%d n_past=%d", run.job.id, slot.index, run.n_past)
+            slot.move(SlotState.PREFILL)
+
+    def _take(self, slot: Slot, token: int) -> None:
+        """The slot's job has a new token, which may be its last."""
+        run = slot.active
+        if run.prefilled_s is None:
+            run.prefilled_s = self._clock()
+        if token in self._end_tokens:
+            # It says that the text is over and is no part of it.
+            self._end(slot, FinishReason.STOP)
+            return
+        run.tokens.append(token)
+        self._outputs.append(NewToken(run.job, token, run.job.detokenizer.feed(token)))
+        if reason := _reason_to_end(run.job, run.n_generated):
+            self._end(slot, reason)
+        elif slot.state is SlotState.PREFILL:
+            slot.move(SlotState.DECODE)
+
+    def _end_early(self, job_id: str, reason: FinishReason) -> bool:
+        found = self._find(job_id)
+        if found is not None:
+            self._end(found, reason)
+        return found is not None
+
+    def _end(self, found: Slot | Job, ending: FinishReason | JobRejected) -> None:
+        """The job's only end: out of its place, and its `JobEnded` to the outputs."""
+        slot, job = (found, found.active.job) if isinstance(found, Slot) else (None, found)
+        stats = measure(job, slot, self._clock(), self._worker)
+        if isinstance(ending, JobRejected):
+            self._leave(found)
+            self._outputs.append(JobEnded(job, stats, error=ending))
+        else:
+            self._leave(found, reusable=True)
+            text = "" if job.detokenizer.stopped else job.detokenizer.finish()
+            self._outputs.append(JobEnded(job, stats, reason=ending, text=text))
+        log.info("job.ended id=%s ending=%s generated_tokens=%d", job.id, _name(ending), stats.generated_tokens)
+
+    def _leave(self, found: Slot | Job, *, reusable: bool = False) -> None:
+        """Take the job out of its slot or the line; a `reusable` sequence may serve other jobs."""
+        if isinstance(found, Slot):
+            found.active.job.sampler.close()
+            self._memory.leave(found, reusable=reusable)
+        else:
+            found.sampler.close()
+            self._waiting.remove(found)
+
+
+def _reason_to_end(job: Job, n_generated: int) -> FinishReason | None:
+    """Why a job that has generated so many tokens goes no further, or None."""
+    if job.detokenizer.stopped:
+        return FinishReason.STOP
+    n_tokens = len(job.prompt) + n_generated
+    if n_generated >= job.request.max_tokens or n_tokens >= job.context_limit:
+        return FinishReason.LENGTH
+    return None
+
+
+def _name(ending: FinishReason | JobRejected) -> str:
+    return ending.code.value if isinstance(ending, JobRejected) else ending.value
