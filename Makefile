@@ -10,8 +10,8 @@ MAKEFLAGS += --no-builtin-rules
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14,$(shell \
-	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))) python3)
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 python3.14 python3; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; done; echo $$name)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # llama-cpp-python comes as source. Its wheel is built once and kept outside the checkout, one for each version, set of
@@ -114,7 +114,7 @@ $(WHEEL): | $(BIN)/python
 	    fi
 	done; then
 	    mv "$$build/log" "$(LLAMAQ_WHEEL_CACHE)/failed.log"
-	    tail -n 40 "$(LLAMAQ_WHEEL_CACHE)/failed.log" >&2
+	    tail -n 40 "$(LLAMAQ_WHEEL_CACHE)/failed.log" | cut -c 1-200 >&2
 	    echo "==> the build failed; all it said: $(LLAMAQ_WHEEL_CACHE)/failed.log" >&2
 	    exit 1
 	fi

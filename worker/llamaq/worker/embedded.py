@@ -86,7 +86,7 @@ class EmbeddedRedis:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us: we stop it when the workers have written their last
-                preexec_fn=_die_with_parent,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  # it makes one system call, and takes no lock
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():

@@ -13,12 +13,15 @@ from llamaq.common import codec
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.keys import GROUP, JobId, Keys
 from llamaq.common.messages import Priority, Tokens
-from llamaq.common.scripts import Attempt, Claim, Scripts
+from llamaq.common.scripts import HANDED_BACK, NEVER_RENEWED_MS, Attempt, Claim, Scripts
+from llamaq.worker.jobs import Lease
 
 log = logging.getLogger(__name__)
 
 MAX_DEAD = 1000
 """Entries kept in the stream of dead letters."""
+MAX_CLAIMED = 1000
+"""More than a worker ever has claimed."""
 MAX_DEAD_BYTES = 4096
 """Of what a buried entry held, this much is kept for the curious."""
 
@@ -35,7 +38,9 @@ class Begun:
 class Inbox:
     """One worker's reading end of a queue."""
 
-    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, worker_id: str, lease_s: float) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, *, queue: str, partitions: int, worker_id: str, lease_s: float
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys)
@@ -76,7 +81,7 @@ class Inbox:
             for partition in self._partitions
         }
         try:
-            reply = await self._redis.xreadgroup(GROUP, self._worker_id, streams, count=count, block=block_ms)
+            reply: Any = await self._redis.xreadgroup(GROUP, self._worker_id, streams, count=count, block=block_ms)
         except ResponseError as exc:
             if "NOGROUP" not in str(exc):
                 raise
@@ -94,7 +99,7 @@ class Inbox:
                 if len(claims) >= count:
                     return claims
                 stream = self._keys.jobs(self._queue, partition, priority)
-                reply = await self._redis.xautoclaim(
+                reply: Any = await self._redis.xautoclaim(
                     stream, GROUP, self._worker_id, self._lease_ms, count=count - len(claims)
                 )
                 # Redis 6.2 answers (None, None) for an entry that was deleted without being acknowledged.
@@ -131,7 +136,8 @@ class Inbox:
 
     async def _published(self, job_id: str) -> list[int]:
         tokens: list[int] = []
-        for _, fields in await self._redis.xrange(self._keys.of_job(job_id).events):
+        entries: Any = await self._redis.xrange(self._keys.of_job(job_id).events)
+        for _, fields in entries:
             try:
                 event = codec.decode_event(fields[b"e"])
             except (KeyError, ProtocolError):
@@ -141,18 +147,35 @@ class Inbox:
                 tokens.extend(event.tokens)
         return tokens
 
-    async def hand_back(self, claim: Claim, attempt: int | None) -> None:
-        """Give a job up, so that the next worker that looks takes it at once."""
-        handed = await self._scripts.requeue(claim, attempt)
-        log.info("job.handed_back id=%s accepted=%s", claim.job_id, handed)
+    async def hand_back(self, lease: Lease) -> None:
+        """Give a started job up, so that the next worker that looks takes it at once."""
+        handed = await self._scripts.requeue(Claim(lease.job_id, lease.stream, lease.entry_id), lease.attempt)
+        log.info("job.handed_back id=%s accepted=%s", lease.job_id, handed)
+
+    async def close(self) -> None:
+        """Give up what was claimed and never started, and take this consumer out of the groups."""
+        for partition in self._partitions:
+            for priority in Priority:
+                await self._leave_group(self._keys.jobs(self._queue, partition, priority))
+
+    async def _leave_group(self, stream: str) -> None:
+        pending: Any = await self._redis.xpending_range(
+            stream, GROUP, min="-", max="+", count=MAX_CLAIMED, consumername=self._worker_id
+        )
+        entries = [item["message_id"] for item in pending]
+        if entries:
+            await self._redis.xclaim(stream, GROUP, HANDED_BACK, 0, entries, idle=NEVER_RENEWED_MS, justid=True)
+        if len(entries) < MAX_CLAIMED:  # deleting a consumer deletes what is pending with it
+            await self._redis.xgroup_delconsumer(stream, GROUP, self._worker_id)
 
     async def _bury(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
         """Keep a trace of an entry that is no job, and take it out of the queue."""
         partition = int(stream.partition("}")[0].rpartition(":")[2])
         log.warning("entry.buried stream=%s entry=%s reason=%s", stream, entry_id, reason)
-        trace = {"stream": stream, "entry": entry_id, "reason": reason, "held": repr(fields)[:MAX_DEAD_BYTES]}
+        held = repr(fields)[:MAX_DEAD_BYTES]
+        trace: dict[Any, Any] = {"stream": stream, "entry": entry_id, "reason": reason, "held": held}
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xadd(self._keys.dead(self._queue, partition), dict(trace), maxlen=MAX_DEAD)
+            pipe.xadd(self._keys.dead(self._queue, partition), trace, maxlen=MAX_DEAD)
             pipe.xack(stream, GROUP, entry_id)
             pipe.xdel(stream, entry_id)
             await pipe.execute()

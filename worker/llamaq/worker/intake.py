@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 
 from redis.exceptions import RedisError
 
@@ -74,9 +75,9 @@ class Intake:
             for claim in claims:
                 task = asyncio.create_task(self._begin(claim))
                 self._claimed[claim] = task
-                task.add_done_callback(lambda _, claim=claim: self._forget(claim))
+                task.add_done_callback(partial(self._forget, claim))
 
-    def _forget(self, claim: Claim) -> None:
+    def _forget(self, claim: Claim, _: asyncio.Task[None]) -> None:
         self._claimed.pop(claim, None)
         self._outbox.freed.set()
 

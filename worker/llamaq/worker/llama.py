@@ -25,7 +25,7 @@ from llamaq.worker.llama_abi import check_abi
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-_LEVELS = {1: logging.DEBUG, 2: logging.WARNING, 3: logging.ERROR, 4: logging.DEBUG}
+_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}  # ggml_log_level
 _CONTINUES = 5
 
 

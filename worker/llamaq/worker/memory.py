@@ -68,12 +68,12 @@ class Memory:
 
     def _reuse(self, run: Run) -> None:
         # The last token is always computed: its logits give the next one.
-        prefix = self.cache.match(run.tokens[:-1])
-        if prefix is None:
+        if prefix := self.cache.match(run.tokens[:-1]):
+            run.n_past = run.cached_tokens = self._sequences.copy(prefix.seq_id, run.seq_id, prefix.n_tokens)
+        if run.cached_tokens:
+            self._hits += 1
+        else:
             self._misses += 1
-            return
-        self._hits += 1
-        run.n_past = run.cached_tokens = self._sequences.copy(prefix.seq_id, run.seq_id, prefix.n_tokens)
 
     def _remove(self, seq_ids: Iterable[int]) -> None:
         for seq_id in seq_ids:
@@ -82,4 +82,4 @@ class Memory:
 
     def __repr__(self) -> str:
         pool = self.pool
-        return f"<Memory {pool.reserved_cells} reserved + {pool.kept_cells} kept of {pool.n_cells} cells, {self.cache!r}>"
+        return f"<Memory {pool.reserved_cells} reserved + {pool.kept_cells} kept of {pool.n_cells} cells>"

@@ -24,7 +24,7 @@ def resolve_model(spec: str | None) -> Path:
         return _fetch(spec)
     path = Path(spec).expanduser()
     if not path.is_file():
-        raise ModelError(f"--model: there is no file {spec!r} (a model of the Hugging Face hub is hf:OWNER/REPO/FILE.gguf)")
+        raise ModelError(f"--model: there is no file {spec!r} (one of the Hugging Face hub is hf:OWNER/REPO/FILE.gguf)")
     return path
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -104,7 +104,7 @@ class Outbox:
         lease_s: float,
         disconnect_s: float,
         is_alive: Callable[[], bool],
-        on_finished: Callable[[JobStats], None],
+        on_finished: Callable[[JobStats], Awaitable[None]],
     ) -> None:
         """Leases are renewed only while `is_alive` says that the engine ticks."""
         self._scripts = scripts
@@ -224,7 +224,7 @@ class Outbox:
             log.info("job.%s id=%s", ending.status, account.lease.job_id)
             self._accounts.pop(account.lease.job_id, None)
             if account.stats is not None:
-                self._on_finished(account.stats)
+                await self._on_finished(account.stats)
         elif outcome == "lost" or outcome > max(len(account.tokens), account.stored):
             self._lose(account)
         else:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.slots import Run, Slot, SlotState
@@ -49,12 +50,15 @@ def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | 
 
 
 def _is_batch(batch: object) -> bool:
+    if not isinstance(batch, Batch):
+        return False
+    decode: Any = batch.decode  # whatever somebody put there
+    prefill: Any = batch.prefill
     return (
-        isinstance(batch, Batch)
-        and isinstance(batch.decode, tuple)
-        and isinstance(batch.prefill, tuple)
-        and all(isinstance(part, DecodeToken) for part in batch.decode)
-        and all(isinstance(chunk, PrefillChunk) and type(chunk.n_tokens) is int for chunk in batch.prefill)
+        isinstance(decode, tuple)
+        and isinstance(prefill, tuple)
+        and all(isinstance(part, DecodeToken) for part in decode)
+        and all(isinstance(chunk, PrefillChunk) and type(chunk.n_tokens) is int for chunk in prefill)
     )
 
 
@@ -85,13 +89,14 @@ class Planner:
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         """A batch that keeps the rules, whatever the strategy does."""
         before = [_State(slot) for slot in slots]
+        batch = Batch()
+        fault: PlanFault | None = None
+        cause: Exception | None = None
         try:
             batch = self.strategy.build_batch(slots, self.budget, self.chunk_size, queue_depth=queue_depth)
-        except Exception as exc:  # a user's strategy may raise anything
-            batch, fault, cause = Batch(), PlanFault.RAISED, exc
-        else:
-            fault, cause = None, None
-        if any(state.restore() for state in before):
+        except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything
+            fault, cause = PlanFault.RAISED, exc
+        if sum(state.restore() for state in before):  # all of them: any() would stop at the first
             fault = fault or PlanFault.CHANGED_SLOTS
         fault = fault or check_plan(batch, slots, self.budget)
         if fault is None:

@@ -19,15 +19,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
+from llamaq.common.errors import InvalidSettings, JobRejected
 from llamaq.common.messages import CacheSnapshot, FinishReason, SlotSnapshot
 from llamaq.worker.batch import Batch, SlotResult
+from llamaq.worker.endings import Ending, ending_before_start, reason_to_end
 from llamaq.worker.jobs import Job, JobEnded, NewToken, Output
-from llamaq.worker.stats import measure
 from llamaq.worker.memory import Memory, Sequences
 from llamaq.worker.plan import Planner
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache
 from llamaq.worker.slots import Slot, SlotPool, SlotState
+from llamaq.worker.stats import measure
 from llamaq.worker.strategy import BatchStrategy, DecodeMaximal
 from llamaq.worker.waiting import WaitingLine
 
@@ -78,8 +79,8 @@ class Scheduler:
         """Put the job into the waiting line, or end it where it needs no slot.
 
         A prompt that cannot fit fails here, alone. A resumed job that had come to its end, but whose end was not
-        written, ends here. A newer attempt replaces an older one that is still here: its lease was lost and claimed again. Any other
-        job with an id that is here already is dropped.
+        written, ends here. A newer attempt replaces an older one that is still here: its lease was lost and then
+        claimed again. Any other job with an id that is here already is dropped.
         """
         if not self.release(job.id, before_attempt=job.lease.attempt) and self._find(job.id) is not None:
             log.error("job.dropped id=%s attempt=%d: this attempt is here already", job.id, job.lease.attempt)
@@ -88,7 +89,7 @@ class Scheduler:
         job.started_s = self._clock()
         job.context_limit = min(job.context_limit, self._pool.n_cells)
         self._waiting.put(job)
-        if ending := self._ending_before_start(job):
+        if ending := ending_before_start(job, self._end_tokens):
             self._end(job, ending)
 
     def cancel(self, job_id: str) -> bool:
@@ -203,20 +204,6 @@ class Scheduler:
         slots = (slot for slot in self._pool.active if slot.active.job.id == job_id)
         return next(slots, None) or next((job for job in self._waiting if job.id == job_id), None)
 
-    def _ending_before_start(self, job: Job) -> FinishReason | JobRejected | None:
-        if job.resumed:
-            ended = job.resumed[-1] in self._end_tokens
-            return FinishReason.STOP if ended else _reason_to_end(job, len(job.resumed))
-        if not job.prompt:
-            return JobRejected(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
-        if len(job.prompt) >= job.context_limit:
-            return JobRejected(
-                ErrorCode.PROMPT_TOO_LONG,
-                f"the prompt has {len(job.prompt)} tokens; prompt and answer together can have "
-                f"{job.context_limit} on this worker (--n-ctx, and what the model was trained for)",
-            )
-        return None
-
     def _apply(self, result: SlotResult) -> None:
         slot = result.slot
         run = slot.active
@@ -240,7 +227,7 @@ class Scheduler:
             return
         run.tokens.append(token)
         self._outputs.append(NewToken(run.job, token, run.job.detokenizer.feed(token)))
-        if reason := _reason_to_end(run.job, run.n_generated):
+        if reason := reason_to_end(run.job, run.n_generated):
             self._end(slot, reason)
         elif slot.state is SlotState.PREFILL:
             slot.move(SlotState.DECODE)
@@ -251,7 +238,7 @@ class Scheduler:
             self._end(found, reason)
         return found is not None
 
-    def _end(self, found: Slot | Job, ending: FinishReason | JobRejected) -> None:
+    def _end(self, found: Slot | Job, ending: Ending) -> None:
         """The job's only end: out of its place, and its `JobEnded` to the outputs."""
         slot, job = (found, found.active.job) if isinstance(found, Slot) else (None, found)
         stats = measure(job, slot, self._clock(), self._worker)
@@ -262,7 +249,7 @@ class Scheduler:
             self._leave(found, reusable=True)
             text = "" if job.detokenizer.stopped else job.detokenizer.finish()
             self._outputs.append(JobEnded(job, stats, reason=ending, text=text))
-        log.info("job.ended id=%s ending=%s generated_tokens=%d", job.id, _name(ending), stats.generated_tokens)
+        log.info("job.ended id=%s ending=%s generated_tokens=%d", job.id, ending, stats.generated_tokens)
 
     def _leave(self, found: Slot | Job, *, reusable: bool = False) -> None:
         """Take the job out of its slot or the line; a `reusable` sequence may serve other jobs."""
@@ -272,17 +259,3 @@ class Scheduler:
         else:
             found.sampler.close()
             self._waiting.remove(found)
-
-
-def _reason_to_end(job: Job, n_generated: int) -> FinishReason | None:
-    """Why a job that has generated so many tokens goes no further, or None."""
-    if job.detokenizer.stopped:
-        return FinishReason.STOP
-    n_tokens = len(job.prompt) + n_generated
-    if n_generated >= job.request.max_tokens or n_tokens >= job.context_limit:
-        return FinishReason.LENGTH
-    return None
-
-
-def _name(ending: FinishReason | JobRejected) -> str:
-    return ending.code.value if isinstance(ending, JobRejected) else ending.value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -72,6 +72,8 @@ class LifeSettings(BaseModel):
         (), description="module:function, comma separated, called with each tick's and job's measurements"
     )
 
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+
     _split_hooks = field_validator("hooks", mode="before")(_split_commas)
 
 
@@ -126,4 +128,5 @@ def load_settings(config: Path | None = None, **flags: Any) -> WorkerSettings:
         raise explain_settings(exc) from exc
     except ValueError as exc:
         raise InvalidSettings(f"--config: {config}: {exc}") from exc
-    return WorkerSettings.model_construct(**{name: getattr(loaded, name) for name in WorkerSettings.model_fields})
+    values = {name: getattr(loaded, name) for name in WorkerSettings.model_fields}
+    return WorkerSettings.model_construct(loaded.model_fields_set, **values)

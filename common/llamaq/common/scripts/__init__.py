@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 NEVER_RENEWED_MS = 10**12
 """An idle time longer than any lease."""
 
+HANDED_BACK = "handed-back"
+"""The consumer that holds entries which a stopping worker gave up, until another worker takes them."""
+
 FlushCode = Literal["ok", "cancel", "lost"]
 
 
@@ -216,6 +219,6 @@ class Scripts:
         """Hand a job back; `attempt` is None when it was not started. False when it was lost already."""
         reply = await self._requeue(
             keys=[self._keys.of_job(claim.job_id).job, claim.stream],
-            args=["" if attempt is None else attempt, GROUP, claim.entry_id, NEVER_RENEWED_MS],
+            args=["" if attempt is None else attempt, GROUP, claim.entry_id, NEVER_RENEWED_MS, HANDED_BACK],
         )
         return bool(reply == b"ok")

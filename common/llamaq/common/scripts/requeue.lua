@@ -3,7 +3,7 @@
 --
 -- KEYS[1] job   hash       KEYS[2] stream   job stream it was claimed from
 -- ARGV[1] attempt ('' when it was claimed but not started)   ARGV[2] consumer group   ARGV[3] entry id
--- ARGV[4] idle time to pretend, ms: more than any lease
+-- ARGV[4] idle time to pretend, ms: more than any lease                ARGV[5] consumer that holds what was handed back
 --
 -- Returns 'ok' | 'lost'
 
@@ -15,5 +15,5 @@ if ARGV[1] ~= '' then
   redis.call('HINCRBY', KEYS[1], 'attempt', 1)
   redis.call('HSET', KEYS[1], 'status', 'queued')
 end
-redis.call('XCLAIM', KEYS[2], ARGV[2], 'handed-back', 0, ARGV[3], 'IDLE', ARGV[4], 'JUSTID')
+redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[5], 0, ARGV[3], 'IDLE', ARGV[4], 'JUSTID')
 return 'ok'

@@ -1,0 +1,53 @@
+# syntax=docker/dockerfile:1
+
+# A llamaq worker. Without arguments it runs on any x86-64 CPU with AVX2, or any 64-bit ARM. For an NVIDIA GPU:
+#   --build-arg BUILD_IMAGE=nvidia/cuda:12.8.1-devel-ubuntu24.04
+#   --build-arg RUNTIME_IMAGE=nvidia/cuda:12.8.1-runtime-ubuntu24.04
+#   --build-arg CMAKE_ARGS=-DGGML_CUDA=ON
+# Both images must be Debian or Ubuntu of the same release: the virtual environment moves from one to the other.
+ARG BUILD_IMAGE=debian:bookworm-slim
+ARG RUNTIME_IMAGE=debian:bookworm-slim
+
+FROM ${BUILD_IMAGE} AS build
+ENV DEBIAN_FRONTEND=noninteractive PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends build-essential python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/llamaq
+
+# llama.cpp first, in a layer of its own: minutes, and again only when its version or its arguments change.
+# GGML_NATIVE must stay off: an image runs on other CPUs than the one that built it. llama-cpp-python switches on
+# llama.cpp's `common` library, which belongs to the tools; a variable set before that wins. The wheel's second copy of
+# the libraries, outside its package, is never loaded.
+ARG LLAMA_CPP_PYTHON="llama-cpp-python>=0.3.36,<0.3.37"
+ARG CMAKE_ARGS=""
+RUN echo 'set(LLAMA_BUILD_COMMON OFF)' > /tmp/leave-out.cmake \
+    && CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF \
+        -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_OPENSSL=OFF \
+        -DCMAKE_PROJECT_INCLUDE=/tmp/leave-out.cmake ${CMAKE_ARGS}" \
+    /opt/llamaq/bin/pip install "${LLAMA_CPP_PYTHON}" \
+    && rm -rf /opt/llamaq/lib/python3*/site-packages/lib /opt/llamaq/lib/python3*/site-packages/include
+
+COPY pyproject.toml LICENSE README.md /src/
+COPY common /src/common
+COPY producer /src/producer
+COPY worker /src/worker
+RUN /opt/llamaq/bin/pip install '/src[worker,hub]'
+
+FROM ${RUNTIME_IMAGE}
+ENV DEBIAN_FRONTEND=noninteractive
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libgomp1 python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home llamaq \
+    && install --directory --owner llamaq --group llamaq /home/llamaq/.cache/huggingface
+COPY --from=build /opt/llamaq /opt/llamaq
+
+ENV PATH=/opt/llamaq/bin:$PATH PYTHONUNBUFFERED=1
+USER llamaq
+WORKDIR /home/llamaq
+
+HEALTHCHECK --interval=10s --timeout=10s --start-period=120s --retries=3 \
+    CMD ["llamaq", "health", "--queue", "default"]
+ENTRYPOINT ["llamaq"]
+CMD ["worker", "--queue", "default"]

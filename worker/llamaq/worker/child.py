@@ -1,0 +1,42 @@
+"""The entry point of a worker that a supervisor started.
+
+Its settings come as one line of JSON on standard input, where no process list shows the password of a Redis URL.
+Standard input then stays open as a lifeline: at its end the supervisor is gone, however that happened, and so is
+this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from llamaq.worker.logs import configure_logging
+from llamaq.worker.process import EXIT_CRASHED, serve
+from llamaq.worker.settings import WorkerSettings
+
+LAST_WORDS_S = 15.0
+"""For handing jobs back after the supervisor is gone."""
+
+
+def _hold_lifeline() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    for _ in range(2):  # the second signal forces: nobody is left to wait for a drain
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(LAST_WORDS_S)
+    os._exit(EXIT_CRASHED)
+
+
+def main() -> int:
+    """Run the worker whose settings come in; returns its exit code."""
+    line = sys.stdin.buffer.readline()
+    settings = WorkerSettings.model_validate_json(line)
+    configure_logging(settings.log_level)
+    threading.Thread(target=_hold_lifeline, name="llamaq-lifeline", daemon=True).start()
+    return serve(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

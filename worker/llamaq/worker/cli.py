@@ -1,0 +1,127 @@
+"""The commands of the GPU host: `llamaq worker`, `llamaq up`, `llamaq demo`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from rich.console import Console
+
+from llamaq.common.settings import ENV_PREFIX
+from llamaq.worker.settings import WorkerSettings, load_settings
+from llamaq.worker.stack import DEFAULT_PORT
+
+console = Console(stderr=True)
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command("worker")(with_settings(run_worker))
+    app.command("up")(with_settings(run_up))
+    app.command("demo")(run_demo)
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give the command one option for each field of `WorkerSettings`, whose names and texts thus stand once.
+
+    An option that is not given is None, and then the environment, the file or the default counts.
+    """
+    own = [param for param in inspect.signature(command, eval_str=True).parameters.values() if param.name != "flags"]
+    options = [_option(name, field) for name, field in WorkerSettings.model_fields.items()]
+
+    def run(**values: Any) -> None:
+        known = {param.name: values.pop(param.name) for param in own}
+        command(**known, flags=values)
+
+    run.__doc__ = command.__doc__
+    parameters = [*own, *options]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {param.name: param.annotation for param in parameters}
+    return run
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    default = field.get_default(call_default_factory=True, validated_data={})
+    shown = "" if default in (None, ()) else f" [default: {default}]"
+    flag = "--" + name.replace("_", "-")
+    help_text = f"{field.description}{shown} [env: {ENV_PREFIX}{name.upper()}]"
+    option = typer.Option(flag, help=help_text, show_default=False, rich_help_panel=_panel(name))
+    annotation = Annotated[_flag_type(field.annotation) | None, option]  # type: ignore[valid-type]  # made at run time
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _panel(name: str) -> str:
+    """The heading in `--help`: the docstring of the settings group that has the field."""
+    groups = [base for base in WorkerSettings.__bases__ if issubclass(base, BaseModel)]
+    group = next((group for group in groups if name in group.model_fields), WorkerSettings)
+    return (group.__doc__ or "").partition(".")[0].partition(",")[0]
+
+
+def _flag_type(annotation: Any) -> type:
+    """The type that a flag is read as; tuples and literals are checked later, by pydantic."""
+    if get_origin(annotation) in (tuple, Literal):
+        return str
+    if get_origin(annotation) is UnionType:
+        return _flag_type(next(part for part in get_args(annotation) if part is not NoneType))
+    return annotation if annotation in (int, float, bool) else str
+
+
+Config = Annotated[Path | None, typer.Option("--config", help="a TOML file with settings", show_default=False)]
+
+
+def run_worker(*, config: Config = None, flags: dict[str, Any]) -> None:
+    """Serve a queue: run its jobs on this machine until SIGTERM (drains) or a second one (ends at once)."""
+    from llamaq.worker.logs import configure_logging
+    from llamaq.worker.process import serve
+    from llamaq.worker.stack import supervise
+
+    settings = load_settings(config, **flags)
+    configure_logging(settings.log_level)
+    say_model(settings)
+    raise typer.Exit(supervise(settings) if settings.devices else serve(settings))
+
+
+def run_up(
+    *,
+    config: Config = None,
+    port: Annotated[int, typer.Option(help="port of the embedded Redis, on 127.0.0.1")] = DEFAULT_PORT,
+    data_dir: Annotated[Path | None, typer.Option(help="where the embedded Redis keeps its data; else memory")] = None,
+    flags: dict[str, Any],
+) -> None:
+    """The whole stack on this machine: Redis (embedded, unless --redis-url names one) and workers."""
+    from llamaq.worker.logs import configure_logging
+    from llamaq.worker.stack import redis_for, supervise
+
+    settings = load_settings(config, **flags)
+    configure_logging(settings.log_level)
+    say_model(settings)
+    named = settings.redis_url if "redis_url" in settings.model_fields_set else None
+    with redis_for(named, port=port, data_dir=data_dir) as url:
+        if named is None:
+            where = f"in {data_dir}" if data_dir else "in memory alone: --data-dir keeps it"
+            console.print(f"Redis: {url} (embedded, {where})")
+        console.print(f"Queue: {settings.queue}. Try:  llamaq generate 'Once upon a time' --redis-url {url}")
+        raise typer.Exit(supervise(settings.model_copy(update={"redis_url": url})))
+
+
+def run_demo(
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="jobs to submit at once")] = 8,
+    model: Annotated[str | None, typer.Option(help="a GGUF file instead of the model that ships")] = None,
+) -> None:
+    """Eight jobs streaming side by side through one llama.cpp batch, with everything they need started for them."""
+    from llamaq.worker.demo import show
+
+    logging.getLogger("llamaq").addHandler(logging.NullHandler())
+    raise typer.Exit(show(jobs, model))
+
+
+def say_model(settings: WorkerSettings) -> None:
+    """Tell the user when nothing but the demo model is served."""
+    if settings.model is None:
+        console.print("No --model given: serving the small demo model that ships with llamaq (see its MODEL_CARD.md).")

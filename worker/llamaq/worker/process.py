@@ -1,0 +1,155 @@
+"""One worker process: load the model, connect, tick until told to stop, hand back what is left."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+
+from llamaq.worker.grammar_check import GrammarWarden
+
+from llamaq.common.errors import LlamaqError
+from llamaq.common.messages import WorkerCard
+from llamaq.worker import vocab_blob
+from llamaq.worker.engine import Engine
+from llamaq.worker.link import Link
+from llamaq.worker.llama import ContextOptions
+from llamaq.worker.models import resolve_model
+from llamaq.worker.plugins import load_hooks
+from llamaq.worker.prepare import Preparer
+from llamaq.worker.scheduler import Scheduler
+from llamaq.worker.settings import WorkerSettings
+from llamaq.worker.slots import SlotPool
+from llamaq.worker.strategy import load_strategy
+from llamaq.worker.telemetry import Telemetry
+from llamaq.worker.ticks import TickLoop
+
+log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_CRASHED, EXIT_CANNOT_START, EXIT_FORCED = 0, 1, 2, 130
+
+SWITCH_INTERVAL_S = 0.0002
+"""llama_decode gives the GIL away; with Python's default of 5 ms it gets it back late beside a busy I/O thread."""
+
+
+class WorkerProcess:
+    """Everything that one worker consists of, wired together."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Load the model; raises `ModelError` or `InvalidSettings`."""
+        path = resolve_model(settings.model)
+        strategy, hooks = load_strategy(settings.batch_strategy), load_hooks(settings.hooks)
+        log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
+        self._settings = settings
+        self._engine = engine = load_engine(path, settings)
+        self._blob = vocab_blob.extract(path)
+        self._warden = GrammarWarden(self._blob)
+        self._telemetry = Telemetry(hooks)
+        self.card = self._describe(path.name)
+        scheduler = Scheduler(
+            SlotPool(settings.n_parallel, engine.n_ctx, engine.n_seq_max),
+            engine,
+            budget=engine.n_batch,
+            chunk_size=settings.chunk_size,
+            end_tokens=engine.vocab.end_tokens,
+            strategy=strategy,
+            worker=self.card.worker,
+        )
+        self._scheduler = scheduler
+        self._ticks = TickLoop(scheduler, engine, self._telemetry, hang_s=settings.hang_s)
+        preparer = Preparer(
+            engine.vocab,
+            self._warden,
+            settings.sampling,
+            context_limit=min(engine.n_ctx, engine.n_ctx_train),
+            max_request_bytes=settings.max_request_bytes,
+        )
+        self._link = Link(settings, self.card, self._blob, preparer, self._ticks, self._telemetry)
+        self._signals = 0
+
+    def _describe(self, model: str) -> WorkerCard:
+        engine, host = self._engine, socket.gethostname()
+        return WorkerCard(
+            worker=f"{host}-{os.getpid()}-{secrets.token_hex(3)}",
+            queue=self._settings.queue,
+            model=model,
+            n_ctx=engine.n_ctx,
+            n_ctx_train=engine.n_ctx_train,
+            n_vocab=engine.vocab.n_tokens,
+            n_parallel=self._settings.n_parallel,
+            quantization=engine.quantization,
+            chat_template=engine.vocab.chat_template,
+            vocab_hash=hashlib.sha256(self._blob).hexdigest(),
+            host=host,
+            pid=os.getpid(),
+            device="all" if self._settings.device is None else str(self._settings.device),
+            version=version("llamaq"),
+            started_ms=int(time.time() * 1000),
+        )
+
+    def run(self) -> int:
+        """Serve the queue until SIGTERM or SIGINT; returns the process's exit code."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            self._link.start()
+            if self._link.error is not None:
+                return EXIT_CRASHED
+            log.info("worker.ready id=%s queue=%s slots=%d", self.card.worker, self.card.queue, self.card.n_parallel)
+            self._ticks.run()
+        finally:
+            self._shut_down()
+        if self._link.error is not None:
+            return EXIT_CRASHED
+        return EXIT_FORCED if self._signals > 1 else EXIT_OK
+
+    def stop(self, grace_s: float) -> None:
+        """Claim nothing more; running jobs may go on for `grace_s`, what is left then is handed back."""
+        self._link.stop_intake()
+        self._ticks.stop(grace_s)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """The first signal asks, the second ends at once."""
+        self._signals += 1
+        log.info("worker.stopping signal=%s", signal.Signals(number).name)
+        self.stop(self._settings.drain_s if self._signals == 1 else 0)
+
+    def _shut_down(self) -> None:
+        for job in self._scheduler.close():
+            log.info("job.unfinished id=%s", job.id)
+        self._link.close()
+        self._warden.close()
+        self._engine.close()
+        log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._telemetry.jobs_done)
+
+
+def load_engine(path: Path, settings: WorkerSettings) -> Engine:
+    """The engine that these settings describe; raises `ModelError` or `EngineError`."""
+    options = ContextOptions(
+        n_ctx=settings.n_ctx,
+        n_batch=settings.batch_budget,
+        n_ubatch=settings.n_ubatch,
+        n_seq_max=settings.n_parallel,
+        n_threads=settings.n_threads,
+        n_threads_batch=settings.n_threads,
+    )
+    return Engine(path, options, n_gpu_layers=settings.n_gpu_layers, main_gpu=settings.device)
+
+
+def serve(settings: WorkerSettings) -> int:
+    """Run a worker in this process; what keeps it from starting is one line in the log."""
+    try:
+        process = WorkerProcess(settings)
+    except LlamaqError as exc:
+        log.error("worker.cannot_start error=%s", exc)
+        return EXIT_CANNOT_START
+    return process.run()

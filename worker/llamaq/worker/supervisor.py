@@ -1,0 +1,169 @@
+"""One worker process for each device, started again when it dies.
+
+A child that cannot start at all (no such model, say) is not tried again: its supervisor ends with its exit code.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import IO
+
+from llamaq.worker.process import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_OK
+from llamaq.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+STEADY_S = 60.0
+"""A child that lived so long starts with the first backoff again."""
+
+
+class Child:
+    """One place for a worker process, and the process that fills it."""
+
+    def __init__(self, settings: WorkerSettings, log_file: IO[bytes] | None) -> None:
+        self._settings = settings
+        self._log_file = log_file
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
+        self._again_s = 0.0
+        self._backoff_s = FIRST_BACKOFF_S
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the process and hand it its settings; its standard input stays open as the lifeline."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "llamaq.worker.child"],
+            stdin=subprocess.PIPE,
+            stderr=self._log_file,
+            start_new_session=True,  # Ctrl-C goes to the supervisor, who passes it on in order
+        )
+        self._started_s = time.monotonic()
+        if self._process.stdin is None:
+            raise RuntimeError("a child without a standard input")
+        self._process.stdin.write(self._settings.model_dump_json().encode() + b"\n")
+        self._process.stdin.flush()
+        log.info("child.started pid=%d device=%s", self._process.pid, self._settings.device)
+
+    def watch(self) -> int | None:
+        """Start it again when it is time; returns the exit code of a child that is not worth another try."""
+        now = time.monotonic()
+        if self._process is None:
+            if now >= self._again_s:
+                self.start()
+            return None
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._close()
+        if code == EXIT_CANNOT_START:
+            return code
+        if now - self._started_s > STEADY_S:
+            self._backoff_s = FIRST_BACKOFF_S
+        log.warning("child.died code=%s lived_s=%.1f again_s=%.1f", code, now - self._started_s, self._backoff_s)
+        self._again_s = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        return None
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on."""
+        if self._process is not None and self.is_running:
+            self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end; kill it after `timeout_s`."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                log.error("child.killed pid=%d", self._process.pid)
+                self._process.kill()
+                self._process.wait()
+            self._close()
+
+    def _close(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process = None
+
+
+class Supervisor:
+    """Keeps a worker alive for each of the settings it is given."""
+
+    GRACE_S = 20.0
+    """For loading to end and jobs to be handed back, beyond the drain."""
+
+    def __init__(self, children: Sequence[WorkerSettings], log_file: IO[bytes] | None = None) -> None:
+        self._drain_s = max(settings.drain_s for settings in children)
+        self._children = [Child(settings, log_file) for settings in children]
+        self._signals = 0
+
+    @classmethod
+    def of_devices(cls, settings: WorkerSettings) -> Supervisor:
+        """One child for each of `--devices`, or one for all devices together."""
+        if not settings.devices:
+            return cls([settings])
+        return cls([settings.model_copy(update={"device": device, "devices": ()}) for device in settings.devices])
+
+    def start(self) -> None:
+        """Start all children."""
+        for child in self._children:
+            child.start()
+
+    def check(self) -> int | None:
+        """Look after the children once; returns an exit code when there is no point in going on."""
+        codes = [child.watch() for child in self._children]
+        return next((code for code in codes if code is not None), None)
+
+    def run(self) -> int:
+        """Supervise until SIGTERM or SIGINT; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self.start()
+        while not self._signals:
+            code = self.check()
+            if code is not None:
+                self.stop()
+                return code
+            time.sleep(POLL_S)
+        ended = self.stop(self._drain_s + 1.0)
+        return EXIT_OK if ended and self._signals < 2 else EXIT_CRASHED
+
+    def stop(self, drain_s: float = 0.0) -> bool:
+        """Ask the children to end, insist after `drain_s`, and wait for them; False when one had to be urged."""
+        self._signal_all(signal.SIGTERM)
+        self._await_children(drain_s)
+        in_time = not any(child.is_running for child in self._children)
+        if not in_time:
+            self._signal_all(signal.SIGTERM)
+        for child in self._children:
+            child.wait(self.GRACE_S)
+        return in_time
+
+    def _await_children(self, timeout_s: float) -> None:
+        """Wait until all have ended, the time is over, or a second signal came."""
+        deadline = time.monotonic() + timeout_s
+        while any(child.is_running for child in self._children) and time.monotonic() < deadline and self._signals < 2:
+            time.sleep(POLL_S)
+
+    def _signal_all(self, number: int) -> None:
+        for child in self._children:
+            child.signal(number)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signals += 1
+        log.info("supervisor.stopping signal=%s", signal.Signals(number).name)

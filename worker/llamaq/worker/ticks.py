@@ -1,0 +1,150 @@
+"""The engine thread: it receives commands from the I/O thread, and runs ticks while there is work.
+
+It never waits for Redis: commands come through a queue, and outputs leave through a call that does not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from llamaq.common.messages import CacheSnapshot, SlotSnapshot, TickStats
+from llamaq.worker.batch import Batch, SlotResult
+from llamaq.worker.jobs import Job, Output
+from llamaq.worker.scheduler import Scheduler
+from llamaq.worker.telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 1.0
+"""An idle engine thread wakes up this often, to show that it is alive."""
+SNAPSHOT_EVERY_S = 0.25
+SLOW_TICKS = 4
+"""A tick is a hang only when it takes longer than this many of the slowest ticks seen."""
+
+
+class Runner(Protocol):
+    """What runs a batch: the engine, or the fake one in tests."""
+
+    def run(self, batch: Batch) -> list[SlotResult]:
+        """Decode and sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The slots and cells as the engine thread last showed them."""
+
+    slots: tuple[SlotSnapshot, ...]
+    cache: CacheSnapshot
+
+
+class TickLoop:
+    """Runs the ticks of one worker on the thread that calls `run`. Everything else may be called from any thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: Runner,
+        telemetry: Telemetry,
+        *,
+        hang_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._engine = engine
+        self._telemetry = telemetry
+        self._hang_s = hang_s
+        self._clock = clock
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._stop_s: float | None = None
+        self._stamp_s = clock()
+        self._slowest_tick_s = 0.0
+        self._shown_s = -SNAPSHOT_EVERY_S
+        self.queue_depth = 0
+        """Jobs that wait in Redis, as the I/O thread last saw it."""
+        self.put: Callable[[list[Output]], None] = lambda _: None
+        """Where outputs go; must not block."""
+        self.snapshot = self._look()
+
+    def admit(self, job: Job) -> None:
+        """Give a prepared job to the scheduler."""
+        self._commands.put(partial(self._scheduler.submit, job))
+
+    def cancel(self, job_id: str) -> None:
+        """End a job as cancelled before the next tick."""
+        self._commands.put(partial(self._scheduler.cancel, job_id))
+
+    def release(self, job_id: str) -> None:
+        """Drop a job that belongs to a newer attempt."""
+        self._commands.put(partial(self._scheduler.release, job_id))
+
+    def stop(self, grace_s: float) -> None:
+        """Return from `run` when no job is left, and after `grace_s` at the latest; a second call may shorten it."""
+        until_s = self._clock() + grace_s
+        self._stop_s = until_s if self._stop_s is None else min(self._stop_s, until_s)
+        self._commands.put(lambda: None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the last tick is recent enough to believe that the next one will come."""
+        silent_s = self._clock() - self._stamp_s
+        return silent_s < max(self._hang_s, SLOW_TICKS * self._slowest_tick_s)
+
+    def run(self) -> None:
+        """Receive and tick until stopped."""
+        while not self._is_over():
+            self._receive()
+            started_s = self._stamp_s = self._clock()
+            self._tick()
+            self._slowest_tick_s = max(self._slowest_tick_s, self._clock() - started_s)
+
+    def _is_over(self) -> bool:
+        if self._stop_s is None:
+            return False
+        return not self._scheduler.has_work or self._clock() >= self._stop_s
+
+    def _receive(self) -> None:
+        """Run the commands that are there; without work wait for one."""
+        try:
+            if not self._scheduler.has_work and self._stop_s is None:
+                self._commands.get(timeout=IDLE_WAIT_S)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _tick(self) -> None:
+        scheduler = self._scheduler
+        scheduler.expire()
+        scheduler.admit()
+        batch = scheduler.plan(self.queue_depth)
+        started_s = self._clock()
+        results = self._engine.run(batch) if batch else []
+        eval_s = self._clock() - started_s
+        self.put(scheduler.apply(batch, results))
+        if batch:
+            self._telemetry.tick(self._measure(batch, eval_s))
+        if not scheduler.has_work or self._clock() - self._shown_s >= SNAPSHOT_EVERY_S:
+            self.snapshot = self._look()
+
+    def _measure(self, batch: Batch, eval_s: float) -> TickStats:
+        return TickStats.model_construct(  # our own numbers, once a tick: not validated
+            batch_size=batch.n_tokens,
+            decode_tokens=batch.n_decode,
+            prefill_tokens=batch.n_prefill,
+            active_slots=len(batch.parts),
+            queue_depth=self.queue_depth,
+            eval_ms=eval_s * 1000,
+        )
+
+    def _look(self) -> Snapshot:
+        self._shown_s = self._clock()
+        return Snapshot(self._scheduler.snapshot(), self._scheduler.cache_snapshot())
+
+    def __repr__(self) -> str:
+        return f"<TickLoop ticks={self._telemetry.ticks} {self._scheduler!r}>"
