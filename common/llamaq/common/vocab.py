@@ -101,9 +101,7 @@ class Vocab:
     @cached_property
     def end_tokens(self) -> frozenset[int]:
         """Every token that ends a generation."""
-        return frozenset(
-            token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
-        )
+        return frozenset(token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     @cached_property
     def special_texts(self) -> SpecialTexts:

@@ -68,7 +68,9 @@ def typical_p(candidates: Candidates, p: float) -> Candidates:
 def top_p(candidates: Candidates, p: float) -> Candidates:
     """The fewest most probable tokens that together have at least the probability `p`."""
     weights = _weights(candidates)
-    return candidates[_nearest_with_mass(candidates.best - candidates.logits, weights, p * weights.sum(dtype=np.float64))]
+    return candidates[
+        _nearest_with_mass(candidates.best - candidates.logits, weights, p * weights.sum(dtype=np.float64))
+    ]
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:

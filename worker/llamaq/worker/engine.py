@@ -164,7 +164,7 @@ class Engine:
     def _reject_bad_tokens(self, part: Part) -> SlotResult | None:
         run = part.slot.active
         tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
-        if 0 <= min(tokens) and max(tokens) < self.n_vocab:
+        if min(tokens) >= 0 and max(tokens) < self.n_vocab:
             return None
         bad = next(token for token in tokens if not 0 <= token < self.n_vocab)
         message = f"token {bad} is not in the vocabulary of {self.n_vocab}"

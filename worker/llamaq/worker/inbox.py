@@ -127,7 +127,11 @@ class Inbox:
 
     async def begin(self, claim: Claim) -> Begun | None:
         """Start an attempt; None when the job needs none (ended, cancelled, expired, or never was one)."""
-        outcome = await self._scripts.start(claim, self._worker_id)
+        try:
+            outcome = await self._scripts.start(claim, self._worker_id)
+        except ResponseError as exc:
+            await self._bury(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, f"not a job's hash: {exc}")
+            return None
         if isinstance(outcome, Attempt):
             return Begun(claim, outcome, await self._published(claim.job_id) if outcome.generated else [])
         if outcome == "gone":

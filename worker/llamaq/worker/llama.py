@@ -79,9 +79,7 @@ class Model:
     @property
     def is_recurrent(self) -> bool:
         """Whether all or some layers keep one state per sequence, which cannot be cut back."""
-        return bool(
-            llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer)
-        )
+        return bool(llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer))
 
     @property
     def description(self) -> str:

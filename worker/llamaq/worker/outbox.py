@@ -36,8 +36,8 @@ class Controls(Protocol):
     def cancel(self, job_id: str) -> None:
         """Somebody wants the job to end."""
 
-    def release(self, job_id: str) -> None:
-        """The job is no longer ours: drop it without an end."""
+    def release(self, job_id: str, attempt: int) -> None:
+        """This attempt is no longer ours: drop it without an end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +222,7 @@ class Outbox:
         outcome = await self._scripts.finish(account.increment(), ending)
         if outcome == "ok":
             log.info("job.%s id=%s", ending.status, account.lease.job_id)
-            self._accounts.pop(account.lease.job_id, None)
+            self._forget(account)
             if account.stats is not None:
                 await self._on_finished(account.stats)
         elif outcome == "lost" or outcome > max(len(account.tokens), account.stored):
@@ -233,7 +233,11 @@ class Outbox:
 
     def _lose(self, account: Account) -> None:
         log.warning("job.lost id=%s attempt=%d", account.lease.job_id, account.lease.attempt)
+        self._forget(account)
+        self._controls.release(account.lease.job_id, account.lease.attempt)
+        self.freed.set()
+
+    def _forget(self, account: Account) -> None:
+        """Take it off the books, unless a newer attempt of the same job stands there already."""
         if self._accounts.get(account.lease.job_id) is account:
             del self._accounts[account.lease.job_id]
-        self._controls.release(account.lease.job_id)
-        self.freed.set()

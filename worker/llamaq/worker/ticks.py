@@ -79,9 +79,9 @@ class TickLoop:
         """End a job as cancelled before the next tick."""
         self._commands.put(partial(self._scheduler.cancel, job_id))
 
-    def release(self, job_id: str) -> None:
-        """Drop a job that belongs to a newer attempt."""
-        self._commands.put(partial(self._scheduler.release, job_id))
+    def release(self, job_id: str, attempt: int) -> None:
+        """Drop this attempt of a job: it belongs to a newer one, which may run here too."""
+        self._commands.put(partial(self._scheduler.release, job_id, before_attempt=attempt + 1))
 
     def stop(self, grace_s: float) -> None:
         """Return from `run` when no job is left, and after `grace_s` at the latest; a second call may shorten it."""

@@ -78,7 +78,9 @@ class _Reader:
         if key == _SPLIT_COUNT:
             self._split_count_at = self._at
         elif key == _SPLIT_INDEX and struct.unpack_from("<H", self._data, self._at)[0] != 0:
-            raise ModelError(f"{self._path} is not the first file of a split model: give the one that ends in -00001-of-…")
+            raise ModelError(
+                f"{self._path} is not the first file of a split model: give the one that ends in -00001-of-…"
+            )
         self._pass_value(kind)
 
     def _pass_value(self, kind: int) -> None:
