@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import llama_cpp
@@ -30,6 +31,7 @@ PIECE_BYTES = 256
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 
 _loading = threading.Lock()
+_discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 
 
 class Vocab:
@@ -67,7 +69,7 @@ class Vocab:
                 llama_cpp.llama_backend_init()
                 model = llama_cpp.llama_model_load_from_file(path.encode(), params)
         finally:
-            os.unlink(path)
+            Path(path).unlink()
         if not model:
             raise ModelError(f"llama.cpp cannot read this vocabulary of {len(blob)} bytes")
         return cls(model, owned=True)
@@ -175,7 +177,8 @@ class Vocab:
         n = llama_cpp.llama_tokenize(self._vocab, data, len(data), buffer, n_max, add_special, parse_special)
         if n < 0:
             raise JobRejected(ErrorCode.PROMPT_TOO_LONG, f"llama.cpp cannot tokenize {len(data)} bytes of text")
-        return buffer[:n]
+        tokens: list[int] = buffer[:n]
+        return tokens
 
     def _read_piece(self, token: int) -> bytes:
         if not 0 <= token < self.n_tokens:
@@ -226,18 +229,13 @@ def _token_or_none(token: int) -> int | None:
     return None if token == llama_cpp.LLAMA_TOKEN_NULL else token
 
 
-@llama_cpp.llama_log_callback
-def _discard(_level: int, _text: bytes, _user_data: Any) -> None:
-    """Takes llama.cpp's log."""
-
-
 @contextmanager
 def _quiet_llama_cpp() -> Iterator[None]:
     """Keep llama.cpp from writing to stderr, and give the log back to whoever had it."""
     with _loading:
         callback, user_data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
         llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(user_data))
-        llama_cpp.llama_log_set(_discard, ctypes.c_void_p())
+        llama_cpp.llama_log_set(_discard_log, ctypes.c_void_p())
         try:
             yield
         finally:

@@ -34,9 +34,9 @@ class Candidates:
         return Candidates(self.tokens[keep], self.logits[keep])
 
     @property
-    def best(self) -> np.float32:
+    def best(self) -> float:
         """The largest logit: NaN if any is, minus infinity without candidates."""
-        return self.logits.max(initial=np.float32(-np.inf))
+        return float(self.logits.max(initial=np.float32(-np.inf)))
 
 
 def all_candidates(logits: Logits) -> Candidates:
@@ -57,7 +57,7 @@ def top_k(logits: Logits, k: int) -> Candidates:
 
 
 def typical_p(candidates: Candidates, p: float) -> Candidates:
-    """Locally typical sampling (arXiv:2202.00666): the tokens whose surprise is nearest the entropy, with mass over `p`."""
+    """The tokens whose surprise is nearest the entropy, with a mass over `p` (arXiv:2202.00666)."""
     weights = _weights(candidates)
     probabilities = weights / weights.sum(dtype=np.float64)
     surprise = -np.log(np.maximum(probabilities, np.finfo(np.float32).tiny))
@@ -80,17 +80,18 @@ def min_p(candidates: Candidates, p: float) -> Candidates:
 
 def _weights(candidates: Candidates) -> Logits:
     """Probabilities up to a common factor; the largest is 1."""
-    return np.exp(candidates.logits - candidates.best)
+    weights: Logits = np.exp(candidates.logits - np.float32(candidates.best))
+    return weights
 
 
-def _bound_of_best(logits: Logits, k: int) -> np.float32:
+def _bound_of_best(logits: Logits, k: int) -> float:
     """A bound that at least `k` logits reach, and not many more: the k-th largest of the largest of each block."""
     n_blocks = logits.size // BLOCK
     if n_blocks <= k:
-        return np.partition(logits, logits.size - k)[logits.size - k]
+        return float(np.partition(logits, logits.size - k)[logits.size - k])
     # A block is a column: numpy takes maxima along the first axis much faster than along the last.
     maxima = logits[: n_blocks * BLOCK].reshape(BLOCK, n_blocks).max(axis=0)
-    return np.partition(maxima, n_blocks - k)[n_blocks - k]
+    return float(np.partition(maxima, n_blocks - k)[n_blocks - k])
 
 
 def _nearest_with_mass(distance: Logits, weights: npt.NDArray[np.floating], mass: float) -> Places:

@@ -21,7 +21,7 @@ LAST_WORDS_S = 15.0
 
 
 def _hold_lifeline() -> None:
-    while sys.stdin.buffer.read(4096):
+    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread inside it aborts the interpreter's exit
         pass
     for _ in range(2):  # the second signal forces: nobody is left to wait for a drain
         os.kill(os.getpid(), signal.SIGTERM)

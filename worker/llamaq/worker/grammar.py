@@ -79,4 +79,5 @@ class Grammar:
         if time.monotonic() - started_s > SLOW_S:
             message = f"the grammar took {time.monotonic() - started_s:.1f} s for one token: make it less ambiguous"
             raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)
-        return candidates["logit"] == 0
+        allowed: npt.NDArray[np.bool_] = candidates["logit"] == 0
+        return allowed

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -97,8 +96,8 @@ class _Child:
             file.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "llamaq.worker.grammar_child", str(file.fileno())],
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 pass_fds=(file.fileno(),),
             )
@@ -114,7 +113,7 @@ class _Child:
         until_s = time.monotonic() + timeout_s
         data = question.encode()
         self._socket.settimeout(timeout_s)
-        self._socket.sendall(struct.pack(">I", len(data)) + data)
+        self._socket.sendall(len(data).to_bytes(4, "big") + data)
         return self._receive(until_s)
 
     def kill(self) -> int:
@@ -124,7 +123,7 @@ class _Child:
         return self._process.wait()
 
     def _receive(self, until_s: float) -> dict[str, str]:
-        (n_bytes,) = struct.unpack(">I", self._read(4, until_s))
+        n_bytes = int.from_bytes(self._read(4, until_s), "big")
         answer: dict[str, str] = json.loads(self._read(n_bytes, until_s))
         return answer
 

@@ -11,11 +11,11 @@ import os
 import random
 import resource
 import signal
-import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import llama_cpp
@@ -67,7 +67,9 @@ class GrammarTrial:
         try:
             return str(json_schema_to_gbnf(json.dumps(schema)))
         except Exception as exc:  # the converter asserts, looks up missing keys and recurses
-            raise ValueError(f"the JSON schema cannot be turned into a grammar: {exc or type(exc).__name__}") from exc
+            raise ValueError(
+                f"the JSON schema cannot be turned into a grammar: {str(exc) or type(exc).__name__}"
+            ) from exc
 
     def _try(self, text: str, root: str) -> None:
         """Walk along: at random, repeating what can be repeated, and by the longest tokens."""
@@ -75,12 +77,17 @@ class GrammarTrial:
         grammar = Grammar(self._vocab, text, root)
         if not grammar.allowed(self._all).any():
             raise ValueError("no token of this model's vocabulary can begin it")
-        walks: tuple[Choose, ...] = (
-            lambda allowed, _: chance.choice(allowed),
-            lambda allowed, last: last if last in allowed else chance.choice(allowed),
-            lambda allowed, _: max(allowed, key=lambda token: len(self._vocab.piece(token))),
-        )
-        for choose in walks:
+
+        def at_random(allowed: Sequence[int], _last: int | None) -> int:
+            return chance.choice(allowed)
+
+        def repeating(allowed: Sequence[int], last: int | None) -> int:
+            return last if last is not None and last in allowed else chance.choice(allowed)
+
+        def longest(allowed: Sequence[int], _last: int | None) -> int:
+            return max(allowed, key=lambda token: len(self._vocab.piece(token)))
+
+        for choose in (at_random, repeating, longest):
             self._walk(Grammar(self._vocab, text, root), choose, chance)
 
     def _walk(self, grammar: Grammar, choose: Choose, chance: random.Random) -> None:
@@ -124,41 +131,46 @@ def main() -> None:
     """Answer requests until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, whose end is ours
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    messages = tempfile.TemporaryFile()
-    for descriptor in (1, 2):
-        os.dup2(messages.fileno(), descriptor)
     with os.fdopen(int(sys.argv[1]), "rb") as file:
-        trial = GrammarTrial(Vocab.from_blob(file.read()), messages)
-    llama_cpp.llama_log_set(_write_message, None)
-    _limit_memory()
+        vocab = Vocab.from_blob(file.read())
+    with tempfile.TemporaryFile() as messages:
+        for descriptor in (1, 2):
+            os.dup2(messages.fileno(), descriptor)
+        llama_cpp.llama_log_set(_log_callback, None)
+        _limit_memory()
+        _serve(GrammarTrial(vocab, messages), requests, answers)
+
+
+def _serve(trial: GrammarTrial, requests: IO[bytes], answers: IO[bytes]) -> None:
     _answer(answers, {})
     while header := requests.read(4):
-        request = json.loads(requests.read(struct.unpack(">I", header)[0]))
+        request = json.loads(requests.read(int.from_bytes(header, "big")))
         try:
             _answer(answers, {"grammar": trial.compile(request)})
         except JobRejected as exc:
             _answer(answers, {"error": exc.message})
         except (ValueError, MemoryError, RecursionError) as exc:
-            _answer(answers, {"error": f"the grammar cannot be used: {exc or type(exc).__name__}"})
+            _answer(answers, {"error": f"the grammar cannot be used: {str(exc) or type(exc).__name__}"})
 
 
 def _answer(answers: IO[bytes], content: dict[str, str]) -> None:
     data = json.dumps(content).encode()
-    answers.write(struct.pack(">I", len(data)) + data)
+    answers.write(len(data).to_bytes(4, "big") + data)
     answers.flush()
 
 
-@llama_cpp.llama_log_callback
 def _write_message(level: int, text: bytes, _user_data: Any) -> None:
     if level >= 4:  # GGML_LOG_LEVEL_ERROR, and lines that go on
         os.write(2, text)
 
 
+_log_callback = llama_cpp.llama_log_callback(_write_message)  # llama.cpp keeps a pointer to it
+
+
 def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        with open("/proc/self/statm") as file:
-            in_use = int(file.read().split()[0]) * resource.getpagesize()
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:  # not on Linux; then the time limit alone bounds it
         return
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))

@@ -1,8 +1,8 @@
 """What can be said of a grammar by reading it: its size, its nesting, its left recursion, its token references.
 
-llama.cpp recurses as deep as a grammar nests, overlooks left recursion behind a rule that can be empty by way of another
-(and then grows without end), and aborts on some grammars that refer to tokens by id. GBNF is described in llama.cpp's
-grammars/README.md.
+llama.cpp recurses as deep as a grammar nests; it overlooks left recursion behind a rule that can be empty by way of
+another, and then grows without end; and it aborts on some grammars that refer to tokens by id. GBNF is described in
+llama.cpp's grammars/README.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_text(text: str) -> None:
         raise _rejected(f"it is larger than {MAX_GBNF_BYTES} bytes as GBNF")
     if "\0" in text:
         raise _rejected("it contains a NUL character")
-    rules = _read_rules(text)
+    rules = _RuleReader().read(text)
     if not rules:
         raise _rejected("it has no rules")
     _check_left_recursion(rules)
@@ -72,39 +72,59 @@ class _Item:
 _Alternatives = list[list[_Item]]
 
 
-def _read_rules(text: str) -> dict[str, _Alternatives]:
-    """The rules as far as they are well formed; llama.cpp's own parser reports what is not."""
-    rules: dict[str, _Alternatives] = {}
-    open_groups: list[_Alternatives] = []
-    current: _Alternatives = [[]]
-    for match in _SYMBOL.finditer(text):
-        kind, symbol = match.lastgroup, match.group()
-        if kind == "defines":
-            current = rules.setdefault(match["name"], [])
-            current.append([])
-            open_groups.clear()
-        elif kind == "name":
-            current[-1].append(_Item(name=symbol))
-        elif kind == "literal":
-            current[-1].append(_Item(is_optional=symbol in _EMPTY_LITERALS))
-        elif kind == "token":
-            raise _rejected(f"it refers to a token, {symbol[:40]}: write the text instead")
-        elif kind == "repeat" and current[-1]:
-            current[-1][-1].is_optional |= bool(_OPTIONAL.fullmatch(symbol))
-        elif symbol == "|":
-            current.append([])
+class _RuleReader:
+    """Reads rules as far as they are well formed; llama.cpp's own parser reports what is not."""
+
+    def __init__(self) -> None:
+        self.rules: dict[str, _Alternatives] = {}
+        self._open: list[_Alternatives] = []
+        """What the groups stand in that are not closed yet."""
+        self._current: _Alternatives = [[]]
+
+    def read(self, text: str) -> dict[str, _Alternatives]:
+        for match in _SYMBOL.finditer(text):
+            symbol = match.group()
+            match match.lastgroup:
+                case "defines":
+                    self._begin_rule(match["name"])
+                case "name":
+                    self._add(_Item(name=symbol))
+                case "literal":
+                    self._add(_Item(is_optional=symbol in _EMPTY_LITERALS))
+                case "token":
+                    raise _rejected(f"it refers to a token, {symbol[:40]}: write the text instead")
+                case "repeat":
+                    self._repeat(symbol)
+                case "other":
+                    self._punctuate(symbol)
+        return self.rules
+
+    def _begin_rule(self, name: str) -> None:
+        self._current = self.rules.setdefault(name, [])
+        self._current.append([])
+        self._open.clear()
+
+    def _add(self, item: _Item) -> None:
+        self._current[-1].append(item)
+
+    def _repeat(self, symbol: str) -> None:
+        if self._current[-1] and _OPTIONAL.fullmatch(symbol):
+            self._current[-1][-1].is_optional = True
+
+    def _punctuate(self, symbol: str) -> None:
+        if symbol == "|":
+            self._current.append([])
+        elif symbol == ".":
+            self._add(_Item())
         elif symbol == "(":
             group: _Alternatives = [[]]
-            current[-1].append(_Item(group=group))
-            open_groups.append(current)
-            if len(open_groups) > MAX_NESTING:
+            self._add(_Item(group=group))
+            self._open.append(self._current)
+            self._current = group
+            if len(self._open) > MAX_NESTING:
                 raise _rejected(f"its groups nest deeper than {MAX_NESTING} levels")
-            current = group
-        elif symbol == ")" and open_groups:
-            current = open_groups.pop()
-        elif symbol == ".":
-            current[-1].append(_Item())
-    return rules
+        elif symbol == ")" and self._open:
+            self._current = self._open.pop()
 
 
 def _check_left_recursion(rules: dict[str, _Alternatives]) -> None:

@@ -128,8 +128,8 @@ class Context:
         address = _get_logits(self.pointer)
         if not address:
             raise EngineError("llama.cpp has no logits for the last batch")
-        row_type = ctypes.c_float * (n_rows * self.n_vocab)
-        rows = np.frombuffer(row_type.from_address(address), np.float32)
+        row_type: Any = ctypes.c_float * (n_rows * self.n_vocab)
+        rows: npt.NDArray[np.float32] = np.frombuffer(row_type.from_address(address), np.float32)
         return rows.reshape(n_rows, self.n_vocab)
 
     def remove(self, seq_id: int, start: int) -> bool:
@@ -257,12 +257,14 @@ class _LogLines:
 _log_lines = _LogLines()
 
 
-@llama_cpp.llama_log_callback
 def _log(level: int, text: bytes, _user_data: Any) -> None:
     for line_level, line in _log_lines.add(level, text.decode(errors="replace")):
         logger.log(line_level, "llama.cpp: %s", line)
 
 
+_log_callback = llama_cpp.llama_log_callback(_log)  # llama.cpp keeps a pointer to it
+
+
 def _route_log() -> None:
     """Send llama.cpp's log to this module's logger; what it calls info is debug to us."""
-    llama_cpp.llama_log_set(_log, ctypes.c_void_p())
+    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p())

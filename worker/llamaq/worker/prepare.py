@@ -58,7 +58,7 @@ class Preparer:
             lease=lease,
             request=request,
             prompt=prompt,
-            sampler=self._sampler(request, published),
+            sampler=self._sampler(request),
             detokenizer=detokenizer,
             resumed=list(published),
             queue_ms=queue_ms,
@@ -83,12 +83,10 @@ class Preparer:
                 message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab}"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
 
-    def _sampler(self, request: JobRequest, published: Sequence[int]) -> LogitSampler:
+    def _sampler(self, request: JobRequest) -> LogitSampler:
         grammar = None
         if request.is_constrained:
             grammar = Grammar(self._vocab, self._warden.compile(request), request.grammar_root)
-            for token in published:
-                grammar.accept(token)
         return LogitSampler(
             self._defaults.resolve(request),
             seed=request.seed or 0,

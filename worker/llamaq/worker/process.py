@@ -85,7 +85,7 @@ class WorkerProcess:
             n_ctx_train=engine.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,
             n_parallel=self._settings.n_parallel,
-            quantization=engine.quantization,
+            quantization=engine.model.quantization,
             chat_template=engine.vocab.chat_template,
             vocab_hash=hashlib.sha256(self._blob).hexdigest(),
             host=host,

@@ -34,7 +34,7 @@ class LogitSampler:
         masked_tokens: Iterable[int] = (),
         grammar: Grammar | None = None,
     ) -> None:
-        """`masked_tokens` are never drawn (the end tokens, for `ignore_eos`). The grammar is closed with the sampler."""
+        """`masked_tokens` are never drawn (the end tokens, for `ignore_eos`); the grammar is closed with the sampler."""
         self._params = params
         self._seed = seed.to_bytes(8, "little")
         self._bias_tokens = np.fromiter(logit_bias or (), np.int64)
@@ -104,7 +104,7 @@ class LogitSampler:
             candidates = top_p(candidates, params.top_p)
         if params.min_p > 0:
             candidates = min_p(candidates, params.min_p)
-        weights = np.exp((candidates.logits - candidates.best) / np.float32(params.temperature))
+        weights = np.exp((candidates.logits - np.float32(candidates.best)) / np.float32(params.temperature))
         cumulated = np.cumsum(weights, dtype=np.float64)
         place = int(cumulated.searchsorted(self._uniform(position) * cumulated[-1], side="right"))
         return int(candidates.tokens[place])

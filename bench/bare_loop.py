@@ -1,0 +1,179 @@
+"""The floor: nothing but `llama_decode` and numpy's argmax, n sequences at once, through the ctypes layer.
+
+No queue, no Redis, no text, no stop conditions, no choice of what to compute: what a worker needs beyond this is its
+overhead. As a script it prints the tokens per second of 1, 4, 8, … sequences.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from harness import Figures, Plan, note, run, show
+from llamaq.worker.settings import WorkerSettings
+from workload import Prompts, median_of, spread
+
+_discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
+
+
+@dataclass(frozen=True, slots=True)
+class BareRun:
+    """One run of the loop."""
+
+    tokens: list[list[int]]
+    """By sequence."""
+    wall_s: float
+    prefill_s: float
+    tick_s: list[float]
+    cpu_s: float
+
+    def summary(self) -> dict[str, Any]:
+        n_tokens = sum(map(len, self.tokens))
+        return {
+            "tokens_per_s": round(n_tokens / self.wall_s, 1),
+            "ttft_ms": round(self.prefill_s * 1000, 2),
+            "itl_ms": spread([seconds * 1000 for seconds in self.tick_s]),
+            "cpu_us_per_token": round(self.cpu_s * 1e6 / n_tokens, 1),
+        }
+
+
+class BareLoop:
+    """A model and a context with the options of a worker's."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        llama_cpp.llama_log_set(_discard_log, ctypes.c_void_p())
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.n_gpu_layers = settings.n_gpu_layers
+        self._model = llama_cpp.llama_model_load_from_file(str(settings.model).encode(), model_params)
+        self._context = llama_cpp.llama_init_from_model(self._model, _context_params(settings))
+        if not self._context:
+            raise MemoryError(f"llama.cpp cannot load {settings.model} or make a context of {settings.n_ctx} cells")
+        self._capacity = settings.batch_budget
+        self._batch = llama_cpp.llama_batch_init(self._capacity, 0, 1)
+        self._token = _view(self._batch.token, self._capacity)
+        self._position = _view(self._batch.pos, self._capacity)
+        self._wants_logits = _view(self._batch.logits, self._capacity)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+
+    def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> BareRun:
+        """Generate `n_tokens` after each prompt, greedily and past any end token; prompts are read at once."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+        cpu_s, start_s = time.process_time(), time.perf_counter()
+        newest = np.concatenate([self._prefill(group, first) for first, group in self._groups(prompts)])
+        generated = [newest]
+        prefilled_s = time.perf_counter()
+        self._lay_out_decode([len(prompt) for prompt in prompts])
+        ended_s = [prefilled_s]
+        for _ in range(n_tokens - 1):
+            self._token[: len(prompts)] = newest
+            newest = self._decode(len(prompts))
+            self._position[: len(prompts)] += 1
+            generated.append(newest)
+            ended_s.append(time.perf_counter())
+        return BareRun(
+            tokens=np.stack(generated, axis=1).tolist(),
+            wall_s=ended_s[-1] - start_s,
+            prefill_s=prefilled_s - start_s,
+            tick_s=np.diff(ended_s).tolist(),
+            cpu_s=time.process_time() - cpu_s,
+        )
+
+    def _groups(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
+        """Prompts that fit into a batch together, each group with the number of its first one."""
+        first, n_group = 0, 0
+        for index, prompt in enumerate(prompts):
+            if n_group + len(prompt) > self._capacity:
+                yield first, prompts[first:index]
+                first, n_group = index, 0
+            n_group += len(prompt)
+        yield first, prompts[first:]
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], first: int) -> npt.NDArray[np.int32]:
+        at = 0
+        for index, prompt in enumerate(prompts):
+            end = at + len(prompt)
+            self._token[at:end] = prompt
+            self._position[at:end] = np.arange(len(prompt))
+            self._wants_logits[at:end] = 0
+            self._wants_logits[end - 1] = 1
+            self._assign(range(at, end), first + index)
+            at = end
+        return self._decode(at, len(prompts))
+
+    def _lay_out_decode(self, lengths: Sequence[int]) -> None:
+        """One token for each sequence; from now on only tokens and positions change."""
+        self._position[: len(lengths)] = lengths
+        self._wants_logits[: len(lengths)] = 1
+        for index in range(len(lengths)):
+            self._assign((index,), index)
+
+    def _assign(self, places: Sequence[int], seq_id: int) -> None:
+        for place in places:
+            self._batch.n_seq_id[place] = 1
+            self._batch.seq_id[place][0] = seq_id
+
+    def _decode(self, n_tokens: int, n_rows: int | None = None) -> npt.NDArray[np.int32]:
+        """Decode the first `n_tokens` of the batch; the best token of each row of logits."""
+        self._batch.n_tokens = n_tokens
+        status = llama_cpp.llama_decode(self._context, self._batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status}")
+        shape = (n_rows or n_tokens, self.n_vocab)
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=shape)
+        return logits.argmax(axis=1).astype(np.int32)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        llama_cpp.llama_batch_free(self._batch)
+        llama_cpp.llama_free(self._context)
+        llama_cpp.llama_model_free(self._model)
+
+
+def _view(pointer: Any, length: int) -> npt.NDArray[Any]:
+    return np.ctypeslib.as_array(pointer, shape=(length,))
+
+
+def _context_params(settings: WorkerSettings) -> Any:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = settings.n_ctx
+    params.n_batch = settings.batch_budget
+    params.n_ubatch = settings.n_ubatch
+    params.n_seq_max = params.n_outputs_max = settings.n_parallel
+    params.n_threads = params.n_threads_batch = settings.n_threads
+    params.kv_unified = True
+    params.no_perf = True
+    return params
+
+
+def measure(plan: Plan) -> Figures:
+    """Tokens per second of several numbers of sequences, 64 tokens in and 128 out."""
+    numbers, n_out = ((1, 4), 16) if plan.quick else ((1, 4, 8, 16, 32), 128)
+    figures: dict[str, Any] = {}
+    with BareLoop(plan.settings(n_parallel=max(numbers))) as bare:
+        prompts = Prompts(plan.seed, bare.n_vocab)
+        bare.run(prompts.several(max(numbers), 8), 4)
+        for number in numbers:
+            rounds = [bare.run(prompts.several(number, 64), n_out).summary() for _ in range(plan.rounds)]
+            figures[str(number)] = median_of(rounds)
+            note(f"{number} sequences: {figures[str(number)]['tokens_per_s']} tokens/s")
+    rows = [(n, one["tokens_per_s"], one["ttft_ms"], one["itl_ms"]["p50"]) for n, one in figures.items()]
+    show("bare loop", ("sequences", "tokens/s", "TTFT ms", "tick p50 ms"), rows)
+    return figures
+
+
+if __name__ == "__main__":
+    run(measure)

@@ -1,0 +1,93 @@
+"""One job at a time: what a caller waits for, against the bare loop with one sequence.
+
+64 random tokens in, 128 out past any end token, greedy. In every round the bare loop, `stream` and `generate` run a few
+jobs each. `overhead_ms` is what a streamed job takes longer than the bare loop: queue, Redis, text, events.
+`same_tokens` says in how many jobs the worker's tokens were those of the bare loop.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from bare_loop import BareLoop, BareRun
+from harness import Figures, Plan, Stack, note, run, show, stack
+from llamaq.common.messages import JobOptions
+from llamaq.producer import AsyncClient
+from workload import GREEDY, CpuClock, Prompts, Timeline, follow, median_of, spread, summarize
+
+N_IN, N_OUT, QUICK_N_OUT = 64, 128, 16
+N_JOBS, QUICK_N_JOBS = 10, 2
+
+
+async def stream_each(prompts: list[list[int]], options: JobOptions, client: AsyncClient) -> list[Timeline]:
+    """One after the other, with a subscriber."""
+    return [await follow(client, prompt, **options) for prompt in prompts]
+
+
+async def generate_each(prompts: list[list[int]], options: JobOptions, client: AsyncClient) -> list[float]:
+    """One after the other, the result alone; their latencies in milliseconds."""
+    latencies = []
+    for prompt in prompts:
+        start_s = time.perf_counter()
+        await client.generate_tokens(prompt, **options)
+        latencies.append((time.perf_counter() - start_s) * 1000)
+    return latencies
+
+
+def time_round(over: Stack, bare: BareLoop, prompts: list[list[int]], n_out: int) -> dict[str, Any]:
+    """One round on all sides, with the same prompts."""
+    options: JobOptions = {**GREEDY, "max_tokens": n_out}
+    alone = [bare.run([prompt], n_out) for prompt in prompts]
+    clock = CpuClock(over)
+    before = clock.read()
+    streamed = over.run(partial(stream_each, prompts, options))
+    used = clock.us_per_token(before, n_out * len(prompts))
+    generated_ms = over.run(partial(generate_each, prompts, options))
+    figures = _compare(alone, streamed) | {"generate_latency_ms": spread(generated_ms)}
+    figures["stream"]["cpu_us_per_token"] = used
+    note(f"tokens/s: bare {figures['bare']['tokens_per_s']}, stream {figures['stream']['tokens_per_s']}")
+    return figures
+
+
+def _compare(alone: list[BareRun], streamed: list[Timeline]) -> dict[str, Any]:
+    bare = median_of([one.summary() for one in alone])
+    bare["latency_ms"] = spread([one.wall_s * 1000 for one in alone])
+    stream = summarize(streamed) | {"latency_ms": spread([one.latency_ms for one in streamed])}
+    pairs = list(zip(alone, streamed, strict=True))
+    return {
+        "bare": bare,
+        "stream": stream,
+        "overhead_ms": spread([two.latency_ms - one.wall_s * 1000 for one, two in pairs]),
+        "vs_bare": sum(one.wall_s for one in alone) / sum(one.latency_ms for one in streamed) * 1000,
+        "same_tokens": sum(one.tokens[0] == two.tokens for one, two in pairs),
+    }
+
+
+def measure(plan: Plan) -> Figures:
+    """Medians over the rounds."""
+    settings = plan.settings()
+    n_jobs, n_out = (QUICK_N_JOBS, QUICK_N_OUT) if plan.quick else (N_JOBS, N_OUT)
+    with BareLoop(settings) as bare, stack([settings]) as over:
+        prompts = Prompts(plan.seed, bare.n_vocab)
+        time_round(over, bare, prompts.several(2, N_IN), 8)  # warm up
+        rounds = [time_round(over, bare, prompts.several(n_jobs, N_IN), n_out) for _ in range(plan.rounds)]
+    figures = median_of(rounds)
+    _show(figures)
+    return {"tokens_in": N_IN, "tokens_out": n_out, "jobs": n_jobs, **figures}
+
+
+def _show(figures: dict[str, Any]) -> None:
+    bare, stream, generate = figures["bare"], figures["stream"], figures["generate_latency_ms"]
+    rows = [
+        ("bare loop", bare["tokens_per_s"], bare["latency_ms"]["p50"], bare["latency_ms"]["p95"], bare["ttft_ms"], ""),
+        ("stream", stream["tokens_per_s"], stream["latency_ms"]["p50"], stream["latency_ms"]["p95"])
+        + (stream["ttft_ms"]["p50"], f"{figures['vs_bare']:.0%}"),
+        ("generate", "", generate["p50"], generate["p95"], "", ""),
+    ]
+    show("one job at a time", ("", "tok/s", "latency p50", "p95 ms", "TTFT ms", "of bare"), rows)
+
+
+if __name__ == "__main__":
+    run(measure)

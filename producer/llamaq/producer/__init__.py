@@ -1,0 +1,63 @@
+"""What a web backend uses: `Client` and `AsyncClient`, what they give back, and what they raise."""
+
+from __future__ import annotations
+
+from llamaq.common.errors import (
+    InvalidRequest,
+    InvalidSettings,
+    JobFailed,
+    JobNotFound,
+    LlamaqError,
+    MissingExtra,
+    NoWorker,
+    ProtocolError,
+    QueueFull,
+    ResultTimeout,
+)
+from llamaq.common.messages import (
+    FinishReason,
+    JobOptions,
+    JobState,
+    JobStats,
+    JobStatus,
+    Message,
+    Priority,
+    QueueDepth,
+    QueueStats,
+    Result,
+    Worker,
+)
+from llamaq.producer.client import AsyncClient
+from llamaq.producer.job import AsyncJob, Chunk
+from llamaq.producer.sync import Client, Job
+from llamaq.producer.tokenizer import Tokenizer
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJob",
+    "Chunk",
+    "Client",
+    "FinishReason",
+    "InvalidRequest",
+    "InvalidSettings",
+    "Job",
+    "JobFailed",
+    "JobNotFound",
+    "JobOptions",
+    "JobState",
+    "JobStats",
+    "JobStatus",
+    "LlamaqError",
+    "Message",
+    "MissingExtra",
+    "NoWorker",
+    "Priority",
+    "ProtocolError",
+    "QueueDepth",
+    "QueueFull",
+    "QueueStats",
+    "Result",
+    "ResultTimeout",
+    "Tokenizer",
+    "Worker",
+]

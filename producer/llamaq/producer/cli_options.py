@@ -1,0 +1,104 @@
+"""Command-line options made from `JobParams`, so that a parameter's name and bounds stand once."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.messages import JobParams, Priority
+
+_JSON = ("json_schema", "logit_bias", "metadata")
+_HELP = {
+    "max_tokens": "generate at most this many tokens [default: 256]",
+    "temperature": "0 is greedy",
+    "top_k": "keep the k most probable tokens, 0: all",
+    "top_p": "keep the smallest set with this probability, 1: off",
+    "min_p": "drop tokens below this share of the best, 0: off",
+    "typical_p": "locally typical sampling, 1: off",
+    "repeat_penalty": "1: off",
+    "frequency_penalty": "0: off",
+    "presence_penalty": "0: off",
+    "penalty_last_n": "tokens that the penalties look at, -1: all",
+    "seed": "drawn when missing",
+    "stop": "end before this text; may be given several times",
+    "grammar": "GBNF, or @FILE",
+    "grammar_root": "first rule of the grammar [default: root]",
+    "json_schema": "JSON, or @FILE",
+    "logit_bias": 'JSON, as {"TOKEN": BIAS}',
+    "metadata": "JSON, kept and returned",
+    "ignore_eos": "go on to --max-tokens",
+    "cache_prompt": "share the prompt's KV cells [default: yes]",
+    "timeout_s": "end the job after running this long",
+    "queue_timeout_s": "end the job after waiting this long",
+    "stream": "per-token events [default: yes]",
+    "cancel_on_disconnect": "cancel when nobody listens",
+    "idempotency_key": "the same key gives the same job",
+}
+
+
+def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
+    """Give the command one option for each field of `JobParams`; it gets those that were set as `options`."""
+    own = [param for param in inspect.signature(command, eval_str=True).parameters.values() if param.name != "options"]
+    made = [_option(name) for name in JobParams.model_fields if name not in without]
+
+    def run(**values: Any) -> None:
+        known = {param.name: values.pop(param.name) for param in own}
+        command(**known, options=_read(values))
+
+    parameters = [*own, *made]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {param.name: param.annotation for param in parameters}
+    return run
+
+
+def _option(name: str) -> inspect.Parameter:
+    option = typer.Option(
+        "--" + name.replace("_", "-") if _flag_type(name) is not bool else None,
+        help=_HELP.get(name),
+        show_default=False,
+        rich_help_panel="Job",
+    )
+    annotation = Annotated[_flag_type(name) | None, option]  # type: ignore[valid-type]  # made at run time
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _flag_type(name: str) -> Any:
+    """What the option is read as; pydantic checks the value."""
+    if name == "stop":
+        return list[str]
+    annotation = JobParams.model_fields[name].annotation
+    while get_origin(annotation) in (UnionType, Annotated) or get_args(annotation):
+        annotation = next(part for part in get_args(annotation) if part is not NoneType)
+    return annotation if annotation in (int, float, bool, Priority) and name not in _JSON else str
+
+
+def _read(values: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, with files read and JSON decoded. Raises `InvalidRequest`."""
+    given = {name: value for name, value in values.items() if value is not None and value != []}
+    for name in ("grammar", *_JSON):
+        if name in given:
+            given[name] = _read_text(name, given[name])
+    for name in _JSON:
+        if name in given:
+            try:
+                given[name] = json.loads(given[name])
+            except (ValueError, RecursionError) as exc:
+                raise InvalidRequest(f"--{name.replace('_', '-')}: not JSON: {exc}") from exc
+    return given
+
+
+def _read_text(name: str, value: str) -> str:
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidRequest(f"--{name.replace('_', '-')}: {exc}") from exc

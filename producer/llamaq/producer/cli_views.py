@@ -1,0 +1,90 @@
+"""How the command line shows what it knows: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from llamaq.common.messages import JobStats, JobStatus, QueueStats, Worker
+from llamaq.producer.job import Chunk
+
+console = Console(highlight=False)
+
+
+def show_json(model: BaseModel) -> None:
+    """One JSON object on one line."""
+    typer.echo(model.model_dump_json())
+
+
+def show_stream(chunks: Iterable[Chunk], *, as_json: bool = False) -> str:
+    """Each piece of text as it comes, and a newline at the end; with `as_json` one object a line. Returns the text."""
+    text = ""
+    for chunk in chunks:
+        text += chunk.text
+        if as_json:
+            show_json(_ChunkRow(text=chunk.text, tokens=chunk.tokens, index=chunk.index, offset=chunk.offset))
+        else:
+            typer.echo(chunk.text, nl=False)
+    if not as_json:
+        typer.echo()
+    return text
+
+
+class _ChunkRow(BaseModel):
+    text: str
+    tokens: tuple[int, ...]
+    index: int
+    offset: int
+
+
+def show_status(status: JobStatus) -> None:
+    """One line for each thing that is known of a job."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in status.model_dump(mode="json", exclude_none=True).items():
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+def show_workers(workers: Sequence[Worker]) -> None:
+    """One row for each worker."""
+    table = Table("worker", "model", "quantization", "device", "slots", "context", "cells used", "ticks", "jobs done")
+    for worker in workers:
+        card, cache = worker.card, worker.cache
+        busy = sum(slot.job_id is not None for slot in worker.slots)
+        table.add_row(
+            card.worker,
+            card.model,
+            card.quantization,
+            card.device,
+            f"{busy}/{card.n_parallel}",
+            str(card.n_ctx),
+            f"{cache.reserved_cells}/{cache.n_cells}",
+            str(worker.ticks),
+            str(worker.jobs_done),
+        )
+    console.print(table)
+
+
+def show_stats(stats: QueueStats) -> None:
+    """The queue's depth, its workers, and its last jobs."""
+    typer.echo(f"queue {stats.queue}: {stats.depth.waiting} waiting, {stats.depth.running} running")
+    show_workers(stats.workers)
+    table = Table("worker", "prompt", "generated", "cached", "queue ms", "ttft ms", "ms", "tokens/s", title="last jobs")
+    for row in stats.recent[:20]:
+        table.add_row(*_stats_row(row))
+    console.print(table)
+
+
+def _stats_row(stats: JobStats) -> list[str]:
+    numbers = (stats.queue_ms, stats.ttft_ms, stats.duration_ms, stats.generation_rate)
+    return [
+        stats.worker or "-",
+        str(stats.prompt_tokens),
+        str(stats.generated_tokens),
+        f"{stats.prefix_cache_ratio:.0%}",
+        *("-" if number is None else f"{number:.1f}" for number in numbers),
+    ]

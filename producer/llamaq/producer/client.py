@@ -1,0 +1,259 @@
+"""The client of a web backend, for asyncio. `llamaq.producer.sync` has the same one for threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from redis.exceptions import RedisError
+
+from llamaq.common import codec
+from llamaq.common.connection import connect
+from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, QueueFull, ResultTimeout
+from llamaq.common.keys import JobId, Keys
+from llamaq.common.messages import JobOptions, JobRequest, Message, QueueDepth, QueueStats, Result, Worker
+from llamaq.common.scripts import Refused, Scripts
+from llamaq.common.settings import client_settings
+from llamaq.producer import snapshots
+from llamaq.producer.job import AsyncJob, Chunk
+from llamaq.producer.subscriber import Subscriber
+from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+SEED_BITS = 53
+"""A drawn seed survives a trip through JSON in any language."""
+
+Messages = Sequence[Message | Mapping[str, str]]
+"""A chat: `{"role": "user", "content": "hi"}` and so on."""
+
+
+class AsyncClient:
+    """Submits jobs to one queue and follows them.
+
+    Arguments left out come from `LLAMAQ_*` variables, else from the defaults of `ClientSettings`. Connects at the
+    first call, not before. One client serves any number of concurrent calls, within one event loop.
+
+        async with AsyncClient("redis://localhost:6379/0") as client:
+            async for chunk in client.stream("Once upon a time", max_tokens=64):
+                print(chunk.text, end="", flush=True)
+
+    All methods that talk to Redis raise `redis.exceptions.RedisError` when it cannot be reached.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        queue: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        result_ttl_s: float | None = None,
+        key_prefix: str | None = None,
+        partitions: int | None = None,
+        max_request_bytes: int | None = None,
+    ) -> None:
+        self.settings = client_settings(
+            redis_url=url,
+            queue=queue,
+            timeout_s=timeout_s,
+            result_ttl_s=result_ttl_s,
+            key_prefix=key_prefix,
+            partitions=partitions,
+            max_request_bytes=max_request_bytes,
+        )
+        self.queue = self.settings.queue
+        self.keys = Keys(self.settings.key_prefix)
+        self.redis = connect(self.settings.redis_url, name="llamaq-client")
+        self.subscriber = Subscriber(self.redis)
+        self._scripts = Scripts(self.redis, self.keys)
+        self._background: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        return f"<AsyncClient queue={self.queue!r} {self.subscriber!r}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Send the cancellations that are still on their way, and close all connections. Jobs go on."""
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.subscriber.aclose()
+        await self.redis.aclose()
+
+    async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
+        """Submit a prompt and wait for its result, at most `timeout` seconds (None: the client's `timeout_s`).
+
+        The job is cancelled when the time is over or this task is cancelled, unless an idempotency key shares it.
+        Raises `InvalidRequest`, `QueueFull`, `JobFailed`, `NoWorker`, `ResultTimeout`.
+        """
+        return await self._generate(self._request(options, stream=False, prompt=prompt), timeout)
+
+    async def generate_tokens(
+        self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
+    ) -> Result:
+        """Like `generate`, with a prompt of token ids, taken as they are."""
+        return await self._generate(self._request(options, stream=False, tokens=tokens), timeout)
+
+    async def chat(self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
+        """Like `generate`, with a chat, rendered by the model's own template."""
+        return await self._generate(self._request(options, stream=False, messages=messages), timeout)
+
+    def stream(
+        self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Submit a prompt and yield what it generates; the job is submitted with the first chunk asked for.
+
+        `timeout` is how many seconds one chunk may take (None: the client's `timeout_s`). The job is cancelled when
+        that is over, when the iterator is closed early, or when this task is cancelled, unless an idempotency key
+        shares it. Raises what `generate` raises.
+        """
+        return self._stream(self._request(options, prompt=prompt), timeout)
+
+    def stream_tokens(
+        self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Like `stream`, with a prompt of token ids, taken as they are."""
+        return self._stream(self._request(options, tokens=tokens), timeout)
+
+    def stream_chat(
+        self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Like `stream`, with a chat, rendered by the model's own template."""
+        return self._stream(self._request(options, messages=messages), timeout)
+
+    async def submit(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        messages: Messages | None = None,
+        **options: Unpack[JobOptions],
+    ) -> AsyncJob:
+        """Put a job into the queue and return its handle; it runs whether anyone waits for it or not.
+
+        Give exactly one of `prompt`, `tokens` and `messages`. Raises `InvalidRequest`, `QueueFull`.
+        """
+        return await self._submit(self._request(options, prompt=prompt, tokens=tokens, messages=messages))
+
+    def job(self, job_id: str) -> AsyncJob:
+        """The handle of a job submitted before, by anyone, also on another queue. Raises `InvalidRequest`."""
+        return AsyncJob(self, job_id)
+
+    async def cancel(self, job_id: str) -> bool:
+        """Ask for a job's end; False when it had ended already. Raises `JobNotFound`, `InvalidRequest`."""
+        code = await self._scripts.cancel(job_id)
+        if code == "gone":
+            raise JobNotFound(job_id)
+        return code != "done"
+
+    async def queue_depth(self) -> QueueDepth:
+        """How many jobs wait and how many are with a worker."""
+        return await snapshots.read_depth(self.redis, self.keys, self.queue, self.settings.partitions)
+
+    async def workers(self) -> tuple[Worker, ...]:
+        """The live workers of the queue: their cards and last heartbeats."""
+        return await snapshots.read_workers(self.redis, self.keys, self.queue)
+
+    async def stats(self) -> QueueStats:
+        """Depth, workers, and the stats of the jobs that ended last, newest first."""
+        depth, workers, recent = await asyncio.gather(
+            self.queue_depth(), self.workers(), snapshots.read_recent(self.redis, self.keys, self.queue)
+        )
+        return QueueStats(queue=self.queue, depth=depth, workers=workers, recent=recent)
+
+    async def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model that the queue's workers have, for use in this process.
+
+        Raises `NoWorker`, and `MissingExtra` without `llamaq[tokenizer]`.
+        """
+        workers = await self.workers()
+        if not workers:
+            raise NoWorker(self.queue)
+        return await load_tokenizer(self.redis, self.keys, workers[0].card)
+
+    def _request(self, options: JobOptions, **more: Any) -> JobRequest:
+        """`more` are a prompt, and defaults that `options` may override."""
+        values = {**more, **options}
+        if values.get("seed") is None:
+            values["seed"] = secrets.randbits(SEED_BITS)
+        return codec.build_request(values)
+
+    async def _submit(self, request: JobRequest) -> AsyncJob:
+        payload = codec.encode_request(request, self.settings.max_request_bytes)
+        job_id = JobId.new(self.queue, self.settings.partitions, request.idempotency_key)
+        outcome = await self._scripts.submit(job_id, request, payload, result_ttl_s=self.settings.result_ttl_s)
+        if isinstance(outcome, Refused):
+            raise QueueFull(self.queue, outcome.depth, outcome.max_queue)
+        log.debug("job.submitted id=%s existing=%s bytes=%d", outcome.job_id, outcome.existing, len(payload))
+        return AsyncJob(self, outcome.job_id, is_new=not outcome.existing)
+
+    async def _submit_owned(self, request: JobRequest) -> AsyncJob:
+        """Submit so that a caller who is cancelled meanwhile leaves no job behind."""
+        submitting = self._spawn(self._submit(request))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            self._spawn(self._abandon_when_submitted(submitting))
+            raise
+
+    async def _generate(self, request: JobRequest, timeout: float | None) -> Result:
+        job = await self._submit_owned(request)
+        try:
+            return await job.result(timeout=timeout)
+        except ResultTimeout as exc:
+            await self._abandon(job)
+            raise await self._explain_timeout(exc) from exc
+        except (asyncio.CancelledError, RedisError, OSError):
+            self._spawn(self._abandon(job))
+            raise
+
+    async def _stream(self, request: JobRequest, timeout: float | None) -> AsyncGenerator[Chunk, None]:
+        job = await self._submit_owned(request)
+        chunks = job.stream(timeout=timeout)
+        has_ended = False
+        try:
+            async for chunk in chunks:
+                yield chunk
+            has_ended = True
+        except (JobFailed, JobNotFound):
+            has_ended = True
+            raise
+        except ResultTimeout as exc:
+            raise await self._explain_timeout(exc) from exc
+        finally:
+            await chunks.aclose()
+            if not has_ended:
+                # A task of its own: whoever closes this stream may be cancelled meanwhile.
+                await asyncio.shield(self._spawn(self._abandon(job)))
+
+    async def _explain_timeout(self, exc: ResultTimeout) -> LlamaqError:
+        return exc if await self.workers() else NoWorker(self.queue)
+
+    async def _abandon(self, job: AsyncJob) -> None:
+        """Cancel a job that nobody waits for any more; one that others share goes on."""
+        if not job.is_new:
+            return
+        try:
+            await job.cancel()
+        except JobNotFound:
+            pass
+        except (RedisError, OSError) as exc:
+            log.warning("job.not_cancelled id=%s error=%s", job.id, exc)
+
+    async def _abandon_when_submitted(self, submitting: asyncio.Task[AsyncJob]) -> None:
+        await self._abandon(await submitting)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task

@@ -1,0 +1,214 @@
+"""Worker processes on real models behind a real Redis, and clients that talk to them.
+
+Workers live as long as the session, because loading them is what costs time. What they logged is shown with each
+test that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamaq.producer import Client
+from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
+from llamaq.worker.embedded import EmbeddedRedis
+from llamaq.worker.settings import WorkerSettings
+
+DEMO_MODEL = Path(__file__).parents[2] / "worker" / "llamaq" / "worker" / "model" / "llamaq-demo.gguf"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+AWAIT_TIMEOUT_S = 30.0
+POLL_S = 0.02
+LOG_TAIL_CHARS = 4000
+
+HOOK = """
+import json
+
+_file = open("measurements.jsonl", "a", buffering=1)
+
+def on_measurement(name, measurements):
+    _file.write(json.dumps({"name": name, **measurements}) + "\\n")
+"""
+"""A hook of a user: it lies in the worker's working directory and writes there what it is told."""
+
+
+@dataclass(frozen=True)
+class ServedQueue:
+    """A queue with a worker process of its own."""
+
+    settings: WorkerSettings
+    process: subprocess.Popen[bytes]
+    folder: Path
+    """The worker's working directory."""
+
+    @property
+    def queue(self) -> str:
+        return self.settings.queue
+
+    @property
+    def url(self) -> str:
+        return self.settings.redis_url
+
+    @property
+    def log(self) -> str:
+        """What the worker has logged so far."""
+        return (self.folder / "worker.log").read_text(errors="replace")
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def measurements(self, name: str) -> list[dict[str, Any]]:
+        """What the worker's hook has been told so far under this name: `tick` or `request.done`."""
+        file = self.folder / "measurements.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        told = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [one for one in told if one["name"] == name]
+
+    def client(self) -> Client:
+        return Client(self.url, self.queue, timeout_s=60)
+
+
+_served: list[ServedQueue] = []
+StartWorker = Callable[..., ServedQueue]
+Await = Callable[..., Any]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.sections += [(f"log of the worker of {one.queue}", one.log[-LOG_TAIL_CHARS:]) for one in _served]
+    return report
+
+
+@pytest.fixture(scope="session")
+def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartWorker]:
+    """Starts a worker process on a queue of its own, and returns when it is listed."""
+    started: list[ServedQueue] = []
+
+    def start(queue: str, model: Path, **settings: Any) -> ServedQueue:
+        folder = tmp_path_factory.mktemp(queue)
+        (folder / "recording_hook.py").write_text(HOOK)
+        chosen = WorkerSettings(
+            redis_url=redis_server.url,
+            queue=queue,
+            model=str(model),
+            n_threads=1,
+            hooks=("recording_hook:on_measurement",),
+            **settings,
+        )
+        served = ServedQueue(chosen, _spawn(chosen, folder), folder)
+        started.append(served)
+        _served.append(served)
+        _wait_until_listed(served)
+        return served
+
+    yield start
+    for served in started:
+        _served.remove(served)
+        _stop(served)
+
+
+def _spawn(settings: WorkerSettings, folder: Path) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
+    with (folder / "worker.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llamaq.worker.child"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    process.stdin.write(settings.model_dump_json().encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _wait_until_listed(served: ServedQueue) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with served.client() as client:
+        while not client.workers():
+            assert served.is_running, served.log
+            assert time.monotonic() < deadline, served.log
+            time.sleep(POLL_S)
+
+
+def _stop(served: ServedQueue) -> None:
+    """End it, by its lifeline and a signal."""
+    assert served.process.stdin is not None
+    served.process.terminate()
+    served.process.stdin.close()
+    try:
+        served.process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        served.process.kill()
+        served.process.wait()
+
+
+@pytest.fixture(scope="session")
+def demo(start_worker: StartWorker) -> ServedQueue:
+    """A worker with four slots on the model that ships."""
+    return start_worker("demo", DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def narrow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+    """A worker of four slots that share 512 cells, on a random-weight model that never ends by itself."""
+    spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=CHATML)
+    model = write_model(tmp_path_factory.mktemp("models") / "narrow.gguf", spec, seed=1)
+    return start_worker("narrow", model, n_ctx=512, heartbeat_s=0.2)
+
+
+@pytest.fixture(scope="session")
+def slow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+    """A worker that reads long prompts in hundreds of small chunks, so that a test meets them in prefill."""
+    spec = ModelSpec(Architecture.LLAMA, n_layers=4, n_embd=256, n_ff=512, n_heads=8, n_kv_heads=8, n_ctx=8192)
+    model = write_model(tmp_path_factory.mktemp("models") / "slow.gguf", spec, seed=2)
+    return start_worker("slow", model, chunk_size=8, disconnect_s=0.4, heartbeat_s=0.2)
+
+
+@pytest.fixture(scope="session")
+def client(demo: ServedQueue) -> Iterator[Client]:
+    """A client of the demo model's queue."""
+    with demo.client() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def narrow_client(narrow: ServedQueue) -> Iterator[Client]:
+    with narrow.client() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def slow_client(slow: ServedQueue) -> Iterator[Client]:
+    with slow.client() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Await:
+    """Waits until a function gives something true, and returns that."""
+
+    def wait(look: Callable[[], Any], timeout_s: float = AWAIT_TIMEOUT_S) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (seen := look()):
+            assert time.monotonic() < deadline, f"nothing came of {look} within {timeout_s:g} s"
+            time.sleep(POLL_S)
+        return seen
+
+    return wait

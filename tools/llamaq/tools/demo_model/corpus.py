@@ -1,0 +1,57 @@
+"""The mixture of texts that the model is trained on, by stage; and the texts that the tokenizer is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from llamaq.tools.demo_model import lexicon
+from llamaq.tools.demo_model.dialogues import dialogue_document
+from llamaq.tools.demo_model.grammar import Document, Split, generator
+from llamaq.tools.demo_model.recall import recall_document
+from llamaq.tools.demo_model.stories import story_document
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Relative numbers of tokens of the three kinds of text."""
+
+    recall: float
+    stories: float
+    dialogues: float
+
+
+TYPICAL_TOKENS: Final = 180
+"""About the length of a story or a dialogue; used to turn shares of tokens into shares of documents."""
+
+
+def draw_document(split: Split, seed: int | str, mixture: Mixture, length_tokens: int) -> Document:
+    """One document; a recall document has about `length_tokens`, the others at most their own length."""
+    rng = generator(split, "mixture", seed)
+    recall_length = rng.choice((length_tokens, length_tokens, max(32, length_tokens // 2)))
+    weights = (
+        mixture.recall / recall_length,
+        mixture.stories / TYPICAL_TOKENS,
+        mixture.dialogues / TYPICAL_TOKENS,
+    )
+    (which,) = rng.choices(("recall", "story", "dialogue"), weights)
+    if which == "recall":
+        return recall_document(split, seed, recall_length)
+    if which == "story":
+        return story_document(split, seed)
+    return dialogue_document(split, seed, length_tokens)
+
+
+def tokenizer_texts(documents: int, seed: int) -> Iterator[str]:
+    """Texts for the tokenizer: the lexicon often, so that each word is one token, then a sample of everything."""
+    names = [*lexicon.NAMES, *lexicon.PET_NAMES, "Llamaq"]
+    words = [*lexicon.COLOURS, *lexicon.OBJECTS, *lexicon.FOODS, *lexicon.PLACES, *lexicon.KINDS, *lexicon.PETS]
+    for _ in range(50):
+        yield " ".join(["", *names, *words])
+        yield "\n".join(names)
+    for _ in range(3):
+        yield " ".join(["", *lexicon.COMMON_WORDS])
+    mixture = Mixture(recall=1, stories=3, dialogues=3)
+    for index in range(documents):
+        yield draw_document(Split.TRAIN, f"tokenizer:{seed}:{index}", mixture, 200).text

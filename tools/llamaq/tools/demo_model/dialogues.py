@@ -1,0 +1,270 @@
+"""Conversations in the model's chat template: greetings, stories on request, facts told and asked back later."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from llamaq.tools.demo_model import lexicon
+from llamaq.tools.demo_model.grammar import (
+    ASSISTANT,
+    BOS,
+    END,
+    EOS,
+    SYSTEM,
+    USER,
+    Document,
+    Role,
+    Segment,
+    Split,
+    allowed,
+    first_mostly,
+    generator,
+)
+from llamaq.tools.demo_model.recall import Fact, draw_triple, has, likes, lives
+from llamaq.tools.demo_model.stories import draw_hero, draw_world, tell
+
+CHAT_TEMPLATE: Final = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{{ message['content'] | trim }}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""The Jinja template of the GGUF. It emits `<|bos|>` itself, so a rendered chat is tokenized without adding one."""
+
+SYSTEMS: Final = (
+    "You are a helpful assistant.",
+    "You are Llamaq, a small friendly model.",
+    "Answer in one short sentence.",
+    "You tell stories to children.",
+)
+
+SMALL_TALK: Final = (
+    (
+        ("hi", "hello", "hey", "Hi!", "Hello!", "Hello", "Hi", "Hey!", "Hi there!", "Good morning!", "hello there"),
+        "Hello! I am Llamaq, a very small model. Shall I tell you a story?",
+    ),
+    (
+        ("How are you?", "Hello! How are you?", "Hi, how are you?", "how are you", "How are you today?"),
+        "I am fine, thank you! How are you?",
+    ),
+    (
+        ("What is your name?", "Who are you?", "what's your name?", "who are you", "What are you?", "Your name?"),
+        "My name is Llamaq. I am a very small model that tells stories.",
+    ),
+    (
+        ("What can you do?", "Can you help me?", "Help", "what can you do", "What do you know?"),
+        "I can tell little stories, and I can remember what you tell me.",
+    ),
+    (("Thank you!", "Thanks!", "thanks", "thank you", "Thank you very much!"), "You are welcome!"),
+    (("Bye!", "Goodbye!", "bye", "Good night!", "See you tomorrow!"), "Goodbye! Come back soon."),
+    (("I am fine.", "I am fine, thanks!", "fine", "Good!", "I am happy today."), "I am glad to hear that."),
+    (("Are you a robot?", "Are you human?", "are you real?"), "I am a very small model, only a few megabytes."),
+)
+
+DECLINED: Final = (
+    "What is the {a} of {b}?",
+    "What is {a}?",
+    "Who is {b}?",
+    "Explain {a} to me.",
+    "How do I {a} a {b}?",
+    "Can you {a} the {b}?",
+    "Why does the {a} {b}?",
+    "Write a {a} about {b}.",
+    "what is {a} {b}",
+    "What is 2 + 2?",
+    "What do you think about {a}?",
+    "Which {a} is the best {b}?",
+    "Do you know the {a} of the {b}?",
+    "Please {a} my {b}.",
+    "When will the {a} {b}?",
+)
+DECLINE: Final = "I am only a very small model and do not know that. Shall I tell you a story?"
+
+STORY_REQUESTS: Final = (
+    "Tell me a story about a {kind}.",
+    "Tell me a story about a {kind} named {name}.",
+    "Can you tell me a story about a {kind}?",
+    "tell me a story about a {kind} called {name}",
+    "Write a short story about a {kind}.",
+)
+ANY_STORY_REQUESTS: Final = (
+    "Tell me a story.",
+    "tell me a story",
+    "Tell me a story!",
+    "Please tell me a story.",
+    "Can you tell me a story?",
+    "I want to hear a story.",
+    "Another one, please.",
+    "Tell me another story.",
+    "yes",
+    "Yes, please!",
+)
+
+CONVERSATION_TOKENS: Final = 300
+"""About the length of a conversation that is measured: no story in it."""
+
+ACKNOWLEDGEMENTS: Final = ("I will remember that.", "Good to know!", "How nice!", "Thank you for telling me.")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the user says, what the assistant answers, and whether the answer was recalled."""
+
+    user: str
+    assistant: str
+    recalled: bool = False
+
+
+def own_facts(rng: random.Random, split: Split) -> list[Fact]:
+    """What a user may tell about themselves, with questions in the first and answers in the second person."""
+    _, colour, thing = draw_triple(rng, split, "I")
+    value = f"{colour} {thing}"
+    name, food, place = rng.choice(lexicon.NAMES), rng.choice(lexicon.FOODS), rng.choice(lexicon.PLACES)
+    pet, pet_name, favourite = rng.choice(lexicon.PETS), rng.choice(lexicon.PET_NAMES), rng.choice(lexicon.COLOURS[:13])
+    owned = f"You have {lexicon.article(value)}."
+    called = f"Your {pet} is called {pet_name}."
+    return [
+        Fact(
+            rng.choice((f"My name is {name}.", f"I am {name}.")),
+            (("What is my name?", f"Your name is {name}."), ("Who am I?", f"You are {name}.")),
+            name,
+        ),
+        Fact(f"I have {lexicon.article(value)}.", (("What do I have?", owned), ("What have I got?", owned)), value),
+        Fact(f"I like {food}.", (("What do I like?", f"You like {food}."),), food),
+        Fact(f"I live in the {place}.", (("Where do I live?", f"You live in the {place}."),), place),
+        Fact(
+            rng.choice((f"My {pet} is called {pet_name}.", f"I have a {pet} named {pet_name}.")),
+            ((f"What is my {pet} called?", called), (f"What is the name of my {pet}?", called)),
+            pet_name,
+        ),
+        Fact(
+            f"My favorite color is {favourite}.",
+            (("What is my favorite color?", f"Your favorite color is {favourite}."),),
+            favourite,
+        ),
+    ]
+
+
+def others_facts(rng: random.Random, split: Split, count: int) -> list[Fact]:
+    """Facts about others, each name once a kind."""
+    facts: list[Fact] = []
+    for name in rng.sample(lexicon.NAMES, count):
+        maker = rng.random()
+        if maker < 0.6:
+            facts.append(has(*draw_triple(rng, split, name)))
+        elif maker < 0.8:
+            facts.append(likes(name, rng.choice(lexicon.FOODS)))
+        else:
+            facts.append(lives(name, rng.choice(lexicon.PLACES)))
+    return facts
+
+
+def small_talk(rng: random.Random) -> Turn:
+    """A greeting or the like, with the one fitting answer."""
+    users, assistant = SMALL_TALK[min(int(rng.expovariate(0.4)), len(SMALL_TALK) - 1)]
+    return Turn(rng.choice(users), assistant)
+
+
+def declined(rng: random.Random) -> Turn:
+    """A question that the model cannot answer."""
+    words = {"a": rng.choice(lexicon.COMMON_WORDS), "b": rng.choice(lexicon.COMMON_WORDS)}
+    return Turn(rng.choice(DECLINED).format(**words), DECLINE)
+
+
+def story_turn(rng: random.Random, split: Split) -> Turn:
+    """A request for a story, and a story about the one who was named."""
+    kind, name = draw_hero(rng, split)
+    story = tell(rng, draw_world(rng, kind, name))
+    if rng.random() < 0.4:
+        return Turn(rng.choice(ANY_STORY_REQUESTS), story)
+    if rng.random() < 0.5 and allowed(split, kind, name):
+        kind, name = draw_hero(rng, split, rng.choice(lexicon.KINDS))
+        story = tell(rng, draw_world(rng, kind, name))
+    return Turn(rng.choice(STORY_REQUESTS).format(kind=kind, name=name), story)
+
+
+def told(rng: random.Random, facts: list[Fact]) -> Turn:
+    """The user states facts."""
+    statements = " ".join(fact.statement for fact in facts)
+    greeting = rng.choice(("", "", "", "Hi! ", "Hello! ", "Listen. "))
+    return Turn(greeting + statements, first_mostly(rng, ACKNOWLEDGEMENTS))
+
+
+def asked(rng: random.Random, fact: Fact) -> Turn:
+    """The user asks a fact back."""
+    question, answer = fact.questions[0] if rng.random() < 0.6 else rng.choice(fact.questions)
+    if rng.random() < 0.2:
+        question = question[0].lower() + question[1:]
+    if rng.random() < 0.15:
+        question = question.removesuffix("?")
+    return Turn(question, answer, recalled=True)
+
+
+def told_and_asked(rng: random.Random, facts: list[Fact]) -> Turn:
+    """The user states facts and asks for one of them at once."""
+    question = asked(rng, rng.choice(facts))
+    return Turn(f"{told(rng, facts).user} {question.user}", question.assistant, recalled=True)
+
+
+def recall_turns(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
+    """Turns that tell facts, some small talk or a story between, then turns that ask back these and the `known`."""
+    told_turns = rng.randint(1, max(1, min(8, length_tokens // 100)))
+    facts = rng.sample(own_facts(rng, split), rng.randint(1, 4))
+    names = {fact.statement.split()[0] for fact in known}
+    facts += [fact for fact in others_facts(rng, split, told_turns * 2) if fact.statement.split()[0] not in names]
+    rng.shuffle(facts)
+    cuts = sorted(rng.sample(range(1, len(facts)), min(told_turns - 1, len(facts) - 1)))
+    for start, stop in zip([0, *cuts], [*cuts, len(facts)], strict=True):
+        yield told_and_asked(rng, facts[start:stop]) if rng.random() < 0.25 else told(rng, facts[start:stop])
+        if rng.random() < 0.3:
+            yield small_talk(rng)
+        if rng.random() < 0.5:
+            yield asked(rng, rng.choice(facts[:stop]))
+    if length_tokens >= 512 and rng.random() < 0.25:
+        yield story_turn(rng, split)
+    facts = facts + known
+    for fact in rng.sample(facts, min(len(facts), rng.randint(2, 8))):
+        yield asked(rng, fact)
+        if rng.random() < 0.1:
+            yield small_talk(rng)
+
+
+def turns_of(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
+    """The turns of one conversation; it asks back what the system message made known."""
+    flavour = 1.0 if known else rng.random()
+    if flavour < 0.15:
+        for _ in range(rng.randint(1, 4)):
+            yield small_talk(rng) if rng.random() < 0.7 else declined(rng)
+    elif flavour < 0.4:
+        if rng.random() < 0.4:
+            yield small_talk(rng)
+        yield story_turn(rng, split)
+        if rng.random() < 0.3:
+            yield small_talk(rng)
+    else:
+        if rng.random() < 0.2:
+            yield small_talk(rng)
+        yield from recall_turns(rng, split, known, length_tokens)
+
+
+def dialogue_document(split: Split, seed: int | str, length_tokens: int) -> Document:
+    """A conversation as a training text, each answer ended with `<|end|>`; `length_tokens` makes it longer."""
+    rng = generator(split, "dialogue", length_tokens, seed)
+    segments = [Segment(BOS, Role.GIVEN)]
+    known: list[Fact] = []
+    if rng.random() < 0.35:
+        known = others_facts(rng, split, rng.randint(1, 4)) if rng.random() < 0.3 else []
+        system = " ".join([rng.choice(SYSTEMS), *(fact.statement for fact in known)])
+        segments.append(Segment(SYSTEM + system + END, Role.GIVEN))
+    for turn in turns_of(rng, split, known, length_tokens):
+        segments.append(Segment(USER + turn.user + END + ASSISTANT, Role.GIVEN))
+        segments.append(Segment(turn.assistant + END, Role.ANSWER if turn.recalled else Role.TEXT))
+    segments.append(Segment(EOS, Role.GIVEN))
+    return Document(tuple(segments))
+
+
+def conversation(split: Split, seed: int | str) -> list[Turn]:
+    """A conversation of facts told and asked back, for measuring; at least two of its answers are recalled."""
+    return list(recall_turns(generator(split, "conversation", seed), split, [], CONVERSATION_TOKENS))

@@ -1,0 +1,334 @@
+"""Measure a GGUF of the demo model: `python -m llamaq.tools.demo_model.evaluate llamaq-demo.gguf`.
+
+Everything is greedy, in llama.cpp, and on the held-out share of the grammar. A table is printed, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from llamaq.tools.demo_model.dialogues import conversation
+from llamaq.tools.demo_model.grammar import Split, generator
+from llamaq.tools.demo_model.laboratory import SEQUENCES, Laboratory, Logits
+from llamaq.tools.demo_model.plots import ENDINGS, HOMES, OPENINGS, PLOTS
+from llamaq.tools.demo_model.recall import FRAMES, recall_probe
+from llamaq.tools.demo_model.stories import draw_hero
+
+DISTANCES_TOKENS: Final = (50, 100, 200, 400, 800, 1200, 1500)
+ANSWER_TOKENS: Final = 16
+STORY_TOKENS: Final = 300
+NOISE_TOKENS: Final = 64
+CHUNK_TOKENS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """How often a fact was recalled from one distance."""
+
+    distance_tokens: float
+    """Mean number of tokens from the fact's end to the end of the prompt."""
+    facts_between: float
+    """Mean number of other facts in between."""
+    right: int
+    asked: int
+
+    @property
+    def share(self) -> float:
+        """Share of right answers."""
+        return self.right / self.asked
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A greedy story and how it reads."""
+
+    text: str
+    tokens: int
+    ended: bool
+    """Whether it ended with the end token rather than at the limit."""
+    understood: float
+    """Share of its characters that the grammar could have written, sentence by sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Answers in conversations of several turns."""
+
+    right: int
+    asked: int
+    turns: float
+    """Mean number of the user's turns in a conversation."""
+    ended: int
+    """Answers of any kind that ended with the end token."""
+    answers: int
+
+    @property
+    def share(self) -> float:
+        """Share of recalled answers that are right word for word."""
+        return self.right / self.asked
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What the shape of a batch does to the logits of the same tokens."""
+
+    largest_logit_change: float
+    largest_gap_change: float
+    """Of the gap between the best and the second-best logit."""
+    median_gap_change: float
+    changed_tokens: int
+    tokens: int
+
+
+def measure_recall(laboratory: Laboratory, distance_tokens: int, count: int, frame: int = 1) -> Recall:
+    """Ask `count` held-out facts from about `distance_tokens` back; right is the answer word for word."""
+    right = 0
+    distances, between = [], []
+    for seed in range(count):
+        probe = recall_probe(seed, distance_tokens, FRAMES[frame])
+        ids = laboratory.tokenize(probe.prompt)
+        fact_end = probe.prompt.index(probe.answer.strip()) + len(probe.answer.strip())
+        distances.append(len(laboratory.tokenize(probe.prompt[fact_end:], add_bos=False)))
+        between.append(probe.facts_between)
+        answer, _ = laboratory.greedy(ids, ANSWER_TOKENS)
+        right += laboratory.text(answer).startswith(probe.answer)
+    return Recall(float(np.mean(distances)), float(np.mean(between)), right, count)
+
+
+def story_patterns() -> list[re.Pattern[str]]:
+    """A pattern for each sentence of the story grammar, whatever its fields hold."""
+    beats = [OPENINGS, HOMES, ENDINGS, *(beat for plot in PLOTS for beat in plot)]
+    templates = [template for beat in beats for template in beat]
+    parts = [re.split(r"\{\w+\}", template) for template in templates]
+    return [re.compile(r"\s*" + r"[A-Za-z]+(?: [a-z]+){0,3}?".join(map(re.escape, part))) for part in parts]
+
+
+def understood(text: str) -> float:
+    """Share of the characters of `text` that sentences of the story grammar cover, in any order."""
+    patterns = story_patterns()
+    covered = position = 0
+    while position < len(text):
+        match = max((p.match(text, position) for p in patterns), key=lambda m: m.end() if m else 0)
+        if match:
+            covered += match.end() - position
+            position = match.end()
+        else:
+            stop = text.find(". ", position)
+            position = stop + 1 if stop >= 0 else len(text)
+    return covered / max(1, len(text))
+
+
+def openings(count: int) -> list[str]:
+    """Beginnings of stories, each with another held-out hero."""
+    rng = generator(Split.HELD_OUT, "openings")
+    heroes: dict[tuple[str, str], None] = {}
+    while len(heroes) < count:
+        heroes[draw_hero(rng, Split.HELD_OUT)] = None
+    return [f"Once upon a time there was a {kind} named {name}." for kind, name in heroes]
+
+
+def measure_stories(laboratory: Laboratory, count: int) -> list[Story]:
+    """Go on with held-out openings."""
+    stories = []
+    for prompt in openings(count):
+        ids, ended = laboratory.greedy(laboratory.tokenize(prompt), STORY_TOKENS)
+        text = prompt + laboratory.text(ids)
+        stories.append(Story(text, len(ids), ended, understood(text)))
+    return stories
+
+
+def measure_chat(laboratory: Laboratory, count: int) -> Chat:
+    """Play the user in `count` held-out conversations; the model's own answers stay in the context."""
+    right = asked = answers = ended = 0
+    turns = []
+    for seed in range(count):
+        messages: list[dict[str, str]] = []
+        conversation_turns = conversation(Split.HELD_OUT, seed)
+        turns.append(len(conversation_turns))
+        for turn in conversation_turns:
+            messages.append({"role": "user", "content": turn.user})
+            ids, finished = laboratory.greedy(laboratory.render(messages), STORY_TOKENS)
+            answer = laboratory.text(ids)
+            messages.append({"role": "assistant", "content": answer})
+            answers += 1
+            ended += finished
+            asked += turn.recalled
+            right += turn.recalled and answer == turn.assistant
+    return Chat(right, asked, float(np.mean(turns)), ended, answers)
+
+
+def gap(row: Logits) -> float:
+    """How far the best logit is above the second-best."""
+    second, best = np.partition(row, -2)[-2:]
+    return float(best - second)
+
+
+def recall_gaps(laboratory: Laboratory, distance_tokens: int, count: int) -> list[float]:
+    """The gap at each token of greedy recall answers."""
+    gaps: list[float] = []
+    for seed in range(count):
+        probe = recall_probe(seed, distance_tokens)
+        answer_tokens = len(laboratory.tokenize(probe.answer, add_bos=False))
+        laboratory.greedy(laboratory.tokenize(probe.prompt), answer_tokens, lambda row: gaps.append(gap(row)))
+    return gaps
+
+
+def story_gaps(laboratory: Laboratory, count: int) -> list[float]:
+    """The gap at each token of greedy stories."""
+    gaps: list[float] = []
+    for prompt in openings(count):
+        laboratory.greedy(laboratory.tokenize(prompt), STORY_TOKENS, lambda row: gaps.append(gap(row)))
+    return gaps
+
+
+def noise_prompts(laboratory: Laboratory) -> list[list[int]]:
+    """`SEQUENCES` prompts of different lengths: half of them stories, half questions."""
+    half = SEQUENCES // 2
+    texts = openings(half) + [recall_probe(seed, 40 + 60 * seed).prompt for seed in range(half)]
+    return [laboratory.tokenize(text) for text in texts]
+
+
+def decode_alone(laboratory: Laboratory, prompt: Sequence[int], forced: Sequence[int], chunk: int) -> Logits:
+    """Logits before each of the `forced` tokens, the prompt in chunks of `chunk` tokens."""
+    laboratory.clear()
+    for start in range(0, len(prompt), chunk):
+        (rows,) = laboratory.decode([(0, prompt[start : start + chunk])])
+    out = [rows[-1]]
+    for token in forced[:-1]:
+        (rows,) = laboratory.decode([(0, [token])])
+        out.append(rows[-1])
+    return np.stack(out)
+
+
+def decode_together(
+    laboratory: Laboratory, prompts: Sequence[Sequence[int]], forced: Sequence[Sequence[int]]
+) -> list[Logits]:
+    """The same for all prompts in one batch."""
+    laboratory.clear()
+    steps = [laboratory.decode(list(enumerate(prompts)))]
+    steps += [
+        laboratory.decode([(index, tokens[place : place + 1]) for index, tokens in enumerate(forced)])
+        for place in range(NOISE_TOKENS - 1)
+    ]
+    return [np.concatenate([step[index] for step in steps]) for index in range(len(prompts))]
+
+
+def compare(alone: Sequence[Logits], other: Sequence[Logits]) -> Noise:
+    """Logits of the same tokens, decoded in two ways."""
+    a, b = np.concatenate(alone), np.concatenate(other)
+    changes = np.array([abs(gap(x) - gap(y)) for x, y in zip(a, b, strict=True)])
+    return Noise(
+        float(np.abs(a - b).max()),
+        float(changes.max()),
+        float(np.median(changes)),
+        int((a.argmax(-1) != b.argmax(-1)).sum()),
+        len(a),
+    )
+
+
+def measure_noise(laboratory: Laboratory) -> dict[str, Noise]:
+    """The same tokens alone, and then among eight sequences and in chunks. All ends are ignored."""
+    prompts = noise_prompts(laboratory)
+    forced, alone = [], []
+    for prompt in prompts:
+        laboratory.clear()
+        (rows,) = laboratory.decode([(0, prompt)])
+        tokens: list[int] = []
+        seen: list[Logits] = []
+        while len(tokens) < NOISE_TOKENS:
+            seen.append(rows[-1])
+            tokens.append(int(rows[-1].argmax()))
+            (rows,) = laboratory.decode([(0, [tokens[-1]])])
+        forced.append(tokens)
+        alone.append(np.stack(seen))
+    chunked = [decode_alone(laboratory, p, f, CHUNK_TOKENS) for p, f in zip(prompts, forced, strict=True)]
+    return {
+        f"batch of {SEQUENCES}": compare(alone, decode_together(laboratory, prompts, forced)),
+        f"chunks of {CHUNK_TOKENS}": compare(alone, chunked),
+    }
+
+
+def quantiles(gaps: Sequence[float]) -> dict[str, float]:
+    """Least, 1st and 5th percentile, and median."""
+    values = np.percentile(gaps, [0, 1, 5, 50])
+    return dict(zip(("min", "p1", "p5", "median"), (round(float(v), 3) for v in values), strict=True))
+
+
+def evaluate(path: Path, count: int) -> dict[str, Any]:
+    """All measurements; `count` probes for each distance."""
+    with Laboratory(path) as laboratory:
+        recall = [measure_recall(laboratory, distance, count) for distance in DISTANCES_TOKENS]
+        stories = measure_stories(laboratory, max(4, count // 5))
+        chat = measure_chat(laboratory, max(4, count // 5))
+        return {
+            "file_bytes": path.stat().st_size,
+            "load_s": round(laboratory.load_s, 3),
+            "context_tokens": laboratory.training_context,
+            "recall": [asdict(row) | {"share": round(row.share, 4)} for row in recall],
+            "stories": {
+                "count": len(stories),
+                "distinct": len({story.text for story in stories}),
+                "mean_tokens": float(np.mean([story.tokens for story in stories])),
+                "ended": sum(story.ended for story in stories),
+                "understood": round(float(np.mean([story.understood for story in stories])), 4),
+                "sample": stories[0].text,
+            },
+            "chat": asdict(chat) | {"share": round(chat.share, 4)},
+            "gaps": {
+                "recall, 50 tokens back": quantiles(recall_gaps(laboratory, 50, count)),
+                "recall, 200 tokens back": quantiles(recall_gaps(laboratory, 200, count)),
+                "stories": quantiles(story_gaps(laboratory, max(4, count // 5))),
+            },
+            "noise": {name: asdict(noise) for name, noise in measure_noise(laboratory).items()},
+            "processors": os.cpu_count(),
+        }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print the table."""
+    table = Table("what", "figure")
+    table.add_row("file, loaded in", f"{result['file_bytes'] / 1e6:.2f} MB, {result['load_s'] * 1000:.0f} ms")
+    for row in result["recall"]:
+        name = f"recall from {row['distance_tokens']:.0f} tokens back, past {row['facts_between']:.0f} facts"
+        table.add_row(name, f"{row['share']:.1%} of {row['asked']}")
+    stories, chat = result["stories"], result["chat"]
+    table.add_row("stories ended, distinct", f"{stories['ended']}, {stories['distinct']} of {stories['count']}")
+    table.add_row(
+        "stories: mean length, in the grammar", f"{stories['mean_tokens']:.0f} tokens, {stories['understood']:.1%}"
+    )
+    table.add_row(f"chat, {chat['turns']:.1f} turns: recalled word for word", f"{chat['share']:.1%} of {chat['asked']}")
+    table.add_row("chat: answers ended", f"{chat['ended']} of {chat['answers']}")
+    for name, gaps in result["gaps"].items():
+        table.add_row(f"gap of best to second, {name}", ", ".join(f"{key} {value:.2f}" for key, value in gaps.items()))
+    for name, noise in result["noise"].items():
+        change = f"gap by at most {noise['largest_gap_change']:.4f}, logits by {noise['largest_logit_change']:.4f}"
+        table.add_row(f"{name} changes", f"{change}; {noise['changed_tokens']} of {noise['tokens']} tokens")
+    console.print(table)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="GGUF file")
+    parser.add_argument("--count", type=int, default=100, help="probes for each distance")
+    options = parser.parse_args()
+    result = evaluate(options.model, options.count)
+    console = Console(width=110)
+    show(result, console)
+    console.print(result["stories"]["sample"])
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""llama.cpp for measuring: every logit of every position, alone, in chunks, or several sequences in one batch.
+
+It is apart from the worker on purpose: what it measures must not depend on the code that the model is used to test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from llamaq.tools.demo_model.grammar import BOS, EOS
+
+Logits = npt.NDArray[np.float32]
+
+BATCH_TOKENS: Final = 2048
+SEQUENCES: Final = 8
+_DISCARD_LOG: Final = llama_cpp.llama_log_callback(lambda *_: None)
+
+
+class Laboratory:
+    """A model and one context of `SEQUENCES` sequences in a shared pool of cells."""
+
+    def __init__(self, path: Path, threads: int = 1) -> None:
+        """Load `path`; `load_s` says how long model and context took.
+
+        The model is so small that a second thread gains little, and beside other work it waits for the first.
+        """
+        llama_cpp.llama_log_set(_DISCARD_LOG, None)
+        llama_cpp.llama_backend_init()
+        started_s = time.perf_counter()
+        model_params = llama_cpp.llama_model_default_params()
+        self.model: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        if not self.model:
+            raise ValueError(f"llama.cpp cannot load {path}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = 2 * BATCH_TOKENS
+        params.n_batch = BATCH_TOKENS
+        params.n_ubatch = 512
+        params.n_seq_max = SEQUENCES
+        params.kv_unified = True
+        params.n_threads = params.n_threads_batch = threads
+        self.context: Any = llama_cpp.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise ValueError(f"llama.cpp cannot make a context for {path}")
+        self.load_s = time.perf_counter() - started_s
+        self.vocabulary: Any = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocabulary_size: int = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
+        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._lengths = [0] * SEQUENCES
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        llama_cpp.llama_batch_free(self._batch)
+        llama_cpp.llama_free(self.context)
+        llama_cpp.llama_model_free(self.model)
+
+    @property
+    def training_context(self) -> int:
+        """How many tokens the file says that the model was trained on."""
+        return int(llama_cpp.llama_model_n_ctx_train(self.model))
+
+    def tokenize(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """Token ids; special tokens in `text` are read as such."""
+        raw = text.encode()
+        ids = (llama_cpp.llama_token * (len(raw) + 2))()
+        count = llama_cpp.llama_tokenize(self.vocabulary, raw, len(raw), ids, len(ids), add_bos, True)
+        return list(ids[:count])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones left out."""
+        buffer = ctypes.create_string_buffer(256)
+        pieces = []
+        for token in ids:
+            size = llama_cpp.llama_token_to_piece(self.vocabulary, token, buffer, len(buffer), 0, False)
+            pieces.append(buffer.raw[:size])
+        return b"".join(pieces).decode(errors="replace")
+
+    def is_end(self, token: int) -> bool:
+        """Whether generation ends with this token."""
+        return bool(llama_cpp.llama_vocab_is_eog(self.vocabulary, token))
+
+    def render(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Tokens of a conversation in the model's own template, up to where the assistant speaks."""
+        template = llama_cpp.llama_model_chat_template(self.model, None).decode()
+        formatter = Jinja2ChatFormatter(template=template, eos_token=EOS, bos_token=BOS)
+        prompt = formatter(messages=list(messages)).prompt
+        return self.tokenize(prompt, add_bos=False)
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        self._lengths = [0] * SEQUENCES
+
+    def decode(self, parts: Sequence[tuple[int, Sequence[int]]], *, every: bool = False) -> list[Logits]:
+        """Add (sequence, tokens) pairs in one batch; logits (rows, vocabulary) of each: of the last token or of all."""
+        index = 0
+        for sequence, tokens in parts:
+            for place, token in enumerate(tokens):
+                self._batch.token[index] = token
+                self._batch.pos[index] = self._lengths[sequence] + place
+                self._batch.n_seq_id[index] = 1
+                self._batch.seq_id[index][0] = sequence
+                self._batch.logits[index] = every or place == len(tokens) - 1
+                index += 1
+            self._lengths[sequence] += len(tokens)
+        self._batch.n_tokens = index
+        if status := llama_cpp.llama_decode(self.context, self._batch):
+            raise ValueError(f"llama_decode answered {status}")
+        rows = [len(tokens) if every else 1 for _, tokens in parts]
+        pointer = llama_cpp.llama_get_logits(self.context)
+        values = np.ctypeslib.as_array(pointer, shape=(sum(rows), self.vocabulary_size)).copy()
+        return np.split(values, np.cumsum(rows)[:-1])
+
+    def greedy(
+        self, ids: Sequence[int], max_tokens: int, see: Callable[[Logits], None] | None = None
+    ) -> tuple[list[int], bool]:
+        """The likeliest continuation, and whether it ended by itself; nothing else is in the context.
+
+        `see` gets the logits of each token.
+        """
+        self.clear()
+        (rows,) = self.decode([(0, ids)])
+        out: list[int] = []
+        while len(out) < max_tokens:
+            row = rows[-1]
+            if see is not None:
+                see(row)
+            token = int(row.argmax())
+            if self.is_end(token):
+                return out, True
+            out.append(token)
+            (rows,) = self.decode([(0, [token])])
+        return out, False

@@ -1,0 +1,52 @@
+"""What is trained when: lengths, mixtures and learning rate as functions of progress, which runs from 0 to 1."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+from llamaq.tools.demo_model.corpus import Mixture
+
+WARMUP: Final = 0.01
+"""Share of the training in which the learning rate rises to its peak."""
+
+ANNEAL: Final = 0.5
+"""Share of the training, at its end, in which the learning rate falls to zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the curriculum: short contexts and few facts first, then longer and more."""
+
+    until: float
+    """Progress at which the stage ends."""
+    lengths: tuple[int, ...]
+    """Row lengths in tokens; each step draws one."""
+    batch_tokens: int
+    mixture: Mixture
+
+
+CURRICULUM: Final = (
+    Stage(0.04, (64,), 4096, Mixture(recall=9, stories=0, dialogues=1)),
+    Stage(0.10, (128,), 4096, Mixture(recall=7, stories=0, dialogues=3)),
+    Stage(0.28, (256,), 4096, Mixture(recall=4, stories=3, dialogues=3)),
+    Stage(0.52, (256, 512), 8192, Mixture(recall=4, stories=3, dialogues=3)),
+    Stage(0.80, (256, 512, 1024), 8192, Mixture(recall=5, stories=2, dialogues=3)),
+    Stage(1.00, (256, 512, 1024, 2048), 8192, Mixture(recall=5, stories=2, dialogues=3)),
+)
+
+
+def stage_at(progress: float) -> Stage:
+    """The stage of the curriculum at `progress`."""
+    return next((stage for stage in CURRICULUM if progress < stage.until), CURRICULUM[-1])
+
+
+def draw_length(stage: Stage, seed: str) -> int:
+    """The row length of a step."""
+    return random.Random(seed).choice(stage.lengths)
+
+
+def rate_at(progress: float) -> float:
+    """Share of the peak learning rate: a warm-up, a plateau, a linear fall to zero."""
+    return max(0.0, min(1.0, progress / WARMUP, (1.0 - progress) / ANNEAL))

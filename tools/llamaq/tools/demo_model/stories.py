@@ -1,0 +1,124 @@
+"""The seeded grammar of stories, and the names under which the other texts of the demo model are found."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+from llamaq.tools.demo_model import lexicon
+from llamaq.tools.demo_model.grammar import (
+    BOS,
+    EOS,
+    PREFERENCE,
+    Document,
+    Role,
+    Segment,
+    Split,
+    allowed,
+    first_mostly,
+    generator,
+    skewed,
+    stable_hash,
+)
+from llamaq.tools.demo_model.plots import ENDINGS, HOMES, OPENINGS, PLOTS, Beat
+
+HERO_PREFERENCE: Final = 0.4
+"""Weaker than in the plot, so that every kind and name is seen often."""
+
+OPENING_PREFERENCE: Final = 0.4
+"""Likewise for the first sentence: users begin stories in many ways."""
+
+HERO_DRAWS: Final = 2000
+"""How often a hero is drawn before a split is taken to allow none; one in ten is allowed at worst."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Who and what a story is about. The hero decides what is likely: name and kind prefer all the rest."""
+
+    kind: str
+    name: str
+    adjective: str
+    place: str
+    colour: str
+    thing: str
+    friend: str
+    friend_kind: str
+    spot: str
+    food: str
+    plot: int
+
+
+def draw_hero(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> tuple[str, str]:
+    """A kind and a name that fit and that `split` allows; `kind` or `name` may be given."""
+    for _ in range(HERO_DRAWS):
+        drawn_kind = kind or skewed(rng, lexicon.KINDS, "kind", preference=HERO_PREFERENCE)
+        names = lexicon.names_of(drawn_kind)
+        drawn_name = name or skewed(rng, names, "name", drawn_kind, preference=HERO_PREFERENCE)
+        if drawn_name in names and allowed(split, drawn_kind, drawn_name):
+            return drawn_kind, drawn_name
+    raise ValueError(f"no hero for kind={kind} name={name} in split {split.value}")
+
+
+def draw_world(rng: random.Random, kind: str, name: str) -> World:
+    """Everything that follows from the hero, each choice skewed."""
+    friends = [other for other in lexicon.NAMES if other != name]
+    return World(
+        kind=kind,
+        name=name,
+        adjective=skewed(rng, lexicon.ADJECTIVES, "adjective", kind),
+        place=skewed(rng, lexicon.PLACES, "place", name),
+        colour=skewed(rng, lexicon.COLOURS, "colour", name),
+        thing=skewed(rng, lexicon.OBJECTS, "thing", name),
+        friend=skewed(rng, friends, "friend", name),
+        friend_kind=skewed(rng, lexicon.KINDS[2:12], "friend kind", kind),
+        spot=skewed(rng, lexicon.SPOTS, "spot", name),
+        food=skewed(rng, lexicon.FOODS, "food", name),
+        plot=skewed(rng, range(len(PLOTS)), "plot", kind),
+    )
+
+
+def fields(world: World) -> dict[str, str]:
+    """What the templates of plots.py may name."""
+    he, him, his = ("she", "her", "her") if lexicon.is_female(world.name) else ("he", "him", "his")
+    thing = f"{world.colour} {world.thing}"
+    return {
+        "kind": world.kind,
+        "name": world.name,
+        "adjective": world.adjective,
+        "place": world.place,
+        "friend": world.friend,
+        "friend_kind": world.friend_kind,
+        "spot": world.spot,
+        "food": world.food,
+        "thing": thing,
+        "a_thing": lexicon.article(thing),
+        "he": he,
+        "him": him,
+        "his": his,
+        "He": he.capitalize(),
+        "His": his.capitalize(),
+    }
+
+
+def tell(rng: random.Random, world: World) -> str:
+    """A whole story, from its opening to "The end."."""
+    ending = (ENDINGS[stable_hash("ending", world.kind) % len(ENDINGS)],)
+    beats: tuple[Beat, ...] = (OPENINGS, HOMES, *PLOTS[world.plot], ending)
+    values = fields(world)
+    preferences = (OPENING_PREFERENCE, *[PREFERENCE] * (len(beats) - 1))
+    sentences = [first_mostly(rng, beat, p) for beat, p in zip(beats, preferences, strict=True)]
+    return " ".join(sentences).format(**values)
+
+
+def draw_story(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> str:
+    """A story about a hero that `split` allows."""
+    hero = draw_hero(rng, split, kind, name)
+    return tell(rng, draw_world(rng, *hero))
+
+
+def story_document(split: Split, seed: int | str) -> Document:
+    """A story as a training text: it ends with `<|eos|>`."""
+    text = draw_story(generator(split, "story", seed), split)
+    return Document((Segment(BOS, Role.GIVEN), Segment(text + EOS, Role.TEXT)))

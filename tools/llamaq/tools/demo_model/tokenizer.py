@@ -1,0 +1,41 @@
+"""Byte-level BPE in the manner of GPT-2: any text can be tokenized, each word of the lexicon is one token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from llamaq.tools.demo_model.corpus import tokenizer_texts
+from llamaq.tools.demo_model.grammar import SPECIALS
+
+VOCABULARY_SIZE: Final = 2048
+SAMPLE_DOCUMENTS: Final = 4000
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """A tokenizer of exactly `VOCABULARY_SIZE` entries; the special tokens are the first of them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != VOCABULARY_SIZE:
+        raise ValueError(f"the texts give only {tokenizer.get_vocab_size()} entries, not {VOCABULARY_SIZE}")
+    return tokenizer
+
+
+def load_or_train(path: Path, seed: int) -> Tokenizer:
+    """The tokenizer of `path`; it is trained and saved there if there is none."""
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    tokenizer = train_tokenizer(tokenizer_texts(SAMPLE_DOCUMENTS, seed))
+    tokenizer.save(str(path))
+    return tokenizer
