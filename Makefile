@@ -1,5 +1,5 @@
-# llamaq from a fresh clone. Needs Linux, make, bash, python >= 3.11 with venv, and a C and C++ compiler; pip brings the rest.
-# `make help` lists the targets.
+# llamaq from a fresh clone: `make help` lists the targets. Needs Linux, make, bash, python >= 3.11 with its venv module,
+# and a C and C++ compiler; pip brings the rest.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -31,7 +31,7 @@ WHEEL := $(WHEEL_DIR)/built-with.txt
 
 .PHONY: help
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || true
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	echo
 	echo "  CMAKE_ARGS=...           more arguments for llama.cpp, e.g. make venv CMAKE_ARGS=-DGGML_CUDA=ON"
 	echo "  PYTHON=...               the interpreter for .venv (now: $(PYTHON))"
@@ -109,7 +109,7 @@ $(WHEEL): | $(BIN)/python
 	        printf '    %3d %%  file %d of %d, %d s\n' $$((100 * BASH_REMATCH[1] / BASH_REMATCH[2])) \
 	            "$${BASH_REMATCH[1]}" "$${BASH_REMATCH[2]}" $$((SECONDS - started))
 	        next=$$((next + 10))
-	    elif [[ $$line =~ ^(Collecting|Downloading|Created)  ]]; then
+	    elif [[ $$line =~ ^(Collecting|Downloading|Created) ]]; then
 	        printf '    %s\n' "$${line:0:110}"
 	    fi
 	done; then

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,31 @@ class ServedQueue:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
-    def measurements(self, name: str) -> list[dict[str, Any]]:
-        """What the worker's hook has been told so far under this name: `tick` or `request.done`."""
+    @contextmanager
+    def recording(self) -> Iterator[list[dict[str, Any]]]:
+        """Fills a list with the ticks of the jobs that run inside the block: all of them, and no others."""
+        ticks: list[dict[str, Any]] = []
+        begin = self._place_of_a_job()
+        yield ticks
+        end = self._place_of_a_job()
+        told = self.measurements()[begin + 1 : end]
+        ticks += [one for one in told if one["name"] == "tick"][:-1]  # the last one was for the job that marks the end
+
+    def _place_of_a_job(self) -> int:
+        """The place among the measurements where a job of one tick was reported: what it followed was so before."""
+        with self.client() as client:
+            stats = client.generate_tokens([1], max_tokens=1).stats.model_dump(mode="json")
+        deadline = time.monotonic() + AWAIT_TIMEOUT_S
+        while (report := {"name": "request.done", **stats}) not in (told := self.measurements()):
+            assert time.monotonic() < deadline, f"no measurement of {stats}"
+            time.sleep(POLL_S)
+        return told.index(report)
+
+    def measurements(self) -> list[dict[str, Any]]:
+        """What the worker's hook has been told so far."""
         file = self.folder / "measurements.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        told = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [one for one in told if one["name"] == name]
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def client(self) -> Client:
         return Client(self.url, self.queue, timeout_s=60)

@@ -60,8 +60,9 @@ def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] =
 
 
 def _option(name: str) -> inspect.Parameter:
+    flags = () if _flag_type(name) is bool else ("--" + name.replace("_", "-"),)  # typer adds --no-… to a bool
     option = typer.Option(
-        "--" + name.replace("_", "-") if _flag_type(name) is not bool else None,
+        *flags,
         help=_HELP.get(name),
         show_default=False,
         rich_help_panel="Job",

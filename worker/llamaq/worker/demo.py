@@ -59,7 +59,9 @@ def demo_streams(count: int) -> list[Stream]:
 def show(count: int, model: str | None) -> int:
     """Run the demo; returns the exit code. Leaves no process behind, also when it is interrupted."""
     console = Console()
-    settings = load_settings(model=model, n_parallel=min(count, 8))
+    # A model this small computes a tick in less time than two threads need to agree on it.
+    n_threads = 1 if model is None else None
+    settings = load_settings(model=model, n_parallel=min(count, 8), n_threads=n_threads)
     what = "the small model that ships with llamaq" if model is None else model
     console.print(f"{count} jobs, one worker with {settings.n_parallel} slots, {what}.")
     with tempfile.TemporaryFile() as log_file:

@@ -23,7 +23,7 @@ from llamaq.worker.engine import Engine
 from llamaq.worker.link import Link
 from llamaq.worker.llama import ContextOptions
 from llamaq.worker.models import resolve_model
-from llamaq.worker.plugins import load_hooks
+from llamaq.worker.plugins import load_hooks, look_here_too
 from llamaq.worker.prepare import Preparer
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings
@@ -46,6 +46,7 @@ class WorkerProcess:
     def __init__(self, settings: WorkerSettings) -> None:
         """Load the model; raises `ModelError` or `InvalidSettings`."""
         path = resolve_model(settings.model)
+        look_here_too()
         strategy, hooks = load_strategy(settings.batch_strategy), load_hooks(settings.hooks)
         log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
         self._settings = settings

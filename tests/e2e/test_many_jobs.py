@@ -1,0 +1,161 @@
+"""More jobs than slots, and more tokens than cells: order, fairness, and that no job meets another's memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llamaq.common.messages import FinishReason, JobState, Result
+from llamaq.producer import Client, JobFailed
+from llamaq.producer.sync import Job
+from llamaq.tools.demo_model.recall import Probe, recall_probe
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Await, ServedQueue
+
+N_JOBS = 32
+FACT_DISTANCE_TOKENS = 60
+MUST_RECALL = 30
+"""Of 32: the model is small, and what is asked here is the memory of the worker."""
+
+
+def started_ms(job: Job) -> int:
+    started = job.status().started_ms
+    assert started is not None
+    return started
+
+
+def window(served: ServedQueue) -> int:
+    """How many jobs a worker has claimed at most."""
+    return served.settings.n_parallel + served.settings.inbox_window
+
+
+def is_right(result: Result, probe: Probe) -> bool:
+    return result.text.startswith(probe.answer)
+
+
+@pytest.fixture(scope="module")
+def probes() -> list[Probe]:
+    """Facts to recall; each job has facts of its own, and no two have the same answer."""
+    probes: dict[str, Probe] = {}
+    seed = 0
+    while len(probes) < N_JOBS:
+        probe = recall_probe(seed, FACT_DISTANCE_TOKENS)
+        probes.setdefault(probe.answer, probe)
+        seed += 1
+    return list(probes.values())
+
+
+def test_each_of_32_jobs_over_4_slots_recalls_its_own_facts(
+    client: Client, demo: ServedQueue, probes: Sequence[Probe]
+) -> None:
+    with demo.recording() as ticks:
+        jobs = [client.submit(probe.prompt, max_tokens=16, temperature=0) for probe in probes]
+        results = [job.result(timeout=60) for job in jobs]
+
+    assert {result.finish_reason for result in results} <= {FinishReason.STOP, FinishReason.LENGTH}
+    right = [is_right(result, probe) for result, probe in zip(results, probes, strict=True)]
+    assert sum(right) >= MUST_RECALL
+    of_others = [
+        (place, other)
+        for place, result in enumerate(results)
+        for other, probe in enumerate(probes)
+        if other != place and probe.answer not in probes[place].prompt and is_right(result, probe)
+    ]
+    assert not of_others, "a job gave the answer to another's question"
+    assert {result.stats.slot for result in results} == set(range(demo.settings.n_parallel))
+    assert max(tick["active_slots"] for tick in ticks) == demo.settings.n_parallel
+
+
+def test_what_a_job_recalls_in_company_it_also_recalls_alone(client: Client, probes: Sequence[Probe]) -> None:
+    crowd = [client.submit(probe.prompt, max_tokens=16, temperature=0) for probe in probes[:8]]
+    together = [job.result(timeout=60).text for job in crowd]
+    alone = [client.generate(probe.prompt, max_tokens=16, temperature=0).text for probe in probes[:8]]
+    assert sum(one == other for one, other in zip(together, alone, strict=True)) >= 7, (together, alone)
+
+
+def test_jobs_start_in_the_order_in_which_they_were_submitted(client: Client, demo: ServedQueue) -> None:
+    jobs = [
+        client.submit("Once upon a time", max_tokens=10 + 10 * (index % 4), ignore_eos=True) for index in range(N_JOBS)
+    ]
+    for job in jobs:
+        assert job.result(timeout=60).finish_reason is FinishReason.LENGTH
+    submitted = [job.id for job in jobs]
+    in_order_of_start = sorted(jobs, key=started_ms)
+    for place, job in enumerate(in_order_of_start):
+        assert abs(place - submitted.index(job.id)) <= window(demo), f"job {submitted.index(job.id)} started as {place}"
+
+
+def test_interactive_jobs_go_before_bulk_jobs_that_were_there_first(
+    client: Client, demo: ServedQueue, wait_for: Await
+) -> None:
+    bulk = [
+        client.submit("Once upon a time", max_tokens=150, ignore_eos=True, priority="bulk")
+        for _ in range(3 * window(demo))
+    ]
+    wait_for(lambda: client.queue_depth().running == window(demo))
+    interactive = [client.submit("Hello", max_tokens=2) for _ in range(6)]
+    for job in [*interactive, *bulk]:
+        job.result(timeout=60)
+    first = sorted(started_ms(job) for job in bulk)
+    claimed_before = sum(start < min(started_ms(job) for job in interactive) for start in first)
+    assert claimed_before <= 2 * window(demo), "the bulk jobs were over before the others came: nothing was shown"
+    # Those that the worker had claimed keep their places; of the others none comes first.
+    assert max(started_ms(job) for job in interactive) <= first[claimed_before]
+
+
+def test_bulk_jobs_run_although_interactive_jobs_keep_coming(client: Client, demo: ServedQueue) -> None:
+    crowd = [client.submit("Hello", max_tokens=20, ignore_eos=True) for _ in range(2 * window(demo))]
+    bulk = client.submit("Hello", max_tokens=2, priority="bulk")
+    assert bulk.result(timeout=60).stats.generated_tokens <= 2
+    for job in crowd:
+        assert job.result(timeout=60).finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_that_cannot_fit_fails_alone(narrow_client: Client) -> None:
+    n_ctx = narrow_client.workers()[0].card.n_ctx
+    others = [narrow_client.submit("the world", max_tokens=40) for _ in range(3)]
+    too_long = narrow_client.submit(tokens=[7] * n_ctx, max_tokens=1)
+    others += [narrow_client.submit("the world", max_tokens=40) for _ in range(3)]
+    with pytest.raises(JobFailed, match=rf"{n_ctx} tokens") as failed:
+        too_long.result(timeout=60)
+    assert failed.value.code == "prompt_too_long"
+    assert too_long.status().state is JobState.FAILED
+    for job in others:
+        assert job.result(timeout=60).stats.generated_tokens == 40
+
+
+def test_the_longest_prompt_that_fits_gives_one_token(narrow_client: Client) -> None:
+    n_ctx = narrow_client.workers()[0].card.n_ctx
+    result = narrow_client.generate_tokens([7] * (n_ctx - 1), max_tokens=5)
+    assert (result.finish_reason, result.stats.generated_tokens) == (FinishReason.LENGTH, 1)
+
+
+def test_a_job_that_reaches_the_context_limit_ends_with_length_and_the_others_go_on(narrow_client: Client) -> None:
+    n_ctx = narrow_client.workers()[0].card.n_ctx
+    limited = narrow_client.submit(tokens=[7] * (n_ctx - 112), max_tokens=10_000, ignore_eos=True)
+    after = narrow_client.submit("the world", max_tokens=30)
+    result = limited.result(timeout=60)
+    assert (result.finish_reason, result.stats.generated_tokens) == (FinishReason.LENGTH, 112)
+    assert after.result(timeout=60).stats.generated_tokens == 30
+
+
+@pytest.mark.parametrize(("second_tokens", "at_once"), [(100, 2), (300, 1)], ids=["room", "no-room"])
+def test_a_job_waits_until_its_cells_can_be_reserved(
+    narrow: ServedQueue, narrow_client: Client, second_tokens: int, at_once: int
+) -> None:
+    with narrow.recording() as ticks:
+        first = narrow_client.submit(tokens=[7] * 10, max_tokens=290)
+        second = narrow_client.submit(tokens=[8] * 10, max_tokens=second_tokens - 10)
+        lengths = [job.result(timeout=60).stats.generated_tokens for job in (first, second)]
+    assert lengths == [290, second_tokens - 10]
+    assert max(tick["active_slots"] for tick in ticks) == at_once
+
+
+def test_every_line_is_empty_afterwards(client: Client, narrow_client: Client, wait_for: Await) -> None:
+    for each in (client, narrow_client):
+        depth = wait_for(lambda each=each: (depth := each.queue_depth()).waiting + depth.running == 0 and depth)
+        assert re.fullmatch(r"waiting=0 running=0", str(depth))

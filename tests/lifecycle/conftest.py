@@ -1,0 +1,277 @@
+"""llamaq's commands as real processes, which tests signal, kill and restart, and a proof that none is left behind.
+
+Every process of a test runs in the test's own folder, so whoever still does is found there, whoever its parent is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from llamaq.common import codec
+from llamaq.common.keys import Keys
+from llamaq.common.messages import Event, Failed, Finished, Tokens
+from llamaq.producer import Chunk, Client, Job, Result
+from llamaq.worker.embedded import EmbeddedRedis
+
+LLAMAQ = Path("/tmp/lc/llamaq")
+TIMEOUT_S = 30.0
+POLL_S = 0.01
+LEASE_S = 1
+OUTPUT_TAIL_CHARS = 6000
+
+PACED = """
+import time
+from llamaq.worker.strategy import DecodeMaximal
+
+class Paced(DecodeMaximal):
+    def build_batch(self, *args, **kwargs):
+        time.sleep(0.01)
+        return super().build_batch(*args, **kwargs)
+"""
+"""A strategy of about 100 ticks a second: a job then lasts as long on a fast machine as on a slow one."""
+
+
+def wait_until(look: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+    """What `look` gives as soon as that is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (seen := look()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(POLL_S)
+    return seen
+
+
+@dataclass(eq=False)
+class Command:
+    """A command that runs, and the file that it writes to."""
+
+    process: subprocess.Popen[bytes]
+    file: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        """Everything that it and its children have written to stdout and stderr."""
+        return self.file.read_text(errors="replace")
+
+    def await_output(self, pattern: str, count: int = 1) -> re.Match[str]:
+        """Wait until it has written this for the `count`th time."""
+
+        def look() -> list[re.Match[str]]:
+            found = list(re.finditer(pattern, self.output))
+            assert found or self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output}"
+            return found[count - 1 :]
+
+        match: re.Match[str] = wait_until(look, f"{pattern!r} in\n{self.output}")[0]
+        return match
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for its end; returns the exit code."""
+        return self.process.wait(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<Command {self.process.args!r} pid={self.pid} returncode={self.process.poll()}>"
+
+
+@dataclass
+class Stage:
+    """The folder of one test, and the processes in it."""
+
+    folder: Path
+    redis_url: str
+    queue: str
+    commands: list[Command] = field(default_factory=list)
+
+    def start(self, *arguments: str, **variables: str) -> Command:
+        """Run `llamaq` with these arguments; `variables` are added to its environment."""
+        file = self.folder / f"output-{len(self.commands)}.txt"
+        with file.open("wb") as output:
+            process = subprocess.Popen(
+                [LLAMAQ, *arguments],
+                cwd=self.folder,
+                env=self.environment(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.commands.append(Command(process, file))
+        return self.commands[-1]
+
+    def environment(self, variables: dict[str, str]) -> dict[str, str]:
+        """That of the tests without its settings. Servers and temporary files go to this stage's folder."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
+        return {**inherited, "TMPDIR": str(self.folder), "LLAMAQ_N_THREADS": "1", "COLUMNS": "120", **variables}
+
+    def start_worker(self, *arguments: str, wait: bool = True, **variables: str) -> Command:
+        """A worker of this stage's queue with short leases, about 100 ticks a second, and slots for all jobs."""
+        (self.folder / "paced.py").write_text(PACED)
+        own = {
+            "LLAMAQ_REDIS_URL": self.redis_url,
+            "LLAMAQ_QUEUE": self.queue,
+            "LLAMAQ_LEASE_S": str(LEASE_S),
+            "LLAMAQ_HEARTBEAT_S": "0.2",
+            "LLAMAQ_BATCH_STRATEGY": "paced:Paced",
+        }
+        worker = self.start("worker", *arguments, **(own | variables))
+        if wait:
+            worker.await_output("worker.ready")
+        return worker
+
+    def client(self) -> Client:
+        return Client(self.redis_url, self.queue, timeout_s=TIMEOUT_S)
+
+    def events_of(self, job: Job) -> list[Event]:
+        """What is stored of a job that has ended, once it is found to be what every job's events must be."""
+        with Redis.from_url(self.redis_url) as redis:
+            entries: Any = redis.xrange(Keys().of_job(job.id).events)
+        events = [codec.decode_event(fields[b"e"]) for _, fields in entries]
+        check_events(events)
+        return events
+
+    def living(self) -> dict[int, str]:
+        """Every process in this folder: its id and its command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and (entry / "cwd").readlink().is_relative_to(self.folder):
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(entry.name)] = command.decode(errors="replace").strip()
+            except OSError:  # it has gone, or is another user's
+                continue
+        return found
+
+    def await_silence(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until no process is left in this folder."""
+        wait_until(lambda: not self.living(), f"no process left, but there is {self.living()}", timeout_s)
+
+    def close(self) -> None:
+        """End what the test has left running, and see that nothing outlives it."""
+        for command in self.commands:
+            if command.process.poll() is None:
+                command.signal(signal.SIGTERM)
+                command.signal(signal.SIGCONT)
+        try:
+            for command in self.commands:
+                command.end()
+            self.await_silence()
+        finally:
+            for pid in self.living():
+                os.kill(pid, signal.SIGKILL)
+
+
+def check_events(events: Sequence[Event]) -> None:
+    """Offsets without gap or repeat, and one terminal event, the last one."""
+    n_tokens = n_chars = 0
+    for event in events:
+        if isinstance(event, Tokens):
+            assert (event.offset, event.text_offset) == (n_tokens, n_chars)
+            n_tokens += len(event.tokens)
+            n_chars += len(event.text)
+    endings = [place for place, event in enumerate(events) if isinstance(event, Finished | Failed)]
+    assert endings == [len(events) - 1]
+
+
+class Reader(threading.Thread):
+    """Reads a job's stream in a thread, as a web backend would."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(name=f"reader of {job.id}", daemon=True)
+        self.job = job
+        self.chunks: list[Chunk] = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for chunk in self.job.stream():
+                self.chunks.append(chunk)
+        except Exception as exc:
+            self.error = exc
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    def await_tokens(self, count: int) -> None:
+        """Wait until it has read so many tokens."""
+        wait_until(lambda: self.n_tokens >= count, f"{count} tokens of {self.job.id}, there are {self.n_tokens}")
+        assert self.is_alive(), "the job ended before anything could happen to it"
+
+    def finish(self) -> Result:
+        """Wait for the job's end; its result, once it is found to be what was read, token after token."""
+        self.join(TIMEOUT_S)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        offsets = [chunk.offset for chunk in self.chunks]
+        lengths = [len(chunk.tokens) for chunk in self.chunks]
+        assert offsets == [sum(lengths[:place]) for place in range(len(lengths))]
+        result = self.job.result(timeout=TIMEOUT_S)
+        assert result.tokens == tuple(token for chunk in self.chunks for token in chunk.tokens)
+        assert result.text == self.text
+        return result
+
+
+_stages: list[Stage] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        commands = [command for stage in _stages for command in stage.commands]
+        report.sections += [(repr(command), command.output[-OUTPUT_TAIL_CHARS:]) for command in commands]
+    return report
+
+
+@pytest.fixture
+def read() -> Callable[[Job], Reader]:
+    return Reader
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short name: the path of a Unix socket in it may have 107 characters."""
+    path = Path(tempfile.mkdtemp(prefix="lq-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def stage(redis_server: EmbeddedRedis, folder: Path) -> Iterator[Stage]:
+    """Starts commands; when the test is over it ends them, and fails if a process is left behind."""
+    opened = Stage(folder, redis_server.url, f"life-{secrets.token_hex(4)}")
+    _stages.append(opened)
+    try:
+        yield opened
+        opened.close()
+    finally:
+        _stages.remove(opened)

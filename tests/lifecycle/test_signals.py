@@ -1,0 +1,113 @@
+"""What a worker does when it is told to end: SIGTERM or SIGINT asks, a second one forces."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llamaq.common.messages import JobState
+from llamaq.producer import Job, QueueDepth
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Reader, Stage
+
+    Read = Callable[[Job], Reader]
+
+PROMPT = "Once upon a time"
+SOON_S = 3.0
+"""Far less than the drain, far more than an end at once needs."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest(
+    stage: Stage, read: Read, number: signal.Signals
+) -> None:
+    first = stage.start_worker("--n-parallel", "2", "--inbox-window", "0")
+    with stage.client() as client:
+        jobs = [client.submit(PROMPT, max_tokens=60, ignore_eos=True, seed=seed) for seed in range(5)]
+        running = [read(job) for job in jobs[:2]]
+        for reader in running:
+            reader.await_tokens(3)
+        first.signal(number)
+        results = [reader.finish() for reader in running]
+        assert first.end() == 0
+
+        assert {result.stats.worker for result in results} == {worker_id(first.output)}
+        assert client.workers() == ()
+        assert [job.status().state for job in jobs[2:]] == [JobState.QUEUED] * 3
+        assert client.queue_depth() == QueueDepth(waiting=3, running=0)
+        second = stage.start_worker()
+        assert {read(job).finish().stats.worker for job in jobs[2:]} == {worker_id(second.output)}
+    for job in jobs:
+        stage.events_of(job)
+
+
+def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(stage: Stage, read: Read) -> None:
+    first = stage.start_worker("--drain-s", "0.2")
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=200, ignore_eos=True, temperature=0))
+        reader.await_tokens(10)
+        second = stage.start_worker("--drain-s", "0.2", LLAMAQ_LEASE_S="20")
+        stopped_s = time.monotonic()
+        first.signal(signal.SIGTERM)
+        assert first.end() == 0
+        result = reader.finish()
+    assert time.monotonic() - stopped_s < 10, "it was handed back: nobody had to wait for the end of its lease"
+    assert "job.handed_back" in first.output
+    assert "accepted=True" in first.output
+    assert result.stats.generated_tokens == 200
+    assert result.stats.worker == worker_id(second.output)
+    stage.events_of(reader.job)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_worker_at_once_and_hands_its_jobs_back(
+    stage: Stage, read: Read, number: signal.Signals
+) -> None:
+    first = stage.start_worker()
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=800, ignore_eos=True))
+        reader.await_tokens(3)
+        first.signal(number)
+        first.await_output("worker.stopping")
+        reader.await_tokens(reader.n_tokens + 10)
+        told_s = time.monotonic()
+        first.signal(number)
+        assert first.end() == 130
+        assert time.monotonic() - told_s < SOON_S
+        assert client.workers() == ()
+        assert client.queue_depth().running == 1, "handed back, and nobody has taken it"
+        assert reader.job.status().state is JobState.QUEUED
+        assert reader.job.cancel()
+        assert reader.finish().finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_waits_for_redis_can_be_told_to_stop(
+    stage: Stage, free_port: int, number: signal.Signals
+) -> None:
+    worker = stage.start_worker(wait=False, LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
+    worker.await_output("redis.unreachable")
+    told_s = time.monotonic()
+    worker.signal(number)
+    assert worker.end() == 0
+    assert time.monotonic() - told_s < SOON_S
+    assert "Traceback" not in worker.output
+
+
+def test_an_idle_worker_stops_at_once(stage: Stage) -> None:
+    worker = stage.start_worker()
+    told_s = time.monotonic()
+    worker.signal(signal.SIGTERM)
+    assert worker.end() == 0
+    assert time.monotonic() - told_s < SOON_S
+    with stage.client() as client:
+        assert client.workers() == ()
+
+
+def worker_id(output: str) -> str:
+    return output.partition("worker.ready id=")[2].split()[0]
