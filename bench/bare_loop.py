@@ -64,7 +64,6 @@ class BareLoop:
         self._wants_logits = _view(self._batch.logits, self._capacity)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
-
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> BareRun:
         """Generate `n_tokens` after each prompt, greedily and past any end token; prompts are read at once."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
@@ -130,7 +129,8 @@ class BareLoop:
             raise RuntimeError(f"llama_decode returned {status}")
         shape = (n_rows or n_tokens, self.n_vocab)
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=shape)
-        return logits.argmax(axis=1).astype(np.int32)
+        best: npt.NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)
+        return best
 
     def __enter__(self) -> Self:
         return self

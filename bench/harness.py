@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Result = TypeVar("Result")
 Figures = dict[str, Any]
 
-console = Console(stderr=True)
+console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,17 @@ class Stack:
         return next(iter(self.workers.values()))
 
     def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, Result]], queue: str = "default") -> Result:
-        """Run this with a client of a queue, in an event loop of its own, so that other things can be timed between."""
+        """Run this with a client of a queue, in an event loop of its own, so that other things can be timed between.
+
+        A job of one token comes first: like a backend that runs for long, the client has its connections then.
+        """
 
         async def connected() -> Result:
             async with AsyncClient(self.redis.url, queue, timeout_s=JOB_TIMEOUT_S) as client:
-                await client.workers()
-                return await work(client)
+                await client.generate_tokens([1], max_tokens=1)
+                done = await work(client)
+                await asyncio.sleep(0.05)  # WORKAROUND
+                return done
 
         return asyncio.run(connected())
 

@@ -15,12 +15,12 @@ from bare_loop import BareLoop
 from harness import Figures, Plan, Stack, note, run, show, stack
 from llamaq.common.messages import JobOptions
 from llamaq.producer import AsyncClient
-from workload import GREEDY, SAMPLED, CpuClock, Prompts, Timeline, follow, median_of, summarize
+from workload import CpuClock, Prompts, Timeline, follow, greedy, median_of, sampled, summarize
 
 N_PARALLEL = 32
 NUMBERS, QUICK_NUMBERS = (1, 4, 8, 16, 32), (1, 4)
 N_IN, N_OUT, QUICK_N_OUT = 64, 128, 16
-SIDES = {"greedy": GREEDY, "sampled": SAMPLED}
+SIDES = {"greedy": greedy, "sampled": sampled}
 
 
 async def run_jobs(prompts: list[list[int]], options: JobOptions, client: AsyncClient) -> list[Timeline]:
@@ -38,12 +38,11 @@ def time_worker(over: Stack, prompts: list[list[int]], options: JobOptions) -> d
     return figures | {"cpu_us_per_token": clock.us_per_token(before, figures["tokens"])}
 
 
-def time_all(over: Stack, bare: BareLoop, prompts: Prompts, number: int, n_out: int, seed: int) -> dict[str, Any]:
+def time_all(over: Stack, bare: BareLoop, prompts: Prompts, number: int, n_out: int) -> dict[str, Any]:
     """One round of one number of jobs: the bare loop, then the worker, greedy and sampled."""
     figures: dict[str, Any] = {"bare": bare.run(prompts.several(number, N_IN), n_out).summary()}
     for side, options in SIDES.items():
-        own: JobOptions = {**options, "max_tokens": n_out, "seed": seed}
-        one = time_worker(over, prompts.several(number, N_IN), own)
+        one = time_worker(over, prompts.several(number, N_IN), options(n_out))
         figures[side] = one | {"vs_bare": one["tokens_per_s"] / figures["bare"]["tokens_per_s"]}
     note(f"{number} at once, tokens/s: " + ", ".join(f"{side} {one['tokens_per_s']}" for side, one in figures.items()))
     return figures
@@ -55,13 +54,11 @@ def measure(plan: Plan) -> Figures:
     numbers, n_out = (QUICK_NUMBERS, QUICK_N_OUT) if plan.quick else (NUMBERS, N_OUT)
     with BareLoop(settings) as bare, stack([settings]) as over:
         prompts = Prompts(plan.seed, bare.n_vocab)
-        for side in (GREEDY, SAMPLED):  # warm up
-            time_worker(over, prompts.several(max(numbers), N_IN), {**side, "max_tokens": 8})
-        bare.run(prompts.several(max(numbers), N_IN), 8)
+        time_all(over, bare, prompts, max(numbers), 8)  # warm up
         rounds: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
         for _ in range(plan.rounds):
             for number in numbers:
-                rounds[number].append(time_all(over, bare, prompts, number, n_out, plan.seed))
+                rounds[number].append(time_all(over, bare, prompts, number, n_out))
     jobs = {str(number): median_of(figures) for number, figures in rounds.items()}
     _show(jobs)
     return {"slots": N_PARALLEL, "tokens_in": N_IN, "tokens_out": n_out, "jobs": jobs}

@@ -17,8 +17,19 @@ from harness import Stack
 from llamaq.common.messages import JobOptions
 from llamaq.producer import AsyncClient, Tokenizer
 
-GREEDY: JobOptions = {"temperature": 0.0, "ignore_eos": True}
-SAMPLED: JobOptions = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "ignore_eos": True}
+Prompt = str | list[int]
+"""Text, or token ids."""
+
+
+def greedy(max_tokens: int) -> JobOptions:
+    """Always the best token, and no early end."""
+    return {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
+
+
+def sampled(max_tokens: int) -> JobOptions:
+    """What most people set: temperature, top-k, top-p, min-p; and no early end."""
+    chain: JobOptions = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    return {**chain, "ignore_eos": True, "max_tokens": max_tokens, "seed": 1}
 
 
 class Prompts:
@@ -72,7 +83,7 @@ class Timeline:
 
 async def follow(
     client: AsyncClient,
-    prompt: Sequence[int] | str,
+    prompt: Prompt,
     seen: Callable[[int], object] = lambda _: None,
     **options: Unpack[JobOptions],
 ) -> Timeline:
@@ -108,14 +119,9 @@ def summarize(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Percentiles and the largest."""
-    if not values:
-        return {}
-    p50, p95, p99 = np.percentile(values, (50, 95, 99))
-    return {name: round(float(value), 2) for name, value in zip(_SPREAD, (p50, p95, p99, max(values)), strict=True)}
-
-
-_SPREAD = ("p50", "p95", "p99", "max")
+    """Percentiles and the largest; zeros where nothing was measured."""
+    p50, p95, p99, largest = np.percentile(values or (0.0,), (50, 95, 99, 100)).round(2).tolist()
+    return {"p50": p50, "p95": p95, "p99": p99, "max": largest}
 
 
 def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

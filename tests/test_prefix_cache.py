@@ -11,7 +11,7 @@ from llamaq.worker.jobs import JobEnded, NewToken, Output
 from llamaq.worker.prefix_cache import NullPrefixCache, Prefix, PrefixCache
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.slots import SlotPool
-from llamaq.worker.testing import FakeEngine, make_job, run_tick, run_to_end
+from llamaq.worker.testing import FakeEngine, GreedySampler, ManualClock, make_job, run_tick, run_to_end
 
 
 class KeepLatest:
@@ -56,10 +56,20 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def scheduler_with(cache: PrefixCache, n_ctx: int = 400, n_slots: int = 2) -> tuple[Scheduler, FakeEngine]:
+def scheduler_with(
+    cache: PrefixCache, n_ctx: int = 400, clock: ManualClock | None = None
+) -> tuple[Scheduler, FakeEngine]:
     engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=6)
-    pool = SlotPool(n_slots, n_ctx, 6)
-    return Scheduler(pool, engine, budget=64, chunk_size=16, end_tokens=engine.vocab.end_tokens, cache=cache), engine
+    scheduler = Scheduler(
+        SlotPool(2, n_ctx, 6),
+        engine,
+        budget=64,
+        chunk_size=16,
+        end_tokens=engine.vocab.end_tokens,
+        cache=cache,
+        clock=clock or ManualClock(),
+    )
+    return scheduler, engine
 
 
 def ended(outputs: list[Output]) -> list[JobEnded]:
@@ -85,12 +95,15 @@ def test_the_null_cache_keeps_nothing() -> None:
 @pytest.mark.parametrize("max_entries", [1, 3, 100])
 def test_jobs_give_the_same_tokens_with_a_cache_as_without(n_ctx: int, max_entries: int) -> None:
     texts: dict[str, list[list[int]]] = {}
-    for name, cache in {"null": NullPrefixCache(), "keep": KeepLatest(max_entries)}.items():
+    caches: dict[str, PrefixCache] = {"null": NullPrefixCache(), "keep": KeepLatest(max_entries)}
+    for name, cache in caches.items():
         scheduler, engine = scheduler_with(cache, n_ctx)
         for at, prompt in enumerate(PROMPTS * 2):
             scheduler.submit(make_job(prompt, job_id=f"j{at}", max_tokens=12))
         outputs = run_to_end(scheduler, engine)
         assert len(ended(outputs)) == len(PROMPTS) * 2
+        if isinstance(cache, KeepLatest):
+            assert cache.entries == engine.memory
         texts[name] = [tokens_of(outputs, f"j{at}") for at in range(len(PROMPTS) * 2)]
     assert texts["null"] == texts["keep"]
 
@@ -106,6 +119,23 @@ def test_a_job_with_a_kept_prefix_computes_only_the_rest_and_says_so() -> None:
     assert (end.stats.prefix_cache_tokens, end.stats.prefix_cache_ratio) == (20, 0.5)
     snapshot = scheduler.cache_snapshot()
     assert (snapshot.hits, snapshot.misses, snapshot.entries) == (1, 1, 2)
+
+
+def test_rates_count_only_what_was_computed() -> None:
+    clock = ManualClock()
+    scheduler, engine = scheduler_with(KeepLatest(), clock=clock)
+    scheduler.submit(make_job([1] * 30, max_tokens=1))
+    run_to_end(scheduler, engine)
+    scheduler.submit(make_job([1] * 20 + [2] * 6, resumed=[97, 98], max_tokens=5))
+    scheduler.admit()
+    clock.now_s += 2
+    outputs = run_tick(scheduler, engine)  # 8 tokens were not kept; then the first token of this attempt
+    for _ in range(2):
+        clock.now_s += 0.5
+        outputs += run_tick(scheduler, engine)
+    (end,) = ended(outputs)
+    assert (end.stats.prompt_eval_rate, end.stats.generation_rate) == (4, 2)
+    assert (end.stats.prefix_cache_tokens, end.stats.prefix_cache_ratio) == (20, round(20 / 28, 4))
 
 
 def test_the_last_token_of_a_prompt_that_is_kept_whole_is_computed_again() -> None:
@@ -155,18 +185,17 @@ def test_a_sequence_is_given_up_when_all_are_kept() -> None:
 def test_jobs_that_opt_out_neither_read_nor_feed_the_cache() -> None:
     cache = KeepLatest()
     scheduler, engine = scheduler_with(cache)
-    for _ in range(2):
-        scheduler.submit(make_job([1] * 30, max_tokens=4, cache_prompt=False))
+    for expected_entries, cache_prompt in enumerate([False, True, False]):
+        scheduler.submit(make_job([1] * 30, max_tokens=4, cache_prompt=cache_prompt))
         (end,) = ended(run_to_end(scheduler, engine))
         assert end.stats.prefix_cache_tokens == 0
-    assert not cache.entries
+        assert len(cache.entries) == min(expected_entries, 1)
 
 
 def test_the_sequence_of_a_failed_job_is_not_kept() -> None:
     cache = KeepLatest()
     scheduler, engine = scheduler_with(cache)
-    engine.fail_job("bad")
-    scheduler.submit(make_job([1] * 30, job_id="bad", max_tokens=4))
+    scheduler.submit(make_job([1] * 30, max_tokens=9, sampler=GreedySampler(fails_at=3)))
     run_to_end(scheduler, engine)
     assert not cache.entries
     assert not engine.memory

@@ -9,7 +9,6 @@ from llamaq.worker.slots import TRANSITIONS, Slot, SlotPool, SlotState
 from llamaq.worker.testing import make_job
 
 
-
 def test_the_table_of_transitions_is_obeyed_and_no_state_goes_to_itself() -> None:
     for before, after in itertools.product(SlotState, SlotState):
         slot = Slot(0, before)

@@ -37,7 +37,9 @@ def slots_of(*work: int, idle: int = 1) -> tuple[Slot, ...]:
     return pool.slots
 
 
-def planned(strategy: BatchStrategy, slots: Sequence[Slot], budget: int, chunk_size: int) -> tuple[list[int], dict[int, int]]:
+def planned(
+    strategy: BatchStrategy, slots: Sequence[Slot], budget: int, chunk_size: int
+) -> tuple[list[int], dict[int, int]]:
     """Indexes of the slots that decode, and the prefill tokens of the others."""
     batch = strategy.build_batch(slots, budget, chunk_size, queue_depth=0)
     return [part.slot.index for part in batch.decode], {chunk.slot.index: chunk.n_tokens for chunk in batch.prefill}

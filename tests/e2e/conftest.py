@@ -196,9 +196,9 @@ def narrow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="session")
 def slow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
     """A worker that reads long prompts in hundreds of small chunks, so that a test meets them in prefill."""
-    spec = ModelSpec(Architecture.LLAMA, n_layers=4, n_embd=256, n_ff=512, n_heads=8, n_kv_heads=8, n_ctx=8192)
+    spec = ModelSpec(Architecture.LLAMA, n_layers=4, n_embd=256, n_ff=512, n_heads=8, n_kv_heads=2, n_ctx=32_768)
     model = write_model(tmp_path_factory.mktemp("models") / "slow.gguf", spec, seed=2)
-    return start_worker("slow", model, chunk_size=8, disconnect_s=0.4, heartbeat_s=0.2)
+    return start_worker("slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=0.4, heartbeat_s=0.2)
 
 
 @pytest.fixture(scope="session")

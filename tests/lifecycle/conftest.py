@@ -29,7 +29,7 @@ from llamaq.common.messages import Event, Failed, Finished, Tokens
 from llamaq.producer import Chunk, Client, Job, Result
 from llamaq.worker.embedded import EmbeddedRedis
 
-LLAMAQ = Path("/tmp/lc/llamaq")
+LLAMAQ = Path(sys.executable).with_name("llamaq")
 TIMEOUT_S = 30.0
 POLL_S = 0.01
 LEASE_S = 1
@@ -83,6 +83,11 @@ class Command:
         match: re.Match[str] = wait_until(look, f"{pattern!r} in\n{self.output}")[0]
         return match
 
+    @property
+    def worker_id(self) -> str:
+        """What a worker calls itself."""
+        return self.await_output(r"worker\.ready id=(\S+)")[1]
+
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
@@ -105,10 +110,14 @@ class Stage:
 
     def start(self, *arguments: str, **variables: str) -> Command:
         """Run `llamaq` with these arguments; `variables` are added to its environment."""
+        return self.run([str(LLAMAQ), *arguments], **variables)
+
+    def run(self, arguments: list[str], **variables: str) -> Command:
+        """Run a program in this stage's folder."""
         file = self.folder / f"output-{len(self.commands)}.txt"
         with file.open("wb") as output:
             process = subprocess.Popen(
-                [LLAMAQ, *arguments],
+                arguments,
                 cwd=self.folder,
                 env=self.environment(variables),
                 stdin=subprocess.DEVNULL,
@@ -124,8 +133,8 @@ class Stage:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
         return {**inherited, "TMPDIR": str(self.folder), "LLAMAQ_N_THREADS": "1", "COLUMNS": "120", **variables}
 
-    def start_worker(self, *arguments: str, wait: bool = True, **variables: str) -> Command:
-        """A worker of this stage's queue with short leases, about 100 ticks a second, and slots for all jobs."""
+    def worker_variables(self, **variables: str) -> dict[str, str]:
+        """For a worker of this stage's queue with short leases and about 100 ticks a second."""
         (self.folder / "paced.py").write_text(PACED)
         own = {
             "LLAMAQ_REDIS_URL": self.redis_url,
@@ -134,7 +143,11 @@ class Stage:
             "LLAMAQ_HEARTBEAT_S": "0.2",
             "LLAMAQ_BATCH_STRATEGY": "paced:Paced",
         }
-        worker = self.start("worker", *arguments, **(own | variables))
+        return own | variables
+
+    def start_worker(self, *arguments: str, wait: bool = True, **variables: str) -> Command:
+        """A worker as `worker_variables` describe it, when it is ready."""
+        worker = self.start("worker", *arguments, **self.worker_variables(**variables))
         if wait:
             worker.await_output("worker.ready")
         return worker

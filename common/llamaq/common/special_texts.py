@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 _NOTHING = re.compile(r"(?!)")
@@ -59,3 +60,29 @@ class SpecialTexts:
         end = n_leading + len(core)
         spans = [Span(n_leading, n_leading + n_tail), Span(max(end - n_head, n_leading + n_tail), end)]
         return [span for span in spans if span.start < span.end]
+
+
+class Marks:
+    """Texts taken out of message contents, and the marks that stand for them while the template renders."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.hides_special = False
+        self._nonce = secrets.token_hex(8)
+        self._pattern = re.compile(f"m{self._nonce}x([0-9]+)x")
+
+    def put(self, content: str, spans: Sequence[Span]) -> str:
+        """`content` with a mark in place of each span."""
+        parts: list[str] = []
+        end = 0
+        for span in spans:
+            parts += content[end : span.start], f"m{self._nonce}x{len(self.texts)}x"
+            self.texts.append(content[span.start : span.end])
+            end = span.end
+        return "".join((*parts, content[end:]))
+
+    def split(self, rendered: str) -> Iterator[tuple[str, bool]]:
+        """The rendered text as (text, whether it was taken out of a content)."""
+        for index, part in enumerate(self._pattern.split(rendered)):
+            is_content = index % 2 == 1
+            yield (self.texts[int(part)] if is_content else part), is_content

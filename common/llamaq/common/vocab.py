@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-import secrets
 import tempfile
 import threading
 import weakref
@@ -23,7 +21,8 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
 from llamaq.common.messages import Message
-from llamaq.common.special_texts import Span, SpecialTexts
+from llamaq.common.special_texts import Marks, SpecialTexts
+from llamaq.common.text_parts import cut_text
 
 PIECE_BYTES = 256
 # llama.cpp matches the texts of these in a prompt only when told to parse special tokens. The texts of user-defined
@@ -48,6 +47,8 @@ class Vocab:
         self.n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.bos = _token_or_none(llama_cpp.llama_vocab_bos(self._vocab))
         self.eos = _token_or_none(llama_cpp.llama_vocab_eos(self._vocab))
+        self._adds_eos: bool = self.eos is not None and llama_cpp.llama_vocab_get_add_eos(self._vocab)
+        self._has_patterns: bool = llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_BPE
         template = llama_cpp.llama_model_chat_template(model, None)
         self.chat_template: str | None = template.decode(errors="replace") if template else None
 
@@ -84,8 +85,15 @@ class Vocab:
         """The llama_vocab, for calls of llama.cpp."""
         return self._vocab
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text; special tokens are parsed, and BOS is added as the model wants it, but not twice."""
+    def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """The tokens of a text; special tokens are parsed, and BOS is added as the model wants it, but not twice.
+
+        Raises `JobRejected` for a text so long that it must have more than `max_tokens`; one that only turns out to have
+        more is tokenized all the same.
+        """
+        if max_tokens is not None and len(text) > max_tokens * self._longest_text:
+            message = f"{len(text)} characters have more than {max_tokens} tokens"
+            raise JobRejected(ErrorCode.PROMPT_TOO_LONG, message)
         bos = self._text_or_empty(self.bos)
         return self._tokenize(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
 
@@ -123,22 +131,22 @@ class Vocab:
         except Exception as exc:  # a template may raise anything; its own refusals are ValueErrors
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses this: {exc}") from exc
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> list[int]:
         """The tokens of a chat. What looks like a special token inside a message's content stays text.
 
         Where no content holds or borders on such a text, these are the tokens of the rendered text as a whole. Raises
-        `JobRejected` when the model has no chat template or its template raises.
+        `JobRejected` when the model has no chat template, its template raises, or as `encode` does.
         """
-        marks = _Marks()
+        marks = Marks()
         marked = [self._mark(message, marks) for message in messages]
-        if not marks.texts:
-            return self.encode(self.render_chat(messages))
         rendered = self.render_chat(marked)
-        if not marks.hides_special:
+        if marks.texts and not marks.hides_special:
             plain = self.render_chat(messages)
             if len(self.special_texts.find(plain)) == len(self.special_texts.find(rendered)):
-                return self.encode(plain)
-        return self._tokenize_marked(rendered, marks)
+                return self.encode(plain, max_tokens=max_tokens)
+        if not marks.texts:
+            return self.encode(rendered, max_tokens=max_tokens)
+        return self._tokenize_marked(rendered, marks, max_tokens)
 
     def __repr__(self) -> str:
         return f"<Vocab {self.n_tokens} tokens, {'with' if self.chat_template else 'no'} chat template>"
@@ -152,7 +160,7 @@ class Vocab:
         except Exception as exc:  # jinja2 raises errors of several kinds for a broken template
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template does not compile: {exc}") from exc
 
-    def _mark(self, message: Message, marks: _Marks) -> Message:
+    def _mark(self, message: Message, marks: Marks) -> Message:
         """The message with special texts in its content, and parts of such at its ends, replaced by marks."""
         spans = self.special_texts.find(message.content)
         marks.hides_special |= bool(spans)
@@ -161,16 +169,25 @@ class Vocab:
                 spans.append(border)
         return Message(role=message.role, content=marks.put(message.content, sorted(spans))) if spans else message
 
-    def _tokenize_marked(self, rendered: str, marks: _Marks) -> list[int]:
+    def _tokenize_marked(self, rendered: str, marks: Marks, max_tokens: int | None) -> list[int]:
         tokens: list[int] = []
         for index, (text, is_content) in enumerate(marks.split(rendered)):
             if index == 0:
-                tokens += self.encode(text)
+                tokens += self.encode(text, max_tokens=max_tokens)
             else:
                 tokens += self._tokenize(text, add_special=False, parse_special=not is_content)
         return tokens
 
     def _tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        specials = self.special_texts.find(text) if parse_special else []
+        tokens: list[int] = []
+        for index, part in enumerate(cut_text(text, specials, cuts_runs=self._has_patterns)):
+            tokens += self._tokenize_part(part, add_special and index == 0, parse_special)
+            if add_special and index == 0 and self._adds_eos:
+                tokens.pop()  # the text is to go on
+        return tokens
+
+    def _tokenize_part(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         data = text.encode(errors="replace")
         n_max = len(data) + 8  # no token is empty, and only a few are added around the text
         buffer = (llama_cpp.llama_token * n_max)()
@@ -191,38 +208,17 @@ class Vocab:
                 return buffer.raw[:written]
             n_bytes = -written
 
+    @cached_property
+    def _longest_text(self) -> int:
+        """Bytes of the longest token, as the vocabulary writes it: no token stands for more characters."""
+        return max(len(llama_cpp.llama_vocab_get_text(self._vocab, token)) for token in range(self.n_tokens))
+
     def _token_text(self, token: int) -> str:
         text: bytes = llama_cpp.llama_vocab_get_text(self._vocab, token)
         return text.decode(errors="replace")
 
     def _text_or_empty(self, token: int | None) -> str:
         return "" if token is None else self._token_text(token)
-
-
-class _Marks:
-    """Texts taken out of message contents, and the marks that stand for them while the template renders."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.hides_special = False
-        self._nonce = secrets.token_hex(8)
-        self._pattern = re.compile(f"m{self._nonce}x([0-9]+)x")
-
-    def put(self, content: str, spans: Sequence[Span]) -> str:
-        """`content` with a mark in place of each span."""
-        parts: list[str] = []
-        end = 0
-        for span in spans:
-            parts += content[end : span.start], f"m{self._nonce}x{len(self.texts)}x"
-            self.texts.append(content[span.start : span.end])
-            end = span.end
-        return "".join((*parts, content[end:]))
-
-    def split(self, rendered: str) -> Iterator[tuple[str, bool]]:
-        """The rendered text as (text, whether it was taken out of a content)."""
-        for index, part in enumerate(self._pattern.split(rendered)):
-            is_content = index % 2 == 1
-            yield (self.texts[int(part)] if is_content else part), is_content
 
 
 def _token_or_none(token: int) -> int | None:

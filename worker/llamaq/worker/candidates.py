@@ -41,7 +41,10 @@ class Candidates:
 
 def all_candidates(logits: Logits) -> Candidates:
     """Every token whose logit is not minus infinity."""
-    tokens = np.flatnonzero(logits != -np.inf)
+    finite = logits != -np.inf
+    if finite.all():
+        return Candidates(np.arange(logits.size), logits)
+    tokens = np.flatnonzero(finite)
     return Candidates(tokens, logits[tokens])
 
 
@@ -65,17 +68,19 @@ def typical_p(candidates: Candidates, p: float) -> Candidates:
     return candidates[_nearest_with_mass(distance, probabilities, np.nextafter(p, 2))]
 
 
-def top_p(candidates: Candidates, p: float) -> Candidates:
-    """The fewest most probable tokens that together have at least the probability `p`."""
-    weights = _weights(candidates)
-    return candidates[
-        _nearest_with_mass(candidates.best - candidates.logits, weights, p * weights.sum(dtype=np.float64))
-    ]
+def top_p_min_p(candidates: Candidates, p: float, share: float) -> Candidates:
+    """Top-p, then min-p: the fewest most probable tokens that together have at least the probability `p`, and of these
+    the ones that are at least `share` times as probable as the best.
 
-
-def min_p(candidates: Candidates, p: float) -> Candidates:
-    """The tokens that are at least `p` times as probable as the best."""
-    return candidates[candidates.logits >= candidates.best + np.log(np.float32(p))]
+    Both keep a beginning of the descending order, so min-p goes first here and leaves less to sort.
+    """
+    mass = p * float(_weights(candidates).sum(dtype=np.float64)) if p < 1 else 0.0
+    if share > 0:
+        candidates = candidates[candidates.logits >= np.float32(candidates.best) + np.log(np.float32(share))]
+    if p == 1:
+        return candidates
+    distance = np.float32(candidates.best) - candidates.logits
+    return candidates[_nearest_with_mass(distance, _weights(candidates), mass)]
 
 
 def _weights(candidates: Candidates) -> Logits:

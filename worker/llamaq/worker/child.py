@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from llamaq.worker.logs import configure_logging
 from llamaq.worker.process import EXIT_CRASHED, serve
@@ -18,14 +19,17 @@ from llamaq.worker.settings import WorkerSettings
 
 LAST_WORDS_S = 15.0
 """For handing jobs back after the supervisor is gone."""
+URGE_EVERY_S = 0.2
+"""Signals that come at once count as one."""
 
 
 def _hold_lifeline() -> None:
     while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread inside it aborts the interpreter's exit
         pass
-    for _ in range(2):  # the second signal forces: nobody is left to wait for a drain
+    until_s = time.monotonic() + LAST_WORDS_S
+    while time.monotonic() < until_s:  # more than once: nobody is left to wait for a drain, and the second one forces
         os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(LAST_WORDS_S)
+        time.sleep(URGE_EVERY_S)
     os._exit(EXIT_CRASHED)
 
 

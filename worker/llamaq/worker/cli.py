@@ -18,7 +18,8 @@ from llamaq.common.settings import ENV_PREFIX
 from llamaq.worker.settings import WorkerSettings, load_settings
 from llamaq.worker.stack import DEFAULT_PORT
 
-console = Console(stderr=True)
+console = Console(stderr=True, soft_wrap=True, highlight=False)
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
@@ -33,7 +34,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     An option that is not given is None, and then the environment, the file or the default counts.
     """
     own = [param for param in inspect.signature(command, eval_str=True).parameters.values() if param.name != "flags"]
-    options = [_option(name, field) for name, field in WorkerSettings.model_fields.items()]
+    options = [_option(name, field, group) for group in _groups() for name, field in group.model_fields.items()]
 
     def run(**values: Any) -> None:
         known = {param.name: values.pop(param.name) for param in own}
@@ -46,21 +47,20 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+def _groups() -> list[type[BaseModel]]:
+    """The groups of settings, each a section of `--help` under the first sentence of its docstring."""
+    return [base for base in WorkerSettings.__bases__ if issubclass(base, BaseModel)]
+
+
+def _option(name: str, field: FieldInfo, group: type[BaseModel]) -> inspect.Parameter:
     default = field.get_default(call_default_factory=True, validated_data={})
-    shown = "" if default in (None, ()) else f" [default: {default}]"
-    flag = "--" + name.replace("_", "-")
-    help_text = f"{field.description}{shown} [env: {ENV_PREFIX}{name.upper()}]"
-    option = typer.Option(flag, help=help_text, show_default=False, rich_help_panel=_panel(name))
+    shown = "" if default in (None, ()) else f"default {default}; "
+    # In parentheses, because rich takes square brackets for markup.
+    help_text = f"{field.description} ({shown}{ENV_PREFIX}{name.upper()})"
+    panel = (group.__doc__ or "").partition(".")[0]
+    option = typer.Option("--" + name.replace("_", "-"), help=help_text, show_default=False, rich_help_panel=panel)
     annotation = Annotated[_flag_type(field.annotation) | None, option]  # type: ignore[valid-type]  # made at run time
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _panel(name: str) -> str:
-    """The heading in `--help`: the docstring of the settings group that has the field."""
-    groups = [base for base in WorkerSettings.__bases__ if issubclass(base, BaseModel)]
-    group = next((group for group in groups if name in group.model_fields), WorkerSettings)
-    return (group.__doc__ or "").partition(".")[0].partition(",")[0]
 
 
 def _flag_type(annotation: Any) -> type:
@@ -105,8 +105,8 @@ def run_up(
     with redis_for(named, port=port, data_dir=data_dir) as url:
         if named is None:
             where = f"in {data_dir}" if data_dir else "in memory alone: --data-dir keeps it"
-            console.print(f"Redis: {url} (embedded, {where})")
-        console.print(f"Queue: {settings.queue}. Try:  llamaq generate 'Once upon a time' --redis-url {url}")
+            console.print(f"Redis: {url} (embedded, {where})", markup=False)
+        console.print(f"Try:   {example(settings, url if named is None else None)}", markup=False)
         raise typer.Exit(supervise(settings.model_copy(update={"redis_url": url})))
 
 
@@ -119,6 +119,12 @@ def run_demo(
 
     logging.getLogger("llamaq").addHandler(logging.NullHandler())
     raise typer.Exit(show(jobs, model))
+
+
+def example(settings: WorkerSettings, url: str | None) -> str:
+    """A command that shows the stack at work. A URL that the user named is left out: it may hold a password."""
+    queue = f" --queue {settings.queue}" if "queue" in settings.model_fields_set else ""
+    return f"llamaq generate 'Once upon a time'{queue}" + (f" --redis-url {url}" if url else "")
 
 
 def say_model(settings: WorkerSettings) -> None:

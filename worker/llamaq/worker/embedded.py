@@ -91,11 +91,22 @@ class EmbeddedRedis:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                said = log_file.read_text(errors="replace").strip().splitlines()[-3:]
+                said = log_file.read_text(errors="replace")
                 self.stop()
-                raise EmbeddedRedisError(f"redis-server does not start at {self.url}: {' / '.join(said)}")
+                raise self._explain(said)
             time.sleep(0.01)
         log.info("redis.started url=%s pid=%s", self.url, self.pid)
+
+    def _explain(self, said: str) -> EmbeddedRedisError:
+        """The error for a server that did not start; `said` is its log, which marks warnings with #."""
+        if "in use" in said:
+            return EmbeddedRedisError(
+                f"port {self._port} is in use: choose another with --port, or if that is a Redis to be used, "
+                f"name it: --redis-url {self.url}"
+            )
+        lines = said.strip().splitlines()[-3:]
+        warnings = [line.partition(" # ")[2] for line in lines if " # " in line]
+        return EmbeddedRedisError(f"redis-server does not start at {self.url}: {' / '.join(warnings or lines)}")
 
     def _command(self) -> list[str]:
         folder = self._data_dir or Path(self._scratch.name)

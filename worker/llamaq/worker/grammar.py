@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import llama_cpp
 import numpy as np
@@ -20,8 +21,10 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.vocab import Vocab
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
-SLOW_S = 2.0
-"""A step that takes longer ends the job: the next one could take for ever."""
+SLOW_S = 1.0
+"""A step that takes longer, in processor time, ends the job: the next one could take for ever."""
+OVERLONG_NULS = (b"\xc0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80")
+"""llama.cpp takes these for the end of a token when it applies a grammar, and for a character when it accepts one."""
 
 
 class Grammar:
@@ -36,6 +39,7 @@ class Grammar:
         self._sampler = sampler
         self._close = weakref.finalize(self, llama_cpp.llama_sampler_free, sampler)
         self._n_followed = 0
+        self._last_bytes = b""
         self._one = np.zeros(1, CANDIDATE)
 
     def follow(self, generated: Sequence[int]) -> None:
@@ -44,11 +48,16 @@ class Grammar:
             if not self.allows(token):
                 message = f"token {token} at {self._n_followed} of the output is not allowed by the grammar"
                 raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, message)
-            llama_cpp.llama_sampler_accept(self._sampler, token)
+            with _bounded_time():
+                llama_cpp.llama_sampler_accept(self._sampler, token)
             self._n_followed += 1
+            self._last_bytes = (self._last_bytes + self._vocab.piece(token))[-3:]
 
     def allows(self, token: int) -> bool:
         """Whether `token` may follow; an end token may where the grammar can end."""
+        text = self._last_bytes + self._vocab.piece(token)
+        if any(nul in text for nul in OVERLONG_NULS):
+            return False
         self._one["id"] = token
         return bool(self._apply(self._one)[0])
 
@@ -68,16 +77,24 @@ class Grammar:
     def _apply(self, candidates: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Which candidates may follow: the others get a logit of minus infinity."""
         candidates["logit"] = 0
-        started_s = time.monotonic()
         array = llama_cpp.llama_token_data_array(
             data=candidates.ctypes.data_as(llama_cpp.llama_token_data_p),
             size=len(candidates),
             selected=-1,
             sorted=False,
         )
-        llama_cpp.llama_sampler_apply(self._sampler, ctypes.byref(array))
-        if time.monotonic() - started_s > SLOW_S:
-            message = f"the grammar took {time.monotonic() - started_s:.1f} s for one token: make it less ambiguous"
-            raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)
+        with _bounded_time():
+            llama_cpp.llama_sampler_apply(self._sampler, ctypes.byref(array))
         allowed: npt.NDArray[np.bool_] = candidates["logit"] == 0
         return allowed
+
+
+@contextmanager
+def _bounded_time() -> Iterator[None]:
+    """Raise `JobRejected` after a step that was slow."""
+    started_s = time.thread_time()
+    yield
+    took_s = time.thread_time() - started_s
+    if took_s > SLOW_S:
+        message = f"the grammar took {took_s:.1f} s for one token: make it less ambiguous"
+        raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)

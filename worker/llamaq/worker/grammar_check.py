@@ -40,7 +40,7 @@ class GrammarWarden:
         self._child: _Child | None = _Child(blob)
 
     def compile(self, request: JobParams) -> str:
-        """The GBNF text of the request's grammar or JSON schema; its root is the request's, or "root" for a schema.
+        """The GBNF text of the request's grammar or JSON schema; its root is `request.grammar_root`.
 
         Raises `JobRejected` when it is too large, does not compile, or takes too much time or memory.
         """
@@ -147,6 +147,8 @@ def _question(request: JobParams) -> str:
     if request.grammar is not None:
         check_text(request.grammar)
         return json.dumps(question)
+    if request.grammar_root != "root":
+        raise _rejected("grammar_root goes with grammar, not with json_schema")
     check_nesting(request.json_schema)
     question["schema"] = request.json_schema
     text = json.dumps(question)

@@ -33,6 +33,8 @@ N_SHOWN, N_LONGEST = 2048, 256
 """Tokens that a walk chooses from."""
 WALK_TOKENS = 40
 WALK_S = 0.06
+N_REPEATING = 4
+MESSAGE_CHARS = 400
 
 Choose = Callable[[Sequence[int], int | None], int]
 
@@ -87,7 +89,7 @@ class GrammarTrial:
         def longest(allowed: Sequence[int], _last: int | None) -> int:
             return max(allowed, key=lambda token: len(self._vocab.piece(token)))
 
-        for choose in (at_random, repeating, longest):
+        for choose in (at_random, longest, *[repeating] * N_REPEATING):
             self._walk(Grammar(self._vocab, text, root), choose, chance)
 
     def _walk(self, grammar: Grammar, choose: Choose, chance: random.Random) -> None:
@@ -148,9 +150,9 @@ def _serve(trial: GrammarTrial, requests: IO[bytes], answers: IO[bytes]) -> None
         try:
             _answer(answers, {"grammar": trial.compile(request)})
         except JobRejected as exc:
-            _answer(answers, {"error": exc.message})
+            _answer(answers, {"error": exc.message[:MESSAGE_CHARS]})
         except (ValueError, MemoryError, RecursionError) as exc:
-            _answer(answers, {"error": f"the grammar cannot be used: {str(exc) or type(exc).__name__}"})
+            _answer(answers, {"error": f"the grammar cannot be used: {str(exc) or type(exc).__name__}"[:MESSAGE_CHARS]})
 
 
 def _answer(answers: IO[bytes], content: dict[str, str]) -> None:

@@ -39,7 +39,7 @@ class Detokenizer(Protocol):
         """The text that `token` releases, often none."""
 
     def finish(self) -> str:
-        """What was held back, when the job ends without a stop string."""
+        """What was held back; nothing after a stop string."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.connection import connect
+from llamaq.common.errors import LlamaqError
 from llamaq.common.keys import Keys
 from llamaq.common.messages import WorkerCard
 from llamaq.common.scripts import Scripts
@@ -35,6 +36,7 @@ PREPARERS = 2
 """Threads that tokenize and compile grammars: one may be held up by a grammar while the other goes on."""
 CLOSE_TIMEOUT_S = 10.0
 CONNECT_EVERY_S = 1.0
+CANCEL_EVERY_S = 0.1
 
 
 class Link:
@@ -60,6 +62,7 @@ class Link:
         self._closing = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._intake_task: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="llamaq-link", daemon=True)
         self.error: BaseException | None = None
         """What ended the thread before its time."""
@@ -91,6 +94,9 @@ class Link:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
+        except LlamaqError as exc:
+            self.error = exc
+            log.error("worker.cannot_start error=%s", exc)
         except BaseException as exc:
             self.error = exc
             log.exception("link.crashed")
@@ -162,15 +168,13 @@ class Link:
             others = [tasks.create_task(outbox.run()), tasks.create_task(heartbeat.run())]
             self._ready.set_result(None)
             await self._closing.wait()
-            self._cancel_intake()
-            for task in others:
-                task.cancel()
+            await asyncio.gather(*(_end(task) for task in [self._intake_task, *others]))
         await intake.close()
         await self._part(inbox, outbox, heartbeat)
 
     def _cancel_intake(self) -> None:
         if self._intake_task is not None:
-            self._intake_task.cancel()
+            self._ending = asyncio.create_task(_end(self._intake_task))
         else:
             self._closing.set()  # still waiting for Redis: there is nothing to drain
 
@@ -186,3 +190,10 @@ class Link:
         except (RedisError, TimeoutError) as exc:
             # Nothing is lost: another worker takes over when the leases are over.
             log.warning("link.left_without_goodbye jobs=%d error=%r", len(outbox.leases), exc)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel a task until it has ended: redis-py may swallow a cancellation (`asyncio.wait_for` before Python 3.12)."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_EVERY_S)

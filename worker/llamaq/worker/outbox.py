@@ -137,6 +137,7 @@ class Outbox:
         self._accounts[job.id] = Account(
             job.lease, request.stream, request.cancel_on_disconnect, resumed, list(texts), len(resumed)
         )
+        self._news.set()  # it is asked about from now on, and its lease renewed, however long its first token takes
 
     def reject(self, lease: Lease, stored: int, error: JobRejected) -> None:
         """End a job that could not even be prepared; `stored` is how many tokens Redis has of it."""

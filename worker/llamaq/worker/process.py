@@ -104,7 +104,7 @@ class WorkerProcess:
         try:
             self._link.start()
             if self._link.error is not None:
-                return EXIT_CRASHED
+                return EXIT_CANNOT_START if isinstance(self._link.error, LlamaqError) else EXIT_CRASHED
             log.info("worker.ready id=%s queue=%s slots=%d", self.card.worker, self.card.queue, self.card.n_parallel)
             self._ticks.run()
         finally:

@@ -15,7 +15,7 @@ import numpy as np
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.messages import SamplingDefaults
-from llamaq.worker.candidates import Candidates, Logits, all_candidates, min_p, top_k, top_p, typical_p
+from llamaq.worker.candidates import Candidates, Logits, all_candidates, top_k, top_p_min_p, typical_p
 from llamaq.worker.grammar import Grammar
 
 TRIED_FIRST = 256
@@ -34,13 +34,14 @@ class LogitSampler:
         masked_tokens: Iterable[int] = (),
         grammar: Grammar | None = None,
     ) -> None:
-        """`masked_tokens` are never drawn (the end tokens, for `ignore_eos`); the grammar is closed with the sampler."""
+        """`masked_tokens` are never drawn (the end tokens, for `ignore_eos`). `close` closes the grammar too."""
         self._params = params
         self._seed = seed.to_bytes(8, "little")
         self._bias_tokens = np.fromiter(logit_bias or (), np.int64)
         self._bias = np.fromiter((logit_bias or {}).values(), np.float32)
         self._masked = np.fromiter(masked_tokens, np.int64)
         self._grammar = grammar
+        self._adjusted: Logits | None = None
         self._penalizes = params.penalty_last_n != 0 and (
             params.repeat_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         )
@@ -100,10 +101,7 @@ class LogitSampler:
             return int(candidates.tokens[candidates.logits.argmax()])
         if params.typical_p < 1:
             candidates = typical_p(candidates, params.typical_p)
-        if params.top_p < 1:
-            candidates = top_p(candidates, params.top_p)
-        if params.min_p > 0:
-            candidates = min_p(candidates, params.min_p)
+        candidates = top_p_min_p(candidates, params.top_p, params.min_p)
         weights = np.exp((candidates.logits - np.float32(candidates.best)) / np.float32(params.temperature))
         cumulated = np.cumsum(weights, dtype=np.float64)
         place = int(cumulated.searchsorted(self._uniform(position) * cumulated[-1], side="right"))
@@ -118,7 +116,10 @@ class LogitSampler:
         """The logits with penalties, bias and mask; the same array where there are none."""
         if not (self._penalizes or self._bias_tokens.size or self._masked.size):
             return logits
-        adjusted = logits.copy()
+        if self._adjusted is None:
+            self._adjusted = np.empty_like(logits)
+        adjusted = self._adjusted  # kept, because fresh memory of this size costs more than the copy
+        adjusted[:] = logits
         if self._penalizes:
             self._penalize(adjusted, history)
         if self._bias_tokens.size:

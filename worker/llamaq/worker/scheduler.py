@@ -247,8 +247,7 @@ class Scheduler:
             self._outputs.append(JobEnded(job, stats, error=ending))
         else:
             self._leave(found, reusable=True)
-            text = "" if job.detokenizer.stopped else job.detokenizer.finish()
-            self._outputs.append(JobEnded(job, stats, reason=ending, text=text))
+            self._outputs.append(JobEnded(job, stats, reason=ending, text=job.detokenizer.finish()))
         log.info("job.ended id=%s ending=%s generated_tokens=%d", job.id, ending, stats.generated_tokens)
 
     def _leave(self, found: Slot | Job, *, reusable: bool = False) -> None:

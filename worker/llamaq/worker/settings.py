@@ -39,6 +39,11 @@ class ModelSettings(BaseModel):
         default_factory=usable_cores, ge=1, description="threads of llama.cpp; the cores it may use when not given"
     )
     device: int | None = Field(None, ge=0, description="GPU to use alone; all when not given")
+    devices: Annotated[tuple[int, ...], NoDecode] = Field(
+        (), description="0,1,…: one process for each of these GPUs, under a supervisor"
+    )
+
+    _split_devices = field_validator("devices", mode="before")(_split_commas)
 
     @property
     def batch_budget(self) -> int:
@@ -81,12 +86,6 @@ class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, LifeSettings, 
     """Everything that `llamaq worker` can be told; sampling parameters are defaults that a job may override."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
-
-    devices: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="0,1,…: one process for each of these GPUs, under a supervisor"
-    )
-
-    _split_devices = field_validator("devices", mode="before")(_split_commas)
 
     @classmethod
     def settings_customise_sources(

@@ -29,7 +29,7 @@ class Child:
     """One place for a worker process, and the process that fills it."""
 
     def __init__(self, settings: WorkerSettings, log_file: IO[bytes] | None) -> None:
-        self._settings = settings
+        self.settings = settings
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
@@ -55,9 +55,9 @@ class Child:
         self._started_s = time.monotonic()
         if self._process.stdin is None:
             raise RuntimeError("a child without a standard input")
-        self._process.stdin.write(self._settings.model_dump_json().encode() + b"\n")
+        self._process.stdin.write(self.settings.model_dump_json().encode() + b"\n")
         self._process.stdin.flush()
-        log.info("child.started pid=%d device=%s", self._process.pid, self._settings.device)
+        log.info("child.started pid=%d device=%s", self._process.pid, self.settings.device)
 
     def watch(self) -> int | None:
         """Start it again when it is time; returns the exit code of a child that is not worth another try."""
@@ -109,7 +109,7 @@ class Supervisor:
 
     def __init__(self, children: Sequence[WorkerSettings], log_file: IO[bytes] | None = None) -> None:
         self._drain_s = max(settings.drain_s for settings in children)
-        self._children = [Child(settings, log_file) for settings in children]
+        self.children = [Child(settings, log_file) for settings in children]
         self._signals = 0
 
     @classmethod
@@ -121,12 +121,12 @@ class Supervisor:
 
     def start(self) -> None:
         """Start all children."""
-        for child in self._children:
+        for child in self.children:
             child.start()
 
     def check(self) -> int | None:
         """Look after the children once; returns an exit code when there is no point in going on."""
-        codes = [child.watch() for child in self._children]
+        codes = [child.watch() for child in self.children]
         return next((code for code in codes if code is not None), None)
 
     def run(self) -> int:
@@ -147,21 +147,21 @@ class Supervisor:
         """Ask the children to end, insist after `drain_s`, and wait for them; False when one had to be urged."""
         self._signal_all(signal.SIGTERM)
         self._await_children(drain_s)
-        in_time = not any(child.is_running for child in self._children)
+        in_time = not any(child.is_running for child in self.children)
         if not in_time:
             self._signal_all(signal.SIGTERM)
-        for child in self._children:
+        for child in self.children:
             child.wait(self.GRACE_S)
         return in_time
 
     def _await_children(self, timeout_s: float) -> None:
         """Wait until all have ended, the time is over, or a second signal came."""
         deadline = time.monotonic() + timeout_s
-        while any(child.is_running for child in self._children) and time.monotonic() < deadline and self._signals < 2:
+        while any(child.is_running for child in self.children) and time.monotonic() < deadline and self._signals < 2:
             time.sleep(POLL_S)
 
     def _signal_all(self, number: int) -> None:
-        for child in self._children:
+        for child in self.children:
             child.signal(number)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

@@ -1,0 +1,177 @@
+"""A job survives whatever happens to the worker that runs it, and to Redis: no gap, no repeat, one end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from llamaq.common.messages import JobState, Started
+from llamaq.producer import Client, Job, JobNotFound, Result
+from llamaq.worker.embedded import EmbeddedRedis
+from llamaq.worker.models import demo_model
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Command, Reader, Stage
+
+    Read = Callable[[Job], Reader]
+
+PROMPTS = (
+    "Once upon a time",
+    "Once upon a time there was a girl named Mia.",
+    "Once upon a time there was a little fox named Finn.",
+)
+COUNTING = 'root ::= ("one " "two " "three ")+ "go"'
+MAX_TOKENS = 110
+NOISE = 0.025
+"""Of the logits' spread (their standard deviation): so much the gap of the best two may change with the batch."""
+LEASE_S = 1.0
+SLACK_S = 5.0
+"""For the look for lost jobs, once a second, and for what is left to generate."""
+
+
+def submit_stories(client: Client) -> list[Job]:
+    return [client.submit(prompt, max_tokens=MAX_TOKENS, temperature=0) for prompt in PROMPTS]
+
+
+def assert_equal_where_it_is_no_close_call(client: Client, prompt: str, result: Result, undisturbed: Result) -> None:
+    pairs = zip(result.tokens, undisturbed.tokens, strict=False)
+    place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+    if place is None:
+        assert len(result.tokens) == len(undisturbed.tokens)
+        return
+    tokens = [*client.tokenizer().encode(prompt), *result.tokens[:place]]
+    assert gap_of_best_two(tokens) < NOISE, f"{prompt!r} differs at token {place}"
+
+
+def gap_of_best_two(tokens: list[int]) -> float:
+    llama = llama_cpp.Llama(str(demo_model()), n_ctx=1024, n_threads=1, logits_all=True, verbose=False)
+    llama.eval(tokens)
+    logits = np.array(llama.scores[len(tokens) - 1])
+    llama.close()
+    second, best = np.partition(logits, -2)[-2:]
+    return float((best - second) / logits.std())
+
+
+def kill_process(worker: Command) -> None:
+    worker.signal(signal.SIGKILL)
+    worker.end()
+
+
+def attempts_of(stage: Stage, job: Job) -> list[str]:
+    """The workers that started the job, in order."""
+    return [event.worker for event in stage.events_of(job) if isinstance(event, Started)]
+
+
+def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(stage: Stage, read: Read) -> None:
+    first = stage.start_worker("--n-parallel", "8")
+    with stage.client() as client:
+        readers = [read(job) for job in submit_stories(client)]
+        drawn = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True))
+        constrained = read(client.submit("Count:", max_tokens=60, grammar=COUNTING, temperature=2))
+        for reader in (*readers, drawn, constrained):
+            reader.await_tokens(8)
+        kill_process(first)
+        second = stage.start_worker("--n-parallel", "8")
+        ready_s = time.monotonic()
+        results = [reader.finish() for reader in readers]
+        assert time.monotonic() - ready_s < LEASE_S + SLACK_S
+        assert len(drawn.finish().tokens) == MAX_TOKENS
+        counted = constrained.finish()
+
+        for reader in (*readers, drawn, constrained):
+            attempts = attempts_of(stage, reader.job)
+            assert (attempts[0], attempts[-1]) == (first.worker_id, second.worker_id)
+        assert counted.text.startswith("one two three one two three one")
+        assert ("one two three " * 60 + "go").startswith(counted.text.removesuffix("go"))
+        undisturbed = [job.result() for job in submit_stories(client)]
+        for prompt, result, other in zip(PROMPTS, results, undisturbed, strict=True):
+            assert_equal_where_it_is_no_close_call(client, prompt, result, other)
+
+
+def test_a_job_survives_one_worker_after_another(stage: Stage, read: Read) -> None:
+    with stage.client() as client:
+        workers = [stage.start_worker()]
+        reader = read(client.submit(PROMPTS[0], max_tokens=150, ignore_eos=True, temperature=0))
+        for _ in range(3):
+            reader.await_tokens(reader.n_tokens + 10)
+            kill_process(workers[-1])
+            workers.append(stage.start_worker())
+        assert len(reader.finish().tokens) == 150
+        assert attempts_of(stage, reader.job) == [worker.worker_id for worker in workers]
+
+
+def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(stage: Stage, read: Read) -> None:
+    first = stage.start_worker()
+    with stage.client() as client:
+        reader = read(client.submit(PROMPTS[0], max_tokens=300, ignore_eos=True, temperature=0))
+        reader.await_tokens(10)
+        first.signal(signal.SIGSTOP)
+        n_before = reader.n_tokens
+        second = stage.start_worker()
+        reader.await_tokens(n_before + 20)
+        first.signal(signal.SIGCONT)
+        first.await_output("job.lost")
+        assert reader.job.status().state is JobState.RUNNING, "the first one came back too late to be refused"
+        result = reader.finish()
+
+        assert result.stats.worker == second.worker_id
+        assert attempts_of(stage, reader.job) == [first.worker_id, second.worker_id]
+        assert client.workers() != ()
+        kill_process(second)
+        assert client.generate(PROMPTS[0], max_tokens=5).stats.worker == first.worker_id, "it is of use again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_streams_go_on_after_redis_was_restarted(
+    stage: Stage, read: Read, folder: Path, free_port: int, number: signal.Signals
+) -> None:
+    server = EmbeddedRedis(port=free_port, data_dir=folder / "data")
+    server.start()
+    stage.redis_url = server.url
+    worker = stage.start_worker()
+    with stage.client() as client:
+        readers = [
+            read(client.submit(prompt, max_tokens=250, ignore_eos=True, temperature=0)) for prompt in PROMPTS
+        ]
+        late = client.submit(PROMPTS[0], max_tokens=150, ignore_eos=True, stream=False)
+        for reader in readers:
+            reader.await_tokens(10)
+        assert server.pid is not None
+        os.kill(server.pid, number)
+        worker.await_output("redis_error")
+        server.stop()
+        with EmbeddedRedis(port=free_port, data_dir=folder / "data"):
+            results = [reader.finish() for reader in readers]
+            assert [len(result.tokens) for result in results] == [250] * 3
+            assert len(late.result().tokens) == 150
+            for reader in readers:
+                assert attempts_of(stage, reader.job) == [worker.worker_id] * len(attempts_of(stage, reader.job))
+            assert client.generate(PROMPTS[0], max_tokens=5).stats.worker == worker.worker_id
+            worker.signal(signal.SIGTERM)
+            assert worker.end() == 0
+
+
+def test_worker_and_client_live_on_when_redis_forgot_everything(stage: Stage, read: Read, free_port: int) -> None:
+    server = EmbeddedRedis(port=free_port)
+    server.start()
+    stage.redis_url = server.url
+    worker = stage.start_worker()
+    with stage.client() as client:
+        reader = read(client.submit(PROMPTS[0], max_tokens=2000, ignore_eos=True))
+        reader.await_tokens(10)
+        server.stop()
+        with EmbeddedRedis(port=free_port):
+            with pytest.raises(JobNotFound):
+                reader.finish()
+            worker.await_output("job.lost")
+            assert len(client.generate(PROMPTS[0], max_tokens=5).tokens) > 0
+            worker.signal(signal.SIGTERM)
+            assert worker.end() == 0

@@ -1,0 +1,205 @@
+"""One worker process for each device: started again when it dies, never left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from redis import Redis
+
+from llamaq.common.messages import JobState
+from llamaq.producer import Job
+from llamaq.worker.embedded import EmbeddedRedis
+from llamaq.worker.settings import WorkerSettings
+from llamaq.worker.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Command, Reader, Stage
+
+    Read = Callable[[Job], Reader]
+
+PROMPT = "Once upon a time"
+SUPERVISE = """
+import sys
+from llamaq.worker.logs import configure_logging
+from llamaq.worker.settings import load_settings
+from llamaq.worker.supervisor import Supervisor
+
+configure_logging("info")
+sys.exit(Supervisor([load_settings() for _ in range(int(sys.argv[1]))]).run())
+"""
+"""A supervisor of several workers on the CPU; `--devices` wants as many GPUs."""
+
+
+def supervise(stage: Stage, n_children: int, **variables: str) -> Command:
+    """Start it, and wait until its workers are ready."""
+    supervisor = stage.run([sys.executable, "-c", SUPERVISE, str(n_children)], **stage.worker_variables(**variables))
+    supervisor.await_output("worker.ready", n_children)
+    return supervisor
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """The children of a process, zombies too: id and state."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split() if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if fields and int(fields[1]) == pid:
+            found[int(entry.name)] = fields[0]
+    return found
+
+
+def test_a_killed_child_is_started_again_after_a_while_that_doubles(stage: Stage) -> None:
+    supervisor = supervise(stage, 2)
+    untouched, victim = sorted(children_of(supervisor.pid))
+    for round_number in range(2):
+        os.kill(victim, signal.SIGKILL)
+        supervisor.await_output("worker.ready", 3 + round_number)
+        children = children_of(supervisor.pid)
+        assert len(children) == 2
+        assert "Z" not in children.values()
+        assert untouched in children
+        (victim,) = set(children) - {untouched}
+    backoffs = re.findall(r"child\.died code=-9 lived_s=\S+ again_s=(\S+)", supervisor.output)
+    assert backoffs == ["0.5", "1.0"]
+    with stage.client() as client:
+        assert {worker.card.pid for worker in client.workers()} >= {untouched, victim}
+        assert len(client.generate(PROMPT, max_tokens=5).tokens) > 0
+    supervisor.signal(signal.SIGTERM)
+    assert supervisor.end() == 0
+
+
+def test_a_job_of_a_killed_child_goes_on(stage: Stage, read: Read) -> None:
+    supervisor = supervise(stage, 1)
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=100, ignore_eos=True))
+        reader.await_tokens(5)
+        (child,) = children_of(supervisor.pid)
+        os.kill(child, signal.SIGKILL)
+        assert len(reader.finish().tokens) == 100
+        stage.events_of(reader.job)
+
+
+def test_sigterm_lets_every_child_finish_what_it_runs(stage: Stage, read: Read) -> None:
+    supervisor = supervise(stage, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0")
+    with stage.client() as client:
+        jobs = [client.submit(PROMPT, max_tokens=80, ignore_eos=True) for _ in range(3)]
+        readers = [read(job) for job in jobs[:2]]
+        for reader in readers:
+            reader.await_tokens(3)
+        supervisor.signal(signal.SIGTERM)
+        workers = {reader.finish().stats.worker for reader in readers}
+        assert len(workers) == 2
+        assert supervisor.end() == 0
+        assert client.workers() == ()
+        assert jobs[2].status().state is JobState.QUEUED
+        assert not stage.living()
+
+
+def test_a_second_signal_ends_all_children_at_once(stage: Stage, read: Read) -> None:
+    supervisor = supervise(stage, 2)
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
+        reader.await_tokens(3)
+        supervisor.signal(signal.SIGINT)
+        supervisor.await_output("worker.stopping", 2)
+        told_s = time.monotonic()
+        supervisor.signal(signal.SIGINT)
+        assert supervisor.end() != 0
+        assert time.monotonic() - told_s < 5
+        assert client.workers() == ()
+        assert reader.job.status().state is JobState.QUEUED, "handed back"
+        assert not stage.living()
+
+
+def test_children_end_when_their_supervisor_is_killed_and_hand_their_jobs_back(stage: Stage, read: Read) -> None:
+    supervisor = supervise(stage, 2)
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
+        reader.await_tokens(3)
+        supervisor.signal(signal.SIGKILL)
+        supervisor.end()
+        stage.await_silence(timeout_s=5)
+        assert client.workers() == ()
+        assert reader.job.status().state is JobState.QUEUED
+
+
+def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(stage: Stage, free_port: int) -> None:
+    variables = stage.worker_variables(LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
+    supervisor = stage.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
+    supervisor.await_output("redis.unreachable")
+    supervisor.signal(signal.SIGKILL)
+    supervisor.end()
+    stage.await_silence(timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("LLAMAQ_MODEL", "no-such-file.gguf", "--model: there is no file 'no-such-file.gguf'"),
+        ("LLAMAQ_BATCH_STRATEGY", "nowhere:Strategy", "--batch-strategy (LLAMAQ_BATCH_STRATEGY) 'nowhere:Strategy'"),
+        ("LLAMAQ_HOOKS", "nowhere:hook", "--hooks (LLAMAQ_HOOKS): 'nowhere:hook'"),
+        ("LLAMAQ_REDIS_URL", "http://localhost", "--redis-url (LLAMAQ_REDIS_URL): Redis URL must specify"),
+    ],
+)
+def test_a_child_that_cannot_start_ends_its_supervisor_with_one_line(
+    stage: Stage, variable: str, value: str, said: str
+) -> None:
+    variables = stage.worker_variables(**{variable: value})
+    supervisor = stage.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
+    assert supervisor.end() == 2
+    (line,) = (line for line in supervisor.output.splitlines() if " ERROR " in line)
+    assert said in line
+    assert "Traceback" not in supervisor.output
+    assert "child.died" not in supervisor.output
+    assert not stage.living()
+
+
+@pytest.fixture
+def settings(stage: Stage) -> Iterator[WorkerSettings]:
+    yield WorkerSettings(redis_url=stage.redis_url, queue=stage.queue, n_threads=1)
+
+
+def test_devices_are_given_one_child_each(settings: WorkerSettings) -> None:
+    several = Supervisor.of_devices(settings.model_copy(update={"devices": (0, 3), "model": "x.gguf"}))
+    assert [child.settings.device for child in several.children] == [0, 3]
+    assert [child.settings.devices for child in several.children] == [(), ()]
+    assert [child.settings.model for child in several.children] == ["x.gguf"] * 2
+    assert [child.settings.device for child in Supervisor.of_devices(settings).children] == [None]
+
+
+def test_a_supervisor_may_also_be_used_without_signals(settings: WorkerSettings, stage: Stage) -> None:
+    with (stage.folder / "log").open("w+b") as log:
+        supervisor = Supervisor([settings], log)
+        supervisor.start()
+        with stage.client() as client:
+            while not client.workers():
+                assert supervisor.check() is None
+                time.sleep(0.02)
+            assert len(client.generate(PROMPT, max_tokens=3).tokens) > 0
+            assert supervisor.stop(drain_s=5)
+            assert client.workers() == ()
+        assert b"worker.stopped" in (stage.folder / "log").read_bytes()
+
+
+def test_a_password_in_the_url_shows_in_no_process_list(stage: Stage) -> None:
+    with EmbeddedRedis() as server:
+        with Redis.from_url(server.url) as redis:
+            redis.config_set("requirepass", "hunter2")
+        supervisor = supervise(stage, 1, LLAMAQ_REDIS_URL=server.url.replace("unix://", "unix://:hunter2@"))
+        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        assert "llamaq.worker.child" in listed
+        assert "hunter2" not in listed
+        assert "hunter2" not in supervisor.output
+        supervisor.signal(signal.SIGTERM)
+        assert supervisor.end() == 0
