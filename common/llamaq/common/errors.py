@@ -1,19 +1,19 @@
 """Every error that llamaq raises on purpose, as one tree.
 
-    LlamaqError
-    ├── InvalidRequest        a job's parameters are not acceptable (also a ValueError)
-    ├── InvalidSettings       a setting, flag or environment variable is not acceptable (also a ValueError)
-    ├── QueueFull             the queue holds `max_queue` waiting jobs; nothing was submitted
-    ├── NoWorker              nobody serves the queue
-    ├── ResultTimeout         the caller's own patience ran out (also a TimeoutError)
-    ├── JobNotFound           no such job, or its result has expired (also a KeyError)
-    ├── JobFailed             the job ended with an error of its own: `code`, `message`
-    ├── JobRejected           worker side: this one job cannot be run, with the code it fails with
-    ├── ProtocolError         bytes in Redis that this version does not understand
-    ├── MissingExtra          an optional dependency is needed: `pip install llamaq[...]`
-    ├── ModelError            the model file cannot be found, fetched or loaded
-    ├── EngineError           llama.cpp refused a call
-    └── EmbeddedRedisError    the bundled redis-server cannot be started
+LlamaqError
+├── InvalidRequest        a job's parameters are not acceptable (also a ValueError)
+├── InvalidSettings       a setting, flag or environment variable is not acceptable (also a ValueError)
+├── QueueFull             the queue holds `max_queue` waiting jobs; nothing was submitted
+├── NoWorker              nobody serves the queue
+├── ResultTimeout         the caller's own patience ran out (also a TimeoutError)
+├── JobNotFound           no such job, or its result has expired (also a KeyError)
+├── JobFailed             the job ended with an error of its own: `code`, `message`
+├── JobRejected           worker side: this one job cannot be run, with the code it fails with
+├── ProtocolError         bytes in Redis that this version does not understand
+├── MissingExtra          an optional dependency is needed: `pip install llamaq[...]`
+├── ModelError            the model file cannot be found, fetched or loaded
+├── EngineError           llama.cpp refused a call
+└── EmbeddedRedisError    the bundled redis-server cannot be started
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ class SpecialTexts:
             start = match.start()
             if start < end:
                 continue
-            length = next((n for n in self._lengths if text[start : start + n] in self.texts), 0)
-            if length:
-                end = start + length
+            special = next((part for n in self._lengths if (part := text[start : start + n]) in self.texts), "")
+            if special:
+                end = start + len(special)
                 spans.append(Span(start, end))
         return spans
 

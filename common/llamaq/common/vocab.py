@@ -88,8 +88,8 @@ class Vocab:
     def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """The tokens of a text; special tokens are parsed, and BOS is added as the model wants it, but not twice.
 
-        Raises `JobRejected` for a text so long that it must have more than `max_tokens`; one that only turns out to have
-        more is tokenized all the same.
+        Raises `JobRejected` for a text so long that it must have more than `max_tokens`; one that only turns out to
+        have more is tokenized all the same.
         """
         if max_tokens is not None and len(text) > max_tokens * self._longest_text:
             message = f"{len(text)} characters have more than {max_tokens} tokens"

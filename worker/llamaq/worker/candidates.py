@@ -33,6 +33,10 @@ class Candidates:
     def __getitem__(self, keep: npt.NDArray[np.bool_] | Places) -> Candidates:
         return Candidates(self.tokens[keep], self.logits[keep])
 
+    def best_of(self, k: int) -> Candidates:
+        """The `k` with the largest logits, of equal ones those with the smaller ids."""
+        return self[np.sort(np.argsort(-self.logits, kind="stable")[:k])]
+
     @property
     def best(self) -> float:
         """The largest logit: NaN if any is, minus infinity without candidates."""

@@ -14,7 +14,6 @@ from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.keys import GROUP, JobId, Keys
 from llamaq.common.messages import Priority, Tokens
 from llamaq.common.scripts import HANDED_BACK, NEVER_RENEWED_MS, Attempt, Claim, Scripts
-from llamaq.worker.jobs import Lease
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +149,6 @@ class Inbox:
             if isinstance(event, Tokens) and event.offset == len(tokens):
                 tokens.extend(event.tokens)
         return tokens
-
-    async def hand_back(self, lease: Lease) -> None:
-        """Give a started job up, so that the next worker that looks takes it at once."""
-        handed = await self._scripts.requeue(Claim(lease.job_id, lease.stream, lease.entry_id), lease.attempt)
-        log.info("job.handed_back id=%s accepted=%s", lease.job_id, handed)
 
     async def close(self) -> None:
         """Give up what was claimed and never started, and take this consumer out of the groups."""

@@ -69,10 +69,14 @@ class Link:
 
     # ---- called from the engine thread
 
-    def start(self) -> None:
-        """Start the thread, and return when the worker is listed; waits for Redis as long as it takes."""
+    def start(self) -> BaseException | None:
+        """Start the thread and wait until the worker is listed, or return what went wrong.
+
+        Waits for Redis as long as it takes, or until `stop_intake`.
+        """
         self._thread.start()
         self._ready.result()
+        return self.error
 
     def stop_intake(self) -> None:
         """Claim no more jobs. Safe in a signal handler."""
@@ -159,7 +163,7 @@ class Link:
             is_alive=lambda: self._ticks.is_alive,
             on_finished=heartbeat.record,
         )
-        self._ticks.put = outbox.put
+        self._ticks.put, self._ticks.give_up = outbox.put, outbox.give_up
         capacity = settings.n_parallel + settings.inbox_window
         intake = Intake(inbox, outbox, self._preparer, self._executor, self._ticks.admit, capacity=capacity)
         await heartbeat.beat()
@@ -182,14 +186,12 @@ class Link:
         """The last words: every job is written, or handed back."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S / 2):
-                await outbox.flush()
-                for lease in outbox.leases:
-                    await inbox.hand_back(lease)
+                await outbox.close()
                 await inbox.close()
                 await heartbeat.leave()
         except (RedisError, TimeoutError) as exc:
             # Nothing is lost: another worker takes over when the leases are over.
-            log.warning("link.left_without_goodbye jobs=%d error=%r", len(outbox.leases), exc)
+            log.warning("link.left_without_goodbye jobs=%d error=%r", outbox.n_open, exc)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

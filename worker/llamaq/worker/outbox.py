@@ -10,20 +10,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from redis.exceptions import RedisError
 
 from llamaq.common import codec
 from llamaq.common.errors import JobRejected
 from llamaq.common.messages import Failed, Finished, JobStats
-from llamaq.common.scripts import Ending, Flushed, Increment, Scripts
+from llamaq.common.scripts import Claim, Ending, Flushed, Increment, Scripts
 from llamaq.worker.jobs import Job, JobEnded, Lease, NewToken, Output
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POLL_S = 0.1
 """How often Redis is asked about jobs without news (in prefill, say): whether to cancel, whether still ours."""
@@ -61,6 +64,8 @@ class Account:
     heard_s: float = field(default_factory=time.monotonic)
     """When somebody was last seen listening."""
     is_cancelling: bool = False
+    is_leaving: bool = False
+    """It is to be handed back."""
 
     def increment(self) -> Increment:
         """What Redis does not have yet."""
@@ -127,9 +132,9 @@ class Outbox:
         return sum(account.ending is None for account in self._accounts.values())
 
     @property
-    def leases(self) -> list[Lease]:
-        """Of every job that this worker still answers for."""
-        return [account.lease for account in self._accounts.values()]
+    def n_open(self) -> int:
+        """Jobs that this worker still answers for."""
+        return len(self._accounts)
 
     def open(self, job: Job, texts: Sequence[str]) -> None:
         """Answer for a job from now on; `texts` is what each of its resumed tokens released."""
@@ -149,8 +154,21 @@ class Outbox:
     def put(self, outputs: list[Output]) -> None:
         """Hand over what a tick brought. Called on the engine thread; never waits."""
         if outputs:
-            with suppress(RuntimeError):  # the I/O loop is closed: the process is on its way out
-                self._loop.call_soon_threadsafe(self._take, outputs)
+            self._call_soon(self._take, outputs)
+
+    def give_up(self, jobs: list[Job]) -> None:
+        """Hand jobs back that the engine will not run. Called on the engine thread; never waits."""
+        if jobs:
+            self._call_soon(self._mark_leaving, {job.id for job in jobs})
+
+    def _call_soon(self, call: Callable[[T], None], argument: T) -> None:
+        with suppress(RuntimeError):  # the I/O loop is closed: the process is on its way out
+            self._loop.call_soon_threadsafe(call, argument)
+
+    def _mark_leaving(self, job_ids: AbstractSet[str]) -> None:
+        for job_id in job_ids & self._accounts.keys():
+            self._accounts[job_id].is_leaving = True
+        self._news.set()
 
     def _take(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -193,6 +211,7 @@ class Outbox:
             if running:
                 await self._flush_running(running, renew)
             await asyncio.gather(*(self._finish(account, account.ending) for account in partition if account.ending))
+            await asyncio.gather(*(self._hand_back(account) for account in running if account.is_leaving))
         if renew:
             self._renewed_s = now
 
@@ -231,6 +250,19 @@ class Outbox:
         else:
             account.stored = outcome
             self._news.set()
+
+    async def close(self) -> None:
+        """Write what there is, and hand the other jobs back; raises `RedisError`."""
+        await self.flush()
+        self._mark_leaving(self._accounts.keys())
+        await self.flush()
+
+    async def _hand_back(self, account: Account) -> None:
+        """Give a started job up, so that the next worker that looks takes it at once."""
+        lease = account.lease
+        accepted = await self._scripts.requeue(Claim(lease.job_id, lease.stream, lease.entry_id), lease.attempt)
+        log.info("job.handed_back id=%s accepted=%s", lease.job_id, accepted)
+        self._forget(account)
 
     def _lose(self, account: Account) -> None:
         log.warning("job.lost id=%s attempt=%d", account.lease.job_id, account.lease.attempt)

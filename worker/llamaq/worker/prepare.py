@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamaq.worker.grammar_check import GrammarWarden
-
 from llamaq.common import codec
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.messages import JobRequest, SamplingDefaults
 from llamaq.common.vocab import Vocab
 from llamaq.worker.detokenizer import StreamDetokenizer
 from llamaq.worker.grammar import Grammar
+from llamaq.worker.grammar_check import GrammarWarden
 from llamaq.worker.jobs import Job, Lease
 from llamaq.worker.sampler import LogitSampler
 

@@ -14,12 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from llamaq.worker.grammar_check import GrammarWarden
-
 from llamaq.common.errors import LlamaqError
 from llamaq.common.messages import WorkerCard
 from llamaq.worker import vocab_blob
 from llamaq.worker.engine import Engine
+from llamaq.worker.grammar_check import GrammarWarden
 from llamaq.worker.link import Link
 from llamaq.worker.llama import ContextOptions
 from llamaq.worker.models import resolve_model
@@ -102,9 +101,8 @@ class WorkerProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
-            self._link.start()
-            if self._link.error is not None:
-                return EXIT_CANNOT_START if isinstance(self._link.error, LlamaqError) else EXIT_CRASHED
+            if (error := self._link.start()) is not None:
+                return EXIT_CANNOT_START if isinstance(error, LlamaqError) else EXIT_CRASHED
             log.info("worker.ready id=%s queue=%s slots=%d", self.card.worker, self.card.queue, self.card.n_parallel)
             self._ticks.run()
         finally:

@@ -15,11 +15,12 @@ import numpy as np
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.messages import SamplingDefaults
-from llamaq.worker.candidates import Candidates, Logits, all_candidates, top_k, top_p_min_p, typical_p
+from llamaq.worker.candidates import Candidates, Logits, Places, all_candidates, top_k, top_p_min_p, typical_p
 from llamaq.worker.grammar import Grammar
 
 TRIED_FIRST = 256
 """So many of the best tokens are shown to a grammar before others."""
+NOTHING_LEFT = "no token of the vocabulary may follow here"
 
 
 class LogitSampler:
@@ -56,6 +57,12 @@ class LogitSampler:
         _check_numbers(adjusted.max())
         return self._draw(self._candidates(adjusted), len(history) - n_prompt)
 
+    def distribution(self, logits: Logits, history: Sequence[int]) -> tuple[Places, Logits]:
+        """The tokens that may be drawn and their probabilities, as they are without a grammar."""
+        kept = self._filter(self._candidates(self._adjust(logits, history)))
+        weights = self._weights(kept)
+        return kept.tokens, weights / weights.sum()
+
     def close(self) -> None:
         """Free the grammar; may be called twice."""
         if self._grammar is not None:
@@ -67,16 +74,16 @@ class LogitSampler:
 
     def _sample_by(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
         """Draw freely, and where the grammar refuses that token, again from those that it allows."""
-        grammar.follow(generated)
         _check_numbers(logits.max())
-        candidates = top_k(logits, 1) if self._is_greedy else self._candidates(logits)
-        token = self._draw(candidates, len(generated))
+        grammar.follow(generated)
+        token = self._draw(self._candidates(logits), len(generated))
         if grammar.allows(token):
             return token
         return self._draw(self._allowed(grammar, logits), len(generated))
 
     def _candidates(self, logits: Logits) -> Candidates:
-        return top_k(logits, self._params.top_k) if self._params.top_k else all_candidates(logits)
+        k = 1 if self._is_greedy else self._params.top_k
+        return top_k(logits, k) if k else all_candidates(logits)
 
     def _allowed(self, grammar: Grammar, logits: Logits) -> Candidates:
         """The tokens that the grammar allows, the best `top_k` of them."""
@@ -86,26 +93,34 @@ class LogitSampler:
             tried = top_k(logits, n_tried)
             allowed = tried[grammar.allowed(tried.tokens)]
             if len(allowed) >= n_wanted:
-                return _best_of(allowed, n_wanted)
+                return allowed.best_of(n_wanted)
             n_tried *= 16
         tried = all_candidates(logits)
         allowed = tried[grammar.allowed(tried.tokens)]
-        return _best_of(allowed, n_wanted) if n_wanted else allowed
+        return allowed.best_of(n_wanted) if n_wanted else allowed
+
+    def _filter(self, candidates: Candidates) -> Candidates:
+        params = self._params
+        if params.typical_p < 1:
+            candidates = typical_p(candidates, params.typical_p)
+        return top_p_min_p(candidates, params.top_p, params.min_p)
+
+    def _weights(self, candidates: Candidates) -> Logits:
+        weights: Logits = np.exp(
+            (candidates.logits - np.float32(candidates.best)) / np.float32(self._params.temperature)
+        )
+        return weights
 
     def _draw(self, candidates: Candidates, position: int) -> int:
         """Filter, then take the candidate at which the cumulated probability exceeds the uniform number."""
-        params = self._params
         if not len(candidates):
-            raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, "no token of the vocabulary may follow here")
+            raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NOTHING_LEFT)
         if self._is_greedy:
-            return int(candidates.tokens[candidates.logits.argmax()])
-        if params.typical_p < 1:
-            candidates = typical_p(candidates, params.typical_p)
-        candidates = top_p_min_p(candidates, params.top_p, params.min_p)
-        weights = np.exp((candidates.logits - np.float32(candidates.best)) / np.float32(params.temperature))
-        cumulated = np.cumsum(weights, dtype=np.float64)
+            return int(candidates.tokens[0])
+        kept = self._filter(candidates)
+        cumulated = np.cumsum(self._weights(kept), dtype=np.float64)
         place = int(cumulated.searchsorted(self._uniform(position) * cumulated[-1], side="right"))
-        return int(candidates.tokens[place])
+        return int(kept.tokens[place])
 
     def _uniform(self, position: int) -> float:
         """A number from 0 to below 1 that depends on seed and position alone."""
@@ -146,14 +161,12 @@ class LogitSampler:
 def _best_token(logits: Logits) -> int:
     token = int(logits.argmax())
     _check_numbers(logits[token])
+    if logits[token] == -np.inf:
+        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NOTHING_LEFT)
     return token
-
-
-def _best_of(candidates: Candidates, k: int) -> Candidates:
-    return candidates[np.sort(np.argsort(-candidates.logits, kind="stable")[:k])]
 
 
 def _check_numbers(largest: np.float32) -> None:
     """Refuse logits of which the largest is no number; it is NaN when any is."""
-    if not np.isfinite(largest):
+    if np.isnan(largest) or largest == np.inf:
         raise JobRejected(ErrorCode.DECODE_FAILED, "the model computed logits that are no numbers")

@@ -69,6 +69,8 @@ class TickLoop:
         """Jobs that wait in Redis, as the I/O thread last saw it."""
         self.put: Callable[[list[Output]], None] = lambda _: None
         """Where outputs go; must not block."""
+        self.give_up: Callable[[list[Job]], None] = lambda _: None
+        """Where jobs go that a stopping worker will not start; must not block."""
         self.snapshot = self._look()
 
     def admit(self, job: Job) -> None:
@@ -121,6 +123,8 @@ class TickLoop:
     def _tick(self) -> None:
         scheduler = self._scheduler
         scheduler.expire()
+        if self._stop_s is not None:
+            self.give_up(scheduler.withdraw())
         scheduler.admit()
         batch = scheduler.plan(self.queue_depth)
         started_s = self._clock()

@@ -102,6 +102,9 @@ ANY_STORY_REQUESTS: Final = (
     "Yes, please!",
 )
 
+MOST_QUESTIONS: Final = 8
+"""Most facts that are asked back at the end of a conversation, unless a stage of the training asks more."""
+
 CONVERSATION_TOKENS: Final = 300
 """About the length of a conversation that is measured: no story in it."""
 
@@ -208,7 +211,9 @@ def told_and_asked(rng: random.Random, facts: list[Fact]) -> Turn:
     return Turn(f"{told(rng, facts).user} {question.user}", question.assistant, recalled=True)
 
 
-def recall_turns(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
+def recall_turns(
+    rng: random.Random, split: Split, known: list[Fact], length_tokens: int, most_questions: int
+) -> Iterator[Turn]:
     """Turns that tell facts, some small talk or a story between, then turns that ask back these and the `known`."""
     told_turns = rng.randint(1, max(1, min(8, length_tokens // 100)))
     facts = rng.sample(own_facts(rng, split), rng.randint(1, 4))
@@ -225,13 +230,15 @@ def recall_turns(rng: random.Random, split: Split, known: list[Fact], length_tok
     if length_tokens >= 512 and rng.random() < 0.25:
         yield story_turn(rng, split)
     facts = facts + known
-    for fact in rng.sample(facts, min(len(facts), rng.randint(2, 8))):
+    for fact in rng.sample(facts, min(len(facts), rng.randint(2, most_questions))):
         yield asked(rng, fact)
         if rng.random() < 0.1:
             yield small_talk(rng)
 
 
-def turns_of(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
+def turns_of(
+    rng: random.Random, split: Split, known: list[Fact], length_tokens: int, most_questions: int
+) -> Iterator[Turn]:
     """The turns of one conversation; it asks back what the system message made known."""
     flavour = 1.0 if known else rng.random()
     if flavour < 0.15:
@@ -246,10 +253,12 @@ def turns_of(rng: random.Random, split: Split, known: list[Fact], length_tokens:
     else:
         if rng.random() < 0.2:
             yield small_talk(rng)
-        yield from recall_turns(rng, split, known, length_tokens)
+        yield from recall_turns(rng, split, known, length_tokens, most_questions)
 
 
-def dialogue_document(split: Split, seed: int | str, length_tokens: int) -> Document:
+def dialogue_document(
+    split: Split, seed: int | str, length_tokens: int, most_questions: int = MOST_QUESTIONS
+) -> Document:
     """A conversation as a training text, each answer ended with `<|end|>`; `length_tokens` makes it longer."""
     rng = generator(split, "dialogue", length_tokens, seed)
     segments = [Segment(BOS, Role.GIVEN)]
@@ -258,7 +267,7 @@ def dialogue_document(split: Split, seed: int | str, length_tokens: int) -> Docu
         known = others_facts(rng, split, rng.randint(1, 4)) if rng.random() < 0.3 else []
         system = " ".join([rng.choice(SYSTEMS), *(fact.statement for fact in known)])
         segments.append(Segment(SYSTEM + system + END, Role.GIVEN))
-    for turn in turns_of(rng, split, known, length_tokens):
+    for turn in turns_of(rng, split, known, length_tokens, most_questions):
         segments.append(Segment(USER + turn.user + END + ASSISTANT, Role.GIVEN))
         segments.append(Segment(turn.assistant + END, Role.ANSWER if turn.recalled else Role.TEXT))
     segments.append(Segment(EOS, Role.GIVEN))
@@ -267,4 +276,4 @@ def dialogue_document(split: Split, seed: int | str, length_tokens: int) -> Docu
 
 def conversation(split: Split, seed: int | str) -> list[Turn]:
     """A conversation of facts told and asked back, for measuring; at least two of its answers are recalled."""
-    return list(recall_turns(generator(split, "conversation", seed), split, [], CONVERSATION_TOKENS))
+    return list(recall_turns(generator(split, "conversation", seed), split, [], CONVERSATION_TOKENS, MOST_QUESTIONS))

@@ -11,10 +11,19 @@ from llamaq.tools.demo_model import lexicon
 from llamaq.tools.demo_model.grammar import BOS, EOS, Document, Role, Segment, Split, allowed, generator
 from llamaq.tools.demo_model.stories import draw_story
 
-Frame = tuple[str, str]
+Frame = tuple[str, str, str]
 
-FRAMES: Final[tuple[Frame, ...]] = ((" ", ""), ("\nQuestion: ", "\nAnswer:"), ("\nQ: ", "\nA:"))
-"""What stands before a question, and what before its answer (which then begins with a space)."""
+INLINE_FRAMES: Final[tuple[Frame, ...]] = (
+    (" ", "", " "),
+    ("\nQuestion: ", "\nAnswer:", " "),
+    ("\nQ: ", "\nA:", " "),
+)
+"""What stands before a question and after it, and how the answer begins: here with a space."""
+
+LINE_FRAME: Final[Frame] = ("\n", "\n", "")
+"""Question and answer on lines of their own: the name in the answer has no space before it, as in a chat."""
+
+FRAMES: Final = (*INLINE_FRAMES, LINE_FRAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +106,14 @@ def filler(rng: random.Random, split: Split) -> str:
 def ask(rng: random.Random, fact: Fact, frame: Frame) -> tuple[Segment, Segment]:
     """A question about `fact` and its answer."""
     question, answer = fact.questions[0] if rng.random() < 0.6 else rng.choice(fact.questions)
-    return Segment(frame[0] + question + frame[1], Role.GIVEN), Segment(" " + answer, Role.ANSWER)
+    return Segment(frame[0] + question + frame[1], Role.GIVEN), Segment(frame[2] + answer, Role.ANSWER)
 
 
-def recall_document(split: Split, seed: int | str, length_tokens: int) -> Document:
-    """Facts with fillers, then questions about many of them, about `length_tokens` long in all."""
+def recall_document(split: Split, seed: int | str, length_tokens: int, *, lines: bool = False) -> Document:
+    """Facts with fillers, then questions about many of them, about `length_tokens` long in all.
+
+    With `lines`, facts, questions and answers are on lines of their own in many documents.
+    """
     rng = generator(split, "recall", length_tokens, seed)
     density = rng.choice((0.3, 0.5, 0.7))
     count = max(2, int(length_tokens * density / 9))
@@ -120,8 +132,9 @@ def recall_document(split: Split, seed: int | str, length_tokens: int) -> Docume
         text = filler(rng, split)
         sentences.insert(rng.randint(0, len(sentences)), text)
         used += len(text.split()) + 2
-    segments = [Segment(BOS, Role.GIVEN), Segment(" ".join(sentences), Role.GIVEN)]
-    frame = rng.choice(FRAMES)
+    separator = rng.choice((" ", "\n")) if lines else " "
+    segments = [Segment(BOS, Role.GIVEN), Segment(separator.join(sentences), Role.GIVEN)]
+    frame = rng.choice((*INLINE_FRAMES, *[LINE_FRAME] * 3) if lines else INLINE_FRAMES)
     for fact in asked[: max(1, question_tokens // 17)]:
         segments.extend(ask(rng, fact, frame))
     segments.append(Segment(EOS, Role.TEXT))
@@ -167,4 +180,4 @@ def recall_probe(seed: int, distance_words: int, frame: Frame = FRAMES[1]) -> Pr
         facts_between += is_fact
         words += len(sentence.split()) + 1
     prompt = " ".join([*before, asked.statement, *between]) + frame[0] + question + frame[1]
-    return Probe(prompt, " " + answer, asked.value, facts_between)
+    return Probe(prompt, frame[2] + answer, asked.value, facts_between)

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llamaq.tools.demo_model.batches import draw_batch, encode
-from llamaq.tools.demo_model.grammar import Split
+from llamaq.tools.demo_model.dialogues import conversation
+from llamaq.tools.demo_model.grammar import ASSISTANT, BOS, END, USER, Split
 from llamaq.tools.demo_model.model import DemoModel, ModelShape
 from llamaq.tools.demo_model.recall import recall_probe
 from llamaq.tools.demo_model.schedule import draw_length, rate_at, stage_at
@@ -141,6 +142,24 @@ class Training:
         return right / PROBES
 
     @torch.no_grad()
+    def chat_recall(self) -> float:
+        """The same share for answers in held-out conversations, after right answers to all that was asked before."""
+        right = asked = 0
+        for seed in range(PROBES):
+            ids = self.tokenizer.encode(BOS).ids
+            answers = []
+            for turn in conversation(Split.HELD_OUT, seed):
+                ids += self.tokenizer.encode(USER + turn.user + END + ASSISTANT).ids
+                answer = self.tokenizer.encode(turn.assistant + END).ids
+                if turn.recalled:
+                    answers.append((len(ids), answer))
+                ids += answer
+            guesses = self.model(torch.tensor([ids]))[0].argmax(-1).tolist()
+            right += sum(guesses[start - 1 : start - 1 + len(answer)] == answer for start, answer in answers)
+            asked += len(answers)
+        return right / asked
+
+    @torch.no_grad()
     def story_loss(self) -> float:
         """Mean loss in nats per token of held-out stories."""
         losses = []
@@ -162,6 +181,7 @@ class Training:
             "loss": round(self.state.losses["loss"], 4),
             "story_loss": round(self.story_loss(), 4),
             "recall": recall,
+            "chat": round(self.chat_recall(), 3),
         }
 
     def save(self) -> None:

@@ -1,0 +1,228 @@
+"""`llamaq up` and `llamaq demo`: everything in one command, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import pytest
+from redis import Redis
+
+from llamaq.producer import Client
+from llamaq.worker.embedded import EmbeddedRedis
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Command, Stage
+
+TELL_GROUP_OR_PROCESS = [os.killpg, os.kill]
+"""As a terminal does it, and as a service manager does."""
+
+
+@pytest.fixture
+def up(stage: Stage, free_port: int) -> Command:
+    """`llamaq up` on a port of its own, when its worker is ready."""
+    started = stage.start("up", "--port", str(free_port), "--queue", stage.queue)
+    started.await_output("worker.ready")
+    return started
+
+
+def generate(stage: Stage, url: str) -> str:
+    command = stage.start("generate", "Once upon a time", "--max-tokens", "8", "--queue", stage.queue, "--redis-url", url)
+    assert command.end() == 0, command.output
+    return command.output
+
+
+def test_up_serves_another_process_and_tells_how(stage: Stage, up: Command) -> None:
+    told = up.await_output(r"Try: +(llamaq generate .*)")[1]
+    command = stage.run(["bash", "-c", f"PATH={os.path.dirname(sys.executable)}:$PATH; {told} --max-tokens 8"])
+    assert command.end() == 0, command.output
+    assert len(command.output.strip()) > 5
+    assert "No --model given" in up.output
+    assert "in memory alone: --data-dir keeps it" in up.output
+    assert any("redis-server" in line for line in stage.living().values())
+
+
+@pytest.mark.parametrize("tell", TELL_GROUP_OR_PROCESS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_ends_with_all_it_started(
+    stage: Stage, up: Command, number: signal.Signals, tell: Callable[[int, int], None]
+) -> None:
+    tell(up.pid, number)
+    assert up.end() == 0
+    assert not stage.living()
+    assert "worker.stopped" in up.output
+    assert "Traceback" not in up.output
+
+
+def test_nothing_outlives_an_up_that_is_killed(stage: Stage, up: Command) -> None:
+    assert len(stage.living()) >= 3
+    up.signal(signal.SIGKILL)
+    up.end()
+    stage.await_silence(timeout_s=10)
+
+
+def test_up_keeps_its_data_where_it_is_told_to(stage: Stage, free_port: int) -> None:
+    arguments = ("up", "--port", str(free_port), "--queue", stage.queue, "--data-dir", "data")
+    url = f"redis://127.0.0.1:{free_port}/0"
+    first = stage.start(*arguments)
+    first.await_output("worker.ready")
+    with Client(url, stage.queue) as client:
+        job = client.submit("Once upon a time", max_tokens=5)
+        text = job.result().text
+    first.signal(signal.SIGTERM)
+    assert first.end() == 0
+    second = stage.start(*arguments)
+    second.await_output("worker.ready")
+    with Client(url, stage.queue) as client:
+        assert client.job(job.id).result().text == text
+
+
+@pytest.mark.parametrize("by", ["flag", "variable"])
+def test_up_starts_no_redis_where_one_is_named(stage: Stage, by: str) -> None:
+    arguments, variables = (["--redis-url", stage.redis_url], {}) if by == "flag" else ([], {"LLAMAQ_REDIS_URL": stage.redis_url})
+    up = stage.start("up", "--queue", stage.queue, *arguments, **variables)
+    up.await_output("worker.ready")
+    assert generate(stage, stage.redis_url).strip()
+    assert not any("redis-server" in line for line in stage.living().values())
+    assert "embedded" not in up.output
+    up.signal(signal.SIGINT)
+    assert up.end() == 0
+    with Redis.from_url(stage.redis_url) as redis:
+        assert redis.ping()
+
+
+def test_a_port_that_is_in_use_is_said_in_one_line(stage: Stage, free_port: int) -> None:
+    with EmbeddedRedis(port=free_port):
+        up = stage.start("up", "--port", str(free_port))
+        assert up.end() == 1
+    (line,) = (line for line in up.output.splitlines() if not line.startswith("No --model given"))
+    assert line.startswith(f"llamaq: port {free_port} is in use: choose another with --port")
+    assert f"--redis-url redis://127.0.0.1:{free_port}/0" in line
+
+
+def test_up_ends_with_its_worker_when_that_cannot_start(stage: Stage, free_port: int) -> None:
+    up = stage.start("up", "--port", str(free_port), "--model", "no-such-file.gguf")
+    assert up.end() == 2
+    assert "--model: there is no file 'no-such-file.gguf'" in up.output
+    assert not stage.living()
+
+
+def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(stage: Stage) -> None:
+    began_s = time.monotonic()
+    demo = stage.start("demo", COLUMNS="80")
+    assert demo.end(timeout_s=60) == 0
+    assert time.monotonic() - began_s < 60
+    assert not stage.living()
+    lines = demo.output.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "\x1b" not in demo.output
+    titles = {line.partition(" | ")[0].strip() for line in lines if " | " in line}
+    assert len(titles) == 8
+    for title in titles:
+        row = next(line.split() for line in lines if line.strip().startswith(title) and " | " not in line)
+        assert row[-1] in ("stop", "length")
+        assert int(row[-7]) > 0, "new tokens"
+    told = [line.partition(" | ")[2] for line in lines if line.strip().startswith("Any story at all |")]
+    assert len(" ".join(told)) > 100
+    assert re.search(r"8 jobs together: \d+ tokens", demo.output)
+
+
+class Terminal:
+    """A pseudo-terminal with a command in it, and all that the command draws."""
+
+    def __init__(self, stage: Stage, arguments: list[str], columns: int, lines: int) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        environment = stage.environment({"TERM": "xterm-256color"})
+        del environment["COLUMNS"]
+        self.process = subprocess.Popen(
+            arguments,
+            cwd=stage.folder,
+            env=environment,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._drawn = bytearray()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def drawn(self) -> str:
+        return self._drawn.decode(errors="replace")
+
+    def _read(self) -> None:
+        with suppress(OSError):  # how Linux says that the other end is closed
+            while data := os.read(self._ours, 65536):
+                self._drawn += data
+
+    def end(self) -> int:
+        code = self.process.wait(60)
+        self._reader.join()
+        os.close(self._ours)
+        return code
+
+
+@pytest.fixture
+def demo_in_terminal(stage: Stage) -> Iterator[Terminal]:
+    yield Terminal(stage, [os.path.join(os.path.dirname(sys.executable), "llamaq"), "demo"], 80, 24)
+
+
+def test_the_demo_draws_panels_that_fit_a_small_terminal(stage: Stage, demo_in_terminal: Terminal) -> None:
+    assert demo_in_terminal.end() == 0
+    assert not stage.living()
+    frames = re.split(r"\x1b\[\d*A", re.sub(r"\x1b\[[0-9;?]*[mKlh]", "", demo_in_terminal.drawn).replace("\x1b[1A", ""))
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", demo_in_terminal.drawn)
+    tops = [line for line in drawn.splitlines() if line.startswith("╭")]
+    assert len(tops) >= 3 * 4, "several frames of two panels in four rows"
+    assert all(len(line) == 80 for line in tops)
+    for title in ("A girl named Mia", "Who has what?"):
+        assert any(title in line for line in tops)
+    assert re.search(r"\d+ tokens/s · \d/8 slots", drawn)
+    assert "8 jobs together" in drawn
+    assert frames
+
+
+def test_an_interrupted_demo_leaves_nothing_behind(stage: Stage, demo_in_terminal: Terminal) -> None:
+    deadline = time.monotonic() + 30
+    while "tokens/s" not in demo_in_terminal.drawn:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(demo_in_terminal.process.pid, signal.SIGINT)
+    assert demo_in_terminal.end() == 130
+    assert not stage.living()
+    assert "everything that was started has been stopped" in demo_in_terminal.drawn
+    assert "Traceback" not in demo_in_terminal.drawn
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_demo_that_is_stopped_from_outside(stage: Stage, number: signal.Signals) -> None:
+    demo = stage.start("demo", "--jobs", "64")
+    demo.await_output(r" \| ")
+    demo.signal(number)
+    assert demo.end() == (130 if number == signal.SIGTERM else -9)
+    stage.await_silence(timeout_s=10)
+    assert "Traceback" not in demo.output
+
+
+def test_a_demo_whose_model_cannot_be_loaded_says_why(stage: Stage) -> None:
+    (stage.folder / "broken.gguf").write_bytes(b"this is no model")
+    demo = stage.start("demo", "--model", "broken.gguf")
+    assert demo.end() == 1
+    assert "the worker cannot start; its log:" in demo.output
+    assert "llama.cpp cannot load" in demo.output
+    assert not stage.living()
