@@ -86,7 +86,7 @@ class Stack:
             async with AsyncClient(self.redis.url, queue, timeout_s=JOB_TIMEOUT_S) as client:
                 await client.generate_tokens([1], max_tokens=1)
                 done = await work(client)
-                await asyncio.sleep(0.05)  # WORKAROUND
+                await asyncio.sleep(0.05)  # closed in the moment a stream ends, a client may wait for itself for ever
                 return done
 
         return asyncio.run(connected())

@@ -220,7 +220,7 @@ class Reader(threading.Thread):
         try:
             for chunk in self.job.stream():
                 self.chunks.append(chunk)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001  # raised again by `finish`
             self.error = exc
 
     @property

@@ -138,9 +138,7 @@ def test_streams_go_on_after_redis_was_restarted(
     stage.redis_url = server.url
     worker = stage.start_worker()
     with stage.client() as client:
-        readers = [
-            read(client.submit(prompt, max_tokens=250, ignore_eos=True, temperature=0)) for prompt in PROMPTS
-        ]
+        readers = [read(client.submit(prompt, max_tokens=250, ignore_eos=True, temperature=0)) for prompt in PROMPTS]
         late = client.submit(PROMPTS[0], max_tokens=150, ignore_eos=True, stream=False)
         for reader in readers:
             reader.await_tokens(10)

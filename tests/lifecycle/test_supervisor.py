@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,8 +166,8 @@ def test_a_child_that_cannot_start_ends_its_supervisor_with_one_line(
 
 
 @pytest.fixture
-def settings(stage: Stage) -> Iterator[WorkerSettings]:
-    yield WorkerSettings(redis_url=stage.redis_url, queue=stage.queue, n_threads=1)
+def settings(stage: Stage) -> WorkerSettings:
+    return WorkerSettings(redis_url=stage.redis_url, queue=stage.queue, n_threads=1)
 
 
 def test_devices_are_given_one_child_each(settings: WorkerSettings) -> None:

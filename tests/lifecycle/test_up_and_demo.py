@@ -13,8 +13,9 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,14 +40,16 @@ def up(stage: Stage, free_port: int) -> Command:
 
 
 def generate(stage: Stage, url: str) -> str:
-    command = stage.start("generate", "Once upon a time", "--max-tokens", "8", "--queue", stage.queue, "--redis-url", url)
+    command = stage.start(
+        "generate", "Once upon a time", "--max-tokens", "8", "--queue", stage.queue, "--redis-url", url
+    )
     assert command.end() == 0, command.output
     return command.output
 
 
 def test_up_serves_another_process_and_tells_how(stage: Stage, up: Command) -> None:
     told = up.await_output(r"Try: +(llamaq generate .*)")[1]
-    command = stage.run(["bash", "-c", f"PATH={os.path.dirname(sys.executable)}:$PATH; {told} --max-tokens 8"])
+    command = stage.run(["bash", "-c", f"PATH={Path(sys.executable).parent}:$PATH; {told} --max-tokens 8"])
     assert command.end() == 0, command.output
     assert len(command.output.strip()) > 5
     assert "No --model given" in up.output
@@ -91,7 +94,9 @@ def test_up_keeps_its_data_where_it_is_told_to(stage: Stage, free_port: int) -> 
 
 @pytest.mark.parametrize("by", ["flag", "variable"])
 def test_up_starts_no_redis_where_one_is_named(stage: Stage, by: str) -> None:
-    arguments, variables = (["--redis-url", stage.redis_url], {}) if by == "flag" else ([], {"LLAMAQ_REDIS_URL": stage.redis_url})
+    arguments, variables = (
+        (["--redis-url", stage.redis_url], {}) if by == "flag" else ([], {"LLAMAQ_REDIS_URL": stage.redis_url})
+    )
     up = stage.start("up", "--queue", stage.queue, *arguments, **variables)
     up.await_output("worker.ready")
     assert generate(stage, stage.redis_url).strip()
@@ -170,6 +175,12 @@ class Terminal:
             while data := os.read(self._ours, 65536):
                 self._drawn += data
 
+    def await_drawing(self, text: str) -> None:
+        deadline = time.monotonic() + 30
+        while text not in self.drawn:
+            assert time.monotonic() < deadline, self.drawn
+            time.sleep(0.005)
+
     def end(self) -> int:
         code = self.process.wait(60)
         self._reader.join()
@@ -178,35 +189,37 @@ class Terminal:
 
 
 @pytest.fixture
-def demo_in_terminal(stage: Stage) -> Iterator[Terminal]:
-    yield Terminal(stage, [os.path.join(os.path.dirname(sys.executable), "llamaq"), "demo"], 80, 24)
+def demo_in_terminal(stage: Stage) -> Callable[..., Terminal]:
+    llamaq = str(Path(sys.executable).with_name("llamaq"))
+    return lambda *options: Terminal(stage, [llamaq, "demo", *options], columns=80, lines=24)
 
 
-def test_the_demo_draws_panels_that_fit_a_small_terminal(stage: Stage, demo_in_terminal: Terminal) -> None:
-    assert demo_in_terminal.end() == 0
+def test_the_demo_draws_panels_that_fit_a_small_terminal(
+    stage: Stage, demo_in_terminal: Callable[..., Terminal]
+) -> None:
+    terminal = demo_in_terminal()
+    assert terminal.end() == 0
     assert not stage.living()
-    frames = re.split(r"\x1b\[\d*A", re.sub(r"\x1b\[[0-9;?]*[mKlh]", "", demo_in_terminal.drawn).replace("\x1b[1A", ""))
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", demo_in_terminal.drawn)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.drawn)
     tops = [line for line in drawn.splitlines() if line.startswith("╭")]
     assert len(tops) >= 3 * 4, "several frames of two panels in four rows"
-    assert all(len(line) == 80 for line in tops)
+    assert {len(line) for line in tops} == {80}
     for title in ("A girl named Mia", "Who has what?"):
         assert any(title in line for line in tops)
     assert re.search(r"\d+ tokens/s · \d/8 slots", drawn)
     assert "8 jobs together" in drawn
-    assert frames
+    ups = re.findall(r"(?:\x1b\[2K\x1b\[1A)+", terminal.drawn)
+    assert max(up.count("\x1b[1A") for up in ups) < 24, "a frame that does not fit would leave its top behind"
 
 
-def test_an_interrupted_demo_leaves_nothing_behind(stage: Stage, demo_in_terminal: Terminal) -> None:
-    deadline = time.monotonic() + 30
-    while "tokens/s" not in demo_in_terminal.drawn:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.killpg(demo_in_terminal.process.pid, signal.SIGINT)
-    assert demo_in_terminal.end() == 130
+def test_an_interrupted_demo_leaves_nothing_behind(stage: Stage, demo_in_terminal: Callable[..., Terminal]) -> None:
+    terminal = demo_in_terminal("--jobs", "64")
+    terminal.await_drawing("tokens/s")
+    os.killpg(terminal.process.pid, signal.SIGINT)
+    assert terminal.end() == 130
     assert not stage.living()
-    assert "everything that was started has been stopped" in demo_in_terminal.drawn
-    assert "Traceback" not in demo_in_terminal.drawn
+    assert "everything that was started has been stopped" in terminal.drawn
+    assert "Traceback" not in terminal.drawn
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

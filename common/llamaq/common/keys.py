@@ -24,6 +24,7 @@ import hashlib
 import re
 import secrets
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from llamaq.common.errors import InvalidRequest
@@ -105,6 +106,7 @@ class Keys:
         """Hashed, so that a user's key cannot be long or confusing here."""
         return f"{self._partition(queue, partition)}:key:{hashlib.sha256(key.encode()).hexdigest()}"
 
+    @lru_cache(maxsize=4096)  # noqa: B019  # by value; a worker asks for the same jobs in every flush
     def of_job(self, job_id: str) -> JobKeys:
         """All keys of one job; raises `InvalidRequest` for what is no job id."""
         parsed = JobId.parse(job_id)

@@ -172,7 +172,8 @@ def stats(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = Fal
 
 def health(redis_url: RedisUrl = None, queue: Queues = None, max_age_s: MaxAge = 30.0) -> None:
     """Exit code 0 when Redis answers and each queue has a worker with a young heartbeat, else 1."""
-    for name in queue or [None]:
+    names: list[str | None] = [*queue] if queue else [None]
+    for name in names:
         worker = asyncio.run(youngest_worker(redis_url, name, max_age_s))
         typer.echo(f"ok: {worker.card.worker} serves {worker.card.queue}")
 

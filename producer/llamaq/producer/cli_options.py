@@ -60,14 +60,10 @@ def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] =
 
 
 def _option(name: str) -> inspect.Parameter:
-    flags = () if _flag_type(name) is bool else ("--" + name.replace("_", "-"),)  # typer adds --no-… to a bool
-    option = typer.Option(
-        *flags,
-        help=_HELP.get(name),
-        show_default=False,
-        rich_help_panel="Job",
-    )
-    annotation = Annotated[_flag_type(name) | None, option]  # type: ignore[valid-type]  # made at run time
+    flag, kind = name.replace("_", "-"), _flag_type(name)
+    spelling = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+    option = typer.Option(spelling, help=_HELP.get(name), show_default=False, rich_help_panel="Job")
+    annotation = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

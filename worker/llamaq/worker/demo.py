@@ -6,7 +6,9 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from importlib.resources import files
 from typing import BinaryIO
 
@@ -18,12 +20,13 @@ from llamaq.producer import AsyncClient
 from llamaq.worker.demo_view import Stream, View, stats_table
 from llamaq.worker.embedded import EmbeddedRedis
 from llamaq.worker.settings import WorkerSettings, load_settings
-from llamaq.worker.stack import end_on_sigterm
+from llamaq.worker.stack import end_on_sigterm, noted_signals
 from llamaq.worker.supervisor import Supervisor
 
 START_TIMEOUT_S = 120.0
 LOOK_EVERY_S = 0.1
 """How often the worker is looked at."""
+LEAVE_S = 2.0
 FRAMES_PER_S = 15
 LINE_CHARS = 72
 
@@ -72,33 +75,43 @@ def _run(console: Console, settings: WorkerSettings, log_file: BinaryIO, view: V
         supervisor = Supervisor([settings.model_copy(update={"redis_url": redis.url})], log_file)
         stack.callback(supervisor.stop)
         supervisor.start()
-        asyncio.run(_watch(console, redis.url, settings.queue, supervisor, view))
+        signals = stack.enter_context(noted_signals())
+        asyncio.run(_watch(console, AsyncClient(redis.url, settings.queue), partial(_check, supervisor, signals), view))
 
 
-async def _watch(console: Console, url: str, queue: str, supervisor: Supervisor, view: View) -> None:
-    async with AsyncClient(url, queue) as client:
+def _check(supervisor: Supervisor, signals: list[int]) -> None:
+    """Look after the worker; raises `LlamaqError` when it cannot start, and what the user's signals mean."""
+    if signals:
+        raise KeyboardInterrupt
+    if supervisor.check() is not None:
+        raise LlamaqError("the worker cannot start; its log:")
+
+
+async def _watch(console: Console, client: AsyncClient, check: Callable[[], None], view: View) -> None:
+    async with client:
         with console.status("Loading the model …") if console.is_terminal else nullcontext():
             while view.worker is None:
-                await _look(client, supervisor, view)
+                await _look(client, check, view)
                 if view.worker is None and view.elapsed_s > START_TIMEOUT_S:
                     raise LlamaqError(f"the worker is not ready after {START_TIMEOUT_S:g} s; its log:")
         view.started_s = time.monotonic()
         live = Live(view, console=console, refresh_per_second=FRAMES_PER_S, vertical_overflow="crop")
         with live if console.is_terminal else nullcontext():
-            followed = asyncio.gather(*(_follow(console, client, stream) for stream in view.streams))
+            jobs = [asyncio.create_task(_follow(console, client, stream)) for stream in view.streams]
             try:
-                while not followed.done():
-                    await _look(client, supervisor, view)
+                while not all(job.done() for job in jobs):
+                    await _look(client, check, view)
             finally:
-                followed.cancel()
-            await followed
+                for job in jobs:
+                    job.cancel()
+                await asyncio.wait(jobs, timeout=LEAVE_S)
+            for job in jobs:
+                job.result()
             view.ended_s = time.monotonic()
 
 
-async def _look(client: AsyncClient, supervisor: Supervisor, view: View) -> None:
-    """Look after the worker, and at what it shows of itself; raises `LlamaqError` when it cannot start."""
-    if supervisor.check() is not None:
-        raise LlamaqError("the worker cannot start; its log:")
+async def _look(client: AsyncClient, check: Callable[[], None], view: View) -> None:
+    check()
     view.worker = next(iter(await client.workers()), None)
     await asyncio.sleep(LOOK_EVERY_S)
 

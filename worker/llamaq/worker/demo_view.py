@@ -100,11 +100,8 @@ def panel(stream: Stream, console: Console, width: int, height: int) -> Panel:
         text.append(" " if "prompt" in stream.params else "\n")
         text.append(stream.text.strip(), style="not dim")
     lines = text.wrap(console, width - 4)[-(height - 2) :]
-    if stream.ending:
-        style = "red" if stream.has_failed else "green"
-    else:
-        style = "cyan" if stream.n_tokens else "dim"
     state = stream.ending or ("running" if stream.n_tokens else "waiting")
+    style = "red" if stream.has_failed else {"waiting": "dim", "running": "cyan"}.get(state, "green")
     return Panel(
         Text("\n").join(lines),
         title=Text(stream.title, style="bold"),

@@ -41,6 +41,7 @@ class Engine:
         self.n_ctx_train = self.model.n_ctx_train
         self.n_vocab = self.context.n_vocab
         self._n_swa = self.model.n_swa
+        self._is_recurrent = self.model.is_recurrent
         self._apart: set[int] = set()
         """Sequences that were in a failed batch and could not be put back."""
 
@@ -172,8 +173,13 @@ class Engine:
 
     def _holds(self, seq_id: int, n_tokens: int) -> bool:
         """Whether the sequence has exactly the first `n_tokens` positions, as far as its layers need them."""
-        if self.context.last_position(seq_id) != n_tokens - 1:
+        last = self.context.last_position(seq_id)
+        if last != n_tokens - 1:
             return False
+        if self._is_recurrent:
+            # A hybrid memory says the smaller last position of its two parts, and the larger first one: that of its
+            # state. A state that is further on than the attention cells is seen by the first alone.
+            return self.context.first_position(seq_id) == last
         return not self._n_swa or self.context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
 
 

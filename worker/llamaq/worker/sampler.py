@@ -20,6 +20,8 @@ from llamaq.worker.grammar import Grammar
 
 TRIED_FIRST = 256
 """So many of the best tokens are shown to a grammar before others."""
+GREEDY_BELOW = 1e-6
+"""Colder, and logits divided by the temperature are no float32 any more."""
 NOTHING_LEFT = "no token of the vocabulary may follow here"
 
 
@@ -70,7 +72,7 @@ class LogitSampler:
 
     @property
     def _is_greedy(self) -> bool:
-        return self._params.temperature == 0
+        return self._params.temperature < GREEDY_BELOW
 
     def _sample_by(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
         """Draw freely, and where the grammar refuses that token, again from those that it allows."""
@@ -107,7 +109,7 @@ class LogitSampler:
 
     def _weights(self, candidates: Candidates) -> Logits:
         weights: Logits = np.exp(
-            (candidates.logits - np.float32(candidates.best)) / np.float32(self._params.temperature)
+            (candidates.logits - np.float32(candidates.best)) / np.float32(max(self._params.temperature, GREEDY_BELOW))
         )
         return weights
 
@@ -120,7 +122,7 @@ class LogitSampler:
         kept = self._filter(candidates)
         cumulated = np.cumsum(self._weights(kept), dtype=np.float64)
         place = int(cumulated.searchsorted(self._uniform(position) * cumulated[-1], side="right"))
-        return int(kept.tokens[place])
+        return int(kept.tokens[min(place, len(kept) - 1)])  # rounding can carry the target to the very end
 
     def _uniform(self, position: int) -> float:
         """A number from 0 to below 1 that depends on seed and position alone."""

@@ -39,6 +39,26 @@ def end_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT as a list that fills, to be looked at from time to time.
+
+    For an event loop: an exception in the middle of its own work breaks it, and asyncio's own way, a cancellation, is
+    one that redis-py may swallow.
+    """
+    noted: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        noted.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def supervise(settings: WorkerSettings) -> int:
     """Run the workers until a signal comes; returns the exit code."""
     return Supervisor.of_devices(settings).run()
