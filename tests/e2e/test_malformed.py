@@ -187,25 +187,291 @@ def test_a_bad_parameter_is_refused_at_once_by_its_name(sturdy_client: Client, r
 
 # ---- written past the client
 
+PLANT = """
+local entry = redis.call('XADD', KEYS[2], '*', 'id', ARGV[1])
+redis.call('HSET', KEYS[1], 'status', 'queued', 'priority', 'interactive', 'attempt', 0, 'entry', entry,
+  'generated', 0, 'ttl_ms', 600000, 'submitted_ms', 1, 'queue_deadline_ms', 0, 'idempotency', '', unpack(ARGV, 2))
+"""
+"""What `submit.lua` does, with any fields."""
 
-def plant(redis: Any, served: ServedQueue, request: bytes | None, **fields: Any) -> str:
-    """Put a job into the queue as `submit.lua` does, with any bytes as its request; returns its id."""
+
+def plant(redis: Any, served: ServedQueue, **fields: Any) -> str:
+    """Put a job into the queue, with any bytes as its request; returns its id. `redis` may be a pipeline."""
     job_id = str(JobId.new(served.queue))
     keys = KEYS.of_job(job_id)
-    seconds, microseconds = 1_700_000_000, 0
-    redis.xadd(keys.interactive, {"id": job_id}, id=f"{next(_entries)}-0")
-    values: dict[str, Any] = {
-        "request": request,
-        "status": "queued",
-        "priority": "interactive",
-        "attempt": 0,
-        "entry": "",
-        "generated": 0,
-        "ttl_ms": 600_000,
-        "submitted_ms": seconds * 1000 + microseconds,
-        "queue_deadline_ms": 0,
-        "idempotency": "",
-        **fields,
-    }
-    redis.hset(keys.job, mapping={name: value for name, value in values.items() if value is not None})
+    redis.eval(PLANT, 2, keys.job, keys.interactive, job_id, *(part for pair in fields.items() for part in pair))
     return job_id
+
+
+REQUEST = {"prompt": "the", "max_tokens": 2, "seed": 1}
+FULL_REQUEST: dict[str, Any] = {
+    "prompt": "the",
+    "max_tokens": 2,
+    "seed": 1,
+    "temperature": 0.5,
+    "top_k": 40,
+    "stop": ["x"],
+    "logit_bias": {5: 1.0},
+    "metadata": {"a": [1, None]},
+}
+
+
+def wrong_values(rng: random.Random) -> bytes:
+    """A map in which one parameter has a value of a wrong type or size."""
+    name = rng.choice([*FULL_REQUEST, "messages", "tokens", "grammar", "json_schema", "timeout_s", "priority"])
+    value = rng.choice([-7, 2**63, float("nan"), "🎉" * 9, b"\xff\x00", [[[[]]]], [-1], {"": {}}, {1: 2}])
+    return bytes(msgpack.packb({**REQUEST, name: value}))
+
+
+def wrong_shapes(rng: random.Random) -> bytes:
+    """Msgpack that is no map of parameters, lies about its lengths, or is nested deeply; and what is no msgpack."""
+    huge = rng.choice([b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"]) + b"\xff\xff\xff\xff"
+    nested = rng.choice([b"\x91", b"\x81\xa1a", b"\x81\x91"]) * rng.choice([100, 5_000, 20_000])
+    value = rng.choice([None, 7, "text", [], [1, 2], True, {}, {1: 2}, {"": ""}, {b"prompt": b"the"}, {"seed": 1}])
+    others = [b"", b"\xc1", b'{"prompt": "the", "seed": 1}', b"cos\nsystem\n(S'true'\ntR.", rng.randbytes(40)]
+    return rng.choice([huge, huge + rng.randbytes(9), nested, bytes(msgpack.packb(value)), *others])
+
+
+def damaged(rng: random.Random) -> bytes:
+    """A good request with some bytes changed, lost, doubled or added."""
+    data = bytearray(msgpack.packb(rng.choice([REQUEST, FULL_REQUEST])))
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[place] = rng.randrange(256)
+            case 1:
+                data[place:] = b"" if place else b"\x80"
+            case 2:
+                data[place:place] = rng.randbytes(rng.randint(1, 5))
+            case _:
+                data += data[place:]
+    return bytes(data)
+
+
+def too_large(rng: random.Random) -> bytes:
+    return bytes(msgpack.packb({**REQUEST, "prompt": "x" * (MAX_REQUEST_BYTES + rng.randrange(9))}))
+
+
+def mutated_requests(rng: random.Random, count: int) -> Iterator[bytes]:
+    """Bytes that no worker can take for a request: what a mutation left valid is not among them."""
+    kinds = [wrong_values] * 10 + [damaged] * 20 + [wrong_shapes] * 10 + [too_large]
+    while count:
+        data = rng.choice(kinds)(rng)
+        try:
+            if codec.decode_request(data, MAX_REQUEST_BYTES).seed is not None:
+                continue
+        except InvalidRequest:
+            pass
+        yield data
+        count -= 1
+
+
+def statuses(redis: Redis, job_ids: list[str]) -> Counter[str]:
+    with redis.pipeline(transaction=False) as pipe:
+        for job_id in job_ids:
+            pipe.hget(KEYS.of_job(job_id).job, "status")
+        return Counter((status or b"none").decode() for status in pipe.execute())
+
+
+def test_3000_mutated_requests_each_fail_as_invalid_while_good_jobs_go_on(
+    sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await
+) -> None:
+    rng = random.Random(7)
+    expected = sturdy_client.generate("the world", max_tokens=8, temperature=0).tokens
+    bad, good = [], []
+    requests = mutated_requests(rng, N_MUTATED)
+    for _ in range(N_MUTATED // GOOD_EVERY):
+        with redis.pipeline(transaction=False) as pipe:
+            bad += [plant(pipe, sturdy, request=next(requests)) for _ in range(GOOD_EVERY)]
+            pipe.execute()
+        good.append(sturdy_client.submit("the world", max_tokens=8, temperature=0))
+    assert [job.result(timeout=60).tokens for job in good] == [expected] * len(good)
+    wait_for(lambda: statuses(redis, bad) == {"failed": N_MUTATED}, 60)
+    for job_id in rng.sample(bad, 60):
+        with pytest.raises(JobFailed) as failed:
+            sturdy_client.job(job_id).result()
+        assert failed.value.code == ErrorCode.INVALID_REQUEST
+        assert failed.value.message
+    with redis.pipeline(transaction=False) as pipe:
+        for job_id in bad:
+            pipe.hget(KEYS.of_job(job_id).job, "error")
+        codes = Counter(codec.decode_event(error).code for error in pipe.execute())  # type: ignore[union-attr]
+    assert codes == {ErrorCode.INVALID_REQUEST.value: N_MUTATED}
+
+
+@pytest.mark.parametrize(
+    ("code", "request_"),
+    [
+        (ErrorCode.INVALID_TOKEN, {"tokens": [2**31 - 1]}),
+        (ErrorCode.INVALID_TOKEN, {"prompt": "a", "logit_bias": {2**31 - 1: 1.0}}),
+        (ErrorCode.PROMPT_TOO_LONG, {"prompt": "the " * 2000}),
+        (ErrorCode.INVALID_GRAMMAR, {"prompt": "a", "grammar": "root ::= (("}),
+        (ErrorCode.CHAT_TEMPLATE, {"messages": [{"role": "user", "content": "a"}]}),
+        (ErrorCode.INVALID_REQUEST, {"prompt": "a", "seed": None}),
+        (ErrorCode.INVALID_REQUEST, None),
+    ],
+    ids=lambda value: value.value if isinstance(value, ErrorCode) else "",
+)
+def test_a_request_that_only_the_worker_can_judge_fails_with_a_code_that_says_why(
+    sturdy: ServedQueue, sturdy_client: Client, redis: Redis, code: ErrorCode, request_: dict[str, Any] | None
+) -> None:
+    fields = {} if request_ is None else {"request": msgpack.packb({"seed": 1, **request_})}
+    with pytest.raises(JobFailed) as failed:
+        sturdy_client.job(plant(redis, sturdy, **fields)).result()
+    assert failed.value.code == code
+
+
+# ---- job hashes that no client writes
+
+FORGED: list[dict[str, Any]] = [
+    *({"attempt": value} for value in ("x", "", "9223372036854775807")),
+    *({"generated": value} for value in ("x", "", "-3", "5", "1e300", "nan")),
+    *({"ttl_ms": value} for value in ("x", "", "-1", "1e300", "9223372036854775807")),
+    *({"submitted_ms": value} for value in ("x", "", "-1", "1e300")),
+    *({"queue_deadline_ms": value} for value in ("x", "", "nan", "-5")),
+    *({"entry": value} for value in ("x", "", "0-1", "99999999999999-0")),
+    *({"status": value} for value in ("x", "", "finished", "failed")),
+    {"status": "running", "attempt": "3", "generated": "2", "started_ms": "x"},
+    {"started_ms": "x"},
+    {"idempotency": "x"},
+    {"cancel": "x"},
+    {"priority": "x"},
+    {"finish_reason": b"\xff", "stats": b"\xff", "output": b"\xff", "error": b"\xff"},
+]
+
+
+@pytest.mark.parametrize("fields", FORGED, ids=str)
+def test_a_forged_job_hash_leaves_the_queue_and_harms_nobody(
+    sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await, fields: dict[str, Any]
+) -> None:
+    job_ids = [plant(redis, sturdy, request=msgpack.packb(REQUEST), **fields) for _ in range(3)]
+    good = sturdy_client.submit("the world", max_tokens=8)
+    assert good.result(timeout=20).finish_reason is FinishReason.LENGTH
+    wait_for(lambda: sturdy_client.queue_depth().running == 0)
+    assert len(set(job_ids)) == 3
+
+
+@pytest.mark.parametrize("missing", ["attempt", "generated", "ttl_ms", "submitted_ms", "queue_deadline_ms", "entry"])
+def test_a_job_hash_that_lacks_a_field_leaves_the_queue_and_harms_nobody(
+    sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await, missing: str
+) -> None:
+    with redis.pipeline(transaction=True) as pipe:
+        job_id = plant(pipe, sturdy, request=msgpack.packb(REQUEST))
+        pipe.hdel(KEYS.of_job(job_id).job, missing)
+        pipe.execute()
+    assert sturdy_client.generate("the world", max_tokens=8).finish_reason is FinishReason.LENGTH
+    wait_for(lambda: sturdy_client.queue_depth().running == 0)
+
+
+@pytest.mark.parametrize("part", ["job", "events"])
+@pytest.mark.parametrize("kind", ["string", "list", "stream"])
+def test_a_key_of_another_type_harms_nobody(
+    sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await, part: str, kind: str
+) -> None:
+    with redis.pipeline(transaction=True) as pipe:
+        job_id = plant(pipe, sturdy, request=msgpack.packb(REQUEST))
+        key = getattr(KEYS.of_job(job_id), part)
+        pipe.delete(key)
+        match kind:
+            case "string":
+                pipe.set(key, "x")
+            case "list":
+                pipe.lpush(key, "x")
+            case _:
+                pipe.xadd(key, {"e": b"\xff"})
+        pipe.execute()
+    assert sturdy_client.generate("the world", max_tokens=8).finish_reason is FinishReason.LENGTH
+    wait_for(lambda: sturdy_client.queue_depth().running == 0)
+    redis.delete(key)
+
+
+# ---- garbage straight on the streams
+
+
+def garbage(rng: random.Random, served: ServedQueue) -> dict[Any, Any]:
+    """The fields of an entry that names no job of this queue."""
+    token = secrets.token_hex(16)
+    ids = [
+        f"{served.queue}.0.{token}",  # well formed, and nowhere
+        f"another.0.{token}",
+        f"{served.queue}.1.{token}",
+        f"{served.queue}.0.{token[:-1]}",
+        f"{served.queue}.0.{token}\n",
+        f"{served.queue}.99999.{token}",
+        "../../etc/passwd",
+        "",
+        "{}:" * 50,
+    ]
+    return rng.choice(
+        [
+            {"id": rng.choice(ids)},
+            {"id": rng.randbytes(rng.randint(1, 60))},
+            {rng.randbytes(8): rng.randbytes(8)},
+            {"Id": ids[0]},
+            {"id": "x" * rng.choice([1_000, 100_000])},
+            {f"field-{index}": "x" for index in range(rng.choice([1, 10, 500]))},
+            {"id": ids[0], "request": rng.randbytes(200)},
+        ]
+    )
+
+
+def buried(served: ServedQueue) -> int:
+    return served.log.count("entry.buried")
+
+
+def test_2000_entries_that_name_no_job_are_buried_each_with_its_reason(
+    sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await
+) -> None:
+    rng = random.Random(11)
+    buried_before = buried(sturdy)
+    good = []
+    for _ in range(N_GARBAGE // GOOD_EVERY):
+        with redis.pipeline(transaction=False) as pipe:
+            for _ in range(GOOD_EVERY):
+                pipe.xadd(rng.choice(streams(sturdy)), garbage(rng, sturdy))
+            pipe.execute()
+        good.append(sturdy_client.submit("the world", max_tokens=8, priority=rng.choice(list(Priority))))
+    assert [job.result(timeout=60).stats.generated_tokens for job in good] == [8] * len(good)
+    wait_for(lambda: sum(redis.xlen(stream) for stream in streams(sturdy)) == 0)
+    assert buried(sturdy) - buried_before == N_GARBAGE
+    letters: Any = redis.xrevrange(KEYS.dead(sturdy.queue, 0), count=1000)
+    assert len(letters) == 1000
+    for _, letter in letters:
+        assert letter[b"reason"]
+        assert letter[b"stream"].decode() in streams(sturdy)
+        assert len(letter[b"held"]) <= 4096
+    assert redis.xlen(KEYS.dead(sturdy.queue, 0)) == 1000, "the dead are not capped"
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"x": "y"}, "not a job id"),
+        ({"id": b"\xff\xfe"}, "not a job id"),
+        ({"id": "another.0." + "a" * 32}, "belongs to queue 'another'"),
+        ({"id": "sturdy.1." + "a" * 32}, "partition 1"),
+        ({"id": "sturdy.0." + "a" * 32}, "no such job"),
+    ],
+    ids=["no id", "binary id", "another queue", "another partition", "no such job"],
+)
+def test_a_dead_letter_says_why(
+    sturdy: ServedQueue, redis: Redis, wait_for: Await, entry: dict[Any, Any], reason: str
+) -> None:
+    entry_id: Any = redis.xadd(streams(sturdy)[0], entry)
+    wait_for(lambda: redis.xlen(streams(sturdy)[0]) == 0)
+    letters: Any = redis.xrevrange(KEYS.dead(sturdy.queue, 0), count=10)
+    (letter,) = [fields for _, fields in letters if fields[b"entry"] == entry_id]
+    assert reason in letter[b"reason"].decode()
+    assert all(repr(value)[2:-1].encode() in letter[b"held"] for value in entry.values() if isinstance(value, str))
+
+
+def test_an_entry_that_names_a_job_for_the_second_time_is_dropped(
+    sturdy: ServedQueue, sturdy_client: Client, redis: Redis
+) -> None:
+    job = sturdy_client.submit("the world", max_tokens=100)
+    for stream in streams(sturdy):
+        redis.xadd(stream, {"id": job.id})
+    assert job.result().stats.generated_tokens == 100
+    assert job.status().attempt == 1
+    assert job.status().state is JobState.FINISHED

@@ -34,6 +34,11 @@ def _unpack(data: bytes, limit: int) -> Any:
         raise ProtocolError(f"not msgpack: {exc or type(exc).__name__}") from exc
 
 
+def encode_values(values: Sequence[int | str | bytes]) -> bytes:
+    """A flat list as one argument of a script; Redis' own msgpack knows no binary type and takes bytes as strings."""
+    return cast(bytes, msgpack.packb(values, use_bin_type=False))
+
+
 def explain(exc: ValidationError) -> str:
     """A validation error in one line, naming each field; the input itself is left out, it may be private."""
     problems = []

@@ -63,7 +63,7 @@ def _option(name: str) -> inspect.Parameter:
     flag, kind = name.replace("_", "-"), _flag_type(name)
     spelling = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
     option = typer.Option(spelling, help=_HELP.get(name), show_default=False, rich_help_panel="Job")
-    annotation = Annotated[kind | None, option]
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # made at run time
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

@@ -57,16 +57,16 @@ def top_k(logits: Logits, k: int) -> Candidates:
     """The `k` largest logits, of equal ones those with the smaller ids, without those at minus infinity."""
     if k >= logits.size:
         return all_candidates(logits)
-    tokens = np.flatnonzero(logits >= _bound_of_best(logits, k))
-    best = tokens[np.argsort(-logits[tokens], kind="stable")[:k]]
-    best.sort()
-    chosen = Candidates(best, logits[best])
-    return chosen if len(chosen) == k and chosen.logits.min() > -np.inf else chosen[chosen.logits != -np.inf]
+    tokens = _reaching_best(logits, k)
+    chosen = Candidates(tokens, logits[tokens])
+    if len(chosen) > k:
+        chosen = chosen.best_of(k)
+    return chosen if chosen.logits.min() != -np.inf else chosen[chosen.logits != -np.inf]
 
 
 def typical_p(candidates: Candidates, p: float) -> Candidates:
     """The tokens whose surprise is nearest the entropy, with a mass over `p` (arXiv:2202.00666)."""
-    weights = _weights(candidates)
+    weights = _weights(candidates, candidates.best)
     probabilities = weights / weights.sum(dtype=np.float64)
     surprise = -np.log(np.maximum(probabilities, np.finfo(np.float32).tiny))
     distance = np.abs(surprise - probabilities @ surprise)
@@ -79,29 +79,39 @@ def top_p_min_p(candidates: Candidates, p: float, share: float) -> Candidates:
 
     Both keep a beginning of the descending order, so min-p goes first here and leaves less to sort.
     """
-    mass = p * float(_weights(candidates).sum(dtype=np.float64)) if p < 1 else 0.0
+    best = candidates.best
+    weights = _weights(candidates, best) if p < 1 else candidates.logits
+    mass = p * float(weights.sum(dtype=np.float64))
     if share > 0:
-        candidates = candidates[candidates.logits >= np.float32(candidates.best + log(share))]
+        keep = np.flatnonzero(candidates.logits >= np.float32(best + log(share)))
+        candidates, weights = candidates[keep], weights[keep]
     if p == 1:
         return candidates
-    distance = np.float32(candidates.best) - candidates.logits
-    return candidates[_nearest_with_mass(distance, _weights(candidates), mass)]
+    return candidates[_nearest_with_mass(np.float32(best) - candidates.logits, weights, mass)]
 
 
-def _weights(candidates: Candidates) -> Logits:
-    """Probabilities up to a common factor; the largest is 1."""
-    weights: Logits = np.exp(candidates.logits - np.float32(candidates.best))
+def _weights(candidates: Candidates, best: float) -> Logits:
+    """Probabilities up to a common factor; that of the best is 1."""
+    weights: Logits = np.exp(candidates.logits - np.float32(best))
     return weights
 
 
-def _bound_of_best(logits: Logits, k: int) -> float:
-    """A bound that at least `k` logits reach, and not many more: the k-th largest of the largest of each block."""
+def _reaching_best(logits: Logits, k: int) -> Places:
+    """The `k` tokens with the largest logits and perhaps some more, by id; a NaN is larger than all numbers.
+
+    The k-th largest of the largest of each block is a bound that at least `k` logits reach, and not many more.
+    """
     n_blocks = logits.size // BLOCK
-    if n_blocks <= k:
-        return float(np.partition(logits, logits.size - k)[logits.size - k])
+    if n_blocks <= 2 * k:
+        return np.flatnonzero(~(logits < np.partition(logits, logits.size - k)[logits.size - k]))
     # A block is a column: numpy takes maxima along the first axis much faster than along the last.
-    maxima = logits[: n_blocks * BLOCK].reshape(BLOCK, n_blocks).max(axis=0)
-    return float(np.partition(maxima, n_blocks - k)[n_blocks - k])
+    blocks = logits[: n_blocks * BLOCK].reshape(BLOCK, n_blocks)
+    maxima = blocks.max(axis=0)
+    bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
+    columns = np.flatnonzero(~(maxima < bound))
+    rows, places = np.divmod(np.flatnonzero(~(blocks.take(columns, axis=1) < bound)), len(columns))
+    rest = np.flatnonzero(~(logits[n_blocks * BLOCK :] < bound)) + n_blocks * BLOCK
+    return np.concatenate((rows * n_blocks + columns[places], rest))
 
 
 def _nearest_with_mass(distance: Logits, weights: npt.NDArray[np.floating], mass: float) -> Places:
@@ -115,5 +125,7 @@ def _nearest_with_mass(distance: Logits, weights: npt.NDArray[np.floating], mass
         nearer, edge = np.flatnonzero(bins < border), np.flatnonzero(bins == border)
         mass_nearer = reached[border - 1] if border else 0.0
     edge = edge[np.argsort(distance[edge], kind="stable")]
-    n_kept = int((np.cumsum(weights[edge], dtype=np.float64) + mass_nearer).searchsorted(mass)) + 1
-    return np.sort(np.concatenate((nearer, edge[:n_kept])))
+    n_kept = int(np.cumsum(weights[edge], dtype=np.float64).searchsorted(mass - mass_nearer)) + 1
+    kept = np.concatenate((nearer, edge[:n_kept])) if len(nearer) else edge[:n_kept]
+    kept.sort()
+    return kept

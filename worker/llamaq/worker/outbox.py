@@ -52,11 +52,13 @@ class Account:
     """Whether its tokens are published while it runs."""
     wants_reader: bool
     """Whether it is cancelled when nobody listens."""
-    tokens: list[int]
-    texts: list[str]
-    """The text that each token released."""
     stored: int
     """Tokens that Redis has."""
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """The text that each token released."""
+    text_ends: list[int] = field(default_factory=list)
+    """After each token the characters that were released so far."""
     ending: Ending | None = None
     stats: JobStats | None = None
     tail: str = ""
@@ -67,13 +69,19 @@ class Account:
     is_leaving: bool = False
     """It is to be handed back."""
 
+    def add(self, token: int, text: str) -> None:
+        """The job generated a token, which released this text."""
+        self.tokens.append(token)
+        self.texts.append(text)
+        self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
+
     def increment(self) -> Increment:
         """What Redis does not have yet."""
         lease, since = self.lease, self.stored
         tokens = self.tokens[since:] if self.streams or self.ending else []
         payload = b""
         if self.streams and (tokens or self.tail):
-            text_offset = sum(map(len, self.texts[:since]))
+            text_offset = self.text_ends[since - 1] if since else 0
             payload = codec.encode_tokens(since, tokens, text_offset, "".join(self.texts[since:]) + self.tail)
         return Increment(lease.job_id, lease.attempt, lease.stream, lease.entry_id, since, len(tokens), payload)
 
@@ -138,15 +146,16 @@ class Outbox:
 
     def open(self, job: Job, texts: Sequence[str]) -> None:
         """Answer for a job from now on; `texts` is what each of its resumed tokens released."""
-        request, resumed = job.request, list(job.resumed)
-        self._accounts[job.id] = Account(
-            job.lease, request.stream, request.cancel_on_disconnect, resumed, list(texts), len(resumed)
-        )
+        request = job.request
+        account = Account(job.lease, request.stream, request.cancel_on_disconnect, stored=len(job.resumed))
+        for token, text in zip(job.resumed, texts, strict=True):
+            account.add(token, text)
+        self._accounts[job.id] = account
         self._news.set()  # it is asked about from now on, and its lease renewed, however long its first token takes
 
     def reject(self, lease: Lease, stored: int, error: JobRejected) -> None:
         """End a job that could not even be prepared; `stored` is how many tokens Redis has of it."""
-        account = Account(lease, streams=False, wants_reader=False, tokens=[], texts=[], stored=stored)
+        account = Account(lease, streams=False, wants_reader=False, stored=stored)
         account.ending = failure(error)
         self._accounts[lease.job_id] = account
         self._news.set()
@@ -176,8 +185,7 @@ class Outbox:
             if account is None or account.lease != output.job.lease:
                 continue  # lost meanwhile: it is no longer ours to write
             if isinstance(output, NewToken):
-                account.tokens.append(output.token)
-                account.texts.append(output.text)
+                account.add(output.token, output.text)
             else:
                 account.close(output)
                 self.freed.set()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from math import inf, isnan
 
 import numpy as np
 
@@ -56,7 +57,6 @@ class LogitSampler:
             return self._sample_by(self._grammar, adjusted, history[n_prompt:])
         if self._is_greedy:
             return _best_token(adjusted)
-        _check_numbers(adjusted.max())
         return self._draw(self._candidates(adjusted), len(history) - n_prompt)
 
     def distribution(self, logits: Logits, history: Sequence[int]) -> tuple[Places, Logits]:
@@ -76,7 +76,6 @@ class LogitSampler:
 
     def _sample_by(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
         """Draw freely, and where the grammar refuses that token, again from those that it allows."""
-        _check_numbers(logits.max())
         grammar.follow(generated)
         token = self._draw(self._candidates(logits), len(generated))
         if grammar.allows(token):
@@ -117,6 +116,7 @@ class LogitSampler:
         """Filter, then take the candidate at which the cumulated probability exceeds the uniform number."""
         if not len(candidates):
             raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NOTHING_LEFT)
+        _check_numbers(candidates.best)
         if self._is_greedy:
             return int(candidates.tokens[0])
         kept = self._filter(candidates)
@@ -162,13 +162,13 @@ class LogitSampler:
 
 def _best_token(logits: Logits) -> int:
     token = int(logits.argmax())
-    _check_numbers(logits[token])
+    _check_numbers(float(logits[token]))
     if logits[token] == -np.inf:
         raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NOTHING_LEFT)
     return token
 
 
-def _check_numbers(largest: np.float32) -> None:
+def _check_numbers(largest: float) -> None:
     """Refuse logits of which the largest is no number; it is NaN when any is."""
-    if np.isnan(largest) or largest == np.inf:
+    if isnan(largest) or largest == inf:
         raise JobRejected(ErrorCode.DECODE_FAILED, "the model computed logits that are no numbers")

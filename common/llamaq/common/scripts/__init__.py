@@ -171,11 +171,12 @@ class Scripts:
     async def flush(self, worker: str, increments: Sequence[Increment], *, renew: bool) -> list[Flushed]:
         """Store and publish the increments of jobs of one partition; with `renew` their leases are renewed."""
         keys: list[str] = []
-        args: list[Any] = [GROUP, worker, "1" if renew else "0"]
+        values: list[int | str | bytes] = []
         for item in increments:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
-            args += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
+            values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
+        args = [GROUP, worker, "1" if renew else "0", codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
             Flushed(code.decode(), int(stored), int(listeners))
