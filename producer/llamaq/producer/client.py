@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from llamaq.common import codec
 from llamaq.common.connection import connect
+from llamaq.common.depth import queue_depth
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, QueueFull, ResultTimeout
 from llamaq.common.keys import JobId, Keys
 from llamaq.common.messages import JobOptions, JobRequest, Message, QueueDepth, QueueStats, Result, Worker
@@ -157,7 +158,7 @@ class AsyncClient:
 
     async def queue_depth(self) -> QueueDepth:
         """How many jobs wait and how many are with a worker."""
-        return await snapshots.read_depth(self.redis, self.keys, self.queue, self.settings.partitions)
+        return await queue_depth(self.redis, self.keys, self.queue, self.settings.partitions)
 
     async def workers(self) -> tuple[Worker, ...]:
         """The live workers of the queue: their cards and last heartbeats."""

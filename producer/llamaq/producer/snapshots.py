@@ -1,46 +1,17 @@
-"""What a queue looks like now: its depth, its workers, its last jobs."""
+"""Who serves a queue, and what its last jobs took."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from llamaq.common import codec
 from llamaq.common.errors import ProtocolError
-from llamaq.common.keys import GROUP, Keys
-from llamaq.common.messages import JobStats, Priority, QueueDepth, Worker
+from llamaq.common.keys import Keys
+from llamaq.common.messages import JobStats, Worker
 
 RECENT_JOBS = 100
-
-
-async def read_depth(redis: Redis, keys: Keys, queue: str, partitions: int) -> QueueDepth:
-    """Entries of all job streams: those that a worker has claimed are running, the others wait."""
-    async with redis.pipeline(transaction=False) as pipe:
-        for partition in range(partitions):
-            for priority in Priority:
-                stream = keys.jobs(queue, partition, priority)
-                pipe.xlen(stream)
-                pipe.xpending(stream, GROUP)
-        replies = await pipe.execute(raise_on_error=False)
-    total = sum(_entries(length) for length in replies[::2])
-    running = sum(_pending(summary) for summary in replies[1::2])
-    return QueueDepth(waiting=max(0, total - running), running=running)
-
-
-def _entries(reply: Any) -> int:
-    if isinstance(reply, Exception):
-        raise reply
-    return int(reply)
-
-
-def _pending(reply: Any) -> int:
-    if isinstance(reply, ResponseError) and "NOGROUP" in str(reply):
-        return 0  # no worker has been here yet
-    if isinstance(reply, Exception):
-        raise reply
-    return int(reply["pending"])
 
 
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:

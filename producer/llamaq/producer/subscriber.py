@@ -19,6 +19,8 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from llamaq.common.tasks import end_tasks
+
 log = logging.getLogger(__name__)
 
 SILENCE_S = 1.0
@@ -90,9 +92,7 @@ class Subscriber:
 
     async def aclose(self) -> None:
         """Unsubscribe everything and close the connection."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
         self._tasks = []
 
     async def _stay_connected(self) -> None:
@@ -127,7 +127,8 @@ class Subscriber:
             await self._send(connection, "UNSUBSCRIBE", subscribed - wanted)
             subscribed = wanted
             try:
-                await asyncio.wait_for(self._changed.wait(), PING_S)
+                async with asyncio.timeout(PING_S):
+                    await self._changed.wait()
             except TimeoutError:
                 await self._send(connection, "PING", ("",))
 

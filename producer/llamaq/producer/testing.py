@@ -15,6 +15,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -151,9 +152,11 @@ class FakeAttempt:
         self, reason: FinishReason = FinishReason.STOP, *, tokens: Sequence[int] = (), text: str = ""
     ) -> str | int:
         """End the job; `tokens` and `text` are its last ones."""
-        last = self.increment(tokens, text) if self.request.stream else self.increment()
+        last = self.increment(tokens, text)
         self.tokens += tokens
         self.text += text
+        if not self.request.stream:  # no event: the output alone
+            last = replace(last, count=len(self.tokens), payload=b"")
         stats = JobStats(
             generated_tokens=len(self.tokens),
             worker=self.worker.name,

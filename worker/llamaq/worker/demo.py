@@ -92,7 +92,7 @@ async def _watch(console: Console, client: AsyncClient, check: Callable[[], None
         with console.status("Loading the model …") if console.is_terminal else nullcontext():
             while view.worker is None:
                 await _look(client, check, view)
-                if view.worker is None and view.elapsed_s > START_TIMEOUT_S:
+                if view.elapsed_s > START_TIMEOUT_S:
                     raise LlamaqError(f"the worker is not ready after {START_TIMEOUT_S:g} s; its log:")
         view.started_s = time.monotonic()
         live = Live(view, console=console, refresh_per_second=FRAMES_PER_S, vertical_overflow="crop")

@@ -21,6 +21,7 @@ from llamaq.common.errors import LlamaqError
 from llamaq.common.keys import Keys
 from llamaq.common.messages import WorkerCard
 from llamaq.common.scripts import Scripts
+from llamaq.common.tasks import end_tasks
 from llamaq.worker.heartbeat import Heartbeat
 from llamaq.worker.inbox import Inbox
 from llamaq.worker.intake import Intake
@@ -36,7 +37,6 @@ PREPARERS = 2
 """Threads that tokenize and compile grammars: one may be held up by a grammar while the other goes on."""
 CLOSE_TIMEOUT_S = 10.0
 CONNECT_EVERY_S = 1.0
-CANCEL_EVERY_S = 0.1
 
 
 class Link:
@@ -172,13 +172,13 @@ class Link:
             others = [tasks.create_task(outbox.run()), tasks.create_task(heartbeat.run())]
             self._ready.set_result(None)
             await self._closing.wait()
-            await asyncio.gather(*(_end(task) for task in [self._intake_task, *others]))
+            await end_tasks(self._intake_task, *others)
         await intake.close()
         await self._part(inbox, outbox, heartbeat)
 
     def _cancel_intake(self) -> None:
         if self._intake_task is not None:
-            self._ending = asyncio.create_task(_end(self._intake_task))
+            self._ending = asyncio.create_task(end_tasks(self._intake_task))
         else:
             self._closing.set()  # still waiting for Redis: there is nothing to drain
 
@@ -192,10 +192,3 @@ class Link:
         except (RedisError, TimeoutError) as exc:
             # Nothing is lost: another worker takes over when the leases are over.
             log.warning("link.left_without_goodbye jobs=%d error=%r", outbox.n_open, exc)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel a task until it has ended: redis-py may swallow a cancellation (`asyncio.wait_for` before Python 3.12)."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=CANCEL_EVERY_S)

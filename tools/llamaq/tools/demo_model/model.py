@@ -19,7 +19,7 @@ class ModelShape:
     heads: int = 6
     feed_forward: int = 512
     context: int = 2048
-    rope_base: float = 10000.0
+    rope_base: float = 1e6
     norm_epsilon: float = 1e-5
 
     @property

@@ -115,18 +115,16 @@ def recall_document(split: Split, seed: int | str, length_tokens: int, *, lines:
     With `lines`, facts, questions and answers are on lines of their own in many documents.
     """
     rng = generator(split, "recall", length_tokens, seed)
-    density = rng.choice((0.3, 0.5, 0.7))
+    density = rng.choice((0.4, 0.6, 0.8))
     count = max(2, int(length_tokens * density / 9))
     facts = draw_facts(rng, split, count)
-    asked = facts[:]
-    rng.shuffle(asked)
     told_tokens = length_tokens - 10
-    question_tokens = min(len(facts) * 17, int(told_tokens * 0.55), 600)
+    question_tokens = min(len(facts) * 28, int(told_tokens * 0.55), 600)
     sentences = [fact.statement for fact in facts]
     used = 9 * len(sentences) + question_tokens
     while used > told_tokens and len(sentences) > 2:
-        removed = sentences.pop()
-        asked = [fact for fact in asked if fact.statement != removed]
+        sentences.pop()
+        facts.pop()
         used -= 9
     while used < told_tokens:
         text = filler(rng, split)
@@ -135,8 +133,8 @@ def recall_document(split: Split, seed: int | str, length_tokens: int, *, lines:
     separator = rng.choice((" ", "\n")) if lines else " "
     segments = [Segment(BOS, Role.GIVEN), Segment(separator.join(sentences), Role.GIVEN)]
     frame = rng.choice((*INLINE_FRAMES, *[LINE_FRAME] * 3) if lines else INLINE_FRAMES)
-    for fact in asked[: max(1, question_tokens // 17)]:
-        segments.extend(ask(rng, fact, frame))
+    for _ in range(max(2, question_tokens // 14)):
+        segments.extend(ask(rng, rng.choice(facts), frame))  # with repetition: nothing can be told by elimination
     segments.append(Segment(EOS, Role.TEXT))
     return Document(tuple(segments))
 
@@ -160,7 +158,7 @@ class Probe:
 
 
 def recall_probe(seed: int, distance_words: int, frame: Frame = FRAMES[1]) -> Probe:
-    """Two facts, the asked one, distractors and quiet sentences, the question: `distance_words` words from fact to end.
+    """Two to eight facts, the asked one, distractors and quiet sentences, the question: `distance_words` words from fact to end.
 
     Each word of the grammar is one token, and so is each full stop: the distance is in tokens, to within a sentence.
     """
@@ -168,7 +166,7 @@ def recall_probe(seed: int, distance_words: int, frame: Frame = FRAMES[1]) -> Pr
     facts = draw_facts(rng, Split.HELD_OUT, 150)
     asked = next(fact for fact in facts if " has " in fact.statement)
     rest = [fact.statement for fact in facts if fact is not asked]
-    before = [rest.pop() for _ in range(2)]
+    before = [rest.pop() for _ in range(rng.randint(2, 8))]
     between: list[str] = []
     facts_between = 0
     question, answer = asked.questions[0]
