@@ -75,7 +75,7 @@ class Message(_Frozen):
 class SamplingParams(_Frozen):
     """How the next token is drawn. `None` takes the worker's default (see `SamplingDefaults`).
 
-    Semantics and order are those of llama.cpp's default sampler chain: penalties, logit bias, grammar, top-k,
+    Semantics and order are those of llama.cpp's default sampler chain: logit bias, penalties, grammar, top-k,
     typical-p, top-p, min-p, temperature.
     """
 

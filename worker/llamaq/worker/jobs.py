@@ -20,7 +20,7 @@ class Sampler(Protocol):
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`, whose first `n_prompt` tokens are the prompt.
 
-        `logits` has the length of the vocabulary and is a view that is valid until the next decode; it is not
+        `logits` has the length of the vocabulary and is the job's own row until the next decode; it may be
         changed. The draw depends on (seed, `len(history) - n_prompt`, history, logits) alone. Raises
         `JobRejected` when nothing may be drawn (an exhausted grammar).
         """

@@ -69,8 +69,8 @@ class Preparer:
         if request.tokens is not None:
             return list(request.tokens)
         if request.messages is not None:
-            return self._vocab.encode_chat(request.messages)
-        prompt = self._vocab.encode(request.prompt or "")
+            return self._vocab.encode_chat(request.messages, max_tokens=self._context_limit)
+        prompt = self._vocab.encode(request.prompt or "", max_tokens=self._context_limit)
         if not prompt:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "prompt: empty, and this model has no BOS token to begin with")
         return prompt

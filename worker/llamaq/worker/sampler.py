@@ -1,6 +1,6 @@
 """From logits to a token: llama.cpp's sampler chain in numpy, with a draw that can be repeated.
 
-The order is llama.cpp's: penalties, logit bias, grammar, top-k, typical-p, top-p, min-p, temperature. The final draw is
+The order is llama.cpp's: logit bias, penalties, grammar, top-k, typical-p, top-p, min-p, temperature. The final draw is
 ours: its uniform number is a hash of (seed, position), so that an attempt which goes on at some token draws as the
 attempt before it would have.
 """
@@ -45,23 +45,23 @@ class LogitSampler:
         self._bias = np.fromiter((logit_bias or {}).values(), np.float32)
         self._masked = np.fromiter(masked_tokens, np.int64)
         self._grammar = grammar
-        self._adjusted: Logits | None = None
         self._penalizes = params.penalty_last_n != 0 and (
             params.repeat_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         )
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`; see `jobs.Sampler`."""
-        adjusted = self._adjust(logits, history)
+        self._adjust(logits, history)
         if self._grammar is not None:
-            return self._sample_by(self._grammar, adjusted, history[n_prompt:])
+            return self._sample_by(self._grammar, logits, history[n_prompt:])
         if self._is_greedy:
-            return _best_token(adjusted)
-        return self._draw(self._candidates(adjusted), len(history) - n_prompt)
+            return _best_token(logits)
+        return self._draw(self._candidates(logits), len(history) - n_prompt)
 
     def distribution(self, logits: Logits, history: Sequence[int]) -> tuple[Places, Logits]:
-        """The tokens that may be drawn and their probabilities, as they are without a grammar."""
-        kept = self._filter(self._candidates(self._adjust(logits, history)))
+        """The tokens that may be drawn and their probabilities, as they are without a grammar; changes `logits`."""
+        self._adjust(logits, history)
+        kept = self._filter(self._candidates(logits))
         weights = self._weights(kept)
         return kept.tokens, weights / weights.sum()
 
@@ -129,23 +129,17 @@ class LogitSampler:
         digest = blake2b(position.to_bytes(8, "little"), digest_size=8, key=self._seed).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
-    def _adjust(self, logits: Logits, history: Sequence[int]) -> Logits:
-        """The logits with penalties, bias and mask; the same array where there are none."""
-        if not (self._penalizes or self._bias_tokens.size or self._masked.size):
-            return logits
-        if self._adjusted is None:
-            self._adjusted = np.empty_like(logits)
-        adjusted = self._adjusted  # kept, because fresh memory of this size costs more than the copy
-        adjusted[:] = logits
-        if self._penalizes:
-            self._penalize(adjusted, history)
+    def _adjust(self, logits: Logits, history: Sequence[int]) -> None:
+        """Put bias, penalties and mask on the logits, in place: to copy a large row costs more than all the rest."""
         if self._bias_tokens.size:
             if self._bias_tokens.max() >= logits.size:
                 message = f"logit_bias names token {self._bias_tokens.max()}, the vocabulary has {logits.size}"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
-            adjusted[self._bias_tokens] += self._bias
-        adjusted[self._masked] = -np.inf
-        return adjusted
+            logits[self._bias_tokens] += self._bias
+        if self._penalizes:
+            self._penalize(logits, history)
+        if self._masked.size:
+            logits[self._masked] = -np.inf
 
     def _penalize(self, logits: Logits, history: Sequence[int]) -> None:
         params = self._params
