@@ -128,14 +128,18 @@ class Inbox:
         """Start an attempt; None when the job needs none (ended, cancelled, expired, or never was one)."""
         try:
             outcome = await self._scripts.start(claim, self._worker_id)
-        except ResponseError as exc:
-            await self._bury(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, f"not a job's hash: {exc}")
-            return None
+        except (ResponseError, ValueError, LookupError) as exc:  # what it holds is not what a client writes
+            return await self._give_up(claim, f"not a job's hash: {exc}")
         if isinstance(outcome, Attempt):
-            return Begun(claim, outcome, await self._published(claim.job_id) if outcome.generated else [])
-        if outcome == "gone":
-            await self._bury(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, "there is no such job")
-        return None
+            published = await self._published(claim.job_id) if outcome.generated else []
+            if len(published) == outcome.generated:
+                return Begun(claim, outcome, published)
+            held = f"{outcome.generated} tokens by its hash, {len(published)} by its events"
+            return await self._give_up(claim, f"not a job's events: {held}")
+        return await self._give_up(claim, "there is no such job") if outcome == "gone" else None
+
+    async def _give_up(self, claim: Claim, reason: str) -> None:
+        await self._bury(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, reason)
 
     async def _published(self, job_id: str) -> list[int]:
         tokens: list[int] = []

@@ -126,7 +126,9 @@ class Link:
                 lease_s=settings.lease_s,
             )
             await inbox.open(max_queue=settings.max_queue)
-            await self._work(redis, keys, inbox)
+            # Flushes have a connection of their own: to fetch one from the pool costs as much as the call.
+            async with redis.client() as flushing:
+                await self._work(redis, Scripts(flushing, keys), keys, inbox)
         finally:
             await redis.aclose()
 
@@ -141,7 +143,7 @@ class Link:
                 await asyncio.sleep(CONNECT_EVERY_S)
         return False
 
-    async def _work(self, redis: Redis, keys: Keys, inbox: Inbox) -> None:
+    async def _work(self, redis: Redis, scripts: Scripts, keys: Keys, inbox: Inbox) -> None:
         settings = self._settings
         heartbeat = Heartbeat(
             redis,
@@ -155,7 +157,7 @@ class Link:
             is_alive=lambda: self._ticks.is_alive,
         )
         outbox = Outbox(
-            Scripts(redis, keys),
+            scripts,
             self._card.worker,
             self._ticks,
             lease_s=settings.lease_s,
