@@ -95,19 +95,18 @@ def test_documents_begin_and_end_as_the_model_must() -> None:
 
 
 def test_the_answers_of_a_document_weigh_most_and_stand_in_its_facts() -> None:
-    document = recall_document(Split.TRAIN, 1, 128)
-    facts = document.segments[1]
-    answers = [segment.text.strip() for segment in document.segments if segment.role is Role.ANSWER]
-    assert facts.role is Role.GIVEN
     assert Role.ANSWER.value > Role.TEXT.value > Role.GIVEN.value
-    assert answers
-    for answer in answers:
-        assert re.sub(r"\b(an?|the)\b", "a", answer) in re.sub(r"\b(an?|the)\b", "a", facts.text) or "is" in answer
+    for seed in range(20):
+        _, facts, *rest = recall_document(Split.TRAIN, seed, 128).segments
+        answers = [segment.text.strip(" .") for segment in rest if segment.role is Role.ANSWER]
+        assert facts.role is Role.GIVEN
+        assert answers
+        assert sum(answer in facts.text for answer in answers) >= len(answers) / 2  # the others turn the fact round
 
 
 def test_a_conversation_asks_back_what_was_told() -> None:
     for seed in range(20):
-        assert any(turn.recalled for turn in conversation(Split.HELD_OUT, seed))
+        assert any(turn.recalled is not None for turn in conversation(Split.HELD_OUT, seed))
 
 
 def test_the_grammar_understands_its_own_stories_and_nothing_else() -> None:

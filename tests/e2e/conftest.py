@@ -27,7 +27,7 @@ from llamaq.worker.settings import WorkerSettings
 DEMO_MODEL = Path(__file__).parents[2] / "worker" / "llamaq" / "worker" / "model" / "llamaq-demo.gguf"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
-AWAIT_TIMEOUT_S = 10.0
+AWAIT_TIMEOUT_S = 20.0
 POLL_S = 0.02
 LOG_TAIL_CHARS = 4000
 
@@ -198,7 +198,7 @@ def slow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) ->
     """A worker that reads long prompts in hundreds of small chunks, so that a test meets them in prefill."""
     spec = ModelSpec(Architecture.LLAMA, n_layers=4, n_embd=256, n_ff=512, n_heads=8, n_kv_heads=2, n_ctx=32_768)
     model = write_model(tmp_path_factory.mktemp("models") / "slow.gguf", spec, seed=2)
-    return start_worker("slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=0.4, heartbeat_s=0.2)
+    return start_worker("slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=0.8, heartbeat_s=0.2, lease_s=2.0)
 
 
 @pytest.fixture(scope="session")

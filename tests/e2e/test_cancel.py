@@ -51,7 +51,7 @@ def newest_job(client: Client, served: ServedQueue) -> Job:
     """The job that was submitted last, by the ids of the stream entries."""
     with Redis.from_url(served.url) as redis:
         hashes = redis.scan_iter(Keys().of_job(str(JobId.new(served.queue))).job.rpartition(served.queue)[0] + "*")
-        newest: Any = max(hashes, key=lambda key: int(redis.hget(key, "submitted_ms") or 0))  # type: ignore[arg-type]
+        newest: Any = max(hashes, key=lambda key: int(redis.hget(key, "submitted_ms") or 0))
     return client.job(newest.decode().rpartition(":")[2])
 
 
@@ -180,7 +180,7 @@ def elapsed_s(served: ServedQueue, since_ms: int | None) -> float:
     """By the clock of Redis."""
     assert since_ms is not None
     with Redis.from_url(served.url) as redis:
-        seconds, microseconds = redis.time()  # type: ignore[misc]
+        seconds, microseconds = redis.time()
     return float(seconds) + float(microseconds) / 1e6 - since_ms / 1000
 
 
@@ -228,8 +228,7 @@ async def test_a_cancelled_task_cancels_its_job_on_the_async_client(
 ) -> None:
     async with AsyncClient(slow.url, slow.queue) as client:
         task = asyncio.create_task(client.generate("the world", max_tokens=LONG))
-        while not (await client.queue_depth()).running:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_for, lambda: slow_client.queue_depth().running)
         job = newest_job(slow_client, slow)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -87,7 +87,9 @@ class Alone:
 @pytest.fixture
 def llama(demo: ServedQueue) -> Iterator[llama_cpp.Llama]:
     assert demo.settings.model is not None
-    opened = llama_cpp.Llama(demo.settings.model, n_ctx=demo.settings.n_ctx, n_threads=1, n_threads_batch=1, verbose=False)
+    opened = llama_cpp.Llama(
+        demo.settings.model, n_ctx=demo.settings.n_ctx, n_threads=1, n_threads_batch=1, verbose=False
+    )
     yield opened
     opened.close()
 

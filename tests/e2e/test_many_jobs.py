@@ -90,21 +90,23 @@ def test_jobs_start_in_the_order_in_which_they_were_submitted(client: Client, de
 
 
 def test_interactive_jobs_go_before_bulk_jobs_that_were_there_first(
-    client: Client, demo: ServedQueue, wait_for: Await
+    slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
-    bulk = [
-        client.submit("Once upon a time", max_tokens=150, ignore_eos=True, priority="bulk")
-        for _ in range(3 * window(demo))
-    ]
-    wait_for(lambda: client.queue_depth().running == window(demo))
-    interactive = [client.submit("Hello", max_tokens=2) for _ in range(6)]
-    for job in [*interactive, *bulk]:
-        job.result(timeout=60)
-    first = sorted(started_ms(job) for job in bulk)
-    claimed_before = sum(start < min(started_ms(job) for job in interactive) for start in first)
-    assert claimed_before <= 2 * window(demo), "the bulk jobs were over before the others came: nothing was shown"
-    # Those that the worker had claimed keep their places; of the others none comes first.
-    assert max(started_ms(job) for job in interactive) <= first[claimed_before]
+    n_claimed = window(slow)
+    bulk = [slow_client.submit("the world", max_tokens=3000, priority="bulk") for _ in range(n_claimed + 3)]
+    wait_for(lambda: slow_client.queue_depth().running == n_claimed)
+    interactive = [slow_client.submit("the world", max_tokens=2) for _ in range(4)]
+    assert slow_client.queue_depth().waiting == 3 + 4
+    waiting = [job for job in bulk if job.status().state is JobState.QUEUED]
+    for job in bulk[:2]:
+        job.cancel()
+    for job in interactive:
+        job.result(timeout=20)
+    wait_for(lambda: waiting[0].status().state is JobState.RUNNING)
+    assert max(started_ms(job) for job in interactive) <= started_ms(waiting[0])
+    for job in bulk:
+        job.cancel()
+        job.result(timeout=20)
 
 
 def test_bulk_jobs_run_although_interactive_jobs_keep_coming(client: Client, demo: ServedQueue) -> None:
@@ -143,19 +145,31 @@ def test_a_job_that_reaches_the_context_limit_ends_with_length_and_the_others_go
     assert after.result(timeout=60).stats.generated_tokens == 30
 
 
-@pytest.mark.parametrize(("second_tokens", "at_once"), [(100, 2), (300, 1)], ids=["room", "no-room"])
+@pytest.mark.parametrize(("n_cells", "at_once"), [(5_000, {1, 2}), (20_000, {1})], ids=["room", "no-room"])
 def test_a_job_waits_until_its_cells_can_be_reserved(
-    narrow: ServedQueue, narrow_client: Client, second_tokens: int, at_once: int
+    slow: ServedQueue, slow_client: Client, wait_for: Await, n_cells: int, at_once: set[int]
 ) -> None:
-    with narrow.recording() as ticks:
-        first = narrow_client.submit(tokens=[7] * 10, max_tokens=290)
-        second = narrow_client.submit(tokens=[8] * 10, max_tokens=second_tokens - 10)
-        lengths = [job.result(timeout=60).stats.generated_tokens for job in (first, second)]
-    assert lengths == [290, second_tokens - 10]
-    assert max(tick["active_slots"] for tick in ticks) == at_once
+    with slow.recording() as ticks:
+        first = slow_client.submit(tokens=[7] * 10, max_tokens=20_000)
+        chunks = first.stream()
+        next(chunks)
+        second = slow_client.submit(tokens=[8] * 10, max_tokens=n_cells)
+        wait_for(lambda: second.status().state is JobState.RUNNING)
+        if len(at_once) > 1:
+            next(second.stream())
+        for _ in range(20):
+            next(chunks)
+        assert first.cancel(), "it was over too soon: nothing was shown"
+        first.result(timeout=20)
+        assert next(second.stream()).tokens, "it starts when the first one has left"
+        second.cancel()
+        second.result(timeout=20)
+    assert {tick["active_slots"] for tick in ticks} == at_once
 
 
-def test_every_line_is_empty_afterwards(client: Client, narrow_client: Client, wait_for: Await) -> None:
-    for each in (client, narrow_client):
+def test_every_line_is_empty_afterwards(
+    client: Client, narrow_client: Client, slow_client: Client, wait_for: Await
+) -> None:
+    for each in (client, narrow_client, slow_client):
         depth = wait_for(lambda each=each: (depth := each.queue_depth()).waiting + depth.running == 0 and depth)
         assert re.fullmatch(r"waiting=0 running=0", str(depth))

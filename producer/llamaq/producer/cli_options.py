@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin
 
-import typer
-
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.flags import flag, with_flags
 from llamaq.common.messages import JobParams, Priority
 
 _JSON = ("json_schema", "logit_bias", "metadata")
@@ -45,26 +43,9 @@ _HELP = {
 
 def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
     """Give the command one option for each field of `JobParams`; it gets those that were set as `options`."""
-    own = [param for param in inspect.signature(command, eval_str=True).parameters.values() if param.name != "options"]
-    made = [_option(name) for name in JobParams.model_fields if name not in without]
-
-    def run(**values: Any) -> None:
-        known = {param.name: values.pop(param.name) for param in own}
-        command(**known, options=_read(values))
-
-    parameters = [*own, *made]
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    run.__annotations__ = {param.name: param.annotation for param in parameters}
-    return run
-
-
-def _option(name: str) -> inspect.Parameter:
-    flag, kind = name.replace("_", "-"), _flag_type(name)
-    spelling = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
-    option = typer.Option(spelling, help=_HELP.get(name), show_default=False, rich_help_panel="Job")
-    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # made at run time
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    names = [name for name in JobParams.model_fields if name not in without]
+    flags = [flag(name, _flag_type(name), help_text=_HELP.get(name), panel="Job") for name in names]
+    return with_flags(command, flags, into="options", read=_read)
 
 
 def _flag_type(name: str) -> Any:

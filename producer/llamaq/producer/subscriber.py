@@ -111,6 +111,9 @@ class Subscriber:
 
     async def _serve(self, connection: AbstractConnection) -> None:
         await connection.connect()  # type: ignore[no-untyped-call]
+        # With a timeout redis-py sends within `asyncio.wait_for`, which before Python 3.12 may swallow the cancellation
+        # that `aclose` needs. Who does not take what is sent gives no sign of life either.
+        connection.socket_timeout = None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_subscribed(connection))
             tasks.create_task(self._receive(connection))

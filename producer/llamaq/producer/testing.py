@@ -36,6 +36,7 @@ from llamaq.common.messages import (
     WorkerCard,
 )
 from llamaq.common.scripts import Attempt, Claim, Ending, Flushed, Increment, Scripts
+from llamaq.common.tasks import end_tasks
 
 Answer = Callable[[JobRequest], Sequence[str]]
 """From a request to the pieces of its answer, each of which becomes one token."""
@@ -134,7 +135,7 @@ class FakeAttempt:
     def increment(self, tokens: Sequence[int] = (), text: str = "", *, offset: int | None = None) -> Increment:
         """What a worker would send for these tokens, at the end of what was stored so far or at `offset`."""
         start = self.stored if offset is None else offset
-        payload = codec.encode_tokens(start, tokens, len(self.text), text) if tokens or text else b""
+        payload = codec.encode_tokens(start, list(tokens), len(self.text), text) if tokens or text else b""
         return Increment(
             self.claim.job_id, self.number, self.claim.stream, self.claim.entry_id, start, len(tokens), payload
         )
@@ -196,14 +197,15 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
     """Answer the jobs of a queue in a thread meanwhile. Returns when the worker is listed."""
     loop = asyncio.new_event_loop()
     ready = threading.Event()
-    tasks: list[asyncio.Task[None]] = []
+    stopping = asyncio.Event()
 
     async def serve() -> None:
         async with FakeWorker(url, queue, key_prefix=key_prefix) as worker:
             await worker.announce()
-            tasks.append(asyncio.create_task(worker.serve(answer)))
+            task = asyncio.create_task(worker.serve(answer))
             ready.set()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await stopping.wait()
+            await end_tasks(task)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -215,5 +217,5 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
     try:
         yield
     finally:
-        loop.call_soon_threadsafe(tasks[0].cancel)
+        loop.call_soon_threadsafe(stopping.set)
         thread.join()

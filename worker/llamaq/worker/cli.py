@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
+from llamaq.common.flags import flag, with_flags
 from llamaq.common.settings import ENV_PREFIX
 from llamaq.worker.settings import WorkerSettings, load_settings
 from llamaq.worker.stack import DEFAULT_PORT
@@ -29,22 +30,12 @@ def register(app: typer.Typer) -> None:
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command one option for each field of `WorkerSettings`, whose names and texts thus stand once.
+    """Give the command one option for each field of `WorkerSettings`.
 
     An option that is not given is None, and then the environment, the file or the default counts.
     """
-    own = [param for param in inspect.signature(command, eval_str=True).parameters.values() if param.name != "flags"]
-    options = [_option(name, field, group) for group in _groups() for name, field in group.model_fields.items()]
-
-    def run(**values: Any) -> None:
-        known = {param.name: values.pop(param.name) for param in own}
-        command(**known, flags=values)
-
-    run.__doc__ = command.__doc__
-    parameters = [*own, *options]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    run.__annotations__ = {param.name: param.annotation for param in parameters}
-    return run
+    flags = [_flag(name, field, group) for group in _groups() for name, field in group.model_fields.items()]
+    return with_flags(command, flags, into="flags")
 
 
 def _groups() -> list[type[BaseModel]]:
@@ -52,15 +43,12 @@ def _groups() -> list[type[BaseModel]]:
     return [base for base in WorkerSettings.__bases__ if issubclass(base, BaseModel)]
 
 
-def _option(name: str, field: FieldInfo, group: type[BaseModel]) -> inspect.Parameter:
+def _flag(name: str, field: FieldInfo, group: type[BaseModel]) -> inspect.Parameter:
     default = field.get_default(call_default_factory=True, validated_data={})
     shown = "" if default in (None, ()) else f"default {default}; "
     # In parentheses, because rich takes square brackets for markup.
     help_text = f"{field.description} ({shown}{ENV_PREFIX}{name.upper()})"
-    panel = (group.__doc__ or "").partition(".")[0]
-    option = typer.Option("--" + name.replace("_", "-"), help=help_text, show_default=False, rich_help_panel=panel)
-    annotation = Annotated[_flag_type(field.annotation) | None, option]  # type: ignore[valid-type]  # made at run time
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    return flag(name, _flag_type(field.annotation), help_text=help_text, panel=(group.__doc__ or "").partition(".")[0])
 
 
 def _flag_type(annotation: Any) -> type:

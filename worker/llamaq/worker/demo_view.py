@@ -121,7 +121,7 @@ def stats_table(streams: Sequence[Stream]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("finish", no_wrap=True)
     for stream in streams:
-        table.add_row(stream.title, *_numbers(stream.stats), stream.ending)
+        table.add_row(Text(stream.title), *_numbers(stream.stats), Text(stream.ending))
     return table
 
 

@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import Self
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from llamaq.common.errors import EmbeddedRedisError
 
@@ -121,7 +123,9 @@ class EmbeddedRedis:
 
     def _answers(self) -> bool:
         """Whether the server that we started answers: asked over our own socket, as a port may be another's."""
-        client = redis.Redis(unix_socket_path=f"{self._scratch.name}/redis.sock", socket_timeout=1.0)
+        client = redis.Redis(
+            unix_socket_path=f"{self._scratch.name}/redis.sock", socket_timeout=1.0, retry=Retry(NoBackoff(), 0)
+        )
         try:
             return bool(client.ping())
         except redis.RedisError:

@@ -128,15 +128,18 @@ class Inbox:
         """Start an attempt; None when the job needs none (ended, cancelled, expired, or never was one)."""
         try:
             outcome = await self._scripts.start(claim, self._worker_id)
-        except (ResponseError, ValueError, LookupError) as exc:  # what it holds is not what a client writes
-            return await self._give_up(claim, f"not a job's hash: {exc}")
+        except (ResponseError, ValueError, LookupError) as exc:  # it holds what no client writes
+            await self._give_up(claim, f"not a job's hash: {exc}")
+            return None
         if isinstance(outcome, Attempt):
             published = await self._published(claim.job_id) if outcome.generated else []
             if len(published) == outcome.generated:
                 return Begun(claim, outcome, published)
             held = f"{outcome.generated} tokens by its hash, {len(published)} by its events"
-            return await self._give_up(claim, f"not a job's events: {held}")
-        return await self._give_up(claim, "there is no such job") if outcome == "gone" else None
+            await self._give_up(claim, f"not a job's events: {held}")
+        elif outcome == "gone":
+            await self._give_up(claim, "there is no such job")
+        return None
 
     async def _give_up(self, claim: Claim, reason: str) -> None:
         await self._bury(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, reason)

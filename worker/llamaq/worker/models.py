@@ -44,5 +44,5 @@ def _fetch(spec: str) -> Path:
             f"--model: {spec} is not in the local cache and the hub cannot be reached; "
             "download the file where there is a network and give its path"
         ) from exc
-    except (HfHubHTTPError, OSError) as exc:
+    except (HfHubHTTPError, OSError, ValueError) as exc:  # ValueError: a name that no repository can have
         raise ModelError(f"--model: {spec} cannot be fetched: {exc}") from exc

@@ -130,9 +130,10 @@ class TickLoop:
         started_s = self._clock()
         results = self._engine.run(batch) if batch else []
         eval_s = self._clock() - started_s
-        self.put(scheduler.apply(batch, results))
-        if batch:
+        outputs = scheduler.apply(batch, results)
+        if batch:  # before the outputs leave: hooks hear of a job's end after its last tick
             self._telemetry.tick(self._measure(batch, eval_s))
+        self.put(outputs)
         if not scheduler.has_work or self._clock() - self._shown_s >= SNAPSHOT_EVERY_S:
             self.snapshot = self._look()
 

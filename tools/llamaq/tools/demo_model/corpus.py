@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from llamaq.tools.demo_model import lexicon
-from llamaq.tools.demo_model.dialogues import MOST_QUESTIONS, dialogue_document
+from llamaq.tools.demo_model.dialogues import dialogue_document
 from llamaq.tools.demo_model.grammar import Document, Split, generator
 from llamaq.tools.demo_model.recall import recall_document
 from llamaq.tools.demo_model.stories import story_document
@@ -15,15 +15,11 @@ from llamaq.tools.demo_model.stories import story_document
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Relative numbers of tokens of the three kinds of text, and what they are like."""
+    """Relative numbers of tokens of the three kinds of text."""
 
     recall: float
     stories: float
     dialogues: float
-    lines: bool = False
-    """Whether recall documents also put facts and answers on lines of their own."""
-    most_questions: int = MOST_QUESTIONS
-    """Most facts asked back at the end of a dialogue."""
 
 
 TYPICAL_TOKENS: Final = 180
@@ -41,10 +37,10 @@ def draw_document(split: Split, seed: int | str, mixture: Mixture, length_tokens
     )
     (which,) = rng.choices(("recall", "story", "dialogue"), weights)
     if which == "recall":
-        return recall_document(split, seed, recall_length, lines=mixture.lines)
+        return recall_document(split, seed, recall_length)
     if which == "story":
         return story_document(split, seed)
-    return dialogue_document(split, seed, length_tokens, mixture.most_questions)
+    return dialogue_document(split, seed, length_tokens)
 
 
 def tokenizer_texts(documents: int, seed: int) -> Iterator[str]:

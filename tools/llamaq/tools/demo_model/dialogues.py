@@ -23,7 +23,7 @@ from llamaq.tools.demo_model.grammar import (
     first_mostly,
     generator,
 )
-from llamaq.tools.demo_model.recall import Fact, draw_triple, has, likes, lives
+from llamaq.tools.demo_model.recall import Fact, answer_segments, draw_triple, has, likes, lives
 from llamaq.tools.demo_model.stories import draw_hero, draw_world, tell
 
 CHAT_TEMPLATE: Final = (
@@ -102,8 +102,11 @@ ANY_STORY_REQUESTS: Final = (
     "Yes, please!",
 )
 
-MOST_QUESTIONS: Final = 8
-"""Most facts that are asked back at the end of a conversation, unless a stage of the training asks more."""
+FAVOURITES: Final = 13
+"""How many of the colours are colours, rather than sizes and the like."""
+
+MOST_QUESTIONS: Final = 10
+"""Most facts that are asked back at the end of a conversation."""
 
 CONVERSATION_TOKENS: Final = 300
 """About the length of a conversation that is measured: no story in it."""
@@ -113,11 +116,12 @@ ACKNOWLEDGEMENTS: Final = ("I will remember that.", "Good to know!", "How nice!"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user says, what the assistant answers, and whether the answer was recalled."""
+    """What the user says, what the assistant answers, and what of it was recalled."""
 
     user: str
     assistant: str
-    recalled: bool = False
+    recalled: str | None = None
+    """The words of the answer that had to be looked up."""
 
 
 def own_facts(rng: random.Random, split: Split) -> list[Fact]:
@@ -125,24 +129,36 @@ def own_facts(rng: random.Random, split: Split) -> list[Fact]:
     _, colour, thing = draw_triple(rng, split, "I")
     value = f"{colour} {thing}"
     name, food, place = rng.choice(lexicon.NAMES), rng.choice(lexicon.FOODS), rng.choice(lexicon.PLACES)
-    pet, pet_name, favourite = rng.choice(lexicon.PETS), rng.choice(lexicon.PET_NAMES), rng.choice(lexicon.COLOURS[:13])
+    pet, pet_name, favourite = (
+        rng.choice(lexicon.PETS),
+        rng.choice(lexicon.PET_NAMES),
+        rng.choice(lexicon.COLOURS[:FAVOURITES]),
+    )
     owned = f"You have {lexicon.article(value)}."
     called = f"Your {pet} is called {pet_name}."
     return [
         Fact(
+            "I",
             rng.choice((f"My name is {name}.", f"I am {name}.")),
             (("What is my name?", f"Your name is {name}."), ("Who am I?", f"You are {name}.")),
             name,
         ),
-        Fact(f"I have {lexicon.article(value)}.", (("What do I have?", owned), ("What have I got?", owned)), value),
-        Fact(f"I like {food}.", (("What do I like?", f"You like {food}."),), food),
-        Fact(f"I live in the {place}.", (("Where do I live?", f"You live in the {place}."),), place),
         Fact(
+            "I",
+            f"I have {lexicon.article(value)}.",
+            (("What do I have?", owned), ("What have I got?", owned)),
+            value,
+        ),
+        Fact("I", f"I like {food}.", (("What do I like?", f"You like {food}."),), food),
+        Fact("I", f"I live in the {place}.", (("Where do I live?", f"You live in the {place}."),), place),
+        Fact(
+            "I",
             rng.choice((f"My {pet} is called {pet_name}.", f"I have a {pet} named {pet_name}.")),
             ((f"What is my {pet} called?", called), (f"What is the name of my {pet}?", called)),
             pet_name,
         ),
         Fact(
+            "I",
             f"My favorite color is {favourite}.",
             (("What is my favorite color?", f"Your favorite color is {favourite}."),),
             favourite,
@@ -202,23 +218,25 @@ def asked(rng: random.Random, fact: Fact) -> Turn:
         question = question[0].lower() + question[1:]
     if rng.random() < 0.15:
         question = question.removesuffix("?")
-    return Turn(question, answer, recalled=True)
+    return Turn(question, answer, fact.value)
 
 
 def told_and_asked(rng: random.Random, facts: list[Fact]) -> Turn:
     """The user states facts and asks for one of them at once."""
     question = asked(rng, rng.choice(facts))
-    return Turn(f"{told(rng, facts).user} {question.user}", question.assistant, recalled=True)
+    return Turn(f"{told(rng, facts).user} {question.user}", question.assistant, question.recalled)
 
 
-def recall_turns(
-    rng: random.Random, split: Split, known: list[Fact], length_tokens: int, most_questions: int
-) -> Iterator[Turn]:
+def recall_turns(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
     """Turns that tell facts, some small talk or a story between, then turns that ask back these and the `known`."""
     told_turns = rng.randint(1, max(1, min(8, length_tokens // 100)))
     facts = rng.sample(own_facts(rng, split), rng.randint(1, 4))
     names = {fact.statement.split()[0] for fact in known}
-    facts += [fact for fact in others_facts(rng, split, told_turns * 2) if fact.statement.split()[0] not in names]
+    facts += [
+        fact
+        for fact in others_facts(rng, split, told_turns * rng.randint(2, 4))
+        if fact.statement.split()[0] not in names
+    ]
     rng.shuffle(facts)
     cuts = sorted(rng.sample(range(1, len(facts)), min(told_turns - 1, len(facts) - 1)))
     for start, stop in zip([0, *cuts], [*cuts, len(facts)], strict=True):
@@ -230,15 +248,13 @@ def recall_turns(
     if length_tokens >= 512 and rng.random() < 0.25:
         yield story_turn(rng, split)
     facts = facts + known
-    for fact in rng.sample(facts, min(len(facts), rng.randint(2, most_questions))):
+    for fact in rng.sample(facts, min(len(facts), rng.randint(2, MOST_QUESTIONS))):
         yield asked(rng, fact)
         if rng.random() < 0.1:
             yield small_talk(rng)
 
 
-def turns_of(
-    rng: random.Random, split: Split, known: list[Fact], length_tokens: int, most_questions: int
-) -> Iterator[Turn]:
+def turns_of(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
     """The turns of one conversation; it asks back what the system message made known."""
     flavour = 1.0 if known else rng.random()
     if flavour < 0.15:
@@ -253,12 +269,10 @@ def turns_of(
     else:
         if rng.random() < 0.2:
             yield small_talk(rng)
-        yield from recall_turns(rng, split, known, length_tokens, most_questions)
+        yield from recall_turns(rng, split, known, length_tokens)
 
 
-def dialogue_document(
-    split: Split, seed: int | str, length_tokens: int, most_questions: int = MOST_QUESTIONS
-) -> Document:
+def dialogue_document(split: Split, seed: int | str, length_tokens: int) -> Document:
     """A conversation as a training text, each answer ended with `<|end|>`; `length_tokens` makes it longer."""
     rng = generator(split, "dialogue", length_tokens, seed)
     segments = [Segment(BOS, Role.GIVEN)]
@@ -267,13 +281,17 @@ def dialogue_document(
         known = others_facts(rng, split, rng.randint(1, 4)) if rng.random() < 0.3 else []
         system = " ".join([rng.choice(SYSTEMS), *(fact.statement for fact in known)])
         segments.append(Segment(SYSTEM + system + END, Role.GIVEN))
-    for turn in turns_of(rng, split, known, length_tokens, most_questions):
+    for turn in turns_of(rng, split, known, length_tokens):
         segments.append(Segment(USER + turn.user + END + ASSISTANT, Role.GIVEN))
-        segments.append(Segment(turn.assistant + END, Role.ANSWER if turn.recalled else Role.TEXT))
+        if turn.recalled is None:
+            segments.append(Segment(turn.assistant, Role.TEXT))
+        else:
+            segments.extend(answer_segments(turn.assistant, turn.recalled))
+        segments.append(Segment(END, Role.TEXT))
     segments.append(Segment(EOS, Role.GIVEN))
     return Document(tuple(segments))
 
 
 def conversation(split: Split, seed: int | str) -> list[Turn]:
     """A conversation of facts told and asked back, for measuring; at least two of its answers are recalled."""
-    return list(recall_turns(generator(split, "conversation", seed), split, [], CONVERSATION_TOKENS, MOST_QUESTIONS))
+    return list(recall_turns(generator(split, "conversation", seed), split, [], CONVERSATION_TOKENS))

@@ -163,8 +163,8 @@ def measure_chat(laboratory: Laboratory, count: int) -> Chat:
             messages.append({"role": "assistant", "content": answer})
             answers += 1
             ended += finished
-            asked += turn.recalled
-            right += turn.recalled and answer == turn.assistant
+            asked += turn.recalled is not None
+            right += turn.recalled is not None and answer == turn.assistant
     return Chat(right, asked, float(np.mean(turns)), ended, answers)
 
 

@@ -17,10 +17,10 @@ BOYS: Final = _words(
 )
 NAMES: Final = tuple(name for pair in zip(GIRLS, BOYS, strict=True) for name in pair)
 
-COLOURS: Final = _words("red blue green yellow black white brown pink purple orange golden silver grey small big shiny")
+COLOURS: Final = _words("red blue green yellow black white brown pink purple violet golden silver grey small big shiny")
 OBJECTS: Final = _words(
     "ball kite book hat car boat doll drum cup box bag coat lamp bell ring key bike flute scarf shell stone coin map "
-    "pen spoon basket blanket train robot puzzle balloon flower bucket clock mirror pillow rope crown shoe umbrella"
+    "pen spoon basket blanket train robot puzzle balloon flower bucket clock mirror pillow rope crown shoe ladder"
 )
 FOODS: Final = _words(
     "apples pears cookies bread soup cheese honey carrots plums rice nuts grapes pancakes milk tea cherries lemons "
@@ -94,14 +94,14 @@ COMMON_WORDS: Final = _words(
     "wash watch water week weight well went were west what wheel when where which while white whole whose why will "
     "wind window winter wish with without woman wonder wood word work world would write wrong year yes young your "
     "hello thanks please sorry France Germany England Paris London Berlin computer code Python server queue worker "
-    "token model batch capital weather doctor teacher weekend holiday football pizza coffee Monday Tuesday Wednesday "
-    "Thursday Friday Saturday Sunday January February March April June July August September October November "
-    "December breakfast dinner evening afternoon yesterday tomorrow elephant tiger lion monkey chicken butterfly "
-    "window bottle camera telephone keyboard library hospital station airport bicycle aeroplane universe planet "
-    "history chemistry physics biology mathematics language grammar answerable possible impossible difficult "
-    "dangerous expensive delicious wonderful interesting strange purpose reason result increase decrease develop "
-    "describe compare create translate summarize America Africa Europe China India Japan English French German "
-    "Spanish"
+    "token model batch capital weather doctor teacher weekend holiday football pizza coffee orange umbrella Monday "
+    "Tuesday Wednesday Thursday Friday Saturday Sunday January February March April June July August September "
+    "October November December breakfast dinner evening afternoon yesterday tomorrow elephant tiger lion monkey "
+    "chicken butterfly window bottle camera telephone keyboard library hospital station airport bicycle aeroplane "
+    "universe planet history chemistry physics biology mathematics language grammar answerable possible impossible "
+    "difficult dangerous expensive delicious wonderful interesting strange purpose reason result increase decrease "
+    "develop describe compare create translate summarize America Africa Europe China India Japan English French "
+    "German Spanish"
 )
 """Words that a newcomer may type; they widen the vocabulary and fill the questions that the model declines."""
 

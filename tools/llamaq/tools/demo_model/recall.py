@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,10 +26,21 @@ LINE_FRAME: Final[Frame] = ("\n", "\n", "")
 FRAMES: Final = (*INLINE_FRAMES, LINE_FRAME)
 
 
+FACT_TOKENS: Final = 7
+QUESTION_TOKENS: Final = 14
+STORY_TOKENS: Final = 150
+"""About what a fact, a question with its answer, and a story take."""
+
+MOST_ASKED_TOKENS: Final = 600
+"""What the questions of a long document take at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fact:
     """A statement, its questions with their answers, and the words that a right answer must hold."""
 
+    subject: str
+    """How the statement begins: whom or what it is about."""
     statement: str
     questions: tuple[tuple[str, str], ...]
     """(question, answer) pairs, the plainest first."""
@@ -41,6 +52,7 @@ def has(name: str, colour: str, thing: str) -> Fact:
     value = f"{colour} {thing}"
     answer = f"{name} has {lexicon.article(value)}."
     return Fact(
+        name,
         answer,
         (
             (f"What does {name} have?", answer),
@@ -55,19 +67,21 @@ def has(name: str, colour: str, thing: str) -> Fact:
 def likes(name: str, food: str) -> Fact:
     """Somebody likes something."""
     answer = f"{name} likes {food}."
-    return Fact(answer, ((f"What does {name} like?", answer), (f"What does {name} like to eat?", answer)), food)
+    return Fact(name, answer, ((f"What does {name} like?", answer), (f"What does {name} like to eat?", answer)), food)
 
 
 def lives(name: str, place: str) -> Fact:
     """Somebody lives somewhere."""
     answer = f"{name} lives in the {place}."
-    return Fact(answer, ((f"Where does {name} live?", answer), (f"Where is the home of {name}?", answer)), place)
+    return Fact(name, answer, ((f"Where does {name} live?", answer), (f"Where is the home of {name}?", answer)), place)
 
 
 def lies(thing: str, spot: str) -> Fact:
     """Something lies somewhere."""
     answer = f"The {thing} is {spot}."
-    return Fact(answer, ((f"Where is the {thing}?", answer), (f"Where can I find the {thing}?", answer)), spot)
+    return Fact(
+        f"The {thing}", answer, ((f"Where is the {thing}?", answer), (f"Where can I find the {thing}?", answer)), spot
+    )
 
 
 def draw_triple(rng: random.Random, split: Split, name: str) -> tuple[str, str, str]:
@@ -78,14 +92,16 @@ def draw_triple(rng: random.Random, split: Split, name: str) -> tuple[str, str, 
             return triple
 
 
-def draw_facts(rng: random.Random, split: Split, count: int) -> list[Fact]:
-    """`count` facts that do not contradict each other: one of a kind for each name, one place for each thing."""
+def draw_facts(rng: random.Random, split: Split, count: int, *, one_kind: bool = False) -> list[Fact]:
+    """At most `count` facts that do not contradict each other: a name has one of a kind, a thing one place."""
     pools: list[tuple[int, Callable[[str], Fact], list[str]]] = [
         (6, lambda name: has(*draw_triple(rng, split, name)), list(lexicon.NAMES)),
         (2, lambda name: likes(name, rng.choice(lexicon.FOODS)), list(lexicon.NAMES)),
         (2, lambda name: lives(name, rng.choice(lexicon.PLACES)), list(lexicon.NAMES)),
         (2, lambda thing: lies(thing, rng.choice(lexicon.SPOTS)), list(lexicon.OBJECTS)),
     ]
+    if one_kind:
+        pools = rng.choices(pools, [weight for weight, _, _ in pools])
     for _, _, subjects in pools:
         rng.shuffle(subjects)
     facts: list[Fact] = []
@@ -96,45 +112,61 @@ def draw_facts(rng: random.Random, split: Split, count: int) -> list[Fact]:
     return facts
 
 
-def filler(rng: random.Random, split: Split) -> str:
+def filler(rng: random.Random, split: Split, spare_tokens: int) -> str:
     """Text between fact and question: mostly a quiet sentence, now and then a short story."""
-    if rng.random() < 0.06:
+    if spare_tokens > STORY_TOKENS and rng.random() < 0.06:
         return draw_story(rng, split)
     return rng.choice(lexicon.QUIET_SENTENCES)
 
 
-def ask(rng: random.Random, fact: Fact, frame: Frame) -> tuple[Segment, Segment]:
+def answer_segments(answer: str, value: str) -> Iterator[Segment]:
+    """An answer, its looked-up words apart: they weigh most."""
+    before, found, after = answer.rpartition(f" {value}")
+    if not found:  # another part of the fact was asked for
+        yield Segment(answer, Role.ANSWER)
+        return
+    yield Segment(before, Role.TEXT)
+    yield Segment(found, Role.ANSWER)
+    yield Segment(after, Role.TEXT)
+
+
+def ask(rng: random.Random, fact: Fact, frame: Frame) -> Iterator[Segment]:
     """A question about `fact` and its answer."""
     question, answer = fact.questions[0] if rng.random() < 0.6 else rng.choice(fact.questions)
-    return Segment(frame[0] + question + frame[1], Role.GIVEN), Segment(frame[2] + answer, Role.ANSWER)
+    yield Segment(frame[0] + question + frame[1], Role.GIVEN)
+    yield from answer_segments(frame[2] + answer, fact.value)
 
 
-def recall_document(split: Split, seed: int | str, length_tokens: int, *, lines: bool = False) -> Document:
-    """Facts with fillers, then questions about many of them, about `length_tokens` long in all.
+def restate(fact: Fact) -> Iterator[Segment]:
+    """The fact once more, without a question: the densest exercise."""
+    yield Segment(" " + fact.subject, Role.GIVEN)
+    yield from answer_segments(fact.statement.removeprefix(fact.subject), fact.value)
 
-    With `lines`, facts, questions and answers are on lines of their own in many documents.
+
+def recall_document(split: Split, seed: int | str, length_tokens: int) -> Document:
+    """Facts with fillers, then questions about them, about `length_tokens` long in all.
+
+    Half of the documents hold facts of one kind only, so that nothing but the subject tells them apart; and facts are
+    asked with repetition, so that nothing can be told by elimination.
     """
     rng = generator(split, "recall", length_tokens, seed)
-    density = rng.choice((0.4, 0.6, 0.8))
-    count = max(2, int(length_tokens * density / 9))
-    facts = draw_facts(rng, split, count)
-    told_tokens = length_tokens - 10
-    question_tokens = min(len(facts) * 28, int(told_tokens * 0.55), 600)
+    wanted = max(3, int(length_tokens * rng.choice((0.25, 0.35, 0.5)) / FACT_TOKENS))
+    facts = draw_facts(rng, split, wanted, one_kind=rng.random() < 0.5)
+    restated = rng.random() < (0.5 if length_tokens <= 64 else 0.2)
+    asked_tokens = FACT_TOKENS if restated else QUESTION_TOKENS
+    rest_tokens = length_tokens - FACT_TOKENS * len(facts)
+    share = 1.0 if length_tokens <= 64 else rng.choice((0.3, 0.6, 0.9))
+    questions = max(2, min(int(rest_tokens * share), MOST_ASKED_TOKENS) // asked_tokens)
     sentences = [fact.statement for fact in facts]
-    used = 9 * len(sentences) + question_tokens
-    while used > told_tokens and len(sentences) > 2:
-        sentences.pop()
-        facts.pop()
-        used -= 9
-    while used < told_tokens:
-        text = filler(rng, split)
+    spare_tokens = rest_tokens - questions * asked_tokens
+    while spare_tokens > FACT_TOKENS:
+        text = filler(rng, split, spare_tokens)
         sentences.insert(rng.randint(0, len(sentences)), text)
-        used += len(text.split()) + 2
-    separator = rng.choice((" ", "\n")) if lines else " "
-    segments = [Segment(BOS, Role.GIVEN), Segment(separator.join(sentences), Role.GIVEN)]
-    frame = rng.choice((*INLINE_FRAMES, *[LINE_FRAME] * 3) if lines else INLINE_FRAMES)
-    for _ in range(max(2, question_tokens // 14)):
-        segments.extend(ask(rng, rng.choice(facts), frame))  # with repetition: nothing can be told by elimination
+        spare_tokens -= len(text.split()) + 2
+    segments = [Segment(BOS, Role.GIVEN), Segment(rng.choice((" ", "\n")).join(sentences), Role.GIVEN)]
+    frame = rng.choice((*INLINE_FRAMES, *[LINE_FRAME] * 3))
+    for fact in rng.choices(facts, k=questions):
+        segments.extend(restate(fact) if restated else ask(rng, fact, frame))
     segments.append(Segment(EOS, Role.TEXT))
     return Document(tuple(segments))
 
@@ -158,9 +190,11 @@ class Probe:
 
 
 def recall_probe(seed: int, distance_words: int, frame: Frame = FRAMES[1]) -> Probe:
-    """Two to eight facts, the asked one, distractors and quiet sentences, the question: `distance_words` words from fact to end.
+    """Some facts, the asked one, distractors and quiet sentences, the question.
 
-    Each word of the grammar is one token, and so is each full stop: the distance is in tokens, to within a sentence.
+    From the asked fact to the end it is `distance_words` words. Each word of the grammar is one token, and so is each
+    full stop: the distance is in tokens, to within a sentence. The asked fact is as likely anywhere as the others are,
+    so that a model which answers with the first fact, or any, fails.
     """
     rng = generator(Split.HELD_OUT, "probe", distance_words, seed)
     facts = draw_facts(rng, Split.HELD_OUT, 150)

@@ -28,13 +28,12 @@ class Stage:
 
 
 CURRICULUM: Final = (
-    Stage(0.04, (64,), 4096, Mixture(recall=9, stories=0, dialogues=1)),
-    Stage(0.10, (128,), 4096, Mixture(recall=7, stories=0, dialogues=3)),
-    Stage(0.28, (256,), 4096, Mixture(recall=4, stories=3, dialogues=3)),
-    Stage(0.439, (256, 512), 8192, Mixture(recall=4, stories=3, dialogues=3)),
-    Stage(0.65, (256, 256, 512), 4096, Mixture(recall=4, stories=1, dialogues=5, lines=True, most_questions=14)),
-    Stage(0.85, (256, 512, 1024), 4096, Mixture(recall=5, stories=1, dialogues=4, lines=True, most_questions=14)),
-    Stage(1.00, (256, 512, 1024, 2048), 4096, Mixture(recall=5, stories=1, dialogues=4, lines=True, most_questions=14)),
+    Stage(0.10, (64,), 4096, Mixture(recall=9, stories=0, dialogues=1)),
+    Stage(0.22, (128,), 4096, Mixture(recall=7, stories=0, dialogues=3)),
+    Stage(0.60, (256,), 4096, Mixture(recall=4, stories=2, dialogues=4)),
+    Stage(0.75, (256, 512), 4096, Mixture(recall=4, stories=2, dialogues=4)),
+    Stage(0.90, (256, 512, 1024), 4096, Mixture(recall=5, stories=1, dialogues=4)),
+    Stage(1.00, (256, 512, 1024, 2048), 4096, Mixture(recall=5, stories=1, dialogues=4)),
 )
 
 

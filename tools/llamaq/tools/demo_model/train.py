@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from llamaq.tools.demo_model.batches import draw_batch, encode
 from llamaq.tools.demo_model.dialogues import conversation
+from llamaq.tools.demo_model.first_weights import set_first_weights
 from llamaq.tools.demo_model.grammar import ASSISTANT, BOS, END, USER, Split
 from llamaq.tools.demo_model.model import DemoModel, ModelShape
 from llamaq.tools.demo_model.recall import recall_probe
@@ -86,6 +87,7 @@ class Training:
         self.tokenizer: Tokenizer = load_or_train(plan.out / "tokenizer.json", plan.seed)
         self.shape = ModelShape(vocabulary=self.tokenizer.get_vocab_size())
         self.model = DemoModel(self.shape)
+        set_first_weights(self.model)
         self.loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = self.weighted_loss
         if plan.compile:
             self.loss = torch.compile(self.weighted_loss, dynamic=False, recompile_limit=MOST_SHAPES)
@@ -151,7 +153,7 @@ class Training:
             for turn in conversation(Split.HELD_OUT, seed):
                 ids += self.tokenizer.encode(USER + turn.user + END + ASSISTANT).ids
                 answer = self.tokenizer.encode(turn.assistant + END).ids
-                if turn.recalled:
+                if turn.recalled is not None:
                     answers.append((len(ids), answer))
                 ids += answer
             guesses = self.model(torch.tensor([ids]))[0].argmax(-1).tolist()
@@ -244,8 +246,8 @@ def parse_plan(arguments: list[str] | None = None) -> tuple[Plan, bool]:
     parser.add_argument("--minutes", type=float, default=100.0)
     parser.add_argument("--eval-minutes", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--matrix-rate", type=float, default=3e-3, help="peak learning rate of Muon")
-    parser.add_argument("--vector-rate", type=float, default=3e-3, help="peak learning rate of AdamW")
+    parser.add_argument("--matrix-rate", type=float, default=1.5e-3, help="peak learning rate of Muon")
+    parser.add_argument("--vector-rate", type=float, default=1.5e-3, help="peak learning rate of AdamW")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-bf16", dest="bf16", action="store_false")

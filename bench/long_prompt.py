@@ -1,0 +1,171 @@
+"""How long running streams wait for their next token while a prompt of 3,000 tokens is read.
+
+Three jobs stream; then a long prompt comes, which the worker reads in chunks of 512 tokens, each in one tick with the
+streams' decode tokens. `longest_gap_ms` is the longest time between two arrivals at any of the streams' subscribers
+meanwhile. `chunk_tick_ms` is the worker's own measurement, through a hook, of the ticks with a full chunk and a token
+of every stream. `gap_per_chunk_tick` is the longest gap over the median of those ticks: 1 is what chunks promise, and
+1.5 the target; `gap_per_slowest_tick` has the slowest of them below the line, as later chunks look at more cells.
+`unchunked` are the same figures with the whole prompt in as few ticks as `n_batch` allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from harness import Figures, Plan, note, run, show, stack
+from llamaq.producer import AsyncClient
+from workload import Prompts, Timeline, follow, greedy, median_of, spread
+
+TICKS_FILE = "BENCH_TICKS_FILE"
+"""Environment variable: where the hook of a worker writes its ticks."""
+N_STREAMS = 3
+N_IN, N_OUT = 64, 160
+N_LONG, QUICK_N_LONG = 3000, 1000
+CHUNK_SIZE, QUICK_CHUNK_SIZE = 512, 128
+N_CTX = 8192
+STREAMED_BEFORE = 24
+"""Tokens that every stream has had when the long prompt comes."""
+TARGET = 1.5
+
+
+def record(name: str, measurements: Mapping[str, Any]) -> None:
+    """The hook, in the worker's process: appends each tick to a file."""
+    if name == "tick":
+        with Path(os.environ[TICKS_FILE]).open("a") as file:
+            file.write(json.dumps(dict(measurements)) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one worker gets in one round."""
+
+    streams: list[list[int]]
+    long_prompt: list[int]
+
+    @classmethod
+    def draw(cls, prompts: Prompts, n_long: int) -> Load:
+        return cls(prompts.several(N_STREAMS, N_IN), prompts.tokens(n_long))
+
+
+async def read_beside_streams(load: Load, client: AsyncClient) -> tuple[Timeline, list[Timeline]]:
+    """The long prompt's timeline, and those of the streams."""
+    counts = [0] * len(load.streams)
+    all_stream = asyncio.Event()
+
+    def seen(index: int, n_tokens: int) -> None:
+        counts[index] += n_tokens
+        if min(counts) >= STREAMED_BEFORE:
+            all_stream.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(follow(client, prompt, partial(seen, index), **greedy(N_OUT)))
+            for index, prompt in enumerate(load.streams)
+        ]
+        await all_stream.wait()
+        long = await follow(client, load.long_prompt, **greedy(1))
+    return long, [task.result() for task in running]
+
+
+def gaps_during(long: Timeline, stream: Timeline) -> list[float]:
+    """Milliseconds between a stream's arrivals, of the gaps that overlap the reading of the long prompt."""
+    times = stream.arrivals_s
+    begin_s, end_s = long.submitted_s, long.arrivals_s[0]
+    return [(after - before) * 1000 for before, after in pairwise(times) if after > begin_s and before < end_s]
+
+
+def chunk_ticks(ticks_file: Path, chunk_size: int) -> list[float]:
+    """Milliseconds of each tick with a full chunk and a token of every stream; empties the file."""
+    ticks = [json.loads(line) for line in ticks_file.read_text().splitlines()]
+    ticks_file.write_text("")
+    full = [tick for tick in ticks if tick["prefill_tokens"] >= chunk_size and tick["decode_tokens"] == N_STREAMS]
+    return [tick["eval_ms"] for tick in full]
+
+
+def summarize(long: Timeline, streams: list[Timeline], ticks_ms: list[float]) -> dict[str, Any]:
+    """Figures of one round."""
+    during = [gap for stream in streams for gap in gaps_during(long, stream)]
+    tick = spread(ticks_ms)
+    return {
+        "longest_gap_ms": round(max(during), 2),
+        "chunk_tick_ms": tick,
+        "chunk_ticks": len(ticks_ms),
+        "gap_per_chunk_tick": round(max(during) / tick["p50"], 3),
+        "gap_per_slowest_tick": round(max(during) / tick["max"], 3),
+        "ttft_long_ms": round(long.ttft_ms, 1),
+        "itl_ms": spread([gap for stream in streams for gap in stream.gaps_ms]),
+    }
+
+
+def measure(plan: Plan) -> Figures:
+    """The figures of all rounds, chunked and not."""
+    n_long, chunk_size = (QUICK_N_LONG, QUICK_CHUNK_SIZE) if plan.quick else (N_LONG, CHUNK_SIZE)
+    n_batch = 2048
+    with ExitStack() as ends:
+        ticks_file = Path(ends.enter_context(tempfile.TemporaryDirectory())) / "ticks.jsonl"
+        ticks_file.touch()
+        os.environ |= {TICKS_FILE: str(ticks_file), "PYTHONPATH": _path_with_this_folder()}
+        sizes = {"chunked": chunk_size, "unchunked": n_batch}
+        settings = [
+            plan.settings(queue=name, n_ctx=N_CTX, n_batch=n_batch, chunk_size=size, hooks=("long_prompt:record",))
+            for name, size in sizes.items()
+        ]
+        over = ends.enter_context(stack(settings))
+        prompts = Prompts(plan.seed, over.worker.card.n_vocab)
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sizes}
+        for index in range(plan.rounds + 1):
+            for name, size in sizes.items():
+                load = Load.draw(prompts, n_long)
+                long, streams = over.run(partial(read_beside_streams, load), name)
+                whole = min(size, n_batch - N_STREAMS, n_long)
+                figures = summarize(long, streams, chunk_ticks(ticks_file, whole))
+                if index or plan.quick:  # the first round warms up
+                    rounds[name].append(figures)
+                    note(f"{name}: longest gap {figures['longest_gap_ms']} ms")
+    results = {name: median_of(figures) for name, figures in rounds.items()}
+    _show(results)
+    worst = max(figures["gap_per_chunk_tick"] for figures in rounds["chunked"])
+    sizes_used = {"streams": N_STREAMS, "prompt_tokens": n_long, "chunk_size": chunk_size}
+    verdict = {"target": TARGET, "is_met": results["chunked"]["gap_per_chunk_tick"] <= TARGET}
+    return sizes_used | verdict | {"worst_gap_per_chunk_tick": worst} | results
+
+
+def _path_with_this_folder() -> str:
+    """For the worker's process, which loads the hook from this file."""
+    folders = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, folders))
+
+
+def _show(results: dict[str, dict[str, Any]]) -> None:
+    columns = (
+        "prompt",
+        "longest gap ms",
+        "chunk tick p50",
+        "max",
+        "gap/tick",
+        "gap/slowest",
+        "TTFT of long",
+        "ITL p50",
+    )
+    rows = []
+    for name, one in results.items():
+        tick = one["chunk_tick_ms"]
+        ratios = (f"{one['gap_per_chunk_tick']:.2f}", f"{one['gap_per_slowest_tick']:.2f}")
+        rows.append(
+            (name, one["longest_gap_ms"], tick["p50"], tick["max"], *ratios, one["ttft_long_ms"], one["itl_ms"]["p50"])
+        )
+    show("streams while a long prompt is read", columns, rows)
+
+
+if __name__ == "__main__":
+    run(measure)

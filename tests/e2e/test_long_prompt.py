@@ -1,0 +1,69 @@
+"""A long prompt is read in chunks between the decode tokens of others; `bench/long_prompt.py` measures their wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from redis import Redis
+
+from llamaq.common.keys import GROUP, Keys
+from llamaq.common.messages import Priority
+from llamaq.producer import Client
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Await, ServedQueue
+
+PROMPT_TOKENS = 1600
+N_STREAMS = 3
+
+
+def test_every_tick_that_reads_the_long_prompt_also_serves_every_stream(
+    slow: ServedQueue, slow_client: Client, wait_for: Await
+) -> None:
+    chunk_size = slow.settings.chunk_size
+    with slow.recording() as ticks:
+        streams = [slow_client.submit("the world", max_tokens=6000) for _ in range(N_STREAMS)]
+        for job in streams:
+            next(job.stream())
+        long = slow_client.submit(tokens=[7] * PROMPT_TOKENS, max_tokens=1)
+        stats = long.result(timeout=50).stats
+        for job in streams:
+            assert job.cancel(), "a stream was over before the long prompt was read: nothing was shown"
+            job.result(timeout=10)
+    assert stats.prompt_tokens == PROMPT_TOKENS
+    first = next(index for index, tick in enumerate(ticks) if tick["decode_tokens"] == N_STREAMS)
+    reading = [tick for tick in ticks[first:] if tick["prefill_tokens"]]
+    assert sum(tick["prefill_tokens"] for tick in reading) == PROMPT_TOKENS
+    assert {tick["decode_tokens"] for tick in reading} == {N_STREAMS}
+    assert {tick["active_slots"] for tick in reading} == {N_STREAMS + 1}
+    assert {tick["prefill_tokens"] for tick in reading} == {chunk_size}
+    assert all(tick["batch_size"] == tick["decode_tokens"] + tick["prefill_tokens"] for tick in ticks)
+
+
+def test_a_prompt_that_is_read_for_longer_than_a_lease_keeps_its_lease(
+    slow: ServedQueue, slow_client: Client, wait_for: Await
+) -> None:
+    lease_ms = slow.settings.lease_s * 1000
+    job = slow_client.submit(tokens=[7] * 16_000, max_tokens=1)
+    longest_ms = 0
+    with Redis.from_url(slow.url) as redis:
+
+        def read_for_two_leases() -> bool:
+            nonlocal longest_ms
+            slot = next((slot for slot in slow_client.workers()[0].slots if slot.job_id == job.id), None)
+            pending: Any = redis.xpending_range(
+                Keys().jobs(slow.queue, 0, Priority.INTERACTIVE), GROUP, min="-", max="+", count=1
+            )
+            longest_ms = max([longest_ms, *(entry["time_since_delivered"] for entry in pending)])
+            started_ms = job.status().started_ms
+            seconds, microseconds = redis.time()
+            now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+            assert slot is None or slot.state == "prefill", "it was read too soon: nothing was shown"
+            return started_ms is not None and now_ms - started_ms > 2 * lease_ms
+
+        wait_for(read_for_two_leases)
+    assert 0 < longest_ms < lease_ms
+    assert job.cancel()
+    result = job.result(timeout=10)
+    assert result.stats.generated_tokens == 0
+    assert job.status().attempt == 1

@@ -1,0 +1,181 @@
+"""What is measured: with each result, in the stats stream, in the worker's snapshot, and for hooks in its process."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from redis import Redis
+
+from llamaq.common import codec
+from llamaq.common.keys import Keys
+from llamaq.common.messages import JobState, JobStats, TickStats, Worker
+from llamaq.producer import Client, NoWorker
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Await, ServedQueue
+
+STORY = "Once upon a time"
+
+
+def test_the_stats_of_a_job_are_those_of_what_it_did(client: Client, demo: ServedQueue) -> None:
+    begun = time.monotonic()
+    result = client.generate(STORY, max_tokens=50, ignore_eos=True)
+    elapsed_ms = (time.monotonic() - begun) * 1000
+    stats = result.stats
+    assert stats.prompt_tokens == len(client.tokenizer().encode(STORY))
+    assert stats.generated_tokens == len(result.tokens) == 50
+    assert stats.ttft_ms is not None
+    assert 0 < stats.ttft_ms < stats.duration_ms < elapsed_ms
+    assert 0 <= stats.queue_ms < elapsed_ms
+    assert stats.generation_rate == pytest.approx(49 / (stats.duration_ms - stats.ttft_ms) * 1000, rel=0.05)
+    assert stats.prompt_eval_rate is not None
+    n_evaluated = stats.prompt_tokens - stats.prefix_cache_tokens
+    assert stats.prompt_eval_rate >= 0.99 * n_evaluated / stats.ttft_ms * 1000, (
+        "reading is a part of the time to first token"
+    )
+
+    assert stats.prefix_cache_ratio == pytest.approx(stats.prefix_cache_tokens / stats.prompt_tokens)
+    assert stats.slot in range(demo.settings.n_parallel)
+    assert stats.seq_id is not None
+    assert stats.worker == client.workers()[0].card.worker
+    assert stats.mode == "result"
+
+
+def test_a_job_that_waited_says_how_long(slow: ServedQueue, slow_client: Client, wait_for: Await) -> None:
+    n_claimed = slow.settings.n_parallel + slow.settings.inbox_window
+    blockers = [slow_client.submit("the world", max_tokens=5000) for _ in range(n_claimed)]
+    wait_for(lambda: slow_client.queue_depth().running == n_claimed)
+    late = slow_client.submit("the world", max_tokens=2)
+    for blocker in blockers:
+        assert blocker.status().state is JobState.RUNNING
+    with Redis.from_url(slow.url) as redis:
+        seconds, microseconds = redis.time()
+    submitted_ms = late.status().submitted_ms
+    assert submitted_ms is not None
+    waited_ms = int(seconds) * 1000 + int(microseconds) // 1000 - submitted_ms
+    for blocker in blockers:
+        blocker.cancel()
+    assert 0 < waited_ms <= late.result().stats.queue_ms
+
+
+def test_a_tick_is_measured_with_the_names_of_the_field(client: Client, demo: ServedQueue) -> None:
+    with demo.recording() as ticks:
+        job = client.submit(STORY, max_tokens=30, ignore_eos=True)
+        stats = job.result().stats
+    for tick in ticks:
+        assert set(tick) == {"name", *TickStats.model_fields}
+        assert tick["batch_size"] == tick["decode_tokens"] + tick["prefill_tokens"]
+        assert tick["eval_ms"] > 0
+        assert tick["active_slots"] == 1
+    assert sum(tick["prefill_tokens"] for tick in ticks) == stats.prompt_tokens - stats.prefix_cache_tokens
+    assert sum(tick["decode_tokens"] for tick in ticks) == 29, "the first of 30 tokens comes with the prompt"
+    assert sum(tick["eval_ms"] for tick in ticks) <= stats.duration_ms
+
+
+def test_a_hook_is_told_of_each_finished_job_what_its_result_says(
+    client: Client, demo: ServedQueue, wait_for: Await
+) -> None:
+    stats = client.generate(STORY, max_tokens=5).stats
+    told = wait_for(lambda: [one for one in demo.measurements() if one.get("duration_ms") == stats.duration_ms])
+    assert told == [{"name": "request.done", **stats.model_dump(mode="json")}]
+    assert set(told[0]) == {"name", *JobStats.model_fields}
+
+
+def test_the_stats_stream_has_every_finished_job_newest_first(
+    client: Client, demo: ServedQueue, wait_for: Await
+) -> None:
+    mine = [client.generate(STORY, max_tokens=5).stats for _ in range(3)]
+    recent = wait_for(lambda: (recent := client.stats().recent)[:1] == (mine[-1],) and recent)
+    assert recent[:3] == tuple(reversed(mine))
+    with Redis.from_url(demo.url) as redis:
+        ((_, fields),) = redis.xrevrange(Keys().stats(demo.queue), count=1)
+    assert codec.decode_model(JobStats, fields[b"stats"]) == mine[-1]
+
+
+def test_a_cancelled_job_is_measured_too(slow_client: Client, wait_for: Await) -> None:
+    job = slow_client.submit("the world", max_tokens=5000)
+    next(job.stream())
+    job.cancel()
+    stats = job.result().stats
+    assert stats.generated_tokens > 0
+    wait_for(lambda: slow_client.stats().recent[:1] == (stats,))
+
+
+def test_the_card_says_what_the_worker_is(client: Client, demo: ServedQueue) -> None:
+    (worker,) = client.workers()
+    card = worker.card
+    assert (card.pid, card.queue, card.model) == (demo.process.pid, demo.queue, "llamaq-demo.gguf")
+    assert (card.n_ctx, card.n_parallel) == (demo.settings.n_ctx, demo.settings.n_parallel)
+    assert card.n_ctx_train > 0
+    assert card.n_vocab > 0
+    assert card.quantization
+    assert card.chat_template is not None
+    assert card.worker
+    assert card.host
+    assert card.device == "all"
+    assert card.version
+    assert card.started_ms <= worker.heartbeat_ms
+
+
+def test_a_snapshot_shows_the_slots_at_work_and_idle_again(slow_client: Client, wait_for: Await) -> None:
+    jobs = [slow_client.submit("the world", max_tokens=5000) for _ in range(2)]
+
+    def both_at_work() -> Worker | None:
+        (worker,) = slow_client.workers()
+        at_work = {slot.job_id for slot in worker.slots if slot.generated_tokens}
+        return worker if at_work == {job.id for job in jobs} else None
+
+    worker = wait_for(both_at_work)
+    assert [slot.index for slot in worker.slots] == list(range(4))
+    busy = [slot for slot in worker.slots if slot.job_id]
+    assert {slot.state for slot in busy} == {"decode"}
+    assert all(slot.prefilled_tokens == slot.prompt_tokens > 0 for slot in busy)
+    assert {slot.state for slot in worker.slots if not slot.job_id} == {"idle"}
+    assert worker.cache.n_cells == worker.card.n_ctx
+    assert worker.cache.reserved_cells >= sum(5000 + slot.prompt_tokens for slot in busy)
+    assert worker.last_tick is not None
+    assert worker.last_tick.decode_tokens == 2
+    done_before, ticks_before = worker.jobs_done, worker.ticks
+    for job in jobs:
+        job.cancel()
+        job.result()
+    after = wait_for(lambda: (worker := slow_client.workers()[0]).jobs_done >= done_before + 2 and worker)
+    wait_for(lambda: {slot.state for slot in slow_client.workers()[0].slots} == {"idle"})
+    assert after.ticks > ticks_before
+    assert after.heartbeat_ms > worker.heartbeat_ms
+
+
+def test_queue_depth_counts_who_waits_and_who_is_with_the_worker(
+    slow: ServedQueue, slow_client: Client, wait_for: Await
+) -> None:
+    claimed = slow.settings.n_parallel + slow.settings.inbox_window
+    jobs = [slow_client.submit("the world", max_tokens=5000) for _ in range(claimed + 3)]
+    depth = wait_for(lambda: (depth := slow_client.queue_depth()).running == claimed and depth)
+    assert (depth.waiting, depth.running) == (3, claimed)
+    wait_for(lambda: (tick := slow_client.workers()[0].last_tick) is not None and tick.queue_depth >= 3)
+    assert slow_client.stats().depth == depth
+    for job in jobs:
+        job.cancel()
+    wait_for(lambda: (depth := slow_client.queue_depth()).waiting + depth.running == 0)
+
+
+def test_stats_bring_depth_workers_and_recent_jobs_together(client: Client, demo: ServedQueue) -> None:
+    client.generate(STORY, max_tokens=2)
+    stats = client.stats()
+    assert stats.queue == demo.queue
+    assert [worker.card.pid for worker in stats.workers] == [demo.process.pid]
+    assert stats.recent
+
+
+def test_a_queue_that_nobody_serves_has_no_workers_and_no_tokenizer(demo: ServedQueue, queue: str) -> None:
+    with Client(demo.url, queue) as client:
+        assert client.workers() == ()
+        assert (client.queue_depth().waiting, client.queue_depth().running) == (0, 0)
+        assert client.stats().recent == ()
+        with pytest.raises(NoWorker, match=queue):
+            client.tokenizer()
+        with pytest.raises(NoWorker, match=queue):
+            client.generate(STORY, timeout=0.1)
+        assert client.queue_depth().waiting == 0, "what nobody waits for any more is not left in the queue"

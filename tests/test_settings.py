@@ -1,0 +1,144 @@
+"""A worker's settings: flags over environment over file over defaults, and errors that name what to change."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamaq.common.errors import InvalidSettings
+from llamaq.worker.settings import WorkerSettings, load_settings, usable_cores
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LLAMAQ_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.toml"
+    path.write_text('queue = "of-the-file"\nn_ctx = 1024\nlease_s = 7\ndevices = [1, 2]\nhooks = ["m:f"]\n')
+    return path
+
+
+def test_without_anything_the_defaults_count() -> None:
+    settings = load_settings()
+    assert settings == WorkerSettings()
+    assert settings.model_fields_set == set()
+    assert (settings.queue, settings.n_ctx, settings.model) == ("default", 8192, None)
+    assert settings.n_threads == usable_cores()
+
+
+def test_flags_win_over_variables_over_the_file_over_defaults(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAQ_N_CTX", "2048")
+    monkeypatch.setenv("LLAMAQ_LEASE_S", "8")
+    settings = load_settings(config, lease_s=9.0, n_parallel=None)
+    assert settings.queue == "of-the-file"
+    assert settings.n_ctx == 2048
+    assert settings.lease_s == 9.0
+    assert settings.n_parallel == 4, "a flag that was not given is None"
+    assert settings.model_fields_set == {"queue", "n_ctx", "lease_s", "devices", "hooks"}
+
+
+def test_lists_come_with_commas_or_as_toml_arrays(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings(config)
+    assert settings.devices == (1, 2)
+    assert settings.hooks == ("m:f",)
+    monkeypatch.setenv("LLAMAQ_HOOKS", "a:b, c:d,")
+    settings = load_settings(config, devices="0,3")
+    assert settings.devices == (0, 3)
+    assert settings.hooks == ("a:b", "c:d")
+
+
+def test_the_file_of_one_worker_says_nothing_to_the_next(config: Path) -> None:
+    assert load_settings(config).n_ctx == 1024
+    assert load_settings().n_ctx == 8192
+
+
+def test_settings_survive_the_way_to_a_child_process() -> None:
+    settings = load_settings(devices="0,3", temperature=0.1, model="x.gguf")
+    assert WorkerSettings.model_validate_json(settings.model_dump_json()) == settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"n_parallel": 0}, "--n-parallel (LLAMAQ_N_PARALLEL): Input should be greater than or equal to 1, got '0'"),
+        ({"n_parallel": 257}, "--n-parallel (LLAMAQ_N_PARALLEL)"),
+        ({"temperature": -1.0}, "--temperature (LLAMAQ_TEMPERATURE)"),
+        ({"temperature": float("nan")}, "--temperature (LLAMAQ_TEMPERATURE)"),
+        ({"queue": "no spaces"}, "--queue (LLAMAQ_QUEUE)"),
+        ({"log_level": "loud"}, "--log-level (LLAMAQ_LOG_LEVEL)"),
+        ({"devices": "0,0"}, "--devices (LLAMAQ_DEVICES): a device stands there twice"),
+        ({"devices": "0,x"}, "--devices"),
+        ({"n_parallel": 8, "n_batch": 4}, "--n-parallel (LLAMAQ_N_PARALLEL): 8 slots need a batch of as many tokens"),
+        ({"n_batch": 4096, "n_ctx": 2048}, "--n-batch (LLAMAQ_N_BATCH): 4096 is more than --n-ctx 2048"),
+    ],
+)
+def test_a_bad_flag_is_named_with_its_variable(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings(**flags)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_variable_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAQ_LEASE_S", "soon")
+    with pytest.raises(InvalidSettings, match=r"--lease-s \(LLAMAQ_LEASE_S\): .*got 'soon'"):
+        load_settings()
+
+
+def test_every_bad_setting_is_said_at_once() -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings(n_ctx=1, top_p=2.0)
+    assert "--n-ctx" in str(caught.value)
+    assert "--top-p" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("n_ctxx = 5", "n-ctxx"),
+        ("n_ctx = ", "Invalid value"),
+        ("[worker]\nn_ctx = 1024", "worker"),
+        ('n_ctx = "many"', "--n-ctx (LLAMAQ_N_CTX)"),
+    ],
+)
+def test_a_file_with_an_unknown_key_or_bad_value_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings(path)
+    assert said in str(caught.value)
+
+
+def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="--config: there is no file"):
+        load_settings(tmp_path / "nowhere.toml")
+
+
+def test_an_unknown_variable_is_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAQ_TIMEOUT_S", "5")  # a client's
+    assert load_settings() == WorkerSettings()
+
+
+def test_the_batch_is_the_context_but_at_most_2048_tokens() -> None:
+    assert WorkerSettings(n_ctx=512).batch_budget == 512
+    assert WorkerSettings(n_ctx=100_000).batch_budget == 2048
+    assert WorkerSettings(n_batch=4096).batch_budget == 4096
+
+
+def test_threads_are_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
+    assert WorkerSettings().n_threads == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert usable_cores() == (os.cpu_count() or 1)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        setattr(WorkerSettings(), "n_ctx", 1)  # noqa: B010  # mypy knows that it cannot be
