@@ -26,10 +26,11 @@ from llamaq.common.messages import (
 LIMIT = 1 << 20
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text() | st.binary()
-values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner))
+map_keys = st.text() | st.integers(-5, 2**40)
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(map_keys, inner))
 fields = st.sampled_from(sorted(JobRequest.model_fields))
 requests = st.dictionaries(fields, values, max_size=4).map(lambda found: {"prompt": "x", **found})
-packed = st.one_of(st.binary(), (values | requests).map(lambda value: msgpack.packb(value)))
+packed = st.one_of(st.binary(), (values | requests).map(msgpack.packb))
 
 DEEP = b"\x91" * 100_000
 TIMESTAMP = msgpack.packb({"prompt": msgpack.Timestamp(0)})
@@ -50,8 +51,7 @@ HUGE_ARRAY = b"\xdd\xff\xff\xff\xff"
 def test_any_bytes_are_a_request_or_an_invalid_request(data: bytes) -> None:
     try:
         request = codec.decode_request(data, LIMIT)
-    except InvalidRequest as exc:
-        assert "\n" not in str(exc)[:200].splitlines()[0]
+    except InvalidRequest:
         return
     assert isinstance(request, JobRequest)
 
@@ -76,6 +76,7 @@ def test_any_bytes_are_an_event_an_output_a_model_or_a_protocol_error(data: byte
             continue
 
 
+offsets = st.integers(0, 2**40)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -100,7 +101,13 @@ def test_a_request_comes_back_as_it_was(request: JobRequest) -> None:
 @given(
     st.one_of(
         st.builds(Started, attempt=st.integers(1, 2**31), worker=st.text()),
-        st.builds(Tokens, tokens=st.lists(st.integers(0, 2**31 - 1)).map(tuple), text=st.text()),
+        st.builds(
+            Tokens,
+            offset=offsets,
+            text_offset=offsets,
+            tokens=st.lists(st.integers(0, 2**31 - 1)).map(tuple),
+            text=st.text(),
+        ),
         st.builds(Finished, finish_reason=st.sampled_from(FinishReason), stats=st.builds(JobStats)),
         st.builds(Failed, code=st.text(), message=st.text()),
     )

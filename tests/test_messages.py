@@ -19,7 +19,7 @@ def test_every_sampling_parameter_has_a_worker_default() -> None:
 
 
 def test_a_jobs_own_sampling_goes_over_the_defaults_also_when_it_is_zero() -> None:
-    defaults = SamplingDefaults(temperature=0.7, top_k=30)  # type: ignore[call-arg]
+    defaults = SamplingDefaults(temperature=0.7, top_k=30)
     resolved = defaults.resolve(SamplingParams(temperature=0, min_p=0.2))
     assert (resolved.temperature, resolved.top_k, resolved.min_p) == (0, 30, 0.2)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.worker.plugins import load_hooks, load_object, look_here_too
+from llamaq.worker.plugins import load_hooks, load_object
 
 OWN = """
 answer = 42
@@ -35,8 +35,8 @@ def test_a_module_of_the_working_directory_is_found(module: str) -> None:
 
 
 def test_the_working_directory_comes_once(module: str, tmp_path: Path) -> None:
-    look_here_too()
-    look_here_too()
+    load_object(f"{module}:answer", "hooks")
+    load_object(f"{module}:answer", "hooks")
     assert sys.path.count(str(tmp_path)) == 1
 
 

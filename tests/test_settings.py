@@ -102,7 +102,7 @@ def test_every_bad_setting_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("n_ctxx = 5", "n-ctxx"),
+        ("n_ctxx = 5", "n_ctxx: there is no such setting"),
         ("n_ctx = ", "Invalid value"),
         ("[worker]\nn_ctx = 1024", "worker"),
         ('n_ctx = "many"', "--n-ctx (LLAMAQ_N_CTX)"),

@@ -313,8 +313,8 @@ def test_a_users_strategy_is_loaded_and_may_call_the_built_in_ones(user_module: 
     [
         ("decode-minimal", "give one of decode-maximal, prefill-priority, balanced, or module:Class"),
         ("", "give one of"),
-        (":Class", "give one of"),
-        ("my_strategies:", "give one of"),
+        (":Class", "is not of the form module:attribute"),
+        ("my_strategies:", "is not of the form module:attribute"),
         ("no_such_module_anywhere:Class", "ModuleNotFoundError"),
         ("my_strategies:Nobody", "AttributeError"),
         ("my_strategies:NoMethod", "it has no method build_batch"),

@@ -62,6 +62,7 @@ def test_a_bad_setting_is_one_line_and_no_traceback() -> None:
         (("--model", "no-such.gguf"), "--model: there is no file 'no-such.gguf'"),
         (("--model", "hf:nonsense"), "is not of the form hf:OWNER/REPO/FILE.gguf"),
         (("--batch-strategy", "fastest"), "--batch-strategy (LLAMAQ_BATCH_STRATEGY) 'fastest'"),
+        (("--hooks", "nowhere:hook"), "--hooks (LLAMAQ_HOOKS): 'nowhere:hook'"),
         (("--redis-url", "http://localhost"), "--redis-url (LLAMAQ_REDIS_URL)"),
     ],
 )

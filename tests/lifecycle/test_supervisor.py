@@ -147,8 +147,6 @@ def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(
     ("variable", "value", "said"),
     [
         ("LLAMAQ_MODEL", "no-such-file.gguf", "--model: there is no file 'no-such-file.gguf'"),
-        ("LLAMAQ_BATCH_STRATEGY", "nowhere:Strategy", "--batch-strategy (LLAMAQ_BATCH_STRATEGY) 'nowhere:Strategy'"),
-        ("LLAMAQ_HOOKS", "nowhere:hook", "--hooks (LLAMAQ_HOOKS): 'nowhere:hook'"),
         ("LLAMAQ_REDIS_URL", "http://localhost", "--redis-url (LLAMAQ_REDIS_URL): Redis URL must specify"),
     ],
 )

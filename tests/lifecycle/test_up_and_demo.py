@@ -27,9 +27,6 @@ from llamaq.worker.embedded import EmbeddedRedis
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Command, Stage
 
-TELL_GROUP_OR_PROCESS = [os.killpg, os.kill]
-"""As a terminal does it, and as a service manager does."""
-
 
 @pytest.fixture
 def up(stage: Stage, free_port: int) -> Command:
@@ -57,10 +54,13 @@ def test_up_serves_another_process_and_tells_how(stage: Stage, up: Command) -> N
     assert any("redis-server" in line for line in stage.living().values())
 
 
-@pytest.mark.parametrize("tell", TELL_GROUP_OR_PROCESS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("tell", "number"),
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM)],
+    ids=["a terminal's Ctrl-C", "SIGINT", "SIGTERM"],
+)
 def test_up_ends_with_all_it_started(
-    stage: Stage, up: Command, number: signal.Signals, tell: Callable[[int, int], None]
+    stage: Stage, up: Command, tell: Callable[[int, int], None], number: signal.Signals
 ) -> None:
     tell(up.pid, number)
     assert up.end() == 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -38,4 +42,24 @@ def connect(url: str, *, name: str) -> Redis:
         )
     except ValueError as exc:
         raise InvalidSettings(f"--redis-url (LLAMAQ_REDIS_URL): {exc}") from exc
+    pool.connection_class = _cancellable(pool.connection_class)
     return Redis.from_pool(pool)
+
+
+def _cancellable(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+    """This kind of connection, with cancellations that always arrive.
+
+    redis-py sends with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation, also that of a timeout, when
+    it comes just as the sending is done (cpython issue 86296). The task would wait on, for ever.
+    """
+
+    class Cancellable(kind):  # type: ignore[misc,valid-type]
+        async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+            task = asyncio.current_task()
+            before = task.cancelling() if task else 0
+            await super().send_packed_command(*args, **kwargs)
+            if task and task.cancelling() > before:
+                await self.disconnect(nowait=True)  # the answer to what was sent would be taken for another's
+                raise asyncio.CancelledError
+
+    return Cancellable

@@ -47,10 +47,13 @@ def explain_settings(exc: ValidationError) -> InvalidSettings:
     """One line for each bad setting, with the flag and the variable it is set by."""
     lines = []
     for error in exc.errors(include_url=False, include_context=False):
-        name = ".".join(str(part) for part in error["loc"])
         message = error["msg"].removeprefix("Value error, ")
-        if not name:
+        if not error["loc"]:
             lines.append(message)
+            continue
+        name = str(error["loc"][0])  # what follows is a place within the value
+        if error["type"] == "extra_forbidden":
+            lines.append(f"{name}: there is no such setting")
             continue
         flag, variable = "--" + name.replace("_", "-"), ENV_PREFIX + name.upper()
         lines.append(f"{flag} ({variable}): {message}, got {str(error['input'])[:80]!r}")

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from llamaq.producer.client import AsyncClient
@@ -48,6 +49,8 @@ class Portal:
             raise
         try:
             return future.result()
+        except CancelledError:
+            raise RuntimeError("this client was closed meanwhile") from None
         except BaseException:
             future.cancel()
             raise

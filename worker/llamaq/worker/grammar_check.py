@@ -57,7 +57,10 @@ class GrammarWarden:
         return verdict
 
     def close(self) -> None:
-        """End the child process; may be called twice."""
+        """End the child process, also in the middle of a trial, which then fails; may be called twice."""
+        child = self._child
+        if child is not None:
+            child.end()  # without the lock: who tries a grammar has it
         with self._lock:
             if self._child is not None:
                 self._child.kill()
@@ -115,6 +118,10 @@ class _Child:
         self._socket.settimeout(timeout_s)
         self._socket.sendall(len(data).to_bytes(4, "big") + data)
         return self._receive(until_s)
+
+    def end(self) -> None:
+        """Let it end; who waits for its answer gets an `EOFError`."""
+        self._process.kill()
 
     def kill(self) -> int:
         """End it and give its exit status."""

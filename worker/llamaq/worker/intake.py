@@ -6,14 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
-from functools import partial
 
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.keys import JobId
 from llamaq.common.scripts import Claim
+from llamaq.common.tasks import end_tasks
 from llamaq.worker.inbox import Begun, Inbox
 from llamaq.worker.jobs import Job, Lease
 from llamaq.worker.outbox import Outbox
@@ -46,12 +45,14 @@ class Intake:
         self._executor = executor
         self._admit = admit
         self._capacity = capacity
-        self._claimed: dict[Claim, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._n_starting = 0
+        """Claimed jobs that the outbox does not answer for yet."""
 
     @property
     def room(self) -> int:
         """How many more jobs may be claimed."""
-        return self._capacity - self._outbox.n_running - len(self._claimed)
+        return self._capacity - self._outbox.n_running - self._n_starting
 
     async def run(self) -> None:
         """Claim and begin jobs until cancelled."""
@@ -72,48 +73,53 @@ class Intake:
                 log.warning("intake.redis_error error=%r retry_s=%.2f", exc, RETRY_S)
                 await asyncio.sleep(RETRY_S)
                 continue
+            self._n_starting += len(claims)
             for claim in claims:
                 task = asyncio.create_task(self._begin(claim))
-                self._claimed[claim] = task
-                task.add_done_callback(partial(self._forget, claim))
-
-    def _forget(self, claim: Claim, _: asyncio.Task[None]) -> None:
-        self._claimed.pop(claim, None)
-        self._outbox.freed.set()
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     async def _begin(self, claim: Claim) -> None:
         """Start one claimed job. Whatever goes wrong here stays with this job."""
         try:
             begun = await self._inbox.begin(claim)
+            lease = self._hold(begun) if begun else None
         except RedisError as exc:
             # The entry stays pending with us; when the lease is over somebody takes it, perhaps we.
             log.warning("job.start_failed id=%s error=%r", claim.job_id, exc)
             return
-        if begun is not None:
-            await self._prepare(begun)
+        finally:
+            self._n_starting -= 1
+            self._outbox.freed.set()
+        if begun is not None and lease is not None:
+            await self._prepare(begun, lease)
 
-    async def _prepare(self, begun: Begun) -> None:
+    def _hold(self, begun: Begun) -> Lease:
         claim, attempt = begun.claim, begun.attempt
         partition = JobId.parse(claim.job_id).partition
         lease = Lease(claim.job_id, partition, claim.stream, claim.entry_id, attempt.number)
+        self._outbox.hold(lease, attempt.generated)
+        return lease
+
+    async def _prepare(self, begun: Begun, lease: Lease) -> None:
+        attempt = begun.attempt
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(
                 self._executor, self._preparer.prepare, attempt.request, lease, begun.published, attempt.queue_ms
             )
         except JobRejected as exc:
-            log.info("job.rejected id=%s code=%s", claim.job_id, exc.code)
-            self._outbox.reject(lease, attempt.generated, exc)
+            log.info("job.rejected id=%s code=%s", lease.job_id, exc.code)
+            self._outbox.reject(lease, exc)
         except Exception:
-            log.exception("job.prepare_crashed id=%s", claim.job_id)
-            self._outbox.reject(
-                lease, attempt.generated, JobRejected(ErrorCode.INTERNAL, "the worker could not prepare this job")
-            )
+            log.exception("job.prepare_crashed id=%s", lease.job_id)
+            self._outbox.reject(lease, JobRejected(ErrorCode.INTERNAL, "the worker could not prepare this job"))
         else:
-            self._outbox.open(prepared.job, prepared.texts)
-            self._admit(prepared.job)
+            if self._outbox.open(prepared.job, prepared.texts):
+                self._admit(prepared.job)
+            else:
+                prepared.job.sampler.close()
 
     async def close(self) -> None:
-        """Wait for the jobs that are being prepared; the caller has cancelled `run`."""
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._claimed.values(), return_exceptions=True)
+        """Leave the jobs that are being prepared to the outbox, which hands them back; `run` has ended before."""
+        await end_tasks(*self._tasks)

@@ -54,6 +54,10 @@ class Model:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         if main_gpu is not None:
+            if not llama_cpp.llama_supports_gpu_offload():
+                raise ModelError(
+                    "--device, --devices: this build of llama.cpp knows no GPU; see CMAKE_ARGS in CONTRIBUTING.md"
+                )
             params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
             params.main_gpu = main_gpu
         if not path.is_file():

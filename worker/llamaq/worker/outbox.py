@@ -144,21 +144,34 @@ class Outbox:
         """Jobs that this worker still answers for."""
         return len(self._accounts)
 
-    def open(self, job: Job, texts: Sequence[str]) -> None:
-        """Answer for a job from now on; `texts` is what each of its resumed tokens released."""
+    def hold(self, lease: Lease, stored: int) -> None:
+        """Answer for a job whose attempt has begun and that is being prepared; Redis has `stored` tokens of it."""
+        self._accounts[lease.job_id] = Account(lease, streams=False, wants_reader=False, stored=stored)
+        self._news.set()  # it is asked about from now on, and its lease renewed, however long its first token takes
+
+    def open(self, job: Job, texts: Sequence[str]) -> bool:
+        """The job is ready for the engine; `texts` is what each of its resumed tokens released.
+
+        False when it was lost while it was prepared.
+        """
+        if not self._holds(job.lease):
+            return False
         request = job.request
         account = Account(job.lease, request.stream, request.cancel_on_disconnect, stored=len(job.resumed))
         for token, text in zip(job.resumed, texts, strict=True):
             account.add(token, text)
         self._accounts[job.id] = account
-        self._news.set()  # it is asked about from now on, and its lease renewed, however long its first token takes
+        return True
 
-    def reject(self, lease: Lease, stored: int, error: JobRejected) -> None:
-        """End a job that could not even be prepared; `stored` is how many tokens Redis has of it."""
-        account = Account(lease, streams=False, wants_reader=False, stored=stored)
-        account.ending = failure(error)
-        self._accounts[lease.job_id] = account
-        self._news.set()
+    def reject(self, lease: Lease, error: JobRejected) -> None:
+        """End a job that could not be prepared."""
+        if self._holds(lease):
+            self._accounts[lease.job_id].ending = failure(error)
+            self._news.set()
+
+    def _holds(self, lease: Lease) -> bool:
+        account = self._accounts.get(lease.job_id)
+        return account is not None and account.lease == lease
 
     def put(self, outputs: list[Output]) -> None:
         """Hand over what a tick brought. Called on the engine thread; never waits."""

@@ -17,14 +17,14 @@ def load_object(spec: str, setting: str) -> Any:
     module, colon, attribute = spec.partition(":")
     if not (module and colon and attribute):
         raise InvalidSettings(f"{flag}: {spec!r} is not of the form module:attribute")
-    look_here_too()
+    _look_here_too()
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as exc:  # a user's module may raise anything
         raise InvalidSettings(f"{flag}: {spec!r} cannot be loaded: {type(exc).__name__}: {exc}") from exc
 
 
-def look_here_too() -> None:
+def _look_here_too() -> None:
     """Let modules be found in the working directory, as uvicorn does: a console script does not look there."""
     here = str(Path.cwd())
     if here not in sys.path:

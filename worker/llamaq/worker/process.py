@@ -22,7 +22,7 @@ from llamaq.worker.grammar_check import GrammarWarden
 from llamaq.worker.link import Link
 from llamaq.worker.llama import ContextOptions
 from llamaq.worker.models import resolve_model
-from llamaq.worker.plugins import load_hooks, look_here_too
+from llamaq.worker.plugins import load_hooks
 from llamaq.worker.prepare import Preparer
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings
@@ -45,7 +45,6 @@ class WorkerProcess:
     def __init__(self, settings: WorkerSettings) -> None:
         """Load the model; raises `ModelError` or `InvalidSettings`."""
         path = resolve_model(settings.model)
-        look_here_too()
         strategy, hooks = load_strategy(settings.batch_strategy), load_hooks(settings.hooks)
         log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
         self._settings = settings

@@ -11,12 +11,12 @@ prompts end together rather than one after another.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.plugins import load_object
 from llamaq.worker.slots import Slot, SlotState
 
 
@@ -140,13 +140,13 @@ def load_strategy(name: str) -> BatchStrategy:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    module, _, attribute = name.partition(":")
-    if not (module and attribute):
+    if ":" not in name:
         raise _refused(name, f"give one of {', '.join(BUILT_IN)}, or module:Class")
+    kind = load_object(name, "batch_strategy")
     try:
-        strategy = getattr(importlib.import_module(module), attribute)()
-    except Exception as exc:  # a user's module may raise anything
-        raise _refused(name, f"{type(exc).__name__}: {exc} (is its directory on PYTHONPATH?)") from exc
+        strategy = kind()
+    except Exception as exc:  # a user's class may raise anything
+        raise _refused(name, f"it cannot be made: {type(exc).__name__}: {exc}") from exc
     if not callable(getattr(strategy, "build_batch", None)):
         raise _refused(name, "it has no method build_batch")
     return strategy  # type: ignore[no-any-return]  # whatever it is, its batches are checked

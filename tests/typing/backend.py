@@ -1,0 +1,68 @@
+"""The public API as a web backend uses it. Never run: mypy reads it, see test_typing.py."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import assert_type
+
+from llamaq.producer import (
+    AsyncClient,
+    AsyncJob,
+    Chunk,
+    Client,
+    FinishReason,
+    Job,
+    JobFailed,
+    JobStatus,
+    Message,
+    Priority,
+    QueueDepth,
+    QueueStats,
+    Result,
+    Worker,
+)
+
+
+def blocking(client: Client) -> Iterator[str]:
+    result = client.generate("Once upon a time", max_tokens=64, temperature=0.7, stop=["\n"], timeout=10)
+    assert_type(result, Result)
+    assert_type(result.tokens, tuple[int, ...])
+    assert_type(result.finish_reason, FinishReason)
+    assert_type(result.stats.ttft_ms, float | None)
+    for chunk in client.stream_chat([{"role": "user", "content": "hi"}], priority="bulk"):
+        assert_type(chunk, Chunk)
+        yield chunk.text
+    job = client.submit(messages=[Message(role="user", content="hi")], priority=Priority.BULK, seed=None)
+    assert_type(job, Job)
+    assert_type(job.status(), JobStatus)
+    assert_type(job.cancel(), bool)
+    try:
+        assert_type(client.job(job.id).result(timeout=60), Result)
+    except JobFailed as exc:
+        assert_type(exc.code, str)
+    assert_type(client.queue_depth(), QueueDepth)
+    assert_type(client.workers(), tuple[Worker, ...])
+    assert_type(client.stats(), QueueStats)
+    assert_type(client.tokenizer().encode("x"), list[int])
+    assert_type(client.tokenizer().decode([1, 2]), str)
+
+
+async def asynchronous(client: AsyncClient) -> AsyncIterator[str]:
+    assert_type(await client.generate_tokens([1, 2, 3], json_schema={"type": "object"}), Result)
+    assert_type(await client.chat([{"role": "user", "content": "hi"}], logit_bias={5: -1.0}), Result)
+    async for chunk in client.stream("Tell me a story", max_tokens=200, timeout=None):
+        assert_type(chunk, Chunk)
+        yield chunk.text
+    job = await client.submit("x", metadata={"user": "u1"})
+    assert_type(job, AsyncJob)
+    assert_type(await job.result(), Result)
+    async for piece in client.job(job.id).stream():
+        assert_type(piece.offset, int)
+
+
+async def what_a_type_checker_finds(client: AsyncClient) -> None:
+    await client.generate("x", max_token=5)  # type: ignore[call-arg]
+    await client.generate("x", temperature="hot")  # type: ignore[arg-type]
+    await client.generate("x", priority="urgent")  # type: ignore[arg-type]
+    await client.submit(text="x")  # type: ignore[call-arg]
+    await client.stream("x")  # type: ignore[misc]
