@@ -57,7 +57,7 @@ types: $(VENV)/dev.stamp ## mypy, strict
 	@echo "==> mypy"
 	$(BIN)/mypy
 
-BENCHES := single_generate worker_concurrent strategies tokenize_overhead
+BENCHES := single_generate worker_concurrent strategies tokenize_overhead long_prompt
 
 .PHONY: bench bench-quick
 bench: $(VENV)/dev.stamp ## every benchmark; each ends with one line of JSON

@@ -1,0 +1,38 @@
+"""A Redis user that may do no more than llamaq needs."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+from redis import Redis
+from redis.exceptions import NoPermissionError
+
+from llamaq.producer import Client
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Stage
+
+RULES = ["~llamaq:*", "resetchannels", "&llamaq:*", "+@all", "-@admin", "-@dangerous", "+client|setname"]
+"""As docs/protocol.md gives them."""
+
+
+def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(stage: Stage, redis_url: str) -> None:
+    name, password = f"user{secrets.token_hex(4)}", secrets.token_hex(8)
+    with Redis.from_url(redis_url) as admin:
+        admin.execute_command("ACL", "SETUSER", name, "on", f">{password}", *RULES)
+        try:
+            separator = "&" if "?" in redis_url else "?"
+            url = f"{redis_url}{separator}username={name}&password={password}"
+            with Redis.from_url(url) as limited, pytest.raises(NoPermissionError):
+                limited.get("somebody-elses")
+            stage.start_worker(LLAMAQ_REDIS_URL=url)
+            with Client(url, stage.queue) as client:
+                job = client.submit("Once upon a time", max_tokens=12)
+                assert sum(len(chunk.tokens) for chunk in job.stream()) == job.result().stats.generated_tokens
+                assert client.queue_depth().waiting == 0
+                assert len(client.workers()) == 1
+                assert client.tokenizer().encode("a")
+        finally:
+            admin.execute_command("ACL", "DELUSER", name)
