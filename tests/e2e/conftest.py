@@ -12,14 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 
-from llamaq.producer import Client
+from llamaq.common.keys import Keys
+from llamaq.common.messages import Priority
+from llamaq.producer import Client, InvalidRequest, JobNotFound
 from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
 from llamaq.worker.embedded import EmbeddedRedis
 from llamaq.worker.settings import WorkerSettings
@@ -177,6 +180,21 @@ def _stop(served: ServedQueue) -> None:
     except subprocess.TimeoutExpired:
         served.process.kill()
         served.process.wait()
+
+
+@pytest.fixture(autouse=True)
+def cancel_what_is_left() -> Iterator[None]:
+    """A test that fails must not take the slots from the next one."""
+    yield
+    for served in _served:
+        with Redis.from_url(served.url) as redis:
+            streams = [Keys().jobs(served.queue, 0, priority) for priority in Priority]
+            entries: Any = [entry for stream in streams for entry in redis.xrange(stream)]
+        if entries:
+            with served.client() as client:
+                for _, fields in entries:
+                    with suppress(InvalidRequest, JobNotFound):
+                        client.cancel(fields.get(b"id", b"").decode(errors="replace"))
 
 
 @pytest.fixture(scope="session")

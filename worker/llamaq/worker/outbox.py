@@ -132,7 +132,7 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self.freed = asyncio.Event()
-        """Set when a job has left the engine, so that there is room for another."""
+        """Set when a job has left the engine, or never gets there, so that there is room for another."""
 
     @property
     def n_running(self) -> int:
@@ -168,6 +168,7 @@ class Outbox:
         if self._holds(lease):
             self._accounts[lease.job_id].ending = failure(error)
             self._news.set()
+            self.freed.set()
 
     def _holds(self, lease: Lease) -> bool:
         account = self._accounts.get(lease.job_id)

@@ -122,6 +122,8 @@ class Turn:
     assistant: str
     recalled: str | None = None
     """The words of the answer that had to be looked up."""
+    reverse: bool = False
+    """Whether the question names the thing and asks whose it is."""
 
 
 def own_facts(rng: random.Random, split: Split) -> list[Fact]:
@@ -218,13 +220,14 @@ def asked(rng: random.Random, fact: Fact) -> Turn:
         question = question[0].lower() + question[1:]
     if rng.random() < 0.15:
         question = question.removesuffix("?")
-    return Turn(question, answer, fact.value)
+    return Turn(question, answer, fact.value, reverse=fact.value in question)
 
 
 def told_and_asked(rng: random.Random, facts: list[Fact]) -> Turn:
     """The user states facts and asks for one of them at once."""
     question = asked(rng, rng.choice(facts))
-    return Turn(f"{told(rng, facts).user} {question.user}", question.assistant, question.recalled)
+    user = f"{told(rng, facts).user} {question.user}"
+    return Turn(user, question.assistant, question.recalled, question.reverse)
 
 
 def recall_turns(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:

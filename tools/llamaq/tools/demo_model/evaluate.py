@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,6 +68,9 @@ class Chat:
 
     right: int
     asked: int
+    reverse_right: int
+    """Of the questions that name the thing and ask whose it is; the others count above."""
+    reverse_asked: int
     turns: float
     """Mean number of the user's turns in a conversation."""
     ended: int
@@ -75,7 +79,7 @@ class Chat:
 
     @property
     def share(self) -> float:
-        """Share of recalled answers that are right word for word."""
+        """Share of recalled answers that are right word for word, reverse questions aside."""
         return self.right / self.asked
 
 
@@ -150,7 +154,8 @@ def measure_stories(laboratory: Laboratory, count: int) -> list[Story]:
 
 def measure_chat(laboratory: Laboratory, count: int) -> Chat:
     """Play the user in `count` held-out conversations; the model's own answers stay in the context."""
-    right = asked = answers = ended = 0
+    asked, right = Counter[bool](), Counter[bool]()
+    answers = ended = 0
     turns = []
     for seed in range(count):
         messages: list[dict[str, str]] = []
@@ -163,9 +168,9 @@ def measure_chat(laboratory: Laboratory, count: int) -> Chat:
             messages.append({"role": "assistant", "content": answer})
             answers += 1
             ended += finished
-            asked += turn.recalled is not None
-            right += turn.recalled is not None and answer == turn.assistant
-    return Chat(right, asked, float(np.mean(turns)), ended, answers)
+            asked[turn.reverse] += turn.recalled is not None
+            right[turn.reverse] += turn.recalled is not None and answer == turn.assistant
+    return Chat(right[False], asked[False], right[True], asked[True], float(np.mean(turns)), ended, answers)
 
 
 def gap(row: Logits) -> float:
@@ -308,6 +313,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         "stories: mean length, in the grammar", f"{stories['mean_tokens']:.0f} tokens, {stories['understood']:.1%}"
     )
     table.add_row(f"chat, {chat['turns']:.1f} turns: recalled word for word", f"{chat['share']:.1%} of {chat['asked']}")
+    table.add_row("chat: whose is it?", f"{chat['reverse_right']} of {chat['reverse_asked']}")
     table.add_row("chat: answers ended", f"{chat['ended']} of {chat['answers']}")
     for name, gaps in result["gaps"].items():
         table.add_row(f"gap of best to second, {name}", ", ".join(f"{key} {value:.2f}" for key, value in gaps.items()))

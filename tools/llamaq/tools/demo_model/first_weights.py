@@ -24,11 +24,16 @@ POSITION_PAIRS: Final = 6
 """Rotary pairs, fastest first, by which a head of the first layer finds its place."""
 
 POSITION_GAIN: Final = 7.0
+"""How sharply the heads of the first layer prefer their offset."""
+
 MATCH_GAIN: Final = 1.8
+"""How sharply the heads of the second layer prefer the same token."""
+
 READ_GAIN: Final = 0.05
 """How strongly what a head read is added to the residual stream."""
 
 COPY_GAIN: Final = 0.03
+"""How strongly the token that was found is added to it, as the next one."""
 
 
 def directions(rows: int, width: int, away_from: Tensor) -> Tensor:
@@ -64,7 +69,7 @@ def match(block: Block, model: DemoModel, content: Tensor, subspaces: list[Tenso
     """Make heads of the second layer find where the same token stands one place further back, and copy from there."""
     size = model.shape.head_width
     queries = [content, *subspaces]
-    for head, _ in enumerate(OFFSETS):
+    for head in range(len(OFFSETS)):
         rows = slice(head * size, (head + 1) * size)
         block.attn_q.weight[rows] = slow_half(queries[head], MATCH_GAIN)
         block.attn_k.weight[rows] = slow_half(subspaces[head], MATCH_GAIN)
