@@ -85,9 +85,7 @@ class Stack:
         async def connected() -> Result:
             async with AsyncClient(self.redis.url, queue, timeout_s=JOB_TIMEOUT_S) as client:
                 await client.generate_tokens([1], max_tokens=1)
-                done = await work(client)
-                await asyncio.sleep(0.05)  # closed in the moment a stream ends, a client may wait for itself for ever
-                return done
+                return await work(client)
 
         return asyncio.run(connected())
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 N_JOBS = 32
 FACT_DISTANCE_TOKENS = 60
-MUST_RECALL = 30
-"""Of 32: the model is small, and what is asked here is the memory of the worker."""
 
 
 def started_ms(job: Job) -> int:
@@ -57,8 +55,8 @@ def test_each_of_32_jobs_over_4_slots_recalls_its_own_facts(
         results = [job.result(timeout=60) for job in jobs]
 
     assert {result.finish_reason for result in results} <= {FinishReason.STOP, FinishReason.LENGTH}
-    right = [is_right(result, probe) for result, probe in zip(results, probes, strict=True)]
-    assert sum(right) >= MUST_RECALL
+    wrong = [result.text for result, probe in zip(results, probes, strict=True) if not is_right(result, probe)]
+    assert not wrong, "at this distance the model recalls everything: a wrong answer is the worker's"
     of_others = [
         (place, other)
         for place, result in enumerate(results)

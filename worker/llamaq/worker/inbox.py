@@ -18,7 +18,7 @@ from llamaq.common.scripts import HANDED_BACK, NEVER_RENEWED_MS, Attempt, Claim,
 log = logging.getLogger(__name__)
 
 MAX_DEAD = 1000
-"""Entries kept in the stream of dead letters."""
+"""Entries kept in the stream of dead letters, about."""
 MAX_CLAIMED = 1000
 """More than a worker ever has claimed."""
 MAX_DEAD_BYTES = 4096
