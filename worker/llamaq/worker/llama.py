@@ -25,7 +25,9 @@ from llamaq.worker.llama_abi import check_abi
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}  # ggml_log_level
+# By ggml_log_level. Its warnings speak to who writes a program or converts a model (a context larger than the model was
+# trained for, say, which we share among jobs), and not to who starts a worker.
+_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 _CONTINUES = 5
 
 
