@@ -62,10 +62,12 @@ class BareLoop:
         self._token = _view(self._batch.token, self._capacity)
         self._position = _view(self._batch.pos, self._capacity)
         self._wants_logits = _view(self._batch.logits, self._capacity)
-        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
+        self._end_tokens = [token for token in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> BareRun:
-        """Generate `n_tokens` after each prompt, greedily and past any end token; prompts are read at once."""
+        """Generate `n_tokens` after each prompt, greedily and never an end token; prompts are read at once."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         cpu_s, start_s = time.process_time(), time.perf_counter()
         newest = np.concatenate([self._prefill(group, first) for first, group in self._groups(prompts)])
@@ -129,6 +131,7 @@ class BareLoop:
             raise RuntimeError(f"llama_decode returned {status}")
         shape = (n_rows or n_tokens, self.n_vocab)
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), shape=shape)
+        logits[:, self._end_tokens] = -np.inf
         best: npt.NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)
         return best
 

@@ -1,6 +1,6 @@
 """One job at a time: what a caller waits for, against the bare loop with one sequence.
 
-64 random tokens in, 128 out past any end token, greedy. In every round the bare loop, `stream` and `generate` run a few
+64 random tokens in, 128 out without end tokens, greedy. In every round the bare loop, `stream` and `generate` run a few
 jobs each. `overhead_ms` is what a streamed job takes longer than the bare loop: queue, Redis, text, events.
 `same_tokens` says in how many jobs the worker's tokens were those of the bare loop.
 """

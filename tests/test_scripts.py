@@ -92,6 +92,17 @@ async def test_jobs_that_run_do_not_count_for_max_queue(redis_url: str, queue: s
         assert (await job.status()).state is JobState.QUEUED
 
 
+async def test_an_entry_of_the_other_stream_with_the_same_id_starts_nothing(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, _ = await start(client, worker)
+        keys = worker.keys.of_job(job.id)
+        entry = (await field(worker, job.id, "entry") or b"").decode()
+        await worker.redis.xadd(keys.bulk, {"id": job.id}, id=entry)
+        assert await worker.scripts.start(Claim(job.id, keys.bulk, entry), "another") == "done"
+        assert await worker.redis.xlen(keys.bulk) == 0
+        assert (await job.status()).attempt == 1
+
+
 # start
 
 

@@ -46,8 +46,19 @@ def served(redis_url: str, queue: str) -> Iterator[Client]:
         yield client
 
 
+_of_others: set[threading.Thread] = set()
+"""Threads of clients that other tests' fixtures keep open."""
+
+
+@pytest.fixture(autouse=True)
+def know_the_others() -> None:
+    _of_others.clear()
+    _of_others.update(client_threads())
+
+
 def client_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "llamaq-client"]
+    named = [thread for thread in threading.enumerate() if thread.name == "llamaq-client"]
+    return [thread for thread in named if thread not in _of_others]
 
 
 def public_methods(kind: type) -> dict[str, Callable[..., object]]:

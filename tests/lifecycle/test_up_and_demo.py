@@ -139,7 +139,7 @@ def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(stage: Stage
         row = next(line.split() for line in lines if line.strip().startswith(title) and " | " not in line)
         assert row[-1] in ("stop", "length")
         assert int(row[-7]) > 0, "new tokens"
-    told = [line.partition(" | ")[2] for line in lines if line.strip().startswith("Any story at all |")]
+    told = [line.partition(" | ")[2] for line in lines if line.strip().startswith("A girl named Mia |")]
     assert len(" ".join(told)) > 100
     assert re.search(r"8 jobs together: \d+ tokens", demo.output)
 

@@ -14,11 +14,13 @@
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
 local entry, group, worker, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
-local state = redis.call('HMGET', job, 'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms')
+local state = redis.call('HMGET', job,
+  'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms', 'priority')
 if not state[1] then
   return {'gone'}
 end
-if has_ended(state[1]) or state[2] ~= entry then
+-- Entries of two streams may have the same id: those that were added in the same millisecond.
+if has_ended(state[1]) or state[2] ~= entry or string.sub(stream, -#state[7] - 1) ~= ':' .. state[7] then
   drop_entry(stream, group, entry)
   return {'done'}
 end
