@@ -3,10 +3,10 @@
 Three jobs stream; then a long prompt comes, which the worker reads in chunks of 512 tokens, each in one tick with the
 streams' decode tokens. `longest_gap_ms` is the longest time between two arrivals at any of the streams' subscribers
 meanwhile. Ticks are the worker's own measurements, through a hook: `chunk_tick_ms` are those with a full chunk and a
-token of every stream. `gap_per_chunk_tick` is the longest gap over the slowest tick that ended within it: 1 is what
-chunks promise, and 1.5 the target. `gap_per_median_tick` has the median chunk tick below the line; it also shows that
-later chunks take longer, as they look at more cells. `unchunked` are the same figures with the whole prompt in as few
-ticks as `n_batch` allows.
+token of every stream. `gap_per_median_tick` is the longest gap over the median of those; 1.5 is the target, and it shows
+also that later chunks take longer, as they look at more cells. `gap_per_own_tick` has the slowest tick that ended within
+the gap below the line: near 1 it says only that nothing beside the tick is in the way. `unchunked` are the same figures
+with the whole prompt in as few ticks as `n_batch` allows.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def summarize(long: Timeline, streams: list[Timeline], ticks: list[dict[str, Any
     return {
         "longest_gap_ms": round(longest_ms, 2),
         "tick_within_ms": round(within_ms, 2),
-        "gap_per_chunk_tick": round(longest_ms / within_ms, 3),
+        "gap_per_own_tick": round(longest_ms / within_ms, 3),
         "gap_per_median_tick": round(longest_ms / chunk_tick["p50"], 3),
         "chunk_tick_ms": chunk_tick,
         "ttft_long_ms": round(long.ttft_ms, 1),
@@ -145,10 +145,10 @@ def measure(plan: Plan) -> Figures:
                     note(f"{name}: longest gap {figures['longest_gap_ms']} ms")
     results = {name: median_of(figures) for name, figures in rounds.items()}
     _show(results)
-    worst = max(figures["gap_per_chunk_tick"] for figures in rounds["chunked"])
+    worst = max(figures["gap_per_median_tick"] for figures in rounds["chunked"])
     sizes_used = {"streams": N_STREAMS, "prompt_tokens": n_long, "chunk_size": chunk_size}
-    verdict = {"target": TARGET, "is_met": results["chunked"]["gap_per_chunk_tick"] <= TARGET}
-    return sizes_used | verdict | {"worst_gap_per_chunk_tick": worst} | results
+    verdict = {"target": TARGET, "is_met": results["chunked"]["gap_per_median_tick"] <= TARGET}
+    return sizes_used | verdict | {"worst_gap_per_median_tick": worst} | results
 
 
 def _path_with_this_folder() -> str:
@@ -158,10 +158,10 @@ def _path_with_this_folder() -> str:
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
-    columns = ("prompt", "longest gap ms", "tick within", "gap/tick", "median chunk tick", "TTFT of long", "ITL p50")
+    columns = ("prompt", "longest gap ms", "tick within", "gap/median", "median chunk tick", "TTFT of long", "ITL p50")
     rows = []
     for name, one in results.items():
-        ratio, median_tick = f"{one['gap_per_chunk_tick']:.2f}", one["chunk_tick_ms"]["p50"]
+        ratio, median_tick = f"{one['gap_per_median_tick']:.2f}", one["chunk_tick_ms"]["p50"]
         times = (one["longest_gap_ms"], one["tick_within_ms"], ratio, median_tick)
         rows.append((name, *times, one["ttft_long_ms"], one["itl_ms"]["p50"]))
     show("streams while a long prompt is read", columns, rows)
