@@ -3,10 +3,10 @@
 Three jobs stream; then a long prompt comes, which the worker reads in chunks of 512 tokens, each in one tick with the
 streams' decode tokens. `longest_gap_ms` is the longest time between two arrivals at any of the streams' subscribers
 meanwhile. Ticks are the worker's own measurements, through a hook: `chunk_tick_ms` are those with a full chunk and a
-token of every stream. `gap_per_median_tick` is the longest gap over the median of those; 1.5 is the target, and it shows
-also that later chunks take longer, as they look at more cells. `gap_per_own_tick` has the slowest tick that ended within
-the gap below the line: near 1 it says only that nothing beside the tick is in the way. `unchunked` are the same figures
-with the whole prompt in as few ticks as `n_batch` allows.
+token of every stream. `gap_per_median_tick` is the longest gap over the median of those; 1.5 is the target, and it
+shows also that later chunks take longer, as they look at more cells. `gap_per_own_tick` has the slowest tick that ended
+within the gap below the line: near 1 it says only that nothing beside the tick is in the way. `unchunked` are the same
+figures with the whole prompt in as few ticks as `n_batch` allows.
 """
 
 from __future__ import annotations
