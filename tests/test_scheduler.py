@@ -428,13 +428,30 @@ def test_a_job_whose_cells_were_lost_is_prefilled_again_and_says_the_same() -> N
     assert tokens_of(outputs, "j") == expected
 
 
-def test_a_batch_that_the_engine_could_not_place_is_tried_again() -> None:
+def test_where_the_engine_finds_no_room_the_youngest_job_gives_way_and_goes_on_later() -> None:
     rig = Rig()
-    rig.submit(make_job(max_tokens=3))
-    rig.tick()
-    rig.engine.refuse(2)
-    assert rig.tick(2) == []
-    assert only_end(rig.finish()).stats.generated_tokens == 3
+    rig.submit(*(make_job(job_id=f"j{number}", max_tokens=9) for number in range(2)))
+    outputs = rig.tick(3)
+    rig.engine.refuse()
+    assert rig.tick() == []
+    assert rig.running == ["j0"]
+    outputs += rig.finish()
+    assert {job_id: end.reason for job_id, end in ends_of(outputs).items()} == dict.fromkeys(
+        ("j0", "j1"), FinishReason.LENGTH
+    )
+    assert tokens_of(outputs, "j0") == tokens_of(outputs, "j1")
+    assert len(tokens_of(outputs, "j1")) == 9
+
+
+def test_a_job_for_which_the_engine_finds_no_room_alone_fails() -> None:
+    rig = Rig()
+    rig.submit(make_job(max_tokens=9))
+    rig.tick(2)
+    rig.engine.refuse()
+    error = only_end(rig.tick()).error
+    assert error is not None
+    assert (error.code, "--n-ctx" in error.message) == (ErrorCode.DECODE_FAILED, True)
+    assert not rig.scheduler.has_work
 
 
 def test_without_work_a_tick_does_nothing() -> None:

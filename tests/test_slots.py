@@ -62,7 +62,7 @@ def test_an_idle_slot_has_nothing_pending_and_no_job() -> None:
 def test_a_job_is_acquired_only_when_prompt_and_answer_can_be_reserved() -> None:
     pool = SlotPool(4, 100, 4)
     pool.acquire(make_job([7] * 40, max_tokens=30, priority="bulk"), 0.0)
-    assert pool.reserved_cells == 70
+    assert pool.promised_cells == 70
     assert pool.slots[0].priority is Priority.BULK
     assert pool.can_acquire(make_job([7] * 10, max_tokens=20))
     assert not pool.can_acquire(make_job([7] * 10, max_tokens=21))
@@ -85,10 +85,12 @@ def test_a_released_sequence_is_kept_with_its_cells_until_it_is_reclaimed() -> N
     pool = SlotPool(1, 100, 1)
     slot = pool.acquire(make_job([7] * 30, max_tokens=30), 0.0)
     slot.active.n_past = 45
+    pool.hold(slot.active.seq_id, 45)
     slot.active.tokens += [1] * 15
+    assert (pool.ledger.used, pool.promised_cells) == (45, 15)
     run = pool.release(slot)
     assert (slot.state, slot.run) == (SlotState.IDLE, None)
-    assert (pool.n_kept, pool.kept_cells, pool.reserved_cells) == (1, 45, 0)
+    assert (pool.kept, pool.ledger.used, pool.promised_cells) == ({run.seq_id}, 45, 0)
     other = make_job([7] * 5, max_tokens=5)
     assert not pool.can_acquire(other)  # no sequence is free, though a slot is idle
     assert pool.could_acquire(other)

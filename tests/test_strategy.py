@@ -212,7 +212,29 @@ def test_nonsense_is_named_reported_once_and_planned_by_decode_maximal(
 
 
 def test_every_fault_that_a_batch_can_have_is_tried_above() -> None:
-    assert set(FAULTS.values()) == set(PlanFault) - {PlanFault.RAISED, PlanFault.CHANGED_SLOTS}
+    tried_below = {PlanFault.RAISED, PlanFault.CHANGED_SLOTS, PlanFault.WAITING_SLOT}
+    assert set(FAULTS.values()) == set(PlanFault) - tried_below
+
+
+@pytest.mark.parametrize("state", [SlotState.FOLLOW, SlotState.LOAD])
+def test_a_slot_that_waits_for_cells_is_nobodys_business(state: SlotState) -> None:
+    decoding, waiting, _ = slots = slots_of(0, 20)
+    waiting.move(state)
+    assert check_plan(Batch((DecodeToken(decoding),), (PrefillChunk(waiting, 1),)), slots, 10) is PlanFault.WAITING_SLOT
+    for kind in BUILT_IN.values():
+        batch = kind().build_batch(slots, 10, 8, queue_depth=0)
+        assert check_plan(batch, slots, 10) is None
+        assert waiting not in [part.slot for part in batch.parts]
+    assert check_plan(Batch(), [waiting], 10) is None
+
+
+def test_a_chunk_ends_where_its_state_is_wanted() -> None:
+    slots = slots_of(20, idle=0)
+    slots[0].active.stops = [3, 5, 30]
+    planner = Planner(DecodeMaximal(), 10, 8)
+    for n_past, n_tokens in ((0, 3), (3, 2), (5, 8), (18, 2)):
+        slots[0].active.n_past = n_past
+        assert planner.plan(slots, 0).n_tokens == n_tokens
 
 
 def test_a_strategy_that_raises_is_reported_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

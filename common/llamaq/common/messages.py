@@ -21,6 +21,7 @@ MAX_STOP_CHARS = 256
 MAX_LOGIT_BIASES = 4096
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_MESSAGES = 4096
+MAX_SALT_CHARS = 256
 
 QUEUE_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9_\-]{1,64}\.[0-9]{1,4}\.[0-9a-f]{32}$"
@@ -135,6 +136,13 @@ class JobParams(SamplingParams):
     """Mask every end-of-generation token, so that the job goes on to `max_tokens`."""
     cache_prompt: bool = True
     """Let the prompt share KV cells with equal prefixes of other jobs."""
+    cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
+    """Jobs share KV cells only with jobs of the same salt: a tenant's id, say, set by the backend."""
+    cache_public: Literal["system"] | Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] = 0
+    """How much of the prompt's beginning is no secret and is shared with jobs of every salt that say so too: a number
+    of tokens, or "system" for the system messages that a chat begins with."""
+    slot: int | None = Field(None, ge=0, le=255)
+    """Run in this slot and no other; None lets the worker choose."""
     timeout_s: float | None = Field(None, gt=0, le=10**7)
     """Running longer than this ends the job with `deadline`."""
     queue_timeout_s: float | None = Field(None, gt=0, le=10**7)
@@ -206,6 +214,9 @@ class JobOptions(TypedDict, total=False):
     stop: list[str] | tuple[str, ...]
     ignore_eos: bool
     cache_prompt: bool
+    cache_salt: str
+    cache_public: int | Literal["system"]
+    slot: int | None
     timeout_s: float | None
     queue_timeout_s: float | None
     priority: Priority | Literal["interactive", "bulk"]
@@ -213,6 +224,18 @@ class JobOptions(TypedDict, total=False):
     cancel_on_disconnect: bool
     idempotency_key: str | None
     metadata: dict[str, Any]
+
+
+class CacheTier(StrEnum):
+    """Where a reused prefix lay."""
+
+    RUNNING = "running"
+    """In the sequence of a job that runs."""
+    DEVICE = "device"
+    """In a kept sequence."""
+    HOST = "host"
+    """In the host's memory."""
+    DISK = "disk"
 
 
 class JobStats(_Wire):
@@ -229,6 +252,8 @@ class JobStats(_Wire):
     """Over the tokens after the first one."""
     prefix_cache_tokens: int = 0
     prefix_cache_ratio: float = 0.0
+    prefix_cache_tier: CacheTier | None = None
+    """The farthest tier that reused tokens came from; None when none were reused."""
     queue_ms: float = 0.0
     """From submit to the start of the first attempt."""
     seq_id: int | None = None
@@ -298,6 +323,8 @@ class JobStatus(_Wire):
     state: JobState
     attempt: int = 0
     worker: str | None = None
+    crashes: int = 0
+    """Workers that died with it in a row, without it having stored a token."""
     generated_tokens: int = 0
     submitted_ms: int | None = None
     started_ms: int | None = None
@@ -305,6 +332,34 @@ class JobStatus(_Wire):
     cancel_requested: bool = False
     finish_reason: FinishReason | None = None
     error: Failed | None = None
+
+
+class DeadLetter(_Wire):
+    """What was given up: a job that workers died of, or an entry that was no job."""
+
+    id: str
+    """What `show`, `retry` and `purge` take: the job's id, or for what was no job QUEUE.PARTITION.ENTRY."""
+    job_id: str | None
+    """None for what was no job."""
+    reason: str
+    workers: tuple[str, ...] = ()
+    """Those that died with the job, in order."""
+    dead_ms: int
+    partition: int
+    entry: str
+    """Its entry in the partition's stream of dead letters."""
+
+
+class DeadLetterDetails(DeadLetter):
+    """All that is kept of a dead letter."""
+
+    request: JobRequest | None = None
+    """None for what was no job, and for a job that has expired."""
+    text: str = ""
+    """What the job had generated."""
+    tokens: tuple[int, ...] = ()
+    held: str = ""
+    """What an entry held that was no job, cut to 4 KiB."""
 
 
 class QueueDepth(_Wire):
@@ -340,13 +395,27 @@ class SlotSnapshot(_Wire):
 
 
 class CacheSnapshot(_Wire):
-    """The KV cells of a worker."""
+    """The KV cells of a worker and its prefix cache."""
 
     n_cells: int
     reserved_cells: int
+    """Promised to running jobs, or held by kept sequences."""
+    used_cells: int = 0
+    """Held by running jobs and kept sequences; a shared cell counts once."""
+    shared_cells: int = 0
+    """What sharing saves: how many more cells there would be if every sequence had its own."""
     entries: int = 0
+    """Kept sequences on the device."""
+    host_bytes: int = 0
+    disk_bytes: int = 0
     hits: int = 0
     misses: int = 0
+    hit_tokens: int = 0
+    """Prompt tokens that were reused, from any tier."""
+    evictions: int = 0
+    """Sequences that had to leave the device."""
+    preemptions: int = 0
+    """Jobs that gave their slot to one of higher priority, to go on later."""
 
 
 class WorkerCard(_Wire):
@@ -380,6 +449,8 @@ class Worker(_Wire):
     ticks: int = 0
     jobs_done: int = 0
     heartbeat_ms: int
+    tick_age_ms: int = 0
+    """At the heartbeat: how long ago the last tick began, or the idle engine last woke up."""
 
 
 class QueueStats(_Wire):

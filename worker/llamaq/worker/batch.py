@@ -69,3 +69,5 @@ class SlotResult:
     """The token sampled, when the slot's history was complete."""
     error: JobRejected | None = None
     """This job cannot go on."""
+    no_room: bool = False
+    """Nothing happened: KV memory has no room for the part, not even by itself."""

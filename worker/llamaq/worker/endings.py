@@ -20,12 +20,16 @@ def reason_to_end(job: Job, n_generated: int) -> FinishReason | None:
     return None
 
 
-def ending_before_start(job: Job, end_tokens: frozenset[int]) -> Ending | None:
+def ending_before_start(job: Job, end_tokens: frozenset[int], n_slots: int) -> Ending | None:
     """How a job ends that needs no slot, or None.
 
-    A prompt that cannot fit fails. A resumed job may have come to its end before the worker that ran it could
-    write so.
+    A prompt that cannot fit fails, and so does a job that asks for a slot that is not there. A resumed job may have
+    come to its end before the worker that ran it could write so.
     """
+    if job.request.slot is not None and job.request.slot >= n_slots:
+        return JobRejected(
+            ErrorCode.INVALID_REQUEST, f"slot: {job.request.slot}, but this worker has slots 0 to {n_slots - 1}"
+        )
     if job.resumed:
         ended = job.resumed[-1] in end_tokens
         return FinishReason.STOP if ended else reason_to_end(job, len(job.resumed))

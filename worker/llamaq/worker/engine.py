@@ -3,36 +3,33 @@
 A fault of one job becomes that job's `error`. When llama.cpp cannot decode a batch, every sequence of it is put back
 to where it was, and the parts are run one by one, so that the one at fault fails alone. A recurrent sequence cannot be
 put back: it is emptied, its slot reported with `n_past` 0 so that it is prefilled again, and from then on it is
-decoded apart from the others.
+decoded apart from the others. A part for which KV memory has no room by itself is reported as such, and may be run
+again when others have left.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.vocab import Vocab
 from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk, SlotResult
-from llamaq.worker.llama import Context, ContextOptions, Model
+from llamaq.worker.llama import NO_ROOM, SUCCESS, Context, ContextOptions, Model
+from llamaq.worker.sequences import KvSequences
 
 logger = logging.getLogger(__name__)
 
 Part = DecodeToken | PrefillChunk
 
-SUCCESS, NO_ROOM = 0, 1  # what llama_decode returns
-
 
 class Engine:
     """One model and one context. Not thread-safe, except for `vocab`."""
 
-    def __init__(
-        self, path: Path, options: ContextOptions, *, n_gpu_layers: int = 99, main_gpu: int | None = None
-    ) -> None:
-        """Load the model. Raises `ModelError` or `EngineError`."""
-        self.model = Model(path, n_gpu_layers=n_gpu_layers, main_gpu=main_gpu)
+    def __init__(self, model: Model, options: ContextOptions) -> None:
+        """Make a context for the model, which belongs to the engine from now on. Raises `EngineError`."""
+        self.model = model
         self.context = Context(self.model, options)
         self.vocab = Vocab.of_model(self.model.pointer)
         self.n_ctx = self.context.n_ctx
@@ -40,8 +37,7 @@ class Engine:
         self.n_seq_max = self.context.n_seq_max
         self.n_ctx_train = self.model.n_ctx_train
         self.n_vocab = self.context.n_vocab
-        self._n_swa = self.model.n_swa
-        self._is_recurrent = self.model.is_recurrent
+        self._sequences = KvSequences(self.model, self.context)
         self._apart: set[int] = set()
         """Sequences that were in a failed batch and could not be put back."""
 
@@ -58,32 +54,51 @@ class Engine:
             results.append(self._run_alone(part))
         return results
 
+    @property
+    def can_cut(self) -> bool:
+        """Whether a sequence can be used at less than its length."""
+        return self._sequences.can_cut
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether parts of a sequence can be saved and loaded; otherwise only all of it."""
+        return self._sequences.in_blocks
+
+    @property
+    def kv_unified(self) -> bool:
+        """Whether sequences share one pool of cells, and copies their cells."""
+        return self.context.kv_unified
+
+    @property
+    def cells_per_sequence(self) -> int:
+        """The most cells that one sequence can have."""
+        return self.context.cells_per_sequence
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequence ids below this are for others; what is above, the engine needs itself."""
+        return self._sequences.n_sequences
+
     def remove(self, seq_id: int) -> None:
         """Forget a sequence's cells; removing an empty one is allowed."""
         self._apart.discard(seq_id)
-        self.cut(seq_id, 0)
+        self._sequences.cut(seq_id, 0)
 
     def copy(self, source: int, target: int, n_tokens: int) -> int:
-        """Share the first `n_tokens` cells of `source` with the empty sequence `target`.
-
-        Returns how many `target` holds then: `n_tokens`, or 0 where this memory cannot be shared at that place (a
-        recurrent state anywhere but at its end, a sliding window that has moved on).
-        """
-        if n_tokens < 1:
-            return 0
-        self.context.copy(source, target, n_tokens)
-        if self._holds(target, n_tokens):
-            return n_tokens
-        self.cut(target, 0)
-        return 0
+        """Give the empty sequence `target` the first `n_tokens` cells of `source`; `KvSequences.copy` says more."""
+        return self._sequences.copy(source, target, n_tokens)
 
     def cut(self, seq_id: int, n_tokens: int) -> int:
         """Keep the first `n_tokens` cells of a sequence; returns how many it holds then, 0 where it cannot be cut."""
-        self.context.remove(seq_id, n_tokens)
-        if self._holds(seq_id, n_tokens):
-            return n_tokens
-        self.context.remove(seq_id, 0)
-        return 0
+        return self._sequences.cut(seq_id, n_tokens)
+
+    def save(self, seq_id: int, start: int, end: int) -> bytes:
+        """The cells [start, end) of a sequence. Raises `EngineError`; `KvSequences.save` says more."""
+        return self._sequences.save(seq_id, start, end)
+
+    def load(self, seq_id: int, start: int, end: int, data: bytes, first: int) -> bool:
+        """Append the cells [start, end) of what was saved from `first` on; `KvSequences.load` says more."""
+        return self._sequences.load(seq_id, start, end, data, first)
 
     def close(self) -> None:
         """Free context and model; may be called twice."""
@@ -97,22 +112,25 @@ class Engine:
         status = self._decode(parts)
         if status == SUCCESS:
             return self._sample_all(parts)
-        logger.error("engine.decode_failed status=%d parts=%d: running them one by one", status, len(parts))
+        if status != NO_ROOM:
+            logger.error("engine.decode_failed status=%d parts=%d: running them one by one", status, len(parts))
         return [self._run_alone(part) for part in parts]
 
     def _run_alone(self, part: Part) -> SlotResult:
         """Decode one part by itself, or report that its cells were lost before."""
         run = part.slot.active
-        if not self._holds(run.seq_id, run.n_past):
+        if not self._sequences.holds(run.seq_id, run.n_past):
             self._apart.add(run.seq_id)
             return SlotResult(part.slot, n_past=self.cut(run.seq_id, 0))
         status = self._decode([part])
         if status == SUCCESS:
             return self._sample_all([part])[0]
-        why = "there is no room in KV memory (--n-ctx)" if status == NO_ROOM else f"llama_decode returned {status}"
-        error = JobRejected(ErrorCode.DECODE_FAILED, f"{part.n_tokens} tokens at {run.n_past} failed alone: {why}")
+        if status == NO_ROOM:
+            return SlotResult(part.slot, run.n_past, no_room=True)
+        why = f"{part.n_tokens} tokens at {run.n_past} failed alone: llama_decode returned {status}"
+        error = JobRejected(ErrorCode.DECODE_FAILED, why)
         logger.error("engine.job_failed id=%s: %s", run.job.id, error)
-        n_past = run.n_past if self._holds(run.seq_id, run.n_past) else 0
+        n_past = run.n_past if self._sequences.holds(run.seq_id, run.n_past) else 0
         return SlotResult(part.slot, n_past=n_past, error=error)
 
     def _decode(self, parts: Sequence[Part]) -> int:
@@ -170,17 +188,6 @@ class Engine:
         bad = next(token for token in tokens if not 0 <= token < self.n_vocab)
         message = f"token {bad} is not in the vocabulary of {self.n_vocab}"
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
-
-    def _holds(self, seq_id: int, n_tokens: int) -> bool:
-        """Whether the sequence has exactly the first `n_tokens` positions, as far as its layers need them."""
-        last = self.context.last_position(seq_id)
-        if last != n_tokens - 1:
-            return False
-        if self._is_recurrent:
-            # A hybrid memory says the smaller last position of its two parts, and the larger first one: that of its
-            # state. A state that is further on than the attention cells is seen by the first alone.
-            return self.context.first_position(seq_id) == last
-        return not self._n_swa or self.context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
 
 
 def _seq_id(part: Part) -> int:

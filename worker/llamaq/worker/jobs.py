@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from llamaq.common.errors import JobRejected
 from llamaq.common.messages import FinishReason, JobRequest, JobStats
+from llamaq.worker.block import Scope
+from llamaq.worker.prefix_index import pack
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,6 +74,23 @@ class Job:
     """The most tokens, prompt and generated, that this job may have."""
     started_s: float = 0.0
     """When this attempt began, by the scheduler's clock, which sets it on submit."""
+    first_token_s: float | None = None
+    """When this attempt's first token was sampled; a job that is preempted has several runs."""
+    turn_until: int = 0
+    """It is not preempted before it has generated so many tokens."""
+    scope: Scope = field(default_factory=Scope)
+    """With whom it may share the cells of its tokens."""
+    system_tokens: int = 0
+    """So many tokens of the prompt are a chat's system messages, 0 where that is not known."""
+    packed: bytes = b""
+    """Prompt and resumed tokens, packed; made here, off the engine thread."""
+
+    def __post_init__(self) -> None:
+        self.pack()
+
+    def pack(self) -> None:
+        """Make `packed` anew, after `resumed` has grown."""
+        self.packed = pack([*self.prompt, *self.resumed])
 
     @property
     def id(self) -> str:

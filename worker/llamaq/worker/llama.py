@@ -30,6 +30,8 @@ MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 _CONTINUES = 5
 
+SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1  # what llama_decode returns
+
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
@@ -43,6 +45,11 @@ class ContextOptions:
     """Sequences, at most `n_batch` and at most 256."""
     n_threads: int
     n_threads_batch: int
+    kv_unified: bool = True
+    """One pool of cells for all sequences; else each has a stream of `n_ctx / n_seq_max`, rounded up to 256, of its own
+    and `n_ctx` is made as large as all of them."""
+    swa_full: bool = True
+    """Sliding-window layers keep what left the window, so that sequences can be cut and shared in the middle."""
 
 
 class Model:
@@ -88,6 +95,11 @@ class Model:
         return bool(llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer))
 
     @property
+    def is_purely_recurrent(self) -> bool:
+        """Whether all layers do: there are no KV cells then."""
+        return bool(llama_cpp.llama_model_is_recurrent(self.pointer))
+
+    @property
     def description(self) -> str:
         """Architecture, size and quantization, as llama.cpp writes them."""
         buffer = ctypes.create_string_buffer(256)
@@ -122,11 +134,17 @@ class Context:
         self.n_batch: int = llama_cpp.llama_n_batch(self.pointer)
         self.n_seq_max: int = llama_cpp.llama_n_seq_max(self.pointer)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
+        self.cells_per_sequence: int = llama_cpp.llama_n_ctx_seq(self.pointer)
+        self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
         self.batch = TokenBatch(self.n_batch)
+        self.copying: set[int] = set()
+        """Sequences whose streams are read or written by copies that the next decode makes before it computes."""
 
     def decode(self) -> int:
         """Run what the batch holds. 0 is success, 1 means no room in KV memory, all else a failure."""
         status: int = llama_cpp.llama_decode(self.pointer, self.batch.struct)
+        if status != INVALID_BATCH:
+            self.copying.clear()
         return status
 
     def logits(self, n_rows: int) -> npt.NDArray[np.float32]:
@@ -142,9 +160,35 @@ class Context:
         """Drop a sequence's cells from position `start` on. True proves nothing: ask `last_position`."""
         return bool(_seq_rm(self._memory, seq_id, start, -1))
 
-    def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """Let `target` share the first `n_tokens` cells of `source`; recurrent state is copied whole."""
-        _seq_cp(self._memory, source, target, 0, n_tokens)
+    def share(self, source: int, target: int, start: int, end: int) -> None:
+        """Let `target` have the cells [start, end) of `source` too; recurrent state is shared whole.
+
+        With streams this ends the process: use `copy_stream`.
+        """
+        _seq_cp(self._memory, source, target, start, end)
+
+    def copy_stream(self, source: int, target: int) -> None:
+        """Copy all of `source`'s stream over that of `target`; positions at once, data at the next decode."""
+        self.copying |= {source, target}
+        _seq_cp(self._memory, source, target, -1, -1)
+
+    def state_size(self, seq_id: int) -> int:
+        """How many bytes `write_state` writes."""
+        size: int = _state_size(self.pointer, seq_id)
+        return size
+
+    def write_state(self, seq_id: int, address: int, size: int) -> int:
+        """Write a sequence's cells to memory. Returns the bytes written, 0 when llama.cpp refuses."""
+        written: int = _get_state(self.pointer, address, size, seq_id)
+        return written
+
+    def read_state(self, seq_id: int, address: int, size: int) -> int:
+        """Replace a sequence's cells by written ones. Returns the bytes read, 0 when llama.cpp refuses.
+
+        After a refusal the sequence may hold anything: remove it.
+        """
+        read: int = _set_state(self.pointer, address, size, seq_id)
+        return read
 
     def first_position(self, seq_id: int) -> int:
         """The lowest position whose cell the sequence holds, -1 when it is empty."""
@@ -218,13 +262,14 @@ def _context_params(options: ContextOptions) -> Any:
     params.n_batch = options.n_batch
     params.n_ubatch = options.n_ubatch
     params.n_seq_max = options.n_seq_max
-    params.n_outputs_max = options.n_seq_max  # else the compute buffer has room for n_ubatch rows of logits
+    # By default the compute buffer has room for n_ubatch rows of logits; fewer than n_seq_max ends the process.
+    params.n_outputs_max = options.n_seq_max
     params.n_threads = options.n_threads
     params.n_threads_batch = options.n_threads_batch
     params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
     params.no_perf = True
-    params.swa_full = True  # a window cache cannot be shared or cut in the middle
-    params.kv_unified = True
+    params.swa_full = options.swa_full
+    params.kv_unified = options.kv_unified
     return params
 
 
@@ -239,6 +284,13 @@ def _declare(name: str, argument_types: list[Any], result_type: Any) -> Any:
 _get_logits = _declare("llama_get_logits", [ctypes.c_void_p], ctypes.c_void_p)
 _seq_rm = _declare("llama_memory_seq_rm", [ctypes.c_void_p] + [ctypes.c_int32] * 3, ctypes.c_bool)
 _seq_cp = _declare("llama_memory_seq_cp", [ctypes.c_void_p] + [ctypes.c_int32] * 4, None)
+_state_size = _declare("llama_state_seq_get_size", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_size_t)
+_get_state = _declare(
+    "llama_state_seq_get_data", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32], ctypes.c_size_t
+)
+_set_state = _declare(
+    "llama_state_seq_set_data", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32], ctypes.c_size_t
+)
 _seq_pos_min = _declare("llama_memory_seq_pos_min", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
 _seq_pos_max = _declare("llama_memory_seq_pos_max", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
 

@@ -1,18 +1,33 @@
-"""KV memory as the scheduler sees it: jobs enter and leave it, kept prefixes are shared and give way."""
+"""KV memory as the scheduler sees it: jobs enter and leave it, and what they computed serves those who come later."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
-from llamaq.common.messages import CacheSnapshot
+from llamaq.common.messages import CacheSnapshot, CacheTier
+from llamaq.worker.block import Chain
 from llamaq.worker.jobs import Job
-from llamaq.worker.prefix_cache import PrefixCache
-from llamaq.worker.slots import Run, Slot, SlotPool
+from llamaq.worker.prefix_cache import Entry, PrefixCache
+from llamaq.worker.prefix_index import TOKEN_BYTES
+from llamaq.worker.slots import Run, Slot, SlotPool, SlotState
+from llamaq.worker.tiers import NoTiers, Tiers
+
+MIN_GAIN = 16
+"""Tokens. For fewer than these nobody waits for another's prefill or for a transfer."""
+ADOPTED_SHARE = 0.5
+"""A job goes on in an entry's own sequence only if it needs at least this share of it: the rest is lost."""
 
 
 class Sequences(Protocol):
     """The engine's sequences, as far as they are moved about between ticks."""
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether a sequence can be copied in part and cut back; recurrent state cannot."""
 
     def remove(self, seq_id: int) -> None:
         """Forget the sequence's cells; removing an empty one is allowed."""
@@ -20,66 +35,302 @@ class Sequences(Protocol):
     def copy(self, source: int, target: int, n_tokens: int) -> int:
         """Copy the first `n_tokens` cells into the empty sequence `target`; returns how many it truly holds then."""
 
+    def cut(self, seq_id: int, n_tokens: int) -> int:
+        """Keep the first `n_tokens` cells of a sequence; returns how many it truly holds then."""
+
+
+class Room(Enum):
+    """Whether a job can enter."""
+
+    NOW = "now"
+    SOON = "soon"
+    """Entries are leaving for it."""
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a prompt's first tokens get into a sequence without being computed there."""
+
+    n_held: int = 0
+    source: Entry | Run | None = None
+    """Copy `n_held` cells of it now,"""
+    leader: Run | None = None
+    n_coming: int = 0
+    """or wait until it has computed so many, and look again,"""
+    stored: Chain | None = None
+    """and load what goes on from there."""
+
 
 class Memory:
-    """Brings together who decides about KV memory (pool, prefix cache) and what does it (the engine's sequences)."""
+    """Brings together who decides about KV memory (pool, prefix cache, tiers) and what does it (the sequences)."""
 
-    def __init__(self, pool: SlotPool, sequences: Sequences, cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        pool: SlotPool,
+        sequences: Sequences,
+        cache: PrefixCache,
+        tiers: Tiers | None = None,
+        *,
+        held_cells: int | None = None,
+    ) -> None:
+        """`held_cells`: as many cells may entries hold while nobody needs them; None: all."""
         self.pool = pool
         self.cache = cache
         self._sequences = sequences
-        self._hits = 0
-        self._misses = 0
+        self._tiers = NoTiers() if tiers is None else tiers
+        self._held_cells = pool.n_cells if held_cells is None else held_cells
+        self._hits = self._misses = self._hit_tokens = self._evictions = 0
 
-    def make_room(self, job: Job) -> bool:
-        """Whether the job can enter now; kept prefixes give way to it if that is enough."""
-        if not self.pool.can_acquire(job) and self.pool.could_acquire(job):
-            self._remove(self.cache.evict(self.pool.missing_cells(job)))
-        return self.pool.can_acquire(job)
+    # ---- a job comes
+
+    def gain(self, job: Job) -> int:
+        """How many tokens of the job need not be computed if it enters now."""
+        way = self._way(job)
+        return max(way.n_held, way.n_coming, way.stored.n_tokens if way.stored else 0)
+
+    def make_room(self, job: Job) -> Room:
+        """Whether the job can enter; entries give way to it where that helps."""
+        if self.pool.slot_for(job) is None:
+            return Room.NONE
+        way = self._way(job)
+        if self._can_enter(job, way):
+            return Room.NOW
+        if not self._could_enter(job, way):
+            return Room.NONE
+        while not self._can_enter(job, way) and not self._is_enough_leaving(job, way):
+            self._let_coldest_go()
+        return Room.NOW if self._can_enter(job, way) else Room.SOON
 
     def enter(self, job: Job, now_s: float) -> Slot:
-        """Give the job a slot, a sequence, and the cells of the longest kept prefix of its tokens."""
-        slot = self.pool.acquire(job, now_s)
+        """Give the job a slot, a sequence, and what is there of its prompt; call when `make_room` says NOW."""
+        way = self._way(job)
+        adopted = self._adoptable(way)
+        slot = self.pool.acquire(job, now_s, adopted.seq_id if adopted else None)
+        if adopted:
+            self._go_on_in(slot.active, adopted, way.n_held)
+            way = Way(stored=way.stored)
+        self._follow(slot, way)
         if job.request.cache_prompt:
-            self._reuse(slot.active)
+            self.cache.begin(slot.active)
         return slot
+
+    def settle(self) -> None:
+        """Let those go on who waited for another's prefill, where it has passed what they share or has ended."""
+        waiting = [slot for slot in self.pool.active if slot.state is SlotState.FOLLOW]
+        for slot in sorted(waiting, key=lambda slot: slot.active.order):
+            run = slot.active
+            if run.leader is None or run.leader.has_left or run.leader.n_past >= run.shared_tokens:
+                run.leader = None
+                slot.move(SlotState.PREFILL)
+                self._follow(slot, self._way(run.job, run.order))
+
+    def _way(self, job: Job, order: int | None = None) -> Way:
+        """The best way for a job's prompt, all but the last token: its logits give the next one."""
+        if not job.request.cache_prompt:
+            return Way()
+        tokens = job.packed[:-TOKEN_BYTES]
+        found = self.cache.match(tokens, job.scope, order)
+        stored = self._tiers.find(tokens, job.scope)
+        n_stored = stored.n_tokens if stored else 0
+        if found.leader and found.n_coming >= max(found.n_tokens + MIN_GAIN, n_stored):
+            return Way(leader=found.leader, n_coming=found.n_coming)
+        if n_stored < found.n_tokens + MIN_GAIN:
+            stored = None
+        elif not self._sequences.can_cut:
+            return Way(stored=stored)  # a whole state, which nothing goes before
+        return Way(found.n_tokens, found.source, stored=stored)
+
+    def _follow(self, slot: Slot, way: Way) -> None:
+        run = slot.active
+        if way.leader:
+            run.leader, run.shared_tokens = way.leader, way.n_coming
+            slot.move(SlotState.FOLLOW)
+            if not self._sequences.can_cut and way.n_coming not in way.leader.stops:
+                insort(way.leader.stops, way.n_coming)
+            return
+        if way.source:
+            self._copy(way.source, run, way.n_held)
+        if way.stored:
+            slot.move(SlotState.LOAD)
+            self._tiers.fetch(run, way.stored)
+        elif not self._sequences.can_cut:
+            run.stops = sorted({*run.stops, run.job.system_tokens, len(run.tokens) - 1})
+
+    def _copy(self, source: Entry | Run, run: Run, n_tokens: int) -> None:
+        copied = self._sequences.copy(source.seq_id, run.seq_id, n_tokens)
+        if copied:
+            self.pool.share(source.seq_id, run.seq_id, copied)
+            run.take_over(copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
+
+    def _adoptable(self, way: Way) -> Entry | None:
+        """The entry in whose own sequence the job goes on: where no other is free, and most of it is needed."""
+        entry = way.source
+        if self.pool.n_free or not isinstance(entry, Entry) or entry.leaving:
+            return None
+        return entry if way.n_held >= ADOPTED_SHARE * entry.n_tokens else None
+
+    def _go_on_in(self, run: Run, entry: Entry, n_tokens: int) -> None:
+        self.cache.remove(entry)
+        n_kept = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
+        self.pool.hold(run.seq_id, n_kept)
+        run.take_over(n_kept, CacheTier.DEVICE)
+
+    # ---- room
+
+    def _can_enter(self, job: Job, way: Way) -> bool:
+        has_sequence = self.pool.n_free > 0 or self._adoptable(way) is not None
+        return has_sequence and self.pool.missing_cells(job, way.n_held) == 0
+
+    def _could_enter(self, job: Job, way: Way) -> bool:
+        """Whether there would be room without the entries."""
+        gone = sum(self.pool.ledger.owned(entry.seq_id) for entry in self.cache.entries())
+        return self.pool.could_acquire(job) or self.pool.missing_cells(job, way.n_held) <= gone
+
+    def _is_enough_leaving(self, job: Job, way: Way) -> bool:
+        """Whether nothing more has to be evicted: what is leaving makes the room, or there is nothing else."""
+        leaving = [entry for entry in self.cache.entries() if entry.leaving]
+        cells = sum(self.pool.ledger.owned(entry.seq_id) for entry in leaving)
+        enough = bool(leaving or self.pool.n_free) and cells >= self.pool.missing_cells(job, way.n_held)
+        return enough or self.cache.coldest() is None
+
+    def _let_coldest_go(self) -> None:
+        if (entry := self.cache.coldest()) is not None:
+            self._evictions += 1
+            entry.leaving = True
+            if not self._tiers.keep(entry):
+                self._drop(entry)
+
+    def _trim(self) -> None:
+        """Let entries go beyond what may be held while nobody needs it."""
+        while self.cache.coldest() is not None and (self._excess_cells() > 0 or self._lacks_sequences()):
+            self._let_coldest_go()
+
+    def _excess_cells(self) -> int:
+        staying = (entry.seq_id for entry in self.cache.entries() if not entry.leaving)
+        return sum(map(self.pool.ledger.new, staying)) - self._held_cells
+
+    def _lacks_sequences(self) -> bool:
+        """Whether idle slots would have to wait for a sequence; where there is none to spare they adopt one."""
+        n_leaving = sum(entry.leaving for entry in self.cache.entries())
+        return self.pool.has_spare_sequences and self.pool.n_free + n_leaving < self.pool.n_idle
+
+    def drop_coldest(self) -> bool:
+        """Forget an entry at once, for cells that are needed now; False when there is none."""
+        entry = next(iter(self.cache.entries()), None)
+        if entry is not None:
+            self._evictions += 1
+            self._drop(entry)
+        return entry is not None
+
+    # ---- a job goes on, and leaves
+
+    def progress(self, slot: Slot, n_past: int) -> None:
+        """The slot's sequence holds so many tokens now."""
+        run = slot.active
+        run.n_past = n_past
+        run.cached_tokens = min(run.cached_tokens, n_past)
+        self.pool.hold(run.seq_id, n_past)
+        if not self._sequences.can_cut and slot.state is SlotState.PREFILL and run.job.request.cache_prompt:
+            self._keep_state(run)
+
+    def _keep_state(self, run: Run) -> None:
+        """Keep a copy of a state that cannot be cut back to, at a border of chunks: others may begin like this."""
+        run.stops = [stop for stop in run.stops if stop > run.n_past]
+        if not 0 < run.n_past < len(run.tokens):
+            return
+        if self.pool.n_free <= self.pool.n_idle:
+            self._let_coldest_go()  # for the next state
+            return
+        seq_id = self.pool.keep_another()
+        copied = self._sequences.copy(run.seq_id, seq_id, run.n_past)
+        self.pool.share(run.seq_id, seq_id, copied)
+        if copied:
+            self._remove(self.cache.insert(seq_id, run.packed_history(copied), run.job.scope))
+        else:
+            self._remove([seq_id])
 
     def leave(self, slot: Slot, *, reusable: bool) -> None:
         """Take the job out of its slot. A `reusable` sequence is offered to the prefix cache, others are removed."""
         run = self.pool.release(slot)
+        self._tiers.abandon(run.seq_id)
+        if run.job.request.cache_prompt:
+            self.cache.end(run)
+            self._count(run)
         if reusable and run.job.request.cache_prompt and run.n_past:
-            self._remove(self.cache.insert(run.tokens[: run.n_past], run.seq_id))
+            self._remove(self.cache.insert(run.seq_id, run.packed_history(run.n_past), run.job.scope))
+            self._trim()
         else:
             self._remove([run.seq_id])
 
-    def snapshot(self) -> CacheSnapshot:
-        return CacheSnapshot(
-            n_cells=self.pool.n_cells,
-            reserved_cells=self.pool.reserved_cells + self.pool.kept_cells,
-            entries=self.pool.n_kept,
-            hits=self._hits,
-            misses=self._misses,
-        )
-
-    def check_integrity(self) -> None:
-        """Raise `AssertionError` when slots, sequences, cells and cache contradict each other."""
-        self.pool.check_integrity()
-        self.cache.check_integrity()
-
-    def _reuse(self, run: Run) -> None:
-        # The last token is always computed: its logits give the next one.
-        if prefix := self.cache.match(run.tokens[:-1]):
-            run.n_past = run.cached_tokens = self._sequences.copy(prefix.seq_id, run.seq_id, prefix.n_tokens)
+    def _count(self, run: Run) -> None:
         if run.cached_tokens:
             self._hits += 1
+            self._hit_tokens += run.cached_tokens
         else:
             self._misses += 1
 
+    # ---- between the tiers
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something is on its way between the tiers."""
+        return self._tiers.is_busy
+
+    def move(self, budget_s: float) -> None:
+        """Go on moving between the tiers, for about so long."""
+        done = self._tiers.step(budget_s)
+        for run, n_tokens, tier in done.loaded:
+            self.pool.hold(run.seq_id, n_tokens)
+            run.take_over(n_tokens, tier)
+        for run in done.fetched:
+            next(slot for slot in self.pool.active if slot.run is run).move(SlotState.PREFILL)
+        for entry in done.kept:
+            self._drop(entry)
+
+    def close(self, timeout_s: float) -> None:
+        """Save what a later worker may use, for about so long, and stop moving."""
+        self._tiers.close(self.cache.entries(), timeout_s)
+
+    def _drop(self, entry: Entry) -> None:
+        self.cache.remove(entry)
+        self._remove([entry.seq_id])
+
     def _remove(self, seq_ids: Iterable[int]) -> None:
         for seq_id in seq_ids:
+            self._tiers.abandon(seq_id)
             self._sequences.remove(seq_id)
             self.pool.reclaim(seq_id)
 
-    def __repr__(self) -> str:
+    # ---- what others see
+
+    def snapshot(self) -> CacheSnapshot:
         pool = self.pool
-        return f"<Memory {pool.reserved_cells} reserved + {pool.kept_cells} kept of {pool.n_cells} cells>"
+        return CacheSnapshot(
+            n_cells=pool.n_cells,
+            reserved_cells=pool.ledger.used + pool.promised_cells,
+            used_cells=pool.ledger.used,
+            shared_cells=pool.ledger.shared,
+            entries=len(self.cache),
+            host_bytes=self._tiers.host_bytes,
+            disk_bytes=self._tiers.disk_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            hit_tokens=self._hit_tokens,
+            evictions=self._evictions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` when slots, sequences, cells, cache and tiers contradict each other."""
+        self.pool.check_integrity()
+        self.cache.check_integrity()
+        self._tiers.check_integrity()
+        kept = {entry.seq_id: entry.n_tokens for entry in self.cache.entries()}
+        if kept.keys() != self.pool.kept:
+            raise AssertionError(f"the cache has {sorted(kept)}, the pool keeps {sorted(self.pool.kept)}")
+        for seq_id, n_tokens in kept.items():
+            if self.pool.ledger.held(seq_id) != n_tokens:
+                raise AssertionError(f"entry {seq_id}: {n_tokens} tokens, {self.pool.ledger.held(seq_id)} cells")
+
+    def __repr__(self) -> str:
+        return f"<Memory {self.pool.ledger!r} {len(self.cache)} entries>"

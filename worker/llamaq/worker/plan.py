@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk
-from llamaq.worker.slots import Run, Slot, SlotState
+from llamaq.worker.slots import WORKING, Run, Slot, SlotState
 from llamaq.worker.strategy import BatchStrategy, DecodeMaximal
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ class PlanFault(StrEnum):
     NOT_A_BATCH = "it is not a Batch of DecodeToken and PrefillChunk"
     UNKNOWN_SLOT = "a slot in it is not one of this worker's"
     IDLE_SLOT = "a slot in it is idle"
+    WAITING_SLOT = "a slot in it waits for cells that are computed or loaded elsewhere"
     SLOT_TWICE = "a slot stands in it twice"
     DECODE_IN_PREFILL = "it has a decode token for a slot in PREFILL"
     CHUNK_IN_DECODE = "it has a prefill chunk for a slot in DECODE"
@@ -44,7 +45,7 @@ def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | 
         used.add(part.slot)
     if batch.n_tokens > budget:
         return PlanFault.OVER_BUDGET
-    if not batch and any(slot.run is not None for slot in slots):
+    if not batch and any(slot.state in WORKING for slot in slots):
         return PlanFault.NOTHING
     return None
 
@@ -68,6 +69,8 @@ def _check_part(part: DecodeToken | PrefillChunk, slots: Sequence[Slot]) -> Plan
         return PlanFault.UNKNOWN_SLOT
     if slot.state is SlotState.IDLE:
         return PlanFault.IDLE_SLOT
+    if slot.state not in WORKING:
+        return PlanFault.WAITING_SLOT
     if isinstance(part, DecodeToken):
         return PlanFault.DECODE_IN_PREFILL if slot.state is SlotState.PREFILL else None
     if slot.state is SlotState.DECODE:
@@ -88,6 +91,9 @@ class Planner:
 
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         """A batch that keeps the rules, whatever the strategy does."""
+        return _stop_where_told(self._checked_plan(slots, queue_depth))
+
+    def _checked_plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         before = [_State(slot) for slot in slots]
         batch = Batch()
         fault: PlanFault | None = None
@@ -108,6 +114,19 @@ class Planner:
         self.faults[fault] += 1
         if self.faults[fault] == 1:
             log.error("strategy.refused fault=%s strategy=%r: %s", fault.name, self.strategy, fault, exc_info=cause)
+
+
+def _stop_where_told(batch: Batch) -> Batch:
+    """The batch with chunks that end where the state in between is wanted."""
+    if not any(chunk.slot.active.stops for chunk in batch.prefill):
+        return batch
+    return Batch(batch.decode, tuple(PrefillChunk(chunk.slot, _up_to_stop(chunk)) for chunk in batch.prefill))
+
+
+def _up_to_stop(chunk: PrefillChunk) -> int:
+    run = chunk.slot.active
+    ways = (stop - run.n_past for stop in run.stops if stop > run.n_past)
+    return min(chunk.n_tokens, next(ways, chunk.n_tokens))
 
 
 class _State:

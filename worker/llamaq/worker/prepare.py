@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
 
 from llamaq.common import codec
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
-from llamaq.common.messages import JobRequest, SamplingDefaults
+from llamaq.common.messages import JobRequest, Message, SamplingDefaults
 from llamaq.common.vocab import Vocab
+from llamaq.worker.block import Scope
 from llamaq.worker.detokenizer import StreamDetokenizer
 from llamaq.worker.grammar import Grammar
 from llamaq.worker.grammar_check import GrammarWarden
 from llamaq.worker.jobs import Job, Lease
+from llamaq.worker.prefix_index import common_prefix, pack
 from llamaq.worker.sampler import LogitSampler
+
+SYSTEM_PROMPTS = 32
+"""So many chats' system messages are remembered with their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +42,16 @@ class Preparer:
         *,
         context_limit: int,
         max_request_bytes: int,
+        marks_system: bool = False,
     ) -> None:
+        """With `marks_system` a chat's system messages are marked in every job, to keep the state at their end."""
         self._vocab = vocab
         self._warden = warden
         self._defaults = defaults
         self._context_limit = context_limit
         self._max_request_bytes = max_request_bytes
+        self._marks_system = marks_system
+        self._system_prefix = lru_cache(maxsize=SYSTEM_PROMPTS)(self._find_system_prefix)
 
     def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> Prepared:
         """The job in these bytes, as far as earlier attempts `published` it; raises `JobRejected`."""
@@ -53,6 +64,8 @@ class Preparer:
         prompt = self._tokenize(request)
         self._check_tokens(request, prompt)
         detokenizer = StreamDetokenizer(self._vocab, request.stop)
+        system_tokens = self._system_tokens(request, prompt)
+        public = system_tokens if request.cache_public == "system" else request.cache_public
         job = Job(
             lease=lease,
             request=request,
@@ -62,6 +75,8 @@ class Preparer:
             resumed=list(published),
             queue_ms=queue_ms,
             context_limit=self._context_limit,
+            scope=Scope(request.cache_salt, public),
+            system_tokens=system_tokens,
         )
         return Prepared(job, [detokenizer.feed(token) for token in published])
 
@@ -74,6 +89,21 @@ class Preparer:
         if not prompt:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "prompt: empty, and this model has no BOS token to begin with")
         return prompt
+
+    def _system_tokens(self, request: JobRequest, prompt: Sequence[int]) -> int:
+        """How many tokens of the prompt are the chat's system messages, with what the template puts around them."""
+        system = tuple(takewhile(lambda message: message.role == "system", request.messages or ()))
+        if not system or not (self._marks_system or request.cache_public == "system"):
+            return 0
+        return common_prefix(pack(prompt), self._system_prefix(system))
+
+    def _find_system_prefix(self, system: tuple[Message, ...]) -> bytes:
+        """What every chat with these system messages begins with, packed: what two chats have in common."""
+        try:
+            one, other = (self._vocab.encode_chat([*system, Message(role="user", content=text)]) for text in "ab")
+        except JobRejected:
+            return b""
+        return pack(one[: common_prefix(pack(one), pack(other))])
 
     def _check_tokens(self, request: JobRequest, prompt: Sequence[int]) -> None:
         n_vocab = self._vocab.n_tokens

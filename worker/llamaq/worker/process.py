@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -17,10 +19,12 @@ from types import FrameType
 from llamaq.common.errors import LlamaqError
 from llamaq.common.messages import WorkerCard
 from llamaq.worker import vocab_blob
+from llamaq.worker.caching import choose_n_sequences, held_cells, make_prefix_cache
 from llamaq.worker.engine import Engine
+from llamaq.worker.exits import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.grammar_check import GrammarWarden
 from llamaq.worker.link import Link
-from llamaq.worker.llama import ContextOptions
+from llamaq.worker.llama import ContextOptions, Model
 from llamaq.worker.models import resolve_model
 from llamaq.worker.plugins import load_hooks
 from llamaq.worker.prepare import Preparer
@@ -33,33 +37,43 @@ from llamaq.worker.ticks import TickLoop
 
 log = logging.getLogger(__name__)
 
-EXIT_OK, EXIT_CRASHED, EXIT_CANNOT_START, EXIT_FORCED = 0, 1, 2, 130
-
 SWITCH_INTERVAL_S = 0.0002
 """llama_decode gives the GIL away; with Python's default of 5 ms it gets it back late beside a busy I/O thread."""
+
+Watch = Callable[[TickLoop], AbstractContextManager[object]]
 
 
 class WorkerProcess:
     """Everything that one worker consists of, wired together."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        """Load the model; raises `ModelError` or `InvalidSettings`."""
+    def __init__(self, settings: WorkerSettings, watch: Watch = nullcontext) -> None:
+        """Load the model; raises `ModelError` or `InvalidSettings`. `watch` sees the ticks while they run."""
         path = resolve_model(settings.model)
         strategy, hooks = load_strategy(settings.batch_strategy), load_hooks(settings.hooks)
         log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
-        self._settings = settings
+        self._settings, self._watch = settings, watch
         self._engine = engine = load_engine(path, settings)
         self._blob = vocab_blob.extract(path)
         self._warden = GrammarWarden(self._blob)
         self._telemetry = Telemetry(hooks)
         self.card = self._describe(path.name)
+        cache, tiers = make_prefix_cache(settings, engine)
         scheduler = Scheduler(
-            SlotPool(settings.n_parallel, engine.n_ctx, engine.n_seq_max),
+            SlotPool(
+                settings.n_parallel,
+                engine.n_ctx,
+                engine.n_sequences,
+                similarity=settings.slot_prompt_similarity,
+                shares_cells=engine.kv_unified,
+            ),
             engine,
             budget=engine.n_batch,
             chunk_size=settings.chunk_size,
             end_tokens=engine.vocab.end_tokens,
             strategy=strategy,
+            cache=cache,
+            tiers=tiers,
+            held_cells=held_cells(settings, engine),
             worker=self.card.worker,
         )
         self._scheduler = scheduler
@@ -68,8 +82,9 @@ class WorkerProcess:
             engine.vocab,
             self._warden,
             settings.sampling,
-            context_limit=min(engine.n_ctx, engine.n_ctx_train),
+            context_limit=min(engine.cells_per_sequence, engine.n_ctx_train),
             max_request_bytes=settings.max_request_bytes,
+            marks_system=not engine.can_cut,
         )
         self._link = Link(settings, self.card, self._blob, preparer, self._ticks, self._telemetry)
         self._signals = 0
@@ -103,7 +118,8 @@ class WorkerProcess:
             if (error := self._link.start()) is not None:
                 return EXIT_CANNOT_START if isinstance(error, LlamaqError) else EXIT_CRASHED
             log.info("worker.ready id=%s queue=%s slots=%d", self.card.worker, self.card.queue, self.card.n_parallel)
-            self._ticks.run()
+            with self._watch(self._ticks):
+                self._ticks.run()
         finally:
             self._shut_down()
         if self._link.error is not None:
@@ -132,21 +148,23 @@ class WorkerProcess:
 
 def load_engine(path: Path, settings: WorkerSettings) -> Engine:
     """The engine that these settings describe; raises `ModelError` or `EngineError`."""
+    model = Model(path, n_gpu_layers=settings.n_gpu_layers, main_gpu=settings.device)
     options = ContextOptions(
         n_ctx=settings.n_ctx,
         n_batch=settings.batch_budget,
         n_ubatch=settings.n_ubatch,
-        n_seq_max=settings.n_parallel,
+        n_seq_max=choose_n_sequences(settings, model),
         n_threads=settings.n_threads,
         n_threads_batch=settings.n_threads,
+        kv_unified=settings.kv_unified,
     )
-    return Engine(path, options, n_gpu_layers=settings.n_gpu_layers, main_gpu=settings.device)
+    return Engine(model, options)
 
 
-def serve(settings: WorkerSettings) -> int:
+def serve(settings: WorkerSettings, watch: Watch = nullcontext) -> int:
     """Run a worker in this process; what keeps it from starting is one line in the log."""
     try:
-        process = WorkerProcess(settings)
+        process = WorkerProcess(settings, watch)
     except LlamaqError as exc:
         log.error("worker.cannot_start error=%s", exc)
         return EXIT_CANNOT_START

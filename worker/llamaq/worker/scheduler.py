@@ -7,6 +7,7 @@ It decides, on plain data; the engine does. One tick of a worker is
     batch = scheduler.plan()
     results = engine.run(batch)
     outbox.put(scheduler.apply(batch, results))
+    scheduler.move(budget_s)
 
 All calls come from one thread, and nothing is called between `plan` and `apply`. Whatever happens to a job
 between two ticks leaves through `apply`, in order: tokens first, its end last. A job given to `submit` leaves in
@@ -19,17 +20,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from llamaq.common.errors import InvalidSettings, JobRejected
-from llamaq.common.messages import CacheSnapshot, FinishReason, SlotSnapshot
+from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
+from llamaq.common.messages import CacheSnapshot, FinishReason, Priority, SlotSnapshot
 from llamaq.worker.batch import Batch, SlotResult
 from llamaq.worker.endings import Ending, ending_before_start, reason_to_end
 from llamaq.worker.jobs import Job, JobEnded, NewToken, Output
-from llamaq.worker.memory import Memory, Sequences
+from llamaq.worker.memory import Memory, Room, Sequences
 from llamaq.worker.plan import Planner
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache
-from llamaq.worker.slots import Slot, SlotPool, SlotState
+from llamaq.worker.slots import WORKING, Slot, SlotPool, SlotState
 from llamaq.worker.stats import measure
 from llamaq.worker.strategy import BatchStrategy, DecodeMaximal
+from llamaq.worker.tiers import Tiers
 from llamaq.worker.waiting import WaitingLine
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class Scheduler:
         end_tokens: frozenset[int],
         strategy: BatchStrategy | None = None,
         cache: PrefixCache | None = None,
+        tiers: Tiers | None = None,
+        held_cells: int | None = None,
         worker: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,12 +70,15 @@ class Scheduler:
             raise InvalidSettings(f"--chunk-size {chunk_size} must be at least 1")
         self.planner = Planner(strategy or DecodeMaximal(), budget, chunk_size)
         self._pool = pool
-        self._memory = Memory(pool, sequences, cache or NullPrefixCache())
+        self._memory = Memory(
+            pool, sequences, NullPrefixCache() if cache is None else cache, tiers, held_cells=held_cells
+        )
         self._end_tokens = end_tokens
         self._worker = worker
         self._clock = clock
         self._waiting = WaitingLine()
         self._outputs: list[Output] = []
+        self._preemptions = 0
 
     # ---- jobs come and go
 
@@ -89,7 +96,7 @@ class Scheduler:
         job.started_s = self._clock()
         job.context_limit = min(job.context_limit, self._pool.n_cells)
         self._waiting.put(job)
-        if ending := ending_before_start(job, self._end_tokens):
+        if ending := ending_before_start(job, self._end_tokens, len(self._pool.slots)):
             self._end(job, ending)
 
     def cancel(self, job_id: str) -> bool:
@@ -137,27 +144,42 @@ class Scheduler:
                 self._end_early(job.id, FinishReason.DEADLINE)
 
     def admit(self) -> None:
-        """Give slots to waiting jobs in their order, until one finds no room."""
-        while (job := self._waiting.first) is not None and self._memory.make_room(job):
+        """Let followers go on, and give slots to waiting jobs until one finds no room."""
+        self._memory.settle()
+        while (job := self._next_job()) is not None:
+            room = self._memory.make_room(job)
+            if room is Room.NONE and self._preempt_for(job):
+                continue
+            if room is not Room.NOW:
+                return
             self._waiting.take(job)
             slot = self._memory.enter(job, self._clock())
-            log.info("job.admitted id=%s slot=%d cached_tokens=%d", job.id, slot.index, slot.active.cached_tokens)
+            log.info("job.admitted id=%s slot=%d state=%s", job.id, slot.index, slot.state.value)
 
     def plan(self, queue_depth: int = 0) -> Batch:
         """The tokens of the next tick; empty when no job runs. `queue_depth` counts the jobs that wait in Redis."""
-        if not self._pool.active:
+        if not any(slot.state in WORKING for slot in self._pool):
             return Batch()
         return self.planner.plan(self._pool.slots, queue_depth + self.n_waiting)
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
         """Move the slots on by what the engine did, and return all that happened since the last call."""
         planned = {part.slot for part in batch.parts}
+        without_room = []
         for result in results:
             if result.slot not in planned:
                 raise LookupError(f"{result.slot!r} was not in the batch")
             self._apply(result)
+            if result.no_room:
+                without_room.append(result.slot)
+        if without_room:
+            self._relieve(without_room)
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def move(self, budget_s: float) -> None:
+        """Go on moving cells between the device and the tiers behind it, for about so long."""
+        self._memory.move(budget_s)
 
     # ---- what others see
 
@@ -174,7 +196,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a tick would do anything."""
-        return bool(self._pool.active or self._waiting or self._outputs)
+        return bool(self._pool.active or self._waiting or self._outputs or self._memory.is_moving)
 
     def snapshot(self) -> tuple[SlotSnapshot, ...]:
         """The slots as they are now."""
@@ -182,7 +204,7 @@ class Scheduler:
 
     def cache_snapshot(self) -> CacheSnapshot:
         """The cells as they are given now, and how often a job found a prefix of its prompt."""
-        return self._memory.snapshot()
+        return self._memory.snapshot().model_copy(update={"preemptions": self._preemptions})
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` when jobs, slots, sequences, cells and cache contradict each other."""
@@ -204,10 +226,55 @@ class Scheduler:
         slots = (slot for slot in self._pool.active if slot.active.job.id == job_id)
         return next(slots, None) or next((job for job in self._waiting if job.id == job_id), None)
 
+    def _next_job(self) -> Job | None:
+        """The job that goes next; where all slots are taken, the one for which another may have to go."""
+        if not self._waiting:
+            return None
+        has_slot = self._pool.slot_for
+        return self._waiting.next(lambda job: has_slot(job) is not None, self._memory.gain) or (
+            self._waiting.first_interactive
+        )
+
+    def _preempt_for(self, job: Job) -> bool:
+        """Take the slot from the youngest job of a lower priority, if that and more of its kind make enough room."""
+        if job.request.priority is not Priority.INTERACTIVE:
+            return False
+        lower = [slot for slot in self._pool.active if slot.priority is Priority.BULK and slot.active.may_be_preempted]
+        if not lower or not self._pool.could_acquire(job, without=lower):
+            return False
+        pinned = [slot for slot in lower if slot.index == job.request.slot and self._pool.slot_for(job) is None]
+        self._preempt(max(pinned or lower, key=lambda slot: slot.active.order))
+        return True
+
+    def _preempt(self, slot: Slot) -> None:
+        """Send a job back to the head of its line; it goes on later from what it had."""
+        run = slot.active
+        job = run.job
+        log.info("job.preempted id=%s slot=%d generated_tokens=%d", job.id, slot.index, run.n_generated)
+        job.resumed = run.tokens[run.n_prompt :]
+        job.packed = run.packed_history(len(run.tokens))
+        self._memory.leave(slot, reusable=True)
+        self._waiting.put_back(job)
+        self._preemptions += 1
+
+    def _relieve(self, slots: list[Slot]) -> None:
+        """llama.cpp found no room for these, so more is used than was counted: something has to go.
+
+        First a kept sequence, then the youngest job of the lowest priority; a job that is alone cannot fit.
+        """
+        if self._memory.drop_coldest():
+            return
+        if len(self._pool.active) > 1:
+            bulk_last = max(self._pool.active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.order))
+            self._preempt(bulk_last)
+        else:
+            message = f"there is no room in KV memory (--n-ctx) after {slots[0].active.n_past} tokens, with nobody else"
+            self._end(slots[0], JobRejected(ErrorCode.DECODE_FAILED, message))
+
     def _apply(self, result: SlotResult) -> None:
         slot = result.slot
         run = slot.active
-        run.n_past = result.n_past
+        self._memory.progress(slot, result.n_past)
         if result.error is not None:
             self._end(slot, result.error)
         elif result.token is not None:
@@ -221,6 +288,8 @@ class Scheduler:
         run = slot.active
         if run.prefilled_s is None:
             run.prefilled_s = self._clock()
+            if run.job.first_token_s is None:
+                run.job.first_token_s = run.prefilled_s
         if token in self._end_tokens:
             # It says that the text is over and is no part of it.
             self._end(slot, FinishReason.STOP)

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from pydantic_settings import TomlConfigSettingsSource as TomlSource
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.messages import SamplingDefaults
+from llamaq.common.messages import MAX_SALT_CHARS, SamplingDefaults
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
 
 MAX_SEQUENCES = 256
@@ -65,6 +65,28 @@ class BatchSettings(BaseModel):
     )
 
 
+class CacheSettings(BaseModel):
+    """The prefix cache. Computed prefixes stay for later jobs: on the device, in host memory, on disk."""
+
+    cache_prompt: bool = Field(True, description="keep and share prefixes; off: every prompt is computed in full")
+    cache_sequences: int | None = Field(
+        None, ge=0, le=MAX_SEQUENCES, description="kept sequences at most; what llama.cpp allows when not given"
+    )
+    held_cells: int | None = Field(
+        None, ge=0, description="KV cells that kept sequences may hold; a quarter of n_ctx when not given"
+    )
+    cache_ram_mb: int = Field(2048, ge=0, description="host memory for prefixes that left the device, in MiB")
+    cache_dir: Path | None = Field(None, description="folder for prefixes that left host memory, and for saved slots")
+    cache_disk_mb: int = Field(8192, ge=0, description="most that lies in --cache-dir, saved slots aside, in MiB")
+    cache_salt: str = Field(
+        "", max_length=MAX_SALT_CHARS, description="share prefixes only among workers and jobs of this salt"
+    )
+    slot_prompt_similarity: float = Field(
+        0.1, ge=0, le=1, description="share of a prompt that a slot's last content must begin with to be its own"
+    )
+    kv_unified: bool = Field(True, description="one pool of cells for all sequences; off: n_ctx split among them")
+
+
 class LifeSettings(BaseModel):
     """Leases, heartbeats and the end."""
 
@@ -72,6 +94,9 @@ class LifeSettings(BaseModel):
     hang_s: float = Field(60.0, ge=1, description="a tick that takes longer, and than four of the slowest, is a hang")
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="how often the worker shows what it does")
     drain_s: float = Field(30.0, ge=0, description="how long running jobs may go on after SIGTERM")
+    max_crashes: int = Field(3, ge=1, description="workers that may die of a job before it is given up")
+    checkpoint_tokens: int = Field(64, ge=1, description="stream=false: store what was generated every so many tokens")
+    checkpoint_s: float = Field(5.0, gt=0, description="stream=false: and at least so often")
     disconnect_s: float = Field(5.0, gt=0, description="cancel_on_disconnect: how long a job may be without a reader")
     hooks: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="module:function, comma separated, called with each tick's and job's measurements"
@@ -82,7 +107,7 @@ class LifeSettings(BaseModel):
     _split_hooks = field_validator("hooks", mode="before")(_split_commas)
 
 
-class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, LifeSettings, SamplingDefaults):
+class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults):
     """Everything that `llamaq worker` can be told; sampling parameters are defaults that a job may override."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)

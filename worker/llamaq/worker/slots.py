@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from enum import Enum
 
-from llamaq.common.messages import Priority, SlotSnapshot
+from llamaq.common.messages import CacheTier, Priority, SlotSnapshot
+from llamaq.worker.cells import CellLedger
 from llamaq.worker.jobs import Job
+from llamaq.worker.prefix_index import common_prefix, pack
+
+TOKEN_BYTES = 4
 
 
 class SlotState(Enum):
     """What a slot is doing."""
 
     IDLE = "idle"
+    FOLLOW = "follow"
+    """Waiting for another job's prefill to pass what both prompts begin with."""
+    LOAD = "load"
+    """Waiting for cells that come from host memory or disk."""
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-# A slot goes from IDLE through PREFILL and DECODE back to IDLE; any job may end early, and one whose cells were
-# lost is prefilled again.
+# A slot goes from IDLE through PREFILL and DECODE back to IDLE. A job in PREFILL may find that its cells are coming
+# from elsewhere; any job may end early, and one whose cells were lost is prefilled again.
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     SlotState.IDLE: frozenset({SlotState.PREFILL}),
-    SlotState.PREFILL: frozenset({SlotState.DECODE, SlotState.IDLE}),
+    SlotState.FOLLOW: frozenset({SlotState.PREFILL, SlotState.IDLE}),
+    SlotState.LOAD: frozenset({SlotState.PREFILL, SlotState.IDLE}),
+    SlotState.PREFILL: frozenset({SlotState.FOLLOW, SlotState.LOAD, SlotState.DECODE, SlotState.IDLE}),
     SlotState.DECODE: frozenset({SlotState.PREFILL, SlotState.IDLE}),
 }
+
+FARTHER = list(CacheTier)
+"""The tiers, the nearest first."""
+
+WORKING = frozenset({SlotState.PREFILL, SlotState.DECODE})
+"""The states in which a slot has something for the next batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +54,26 @@ class Run:
     """History: prompt, then generated tokens."""
     n_past: int = 0
     """Tokens of the history whose KV cells the sequence holds."""
+    order: int = 0
+    """Runs are numbered as they are admitted."""
+    packed: bytes = b""
+    """The history as it was at admission, packed."""
+    stops: list[int] = field(default_factory=list)
+    """Positions at which a chunk of the prefill must end, in order, because the state there is wanted."""
+    leader: Run | None = None
+    """In FOLLOW: whose prefill it waits for,"""
+    shared_tokens: int = 0
+    """and up to which token."""
     cached_tokens: int = 0
-    """How many of those came from the prefix cache."""
+    """How many of `n_past` were not computed by this run, but shared or loaded."""
+    tier: CacheTier | None = None
+    """The farthest tier that those came from."""
+    has_left: bool = False
+    """It has no slot any more."""
     admitted_s: float = 0.0
     """When it got its slot, by the scheduler's clock."""
     prefilled_s: float | None = None
-    """When the first token of this attempt was sampled."""
+    """When its first token was sampled."""
 
     @property
     def n_prompt(self) -> int:
@@ -57,6 +88,29 @@ class Run:
         """Tokens of the history that are not in KV memory yet: 1 while decoding, more during prefill."""
         return len(self.tokens) - self.n_past
 
+    @property
+    def cells_to_come(self) -> int:
+        """Cells that are promised to it and not used yet."""
+        return max(0, self.job.reservation - self.n_past)
+
+    @property
+    def may_be_preempted(self) -> bool:
+        """Whether its job may have to give way to one of higher priority."""
+        return self.n_generated >= self.job.turn_until
+
+    def take_over(self, n_tokens: int, tier: CacheTier) -> None:
+        """Its sequence holds so many tokens now, without having computed those that are new."""
+        self.cached_tokens += n_tokens - self.n_past
+        self.n_past = n_tokens
+        self.tier = tier if self.tier is None else max(self.tier, tier, key=FARTHER.index)
+
+    def packed_history(self, n_tokens: int) -> bytes:
+        """The first tokens of the history, packed."""
+        n_packed = len(self.packed) // TOKEN_BYTES
+        if n_tokens <= n_packed:
+            return self.packed[: n_tokens * TOKEN_BYTES]
+        return self.packed + pack(self.tokens[n_packed:n_tokens])
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -65,6 +119,10 @@ class Slot:
     index: int
     state: SlotState = SlotState.IDLE
     run: Run | None = None
+    content: bytes = b""
+    """The packed tokens of the job that ran here last: a job that begins like it comes back here."""
+    freed: int = 0
+    """When that job left; a count, not a time."""
 
     @property
     def active(self) -> Run:
@@ -106,7 +164,7 @@ class Slot:
         if self.run is None:
             return f"<Slot {self.index} {self.state.name}>"
         run = self.run
-        if self.state is SlotState.PREFILL:
+        if self.state is not SlotState.DECODE:
             progress = f"{run.n_past}/{len(run.tokens)}"
         else:
             progress = f"{run.n_generated}/{run.job.request.max_tokens}"
@@ -116,19 +174,29 @@ class Slot:
 class SlotPool:
     """All slots of a worker, and to whom its sequences and KV cells belong.
 
-    A sequence belongs to a running job, is kept by the prefix cache, or is free. Cells are only counted here:
-    those promised to running jobs and those that kept sequences hold are never more than there are. Kept
-    sequences may share cells with others in KV memory, so the count errs on the safe side.
+    A sequence belongs to a running job, is kept by the prefix cache, or is free. Cells are only counted here: those
+    that sequences hold, a shared one once, and those that running jobs may still need are never more than there are.
     """
 
-    def __init__(self, n_slots: int, n_cells: int, n_sequences: int) -> None:
+    def __init__(
+        self, n_slots: int, n_cells: int, n_sequences: int, *, similarity: float = 0.0, shares_cells: bool = True
+    ) -> None:
+        """`similarity`: the share of a prompt that a slot's content must begin with for the slot to be preferred.
+
+        Without `shares_cells` a copied sequence has cells of its own.
+        """
         if n_sequences < n_slots:
             raise ValueError(f"{n_slots} slots need as many sequences, there are {n_sequences}")
         self.slots = tuple(Slot(index) for index in range(n_slots))
         self.n_cells = n_cells
+        self.ledger = CellLedger(n_cells)
+        self._similarity = similarity
+        self._shares_cells = shares_cells
         self._sequences = frozenset(range(n_sequences))
         self._free = list(range(n_sequences))[::-1]
-        self._kept: dict[int, int] = {}
+        self._kept: set[int] = set()
+        self._n_acquired = 0
+        self._n_released = 0
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
@@ -139,39 +207,76 @@ class SlotPool:
 
     @property
     def n_idle(self) -> int:
-        return len(self.slots) - len(self.active)
+        return sum(slot.run is None for slot in self.slots)
 
     @property
-    def n_kept(self) -> int:
+    def n_free(self) -> int:
+        """Sequences that nobody has."""
+        return len(self._free)
+
+    @property
+    def has_spare_sequences(self) -> bool:
+        """Whether there are more sequences than slots."""
+        return len(self._sequences) > len(self.slots)
+
+    @property
+    def kept(self) -> AbstractSet[int]:
         """Sequences that the prefix cache keeps."""
-        return len(self._kept)
+        return self._kept
 
     @property
-    def reserved_cells(self) -> int:
-        """KV cells promised to running jobs."""
-        return sum(slot.active.job.reservation for slot in self.active)
+    def promised_cells(self) -> int:
+        """Cells that running jobs may still need."""
+        return sum(slot.run.cells_to_come for slot in self.slots if slot.run is not None)
 
-    @property
-    def kept_cells(self) -> int:
-        """KV cells that kept sequences hold."""
-        return sum(self._kept.values())
+    # ---- room
 
-    def missing_cells(self, job: Job) -> int:
-        """How many cells too few are left for the job, 0 when there are enough."""
-        return max(0, self.reserved_cells + self.kept_cells + job.reservation - self.n_cells)
+    def missing_cells(self, job: Job, n_shared: int = 0) -> int:
+        """How many cells too few are left for a job that shares its first `n_shared`, 0 when there are enough."""
+        return max(0, self.ledger.used + self.promised_cells + job.reservation - n_shared - self.n_cells)
 
-    def can_acquire(self, job: Job) -> bool:
-        """Whether a slot is idle, a sequence free, and the job's cells can be reserved now."""
-        return self.n_idle > 0 and bool(self._free) and self.missing_cells(job) == 0
+    def slot_for(self, job: Job) -> Slot | None:
+        """The idle slot that the job would get: the one it asks for, else one whose content it begins with, else
+        the one that has been idle longest.
+        """
+        if job.request.slot is not None:
+            pinned = self.slots[job.request.slot]
+            return pinned if pinned.run is None else None
+        idle = [slot for slot in self.slots if slot.run is None]
+        likeness = {slot: self._likeness(slot, job) for slot in idle}
+        return max(idle, key=lambda slot: (likeness[slot], -slot.freed, -slot.index), default=None)
 
-    def could_acquire(self, job: Job) -> bool:
-        """Whether `can_acquire` would be true if every kept sequence were reclaimed."""
-        return self.n_idle > 0 and self.reserved_cells + job.reservation <= self.n_cells
+    def _likeness(self, slot: Slot, job: Job) -> float:
+        if not slot.content or not self._similarity:
+            return 0.0
+        likeness = common_prefix(slot.content, job.packed) / max(1, len(job.prompt) + len(job.resumed))
+        return likeness if likeness >= self._similarity else 0.0
 
-    def acquire(self, job: Job, now_s: float) -> Slot:
-        """Give the job a slot and a sequence; call only when `can_acquire`."""
-        slot = next(slot for slot in self.slots if slot.run is None)
-        slot.run = Run(job, self._free.pop(), [*job.prompt, *job.resumed], admitted_s=now_s)
+    def can_acquire(self, job: Job, n_shared: int = 0) -> bool:
+        """Whether the job's slot is idle, a sequence free, and the job's cells can be reserved now."""
+        return bool(self._free) and self.slot_for(job) is not None and self.missing_cells(job, n_shared) == 0
+
+    def could_acquire(self, job: Job, without: Sequence[Slot] = ()) -> bool:
+        """Whether `can_acquire` would be true if every kept sequence were reclaimed, and these slots were idle."""
+        reserved = sum(slot.active.job.reservation for slot in self.active if slot not in without)
+        has_slot = self.slot_for(job) is not None or any(job.request.slot in (None, slot.index) for slot in without)
+        return has_slot and reserved + job.reservation <= self.n_cells
+
+    # ---- who has which sequence
+
+    def acquire(self, job: Job, now_s: float, kept: int | None = None) -> Slot:
+        """Give the job a slot, and a free sequence or one that was `kept`; call only when there is room."""
+        slot = self.slot_for(job)
+        if slot is None:
+            raise LookupError(f"no slot is idle for {job!r}")
+        if kept is None:
+            seq_id = self._free.pop()
+        else:
+            seq_id = kept
+            self._kept.remove(kept)
+        self._n_acquired += 1
+        tokens = [*job.prompt, *job.resumed]
+        slot.run = Run(job, seq_id, tokens, order=self._n_acquired, packed=job.packed, admitted_s=now_s)
         slot.move(SlotState.PREFILL)
         return slot
 
@@ -179,33 +284,66 @@ class SlotPool:
         """Take the job out of its slot. Its sequence is kept, with the cells that it holds, until `reclaim`."""
         run = slot.active
         slot.move(SlotState.IDLE)
-        slot.run = None
-        self._kept[run.seq_id] = run.n_past
+        slot.run, run.has_left = None, True
+        self._n_released += 1
+        slot.content, slot.freed = run.packed_history(len(run.tokens)), self._n_released
+        self._kept.add(run.seq_id)
         return run
+
+    def keep_another(self) -> int:
+        """A free sequence, kept from now on."""
+        seq_id = self._free.pop()
+        self._kept.add(seq_id)
+        return seq_id
 
     def reclaim(self, seq_id: int) -> None:
         """A kept sequence was removed from KV memory: it is free for another job."""
-        del self._kept[seq_id]
+        self._kept.remove(seq_id)
+        self.ledger.drop(seq_id)
         self._free.append(seq_id)
+
+    # ---- how many cells
+
+    def hold(self, seq_id: int, n_tokens: int) -> None:
+        """A sequence holds so many cells now."""
+        if n_tokens < self.ledger.held(seq_id):
+            self.ledger.cut(seq_id, n_tokens)
+        else:
+            self.ledger.grow(seq_id, n_tokens)
+
+    def share(self, source: int, target: int, n_tokens: int) -> None:
+        """The first cells of `source` were copied to `target`, which was empty."""
+        if self._shares_cells:
+            self.ledger.share(source, target, n_tokens)
+        else:
+            self.ledger.grow(target, n_tokens)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` when slots, sequences and cells contradict each other."""
         used = [slot.active.seq_id for slot in self.active]
         if sorted([*used, *self._kept, *self._free]) != sorted(self._sequences):
             raise AssertionError(f"sequences are not owned once: used={used} kept={self._kept} free={self._free}")
-        if self.reserved_cells + self.kept_cells > self.n_cells:
-            raise AssertionError(f"{self.reserved_cells} + {self.kept_cells} cells are given, there are {self.n_cells}")
+        self.ledger.check_integrity()
+        if self.ledger.used + self.promised_cells > self.n_cells:
+            raise AssertionError(
+                f"{self.ledger.used} + {self.promised_cells} cells are given, there are {self.n_cells}"
+            )
+        if any(self.ledger.held(seq_id) for seq_id in self._free):
+            raise AssertionError("a free sequence holds cells")
         for slot in self.slots:
             if (slot.run is None) != (slot.state is SlotState.IDLE):
                 raise AssertionError(f"{slot!r}: state and job contradict each other")
             if slot.run is not None:
-                _check_run(slot, slot.run)
+                self._check_run(slot, slot.run)
 
-
-def _check_run(slot: Slot, run: Run) -> None:
-    if not 0 <= run.n_past < len(run.tokens) < run.job.context_limit:
-        raise AssertionError(f"{slot!r}: n_past={run.n_past} tokens={len(run.tokens)} of {run.job.context_limit}")
-    if slot.state is SlotState.DECODE and run.n_pending != 1:
-        raise AssertionError(f"{slot!r}: {run.n_pending} tokens are pending in DECODE")
-    if run.tokens[: run.n_prompt] != run.job.prompt:
-        raise AssertionError(f"{slot!r}: the history does not begin with the prompt")
+    def _check_run(self, slot: Slot, run: Run) -> None:
+        if not 0 <= run.n_past < len(run.tokens) < run.job.context_limit:
+            raise AssertionError(f"{slot!r}: n_past={run.n_past} tokens={len(run.tokens)} of {run.job.context_limit}")
+        if slot.state is SlotState.DECODE and run.n_pending != 1:
+            raise AssertionError(f"{slot!r}: {run.n_pending} tokens are pending in DECODE")
+        if (slot.state is SlotState.FOLLOW) != (run.leader is not None):
+            raise AssertionError(f"{slot!r}: follows {run.leader!r}")
+        if run.tokens[: run.n_prompt] != run.job.prompt:
+            raise AssertionError(f"{slot!r}: the history does not begin with the prompt")
+        if self.ledger.held(run.seq_id) != run.n_past:
+            raise AssertionError(f"{slot!r}: n_past={run.n_past}, but {self.ledger.held(run.seq_id)} cells are held")

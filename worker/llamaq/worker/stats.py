@@ -29,6 +29,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         "generated_tokens": run.n_generated,
         "prefix_cache_tokens": run.cached_tokens,
         "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.resumed)), 4),
+        "prefix_cache_tier": run.tier if run.cached_tokens else None,
         "seq_id": run.seq_id,
         "slot": slot.index,
     }
@@ -36,7 +37,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         n_evaluated = run.n_prompt + len(job.resumed) - run.cached_tokens
         n_after_first = run.n_generated - len(job.resumed) - 1
         measured |= {
-            "ttft_ms": _ms(run.prefilled_s - job.started_s),
+            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - job.started_s),
             "prompt_eval_rate": _rate(n_evaluated, run.prefilled_s - run.admitted_s),
             "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
         }

@@ -1,7 +1,7 @@
-"""For tests without a model: an engine that keeps tokens in lists, a vocabulary of bytes, and a builder of jobs.
+"""For tests without a model: an engine whose cells are objects, a vocabulary of bytes, and a builder of jobs.
 
 `FakeEngine` has the surface of the real engine and checks more than llama.cpp does: that positions follow one
-another, that a sequence belongs to one job, that a batch keeps its bounds.
+another, that a sequence belongs to one job and holds its tokens, that cells and batch keep their bounds.
 
     engine = FakeEngine(n_ctx=256)
     scheduler = Scheduler(SlotPool(4, engine.n_ctx, 4), engine, budget=64, chunk_size=16,
@@ -23,6 +23,7 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.messages import JobRequest
 from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk, SlotResult
 from llamaq.worker.detokenizer import StreamDetokenizer
+from llamaq.worker.fake_memory import FakeMemory
 from llamaq.worker.jobs import Job, Lease, Output
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.slots import Run, SlotState
@@ -119,6 +120,7 @@ def run_tick(scheduler: Scheduler, engine: FakeEngine) -> list[Output]:
     scheduler.check_integrity()
     batch = scheduler.plan()
     outputs = scheduler.apply(batch, engine.run(batch))
+    scheduler.move(0.0)
     scheduler.check_integrity()
     return outputs
 
@@ -138,14 +140,18 @@ def next_letter(history: Sequence[int]) -> int:
     return ord("a") + sum((at + 1) * token for at, token in enumerate(history, len(history))) % 26
 
 
-class FakeEngine:
-    """Runs batches without a model: a sequence is a list of tokens, the next token a function of the history.
+class FakeEngine(FakeMemory):
+    """Runs batches without a model: the next token is a function of the history.
 
     Args:
-        n_ctx: KV cells, shared by all sequences.
+        n_ctx: KV cells; `AssertionError` when a batch needs more, unless `reports_no_room`.
         n_batch: The most tokens of one batch.
-        n_seq_max: Sequence ids are below this.
+        n_seq_max: Sequence ids are below `n_sequences`, which is one less where parts can be saved.
+        n_ctx_train: The longest context that the model was trained on.
         next_token: What the fake model thinks most probable after a history.
+        can_cut: See `FakeMemory`, as for `kv_unified`.
+        kv_unified: False: each sequence has `n_ctx / n_seq_max` cells of its own.
+        reports_no_room: A part that needs more cells than there are is reported as the engine reports it.
     """
 
     def __init__(
@@ -156,17 +162,20 @@ class FakeEngine:
         n_seq_max: int = 64,
         n_ctx_train: int = 32_768,
         next_token: NextToken = next_letter,
+        can_cut: bool = True,
+        kv_unified: bool = True,
+        reports_no_room: bool = False,
     ) -> None:
-        self.n_ctx = n_ctx
+        super().__init__(n_ctx=n_ctx, n_seq_max=n_seq_max, can_cut=can_cut, kv_unified=kv_unified)
         self.n_batch = n_batch
-        self.n_seq_max = n_seq_max
         self.n_ctx_train = n_ctx_train
         self.vocab = ByteVocab()
-        self.memory: dict[int, list[int]] = {}
-        """The tokens whose cells each sequence holds."""
+        self.computed = 0
+        """Tokens put into memory by batches, so those that were neither shared nor loaded."""
         self.batches: list[Batch] = []
         """All batches that were run."""
         self._next_token = next_token
+        self._reports_no_room = reports_no_room
         self._failing: dict[str, JobRejected] = {}
         self._losing: dict[str, int] = {}
         self._refusals = 0
@@ -181,20 +190,13 @@ class FakeEngine:
         self.batches.append(batch)
         if self._refusals and batch:
             self._refusals -= 1
-            return [SlotResult(part.slot, part.slot.active.n_past) for part in batch.parts]
+            return [SlotResult(part.slot, part.slot.active.n_past, no_room=True) for part in batch.parts]
         return [self._run_part(part) for part in batch.parts]
 
-    def remove(self, seq_id: int) -> None:
-        self.memory.pop(seq_id, None)
-
-    def copy(self, source: int, target: int, n_tokens: int) -> int:
-        if self.memory.get(target):
-            raise AssertionError(f"sequence {target} is not empty")
-        self.memory[target] = self.memory[source][:n_tokens]
-        return len(self.memory[target])
-
     def close(self) -> None:
-        self.memory.clear()
+        """Forget all cells."""
+        for seq_id in self.memory:
+            self.remove(seq_id)
 
     # ---- what a test may have go wrong
 
@@ -216,17 +218,20 @@ class FakeEngine:
         slot, run = part.slot, part.slot.active
         if error := self._failing.get(run.job.id):
             return SlotResult(slot, run.n_past, error=error)
-        cells = self.memory.setdefault(run.seq_id, [])
         if run.job.id in self._losing:
-            del cells[self._losing.pop(run.job.id) :]
-            return SlotResult(slot, len(cells))
-        cells += run.tokens[run.n_past : run.n_past + part.n_tokens]
-        if len(cells) < len(run.tokens):
-            return SlotResult(slot, len(cells))
+            n_left = min(self._losing.pop(run.job.id), self.n_held(run.seq_id))
+            return SlotResult(slot, self.cut(run.seq_id, n_left))
+        if self._reports_no_room and not self.has_room(run.seq_id, part.n_tokens):
+            return SlotResult(slot, run.n_past, no_room=True)
+        self.append(run.seq_id, run.tokens[run.n_past : run.n_past + part.n_tokens])
+        self.computed += part.n_tokens
+        n_past = self.n_held(run.seq_id)
+        if n_past < len(run.tokens):
+            return SlotResult(slot, n_past)
         try:
-            return SlotResult(slot, len(cells), token=self._sample(run))
+            return SlotResult(slot, n_past, token=self._sample(run))
         except JobRejected as exc:
-            return SlotResult(slot, len(cells), error=exc)
+            return SlotResult(slot, n_past, error=exc)
 
     def _sample(self, run: Run) -> int:
         logits = np.zeros(self.n_vocab, np.float32)
@@ -241,14 +246,8 @@ class FakeEngine:
         if len({run.seq_id for run in runs}) < len(runs):
             raise AssertionError(f"a sequence stands in the batch twice: {batch}")
         for part, run in zip(batch.parts, runs, strict=True):
-            cells = self.memory.get(run.seq_id, [])
-            if not 0 <= run.seq_id < self.n_seq_max or cells != run.tokens[: run.n_past]:
+            if self.tokens(run.seq_id) != run.tokens[: run.n_past]:
                 raise AssertionError(f"sequence {run.seq_id} holds other tokens than {part.slot!r} thinks")
             expected = SlotState.DECODE if isinstance(part, DecodeToken) else SlotState.PREFILL
             if part.slot.state is not expected or not 1 <= part.n_tokens <= run.n_pending:
                 raise AssertionError(f"{part!r} does not fit {part.slot!r}")
-        if sum(map(len, self.memory.values())) + batch.n_tokens > self.n_ctx:
-            raise AssertionError(f"more than {self.n_ctx} cells are needed")
-
-    def __repr__(self) -> str:
-        return f"<FakeEngine {len(self.memory)} sequences, {sum(map(len, self.memory.values()))}/{self.n_ctx} cells>"

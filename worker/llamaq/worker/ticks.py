@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 1.0
 """An idle engine thread wakes up this often, to show that it is alive."""
 SNAPSHOT_EVERY_S = 0.25
+IDLE_MOVE_S = 0.05
+"""How long cells are moved between the tiers before commands are looked at again, when no job computes."""
 SLOW_TICKS = 4
 """A tick is a hang only when it takes longer than this many of the slowest ticks seen."""
 
@@ -62,7 +64,8 @@ class TickLoop:
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stop_s: float | None = None
-        self._stamp_s = clock()
+        self.stamp_s = clock()
+        """When the last tick began, or the idle engine last woke up."""
         self._slowest_tick_s = 0.0
         self._shown_s = -SNAPSHOT_EVERY_S
         self.queue_depth = 0
@@ -94,14 +97,23 @@ class TickLoop:
     @property
     def is_alive(self) -> bool:
         """Whether the last tick is recent enough to believe that the next one will come."""
-        silent_s = self._clock() - self._stamp_s
-        return silent_s < max(self._hang_s, SLOW_TICKS * self._slowest_tick_s)
+        return self.age_s < self.patience_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long a tick may take before it is a hang."""
+        return max(self._hang_s, SLOW_TICKS * self._slowest_tick_s)
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the last tick began."""
+        return self._clock() - self.stamp_s
 
     def run(self) -> None:
         """Receive and tick until stopped."""
         while not self._is_over():
             self._receive()
-            started_s = self._stamp_s = self._clock()
+            started_s = self.stamp_s = self._clock()
             self._tick()
             self._slowest_tick_s = max(self._slowest_tick_s, self._clock() - started_s)
 
@@ -134,6 +146,7 @@ class TickLoop:
         if batch:  # before the outputs leave: hooks hear of a job's end after its last tick
             self._telemetry.tick(self._measure(batch, eval_s))
         self.put(outputs)
+        scheduler.move(eval_s if batch else IDLE_MOVE_S)
         if not scheduler.has_work or self._clock() - self._shown_s >= SNAPSHOT_EVERY_S:
             self.snapshot = self._look()
 

@@ -1,0 +1,137 @@
+"""The tree of blocks by their tokens: into which blocks a prompt is cut, and which of them are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llamaq.worker.block import PUBLIC, ROOT_NAME, Block, Chain, Scope, Siblings, Span, block_name
+from llamaq.worker.prefix_index import TOKEN_BYTES
+
+
+class BlockIndex:
+    """Blocks under their parents, and by their names. Knows nothing of tiers, bytes and use."""
+
+    def __init__(self, block_tokens: int | None, *, can_cut: bool) -> None:
+        if block_tokens is not None and block_tokens < 1:
+            raise ValueError(f"a block has at least one token, not {block_tokens}")
+        self.block_tokens = block_tokens
+        self.can_cut = can_cut
+        self.root = Block(None, PUBLIC, b"", 0, 0, ROOT_NAME, 0)
+        self._blocks: dict[bytes, Block] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
+
+    def __contains__(self, block: Block) -> bool:
+        return self._blocks.get(block.name) is block
+
+    def add(self, parent: Block, namespace: bytes, tokens: bytes, n_bytes: int) -> Block:
+        """A new block, the child of `parent`."""
+        name = block_name(parent.name, namespace, tokens)
+        end = parent.end + len(tokens) // TOKEN_BYTES
+        block = Block(parent, namespace, tokens, parent.end, end, name, n_bytes)
+        parent.children.setdefault(namespace, Siblings()).add(block)
+        self._blocks[name] = block
+        return block
+
+    def remove(self, block: Block) -> None:
+        """Forget the block; it has no children."""
+        if block.parent is None or block.children:
+            raise ValueError(f"{block!r} is the root or has children")
+        siblings = block.parent.children[block.namespace]
+        siblings.remove(block)
+        if not siblings:
+            del block.parent.children[block.namespace]
+        del self._blocks[block.name]
+
+    def parts(self, n_tokens: int, scope: Scope) -> Iterator[tuple[bytes, Span]]:
+        """The blocks that so many tokens are cut into: the key of whom each belongs to, and its span."""
+        public = min(scope.public, n_tokens)
+        if self.block_tokens is None:
+            if n_tokens:
+                yield (PUBLIC if n_tokens <= public else scope.key), Span(0, n_tokens)
+            return
+        start, key = 0, scope.key
+        while start < n_tokens:
+            end = min(start + self.block_tokens, public if start < public else n_tokens)
+            yield (PUBLIC if start < public else key), Span(start, end)
+            start = end
+
+    def child(self, node: Block, namespace: bytes, tokens: bytes, span: Span) -> Block | None:
+        """The child that holds the span; at the very end of `tokens` a longer one does as well, if it can be cut."""
+        siblings = node.children.get(namespace)
+        if siblings is None:
+            return None
+        part = tokens[span.start * TOKEN_BYTES : span.end * TOKEN_BYTES]
+        if self.can_cut and span.end * TOKEN_BYTES == len(tokens):
+            return siblings.extending(part)
+        return siblings.get(part)
+
+    def missing(self, tokens: bytes, scope: Scope) -> list[Span]:
+        """The spans that are to be saved, in this order, before all of `tokens` is stored."""
+        node = self.root
+        spans: list[Span] = []
+        for namespace, span in self.parts(len(tokens) // TOKEN_BYTES, scope):
+            block = None if spans else self.child(node, namespace, tokens, span)
+            if block is None:
+                spans.append(span)
+            else:
+                node = block
+        return spans
+
+    def match(self, tokens: bytes, scope: Scope) -> Chain:
+        """The blocks that hold the most tokens of the query, from its beginning on."""
+        n_tokens, key = len(tokens) // TOKEN_BYTES, scope.key
+        best, covered = self.root, 0
+        nodes = [self.root]
+        while nodes:
+            node = nodes.pop()
+            if node.end >= covered:  # a whole block rather than a part of another
+                best, covered = node, node.end
+            for namespace, limit in ((PUBLIC, min(scope.public, n_tokens)), (key, n_tokens)):
+                siblings = node.children.get(namespace)
+                if siblings is None or node.end >= limit:
+                    continue
+                window = self._window(tokens, node.end, limit)
+                nodes += siblings.within(window)
+                if self.can_cut:
+                    common, block = siblings.nearest(window)
+                    if node.end + common > covered:
+                        best, covered = block, node.end + common
+        return Chain(tuple(best.path()), covered)
+
+    def _window(self, tokens: bytes, start: int, limit: int) -> bytes:
+        """The tokens that a block from `start` on can have in common with the query."""
+        end = limit if self.block_tokens is None else min(limit, start + self.block_tokens)
+        return tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+
+    def accepts(self, parent: Block, namespace: bytes, n_tokens: int) -> bool:
+        """Whether a block of so many tokens can stand below `parent`."""
+        if self.block_tokens is None:
+            return parent is self.root and n_tokens > 0
+        return parent.namespace in (PUBLIC, namespace) and 0 < n_tokens <= self.block_tokens
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` when the tree contradicts itself."""
+        reached = self.root.subtree()[1:]
+        if len(reached) != len(self) or any(block not in self for block in reached):
+            raise AssertionError(f"{len(reached)} blocks hang on the tree, {len(self)} are known by name")
+        for block in reached:
+            _check_block(self, block)
+
+
+def _check_block(index: BlockIndex, block: Block) -> None:
+    parent = block.parent
+    if parent is None or block.start != parent.end or (block.end - block.start) * TOKEN_BYTES != len(block.tokens):
+        raise AssertionError(f"{block!r} does not follow {parent!r}")
+    if block.name != block_name(parent.name, block.namespace, block.tokens):
+        raise AssertionError(f"{block!r} has another's name")
+    if not index.accepts(parent, block.namespace, block.end - block.start):
+        raise AssertionError(f"{block!r} cannot stand below {parent!r}")
+    for siblings in block.children.values():
+        if not siblings:
+            raise AssertionError(f"{block!r} keeps an empty place for children")
+        siblings.check_integrity()

@@ -1,0 +1,309 @@
+"""The prefix cache's tiers beyond the device, decided: which blocks of KV state lie in host memory and which on disk.
+
+    (root) ── [0, 64) ── [64, 100) ─┬─ [100, 164) ── [164, 170)     namespace A
+                public blocks       └─ [100, 131)                   namespace B
+
+Blocks form a tree by their tokens, so conversations with the same beginning share its blocks. Each tier is counted
+in bytes and gives up the block that was used longest ago. A block is never used less recently than those below it,
+so tails go first. What leaves memory goes to disk, if there is one, its ancestors with it: every file's parent has a
+file, whenever the process ends. This module only decides; `block_files` writes, reads and erases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from llamaq.worker.block import Block, Chain, Scope, Span, StoredBlock
+from llamaq.worker.block_index import BlockIndex
+from llamaq.worker.prefix_index import TOKEN_BYTES
+from llamaq.worker.tier import Tier
+
+__all__ = ["Block", "BlockTree", "Chain", "Erase", "Order", "Scope", "Span", "StoredBlock", "Write"]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """To be done: write the block's file. Memory may have given up the data meanwhile, so it comes along."""
+
+    block: Block
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """To be done: delete the block's file."""
+
+    block: Block
+
+
+Order = Write | Erase
+
+
+class BlockTree:
+    """Which blocks are stored, and in which tier.
+
+    `block_tokens` is how many tokens a block has, None for one block from 0 to its end for each sequence. `max_bytes`
+    and `max_disk_bytes` bound the tiers after any call. Without `can_cut` a block is used whole or not at all.
+    Not for several threads.
+    """
+
+    def __init__(self, block_tokens: int | None, max_bytes: int, max_disk_bytes: int = 0, *, can_cut: bool) -> None:
+        self.evictions = 0
+        """Blocks that left both tiers for want of room."""
+        self._index = BlockIndex(block_tokens, can_cut=can_cut)
+        self._host = Tier(max_bytes, attrgetter("host_bytes"))
+        self._disk = Tier(max_disk_bytes, attrgetter("file_bytes"))
+        self._orders: list[Order] = []
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the blocks whose data lies in memory."""
+        return self._host.n_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that there are, or will be when all orders are carried out."""
+        return self._disk.n_bytes
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._index
+
+    def match(self, tokens: bytes, scope: Scope) -> Chain:
+        """The stored blocks that hold the most tokens of the query, from its beginning on.
+
+        Mutates nothing. A chain is worth nothing after any call that puts, loads or loses blocks, unless it is pinned.
+        """
+        return self._index.match(tokens, scope)
+
+    def missing(self, tokens: bytes, scope: Scope) -> list[Span]:
+        """The spans that are to be saved, in this order, before all of `tokens` is stored. Mutates nothing."""
+        return self._index.missing(tokens, scope)
+
+    def put(self, tokens: bytes, scope: Scope, span: Span, data: bytes) -> Block | None:
+        """Store the data of one of the missing spans of `tokens`; others may be evicted for it.
+
+        Returns the block that holds it now, perhaps a longer one, or None when it was not kept: larger than all
+        there may be, no room beside blocks in use, or one before it has gone meanwhile.
+        """
+        node = self._index.root
+        for namespace, part in self._index.parts(len(tokens) // TOKEN_BYTES, scope):
+            block = self._index.child(node, namespace, tokens, part)
+            if part == span:
+                part_tokens = tokens[span.start * TOKEN_BYTES : span.end * TOKEN_BYTES]
+                return self._again(block, span, data) if block else self._keep(node, namespace, part_tokens, data)
+            if block is None:
+                return None
+            node = block
+        raise ValueError(f"{span} is not one of the parts of these tokens")
+
+    def touch(self, chain: Chain) -> None:
+        """The chain was used: what was used before is evicted before it."""
+        if chain.blocks and chain.blocks[-1] in self:
+            self._touch(chain.blocks[-1])
+
+    def pin(self, chain: Chain) -> None:
+        """A transfer uses the chain: until `unpin` nothing evicts it. `LookupError` when a part of it has gone."""
+        if any(block not in self for block in chain.blocks):
+            raise LookupError(f"{chain} is no longer stored")
+        for block in chain.blocks:
+            block.pins += 1
+            self._host.hold(block)
+            self._disk.hold(block)
+
+    def unpin(self, chain: Chain) -> None:
+        """One transfer is done with the chain, which counts as used now."""
+        for block in reversed(chain.blocks):
+            block.pins -= 1
+            if block in self and not block.pins:
+                if block.data is not None:
+                    self._host.release(block)
+                if block.on_disk:
+                    self._disk.release(block)
+
+    def loaded(self, block: Block, data: bytes) -> None:
+        """The block's file was read: keep its data in memory too, if there is room."""
+        if block in self and block.data is None and block.host_bytes <= self._host.max_bytes:
+            block.data = data
+            self._host.add(block)
+            self._touch(block)
+            self._shrink(block)
+
+    def lost(self, block: Block) -> None:
+        """The block has no good file. It goes with all below it, except where it lies in memory with its ancestors."""
+        if block not in self:
+            return
+        below = block.subtree()
+        gone: set[Block | None] = set()
+        for each in below:
+            if each.on_disk:
+                self._forget_file(each)
+            if each.data is None or each.parent in gone:
+                gone.add(each)
+        for each in reversed(below):
+            if each in gone:
+                self._remove(each)
+
+    def take_orders(self) -> list[Order]:
+        """What is to be done on disk since the last call, in this order. Failures are told to `lost`."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def spill(self) -> None:
+        """Order files for what lies in memory alone, the most recently used first, as far as the disk has room."""
+        n_bytes = 0
+        for block in self._host.newest_first():
+            n_bytes += 0 if block.on_disk else block.file_bytes
+            if n_bytes > self._disk.max_bytes:
+                break
+            if block in self and not block.on_disk:
+                self._to_disk(block)
+
+    def restore(self, stored: Iterable[StoredBlock]) -> list[StoredBlock]:
+        """Take the files that were found into an empty tree. Returns those that have no place in it and may go."""
+        waiting: dict[bytes, list[StoredBlock]] = {}
+        for each in stored:
+            waiting.setdefault(each.parent_name, []).append(each)
+        used_s: dict[Block, float] = {}
+        orphans = []
+        for node in (nodes := [self._index.root]):
+            for each in waiting.pop(node.name, ()):
+                if self._index.accepts(node, each.namespace, len(each.tokens) // TOKEN_BYTES):
+                    block = self._index.add(node, each.namespace, each.tokens, each.n_bytes)
+                    block.on_disk = True
+                    used_s[block] = each.modified_s
+                    nodes.append(block)
+                else:
+                    orphans.append(each)
+        for block in reversed(nodes):
+            if block.parent in used_s:  # it was used whenever one below it was
+                used_s[block.parent] = max(used_s[block.parent], used_s[block])
+        for block in sorted(used_s, key=lambda block: (used_s[block], -block.end)):
+            self._disk.add(block)
+        while self._disk.is_over and (oldest := self._disk.oldest):
+            self._leave_disk(oldest)
+        return orphans + [each for group in waiting.values() for each in group]
+
+    def _keep(self, parent: Block, namespace: bytes, tokens: bytes, data: bytes) -> Block | None:
+        """A new block, in memory if it can be there at all, else on disk."""
+        block = self._index.add(parent, namespace, tokens, len(data))
+        in_host = block.host_bytes <= self._host.max_bytes
+        if not in_host and block.file_bytes > self._disk.max_bytes:
+            self._index.remove(block)
+            return None
+        self._supersede(block)
+        block.data = data
+        if in_host:
+            self._host.add(block)
+            self._touch(block)
+            self._shrink(block)
+        else:
+            ordered = self._to_disk(block)
+            block.data = None
+            if not ordered:
+                self._index.remove(block)
+        return block if block in self else None
+
+    def _again(self, block: Block, span: Span, data: bytes) -> Block:
+        """What is put is there already, perhaps as a part."""
+        if block.end == span.end:
+            self.loaded(block, data)
+        self._touch(block)
+        return block
+
+    def _supersede(self, block: Block) -> None:
+        """Remove the shorter siblings of which the block is the continuation."""
+        if self._index.can_cut and block.parent is not None:
+            siblings = block.parent.children[block.namespace]
+            for shorter in list(siblings.within(block.tokens[:-TOKEN_BYTES])):
+                if not shorter.children and not shorter.pins:
+                    self._remove(shorter)
+
+    def _touch(self, block: Block) -> None:
+        """Move the block and then its ancestors to the end of the orders: a parent stands after its children."""
+        for each in reversed(block.path()):
+            self._host.touch(each)
+            self._disk.touch(each)
+
+    def _shrink(self, newest: Block) -> None:
+        """Bring memory down to its maximum; `newest` goes if all others are in use."""
+        while self._host.is_over:
+            self._leave_host(self._host.oldest or newest)
+
+    def _leave_host(self, block: Block) -> None:
+        if block.on_disk or self._to_disk(block):
+            self._host.remove(block)
+            block.data = None
+        else:  # nothing is below it: on disk there cannot be, and in memory its turn would have been earlier
+            self._remove(block)
+            self.evictions += 1
+
+    def _to_disk(self, block: Block) -> bool:
+        """Order the files of the block and of its ancestors that have none; others go for them. False: no room."""
+        path = block.path()
+        new = [(each, each.data) for each in path if not each.on_disk and each.data is not None]
+        n_bytes = sum(each.file_bytes for each, _ in new)
+        if n_bytes > self._disk.max_bytes:
+            return False
+        self._touch_files(path)
+        ancestors = set(path)
+        while self._disk.n_bytes + n_bytes > self._disk.max_bytes:
+            oldest = self._disk.oldest
+            if oldest is None or oldest in ancestors:
+                return False
+            self._leave_disk(oldest)
+        for each, data in new:
+            each.on_disk = True
+            self._disk.add(each)
+            self._orders.append(Write(each, data))
+        self._touch_files(path)
+        return True
+
+    def _touch_files(self, path: list[Block]) -> None:
+        for each in reversed(path):
+            self._disk.touch(each)
+
+    def _leave_disk(self, block: Block) -> None:
+        """Give up the file; what is in no tier then goes, with what lies below it, which is used less."""
+        self._forget_file(block)
+        if block.data is None:
+            below = block.subtree()
+            self.evictions += len(below)
+            for each in reversed(below):
+                self._remove(each)
+
+    def _forget_file(self, block: Block) -> None:
+        self._disk.remove(block)
+        block.on_disk = False
+        self._orders.append(Erase(block))
+
+    def _remove(self, block: Block) -> None:
+        """The block goes for good; it has no children."""
+        if block.on_disk:
+            self._forget_file(block)
+        if block.data is not None:
+            self._host.remove(block)
+            block.data = None
+        self._index.remove(block)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` when tree, tiers and counts contradict each other."""
+        self._index.check_integrity()
+        self._host.check_integrity({block for block in self._index if block.data is not None})
+        self._disk.check_integrity({block for block in self._index if block.on_disk})
+        for block in self._index:
+            if block.data is None and not block.on_disk:
+                raise AssertionError(f"{block!r} is in no tier")
+            if block.data is not None and len(block.data) != block.n_bytes:
+                raise AssertionError(f"{block!r} has {len(block.data)} bytes of data, counts {block.n_bytes}")
+            if block.on_disk and block.parent is not self._index.root and not (block.parent and block.parent.on_disk):
+                raise AssertionError(f"{block!r} has a file, {block.parent!r} has none")
+            if block.pins < sum(child.pins for group in block.children.values() for child in group):
+                raise AssertionError(f"{block!r} is pinned less often than what is below it")
+
+    def __repr__(self) -> str:
+        return f"<BlockTree {len(self)} blocks, host {self._host!r}, disk {self._disk!r}>"

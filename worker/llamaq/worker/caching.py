@@ -1,0 +1,55 @@
+"""Which prefix cache these settings ask for: how many sequences it gets, and the tiers behind the device."""
+
+from __future__ import annotations
+
+from llamaq.worker.block_tiers import BLOCK_TOKENS, BlockTiers
+from llamaq.worker.blocks import BlockTree
+from llamaq.worker.engine import Engine
+from llamaq.worker.llama import MAX_SEQUENCES, Model
+from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache, RadixPrefixCache
+from llamaq.worker.settings import WorkerSettings
+from llamaq.worker.tiers import NoTiers, Tiers
+
+STATES_PER_SLOT = 3
+"""Kept states for each slot where every sequence has memory of its own for one, whether it is used or not."""
+SCRATCH_SEQUENCES = 1
+"""What the engine keeps for itself."""
+HELD_SHARE = 4
+"""By default a quarter of all cells may be held by kept sequences."""
+
+
+def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:
+    """How many sequences the context is made with: for the slots, the prefix cache and the engine.
+
+    In one pool of cells a sequence more costs next to nothing. Where each has a stream or a state of its own, it takes
+    memory even when it is empty.
+    """
+    most = min(MAX_SEQUENCES, settings.batch_budget)
+    if not settings.cache_prompt:
+        n_kept = 0
+    elif settings.cache_sequences is not None:
+        n_kept = settings.cache_sequences
+    elif model.is_recurrent:
+        n_kept = STATES_PER_SLOT * settings.n_parallel
+    else:
+        n_kept = most if settings.kv_unified else 0
+    return max(settings.n_parallel, min(most, settings.n_parallel + n_kept + SCRATCH_SEQUENCES))
+
+
+def make_prefix_cache(settings: WorkerSettings, engine: Engine) -> tuple[PrefixCache, Tiers]:
+    """The cache and its tiers."""
+    if not settings.cache_prompt:
+        return NullPrefixCache(), NoTiers()
+    return RadixPrefixCache(can_cut=engine.can_cut), _make_tiers(settings, engine)
+
+
+def _make_tiers(settings: WorkerSettings, engine: Engine) -> Tiers:
+    if not settings.cache_ram_mb:
+        return NoTiers()
+    tree = BlockTree(BLOCK_TOKENS if engine.in_blocks else None, settings.cache_ram_mb * 2**20, can_cut=engine.can_cut)
+    return BlockTiers(tree, engine)
+
+
+def held_cells(settings: WorkerSettings, engine: Engine) -> int:
+    """How many cells kept sequences may hold."""
+    return engine.n_ctx // HELD_SHARE if settings.held_cells is None else settings.held_cells

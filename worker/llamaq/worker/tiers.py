@@ -1,0 +1,87 @@
+"""The tiers behind the device, as `Memory` sees them: where entries go that leave it, and come back from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from llamaq.common.messages import CacheTier
+from llamaq.worker.block import Chain, Scope
+from llamaq.worker.prefix_cache import Entry
+from llamaq.worker.slots import Run
+
+
+@dataclass(slots=True)
+class Done:
+    """What one step brought."""
+
+    loaded: list[tuple[Run, int, CacheTier]] = field(default_factory=list)
+    """The run's sequence holds so many tokens now, the last of them from this tier."""
+    fetched: list[Run] = field(default_factory=list)
+    """All that was stored has been loaded, or what is left cannot be."""
+    kept: list[Entry] = field(default_factory=list)
+    """Their cells are stored, as far as that is possible, and may go."""
+
+
+class Tiers(Protocol):
+    """Where entries go that leave the device, and where their cells come back from."""
+
+    @property
+    def host_bytes(self) -> int: ...
+
+    @property
+    def disk_bytes(self) -> int: ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something waits to be moved."""
+
+    def find(self, tokens: bytes, scope: Scope) -> Chain | None:
+        """The longest stored beginning of these tokens; worth nothing after the next `step`, except to `fetch`."""
+
+    def fetch(self, run: Run, stored: Chain) -> None:
+        """Begin to load what goes on from the run's `n_past`."""
+
+    def keep(self, entry: Entry) -> bool:
+        """Begin to save the entry; False when there is nothing to do, and it may go at once."""
+
+    def abandon(self, seq_id: int) -> None:
+        """Forget whatever was to be done for this sequence: it is removed now, or belongs to another."""
+
+    def step(self, budget_s: float) -> Done:
+        """Move for about so long, at least one block."""
+
+    def close(self, entries: Iterable[Entry], timeout_s: float) -> None:
+        """Save what a later worker may use."""
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` when what is stored contradicts itself."""
+
+
+class NoTiers:
+    """Nothing lies behind the device: what leaves it is gone."""
+
+    host_bytes = disk_bytes = 0
+    is_busy = False
+
+    def find(self, tokens: bytes, scope: Scope) -> None:  # noqa: ARG002 - the interface's
+        return None
+
+    def fetch(self, run: Run, stored: Chain) -> None:  # noqa: ARG002 - the interface's
+        raise LookupError(f"{stored!r} is not stored")
+
+    def keep(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
+        return False
+
+    def abandon(self, seq_id: int) -> None:
+        pass
+
+    def step(self, budget_s: float) -> Done:  # noqa: ARG002 - the interface's
+        return Done()
+
+    def close(self, entries: Iterable[Entry], timeout_s: float) -> None:
+        pass
+
+    def check_integrity(self) -> None:
+        pass
