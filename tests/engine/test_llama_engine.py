@@ -131,14 +131,14 @@ def alone(engine: Engine, tokens: Sequence[int], n: int) -> Slot:
 
 @pytest.fixture
 def engine(any_model: Path) -> Iterator[Engine]:
-    engine = Engine(any_model, OPTIONS, n_gpu_layers=0)
+    engine = Engine(Model(any_model, n_gpu_layers=0), OPTIONS)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def demo(demo_model: Path) -> Iterator[Engine]:
-    engine = Engine(demo_model, OPTIONS, n_gpu_layers=0)
+    engine = Engine(Model(demo_model, n_gpu_layers=0), OPTIONS)
     yield engine
     engine.close()
 
@@ -243,16 +243,23 @@ def test_cells_that_are_lost_are_computed_again(engine: Engine) -> None:
     assert_equal_output(slots[1], alone(engine, prompt(50, seed=2), 10))
 
 
-def test_without_room_in_kv_memory_only_the_job_that_does_not_fit_fails(chat_model: Path) -> None:
-    engine = Engine(chat_model, ContextOptions(256, 128, 32, 2, 1, 1), n_gpu_layers=0)
+def test_without_room_in_kv_memory_what_fits_goes_on_and_the_rest_may_try_again(
+    chat_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(Model(chat_model, n_gpu_layers=0), ContextOptions(256, 128, 32, 3, 1, 1))
     slots = [lane(0, prompt(200, seed=1)), lane(1, prompt(100, seed=2))]
     while slots[0].state is not SlotState.DECODE:
         assert not tick(engine, slots[:1])
-    errors = generate(engine, slots, 5)
-    assert errors.keys() == {1}
-    assert errors[1].code == ErrorCode.DECODE_FAILED
-    assert "no room" in errors[1].message
-    assert_equal_output(slots[0], alone(engine, prompt(200, seed=1), 5))
+    while slots[1].active.n_past < 2 * CHUNK:
+        tick(engine, slots)
+    batch = plan(slots, engine.n_batch)
+    results = {result.slot.index: result for result in engine.run(batch)}
+    assert (results[0].no_room, results[0].error, results[0].token is None) == (False, None, False)
+    assert (results[1].no_room, results[1].error, results[1].n_past) == (True, None, 2 * CHUNK)
+    assert "decode_failed" not in caplog.text
+    engine.remove(0)
+    assert not generate(engine, slots[1:], 5)
+    assert_equal_output(slots[1], alone(engine, prompt(100, seed=2), 5))
     engine.close()
 
 
@@ -322,8 +329,8 @@ def test_the_log_of_llama_cpp_goes_to_logging(chat_model: Path, caplog: pytest.L
 def test_loading_a_model_writes_nothing_to_stderr(chat_model: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from llamaq.worker.engine import Engine;"
-        "from llamaq.worker.llama import ContextOptions;"
-        "Engine(Path(sys.argv[1]), ContextOptions(4096, 64, 64, 2, 1, 1), n_gpu_layers=0).close()"
+        "from llamaq.worker.llama import ContextOptions, Model;"
+        "Engine(Model(Path(sys.argv[1]), n_gpu_layers=0), ContextOptions(4096, 64, 64, 2, 1, 1)).close()"
     )
     done = subprocess.run([sys.executable, "-c", code, chat_model], capture_output=True, timeout=60, check=True)
     assert done.stderr == b""

@@ -58,9 +58,6 @@ class Span:
     start: int
     end: int
 
-    def __len__(self) -> int:
-        return self.end - self.start
-
 
 @dataclass(slots=True, eq=False)
 class Block:
@@ -105,6 +102,13 @@ class Block:
             blocks.append(block)
             block = block.parent
         return blocks[::-1]
+
+    def is_above(self, other: Block) -> bool:
+        """Whether the other one is below this one in the tree."""
+        above = other.parent
+        while above is not None and above.end > self.end:
+            above = above.parent
+        return above is self
 
     def subtree(self) -> list[Block]:
         """This block and all below it, each before its children."""

@@ -47,39 +47,46 @@ class BlockIndex:
             del block.parent.children[block.namespace]
         del self._blocks[block.name]
 
-    def parts(self, n_tokens: int, scope: Scope) -> Iterator[tuple[bytes, Span]]:
-        """The blocks that so many tokens are cut into: the key of whom each belongs to, and its span."""
-        public = min(scope.public, n_tokens)
+    def part(self, start: int, n_tokens: int, scope: Scope) -> tuple[bytes, int]:
+        """Of `n_tokens` tokens, the block that begins at `start`: the key of whom it belongs to, and its end."""
         if self.block_tokens is None:
-            if n_tokens:
-                yield (PUBLIC if n_tokens <= public else scope.key), Span(0, n_tokens)
-            return
-        start, key = 0, scope.key
-        while start < n_tokens:
-            end = min(start + self.block_tokens, public if start < public else n_tokens)
-            yield (PUBLIC if start < public else key), Span(start, end)
-            start = end
+            return (PUBLIC if n_tokens <= scope.public else scope.key), n_tokens
+        is_public = start < scope.public
+        limit = min(scope.public, n_tokens) if is_public else n_tokens
+        return (PUBLIC if is_public else scope.key), min(start + self.block_tokens, limit)
 
-    def child(self, node: Block, namespace: bytes, tokens: bytes, span: Span) -> Block | None:
-        """The child that holds the span; at the very end of `tokens` a longer one does as well, if it can be cut."""
+    def child(self, node: Block, namespace: bytes, tokens: bytes, end: int) -> Block | None:
+        """The child with the tokens up to `end`; at the end of `tokens` a longer one will do, if it can be cut."""
         siblings = node.children.get(namespace)
         if siblings is None:
             return None
-        part = tokens[span.start * TOKEN_BYTES : span.end * TOKEN_BYTES]
-        if self.can_cut and span.end * TOKEN_BYTES == len(tokens):
+        part = tokens[node.end * TOKEN_BYTES : end * TOKEN_BYTES]
+        if self.can_cut and end * TOKEN_BYTES == len(tokens):
             return siblings.extending(part)
         return siblings.get(part)
 
+    def walk(self, tokens: bytes, scope: Scope, stop: int) -> Block:
+        """The last of the blocks that `tokens` are cut into, from the root on, that is stored and ends by `stop`."""
+        n_tokens, node = len(tokens) // TOKEN_BYTES, self.root
+        while node.end < stop:
+            namespace, end = self.part(node.end, n_tokens, scope)
+            block = self.child(node, namespace, tokens, end)
+            if block is None or block.end > stop:
+                break
+            node = block
+        return node
+
     def missing(self, tokens: bytes, scope: Scope) -> list[Span]:
         """The spans that are to be saved, in this order, before all of `tokens` is stored."""
-        node = self.root
+        n_tokens = len(tokens) // TOKEN_BYTES
+        node = self.walk(tokens, scope, n_tokens)
         spans: list[Span] = []
-        for namespace, span in self.parts(len(tokens) // TOKEN_BYTES, scope):
-            block = None if spans else self.child(node, namespace, tokens, span)
-            if block is None:
-                spans.append(span)
-            else:
-                node = block
+        start = node.end
+        while start < n_tokens:
+            namespace, end = self.part(start, n_tokens, scope)
+            if spans or self.child(node, namespace, tokens, end) is None:
+                spans.append(Span(start, end))
+            start = end
         return spans
 
     def match(self, tokens: bytes, scope: Scope) -> Chain:
@@ -96,8 +103,12 @@ class BlockIndex:
                 if siblings is None or node.end >= limit:
                     continue
                 window = self._window(tokens, node.end, limit)
+                block = siblings.get(window)
+                if block is not None and len(siblings) == 1:
+                    nodes.append(block)
+                    continue
                 nodes += siblings.within(window)
-                if self.can_cut:
+                if block is None and self.can_cut:
                     common, block = siblings.nearest(window)
                     if node.end + common > covered:
                         best, covered = block, node.end + common

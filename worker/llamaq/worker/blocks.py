@@ -53,9 +53,10 @@ class BlockTree:
         self.evictions = 0
         """Blocks that left both tiers for want of room."""
         self._index = BlockIndex(block_tokens, can_cut=can_cut)
-        self._host = Tier(max_bytes, attrgetter("host_bytes"))
-        self._disk = Tier(max_disk_bytes, attrgetter("file_bytes"))
+        self._host = Tier(self._index.root, max_bytes, attrgetter("host_bytes"))
+        self._disk = Tier(self._index.root, max_disk_bytes, attrgetter("file_bytes"))
         self._orders: list[Order] = []
+        self._last_put: tuple[bytes, Scope, Block | None] = (b"", Scope(), None)
 
     @property
     def host_bytes(self) -> int:
@@ -90,16 +91,20 @@ class BlockTree:
         Returns the block that holds it now, perhaps a longer one, or None when it was not kept: larger than all
         there may be, no room beside blocks in use, or one before it has gone meanwhile.
         """
-        node = self._index.root
-        for namespace, part in self._index.parts(len(tokens) // TOKEN_BYTES, scope):
-            block = self._index.child(node, namespace, tokens, part)
-            if part == span:
-                part_tokens = tokens[span.start * TOKEN_BYTES : span.end * TOKEN_BYTES]
-                return self._again(block, span, data) if block else self._keep(node, namespace, part_tokens, data)
-            if block is None:
-                return None
-            node = block
-        raise ValueError(f"{span} is not one of the parts of these tokens")
+        n_tokens = len(tokens) // TOKEN_BYTES
+        parent = self._parent(tokens, scope, span.start)
+        if parent is None:
+            return None
+        namespace, end = self._index.part(span.start, n_tokens, scope)
+        if end != span.end:
+            raise ValueError(f"{span} is none of the parts of these {n_tokens} tokens")
+        block = self._index.child(parent, namespace, tokens, end)
+        if block is None:
+            block = self._keep(parent, namespace, tokens[span.start * TOKEN_BYTES : end * TOKEN_BYTES], data)
+        elif block.end == end:
+            self.loaded(block, data)
+        self._last_put = (tokens, scope, block)
+        return block
 
     def touch(self, chain: Chain) -> None:
         """The chain was used: what was used before is evicted before it."""
@@ -156,7 +161,7 @@ class BlockTree:
     def spill(self) -> None:
         """Order files for what lies in memory alone, the most recently used first, as far as the disk has room."""
         n_bytes = 0
-        for block in self._host.newest_first():
+        for block in list(self._host):
             n_bytes += 0 if block.on_disk else block.file_bytes
             if n_bytes > self._disk.max_bytes:
                 break
@@ -199,7 +204,6 @@ class BlockTree:
         block.data = data
         if in_host:
             self._host.add(block)
-            self._touch(block)
             self._shrink(block)
         else:
             ordered = self._to_disk(block)
@@ -208,12 +212,14 @@ class BlockTree:
                 self._index.remove(block)
         return block if block in self else None
 
-    def _again(self, block: Block, span: Span, data: bytes) -> Block:
-        """What is put is there already, perhaps as a part."""
-        if block.end == span.end:
-            self.loaded(block, data)
-        self._touch(block)
-        return block
+    def _parent(self, tokens: bytes, scope: Scope, start: int) -> Block | None:
+        """The block before `start`, or None when it is not stored. What is put counts as used now."""
+        last_tokens, last_scope, last = self._last_put
+        if tokens is last_tokens and scope == last_scope and last and last.end == start and last in self:
+            return last  # a long prompt is not walked, nor moved in the order, for each of its blocks
+        parent = self._index.walk(tokens, scope, start)
+        self._touch(parent)
+        return parent if parent.end == start else None
 
     def _supersede(self, block: Block) -> None:
         """Remove the shorter siblings of which the block is the continuation."""
@@ -244,28 +250,36 @@ class BlockTree:
 
     def _to_disk(self, block: Block) -> bool:
         """Order the files of the block and of its ancestors that have none; others go for them. False: no room."""
-        path = block.path()
-        new = [(each, each.data) for each in path if not each.on_disk and each.data is not None]
-        n_bytes = sum(each.file_bytes for each, _ in new)
-        if n_bytes > self._disk.max_bytes:
+        new: list[tuple[Block, bytes]] = []
+        above: Block | None = block
+        while above is not None and above.data is not None and not above.on_disk:
+            new.append((above, above.data))
+            above = above.parent
+        if not self._make_disk_room(sum(each.file_bytes for each, _ in new), block):
             return False
-        self._touch_files(path)
-        ancestors = set(path)
-        while self._disk.n_bytes + n_bytes > self._disk.max_bytes:
-            oldest = self._disk.oldest
-            if oldest is None or oldest in ancestors:
-                return False
-            self._leave_disk(oldest)
-        for each, data in new:
+        for each, data in reversed(new):
             each.on_disk = True
             self._disk.add(each)
             self._orders.append(Write(each, data))
-        self._touch_files(path)
         return True
 
-    def _touch_files(self, path: list[Block]) -> None:
-        for each in reversed(path):
-            self._disk.touch(each)
+    def _make_disk_room(self, n_bytes: int, block: Block) -> bool:
+        """Evict files until so many bytes are free, but none that `block` needs."""
+        if n_bytes > self._disk.max_bytes:
+            return False
+        is_touched = False
+        while self._disk.n_bytes + n_bytes > self._disk.max_bytes:
+            oldest = self._disk.oldest
+            if oldest is None:
+                return False
+            if not oldest.is_above(block):
+                self._leave_disk(oldest)
+            elif is_touched:  # only files that the block needs are left
+                return False
+            else:
+                is_touched = True
+                self._touch(block)
+        return True
 
     def _leave_disk(self, block: Block) -> None:
         """Give up the file; what is in no tier then goes, with what lies below it, which is used less."""

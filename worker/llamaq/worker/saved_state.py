@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,9 @@ _HEADER = struct.Struct("<4sI")
 _PART = struct.Struct("<IIQ")
 _MAGIC = b"LQS1"
 _MAX_PARTS = 1 << 16
-_STREAMS_MAX = 256
+_MAX_SECTIONS = 4
+_MAX_STREAMS = 256
+_MAX_LAYERS = 4096
 _INTS_PER_CELL = (3, 6)
 
 _new_bytes: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -122,26 +125,24 @@ class _Part:
 
     def is_sound(self) -> bool:
         try:
-            return self._are_sections(8)
+            return self._are_sections(8, _MAX_SECTIONS)
         except (struct.error, ValueError):
             return False
 
-    def _are_sections(self, at: int) -> bool:
+    def _are_sections(self, at: int, n_left: int) -> bool:
         """Whether sections go from here to the end. Where one ends depends on whether it has V, so both are tried."""
         if self._is_recurrent and self._is_recurrent_section(at):
             return True
         if at == len(self._data):
             return at > 8 and not self._is_recurrent
-        return any(self._are_sections(end) for end in self._attention_ends(at))
+        return n_left > 0 and any(self._are_sections(end, n_left - 1) for end in self._attention_ends(at))
 
     def _is_recurrent_section(self, at: int) -> bool:
-        if at + 12 > len(self._data):
-            return False
-        return self._ints(at, 3) == (1, self._end - 1, 0)
+        return at + 12 <= len(self._data) and self._ints(at, 3) == (1, self._end - 1, 0)
 
     def _attention_ends(self, at: int) -> set[int]:
         [n_streams] = self._ints(at, 1)
-        if not 1 <= n_streams <= _STREAMS_MAX:
+        if not 1 <= n_streams <= _MAX_STREAMS:
             return set()
         ends = {at + 4}
         for _ in range(n_streams):
@@ -157,7 +158,7 @@ class _Part:
         for n_ints in _INTS_PER_CELL:
             rows = at + 4 + n_cells * n_ints * 4
             if rows <= len(self._data) and self._are_cells(at + 4, n_cells, n_ints):
-                return self._rows_ends(rows, n_cells)
+                return set(self._rows_ends(rows, n_cells))
         return set()
 
     def _are_cells(self, at: int, n_cells: int, n_ints: int) -> bool:
@@ -166,28 +167,30 @@ class _Part:
         positions = np.sort(cells[:, 0])
         return bool((cells[:, 1] == 1).all() and (positions == np.arange(self._end - n_cells, self._end)).all())
 
-    def _rows_ends(self, at: int, n_cells: int) -> set[int]:
+    def _rows_ends(self, at: int, n_cells: int) -> Iterator[int]:
         is_transposed, n_layers = self._ints(at, 2)
-        if is_transposed not in (0, 1) or not 1 <= n_layers <= len(self._data):
-            return set()
-        without_v = at = self._skip_rows(at + 8, n_cells, n_layers)
-        ends = {without_v}
-        try:
-            for _ in range(n_layers):
-                if is_transposed:
-                    _, size, n = self._ints(at, 3)
-                    at += 12 + n_cells * size * n
-                else:
-                    at = self._skip_rows(at, n_cells, 1)
-            ends.add(at)
-        except struct.error:
-            pass
-        return {end for end in ends if end <= len(self._data)}
-
-    def _skip_rows(self, at: int, n_cells: int, n_layers: int) -> int:
+        if is_transposed not in (0, 1) or not 1 <= n_layers <= _MAX_LAYERS:
+            return
+        at += 8
         for _ in range(n_layers):
-            _, row = struct.unpack_from("<iQ", self._data, at)
-            at += 12 + n_cells * row
+            at = self._after_rows(at, n_cells)
+        yield at
+        with suppress(struct.error, ValueError):  # no V
+            for _ in range(n_layers):
+                at = self._after_elements(at, n_cells) if is_transposed else self._after_rows(at, n_cells)
+            yield at
+
+    def _after_rows(self, at: int, n_cells: int) -> int:
+        _, row = struct.unpack_from("<iQ", self._data, at)
+        return self._within(at + 12 + n_cells * row)
+
+    def _after_elements(self, at: int, n_cells: int) -> int:
+        _, size, n = struct.unpack_from("<iII", self._data, at)
+        return self._within(at + 12 + n_cells * size * n)
+
+    def _within(self, at: int) -> int:
+        if at > len(self._data):
+            raise ValueError("rows go on after the end")
         return at
 
     def _ints(self, at: int, n: int) -> tuple[int, ...]:

@@ -82,11 +82,10 @@ class WaitingLine:
                 break
             self._passed[other] = self._passed.get(other, 0) + 1
         self.remove(job)
-        if job.request.priority is Priority.BULK:
-            if self._bulk_passed >= MAX_PASSED:
-                job.turn_until = len(job.resumed) + TURN_TOKENS
+        if job.request.priority is Priority.BULK and self._bulk_passed >= MAX_PASSED:
+            job.turn_until = len(job.resumed) + TURN_TOKENS
             self._bulk_passed = 0
-        elif self._lines[Priority.BULK]:
+        elif job.request.priority is Priority.INTERACTIVE and self._lines[Priority.BULK]:
             self._bulk_passed += 1
 
     def remove(self, job: Job) -> None:
