@@ -35,6 +35,8 @@ help: ## list the targets
 	echo
 	echo "  CMAKE_ARGS=...           more arguments for llama.cpp, e.g. make venv CMAKE_ARGS=-DGGML_CUDA=ON"
 	echo "  PYTHON=...               the interpreter for .venv (now: $(PYTHON))"
+	echo "  BENCH_ARGS=...           for every benchmark, e.g. make bench-peers BENCH_ARGS='--model qwen3-0.6b --rounds 1'"
+	echo "  SEED= SCALE= SOAK=...    for make soak: which one, how much of it, which scenarios (SOAK_ARGS=--help)"
 	echo "  LLAMAQ_WHEEL_CACHE=...   where built wheels are kept (now: $(LLAMAQ_WHEEL_CACHE))"
 
 .PHONY: demo
@@ -57,14 +59,42 @@ types: $(VENV)/dev.stamp ## mypy, strict
 	@echo "==> mypy"
 	$(BIN)/mypy
 
-BENCHES := single_generate worker_concurrent strategies tokenize_overhead long_prompt
+# What the prefix cache does is compared with llama-server, which the wheel of xllamacpp contains. It brings another
+# llama.cpp, so it gets an environment of its own, kept outside the checkout like built wheels.
+CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
+BENCHES := single_generate worker_concurrent strategies tokenize_overhead long_prompt $(CACHE_BENCHES)
+BENCH_ARGS ?=
+PEER := xllamacpp==2026.10.11549
+LLAMAQ_PEER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/peers
+PEER_DIR := $(LLAMAQ_PEER_CACHE)/$(subst ==,-,$(PEER))
 
-.PHONY: bench bench-quick
+.PHONY: bench bench-quick bench-peers
 bench: $(VENV)/dev.stamp ## every benchmark; each ends with one line of JSON
-	@for name in $(BENCHES); do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py"; done
+	@for name in $(BENCHES); do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
 
 bench-quick: $(VENV)/dev.stamp ## the same as a smoke run
 	@for name in $(BENCHES); do echo "==> bench/$$name.py --quick"; $(BIN)/python "bench/$$name.py" --quick; done
+
+bench-peers: $(VENV)/dev.stamp $(PEER_DIR)/installed.txt ## the prefix cache's benchmarks, beside llama-server
+	@export LLAMAQ_BENCH_PEER="$(PEER_DIR)/bin/python"
+	for name in $(CACHE_BENCHES); do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
+
+$(PEER_DIR)/installed.txt:
+	@echo "==> $(PEER) into $(PEER_DIR)"
+	rm -rf "$(PEER_DIR)"
+	$(PYTHON) -m venv "$(PEER_DIR)"
+	"$(PEER_DIR)/bin/pip" install --quiet "$(PEER)"
+	echo "$(PEER)" > "$@"
+
+# SEED repeats a soak; SCALE=0.1 is a tenth of it; SOAK names scenarios, as in SOAK="kills takeover".
+SEED ?=
+SCALE ?= 1
+SOAK ?=
+SOAK_ARGS ?=
+
+.PHONY: soak
+soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 15 minutes, and report what was lost (nothing)
+	@exec $(BIN)/python -m tests.soak $(if $(SEED),--seed $(SEED)) --scale $(SCALE) $(SOAK_ARGS) $(SOAK)
 
 .PHONY: venv
 venv: $(VENV)/dev.stamp ## .venv with everything that the other targets need

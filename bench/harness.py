@@ -79,12 +79,13 @@ class Stack:
     def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, Result]], queue: str = "default") -> Result:
         """Run this with a client of a queue, in an event loop of its own, so that other things can be timed between.
 
-        A job of one token comes first: like a backend that runs for long, the client has its connections then.
+        A job of one token comes first, past the prefix cache: like a backend that runs for long, the client has its
+        connections then.
         """
 
         async def connected() -> Result:
             async with AsyncClient(self.redis.url, queue, timeout_s=JOB_TIMEOUT_S) as client:
-                await client.generate_tokens([1], max_tokens=1)
+                await client.generate_tokens([1], max_tokens=1, cache_prompt=False)
                 return await work(client)
 
         return asyncio.run(connected())

@@ -7,15 +7,13 @@ tokens per second over the bare loop's of the same round; the bare loop is greed
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Any
 
 from bare_loop import BareLoop
 from harness import Figures, Plan, Stack, note, run, show, stack
 from llamaq.common.messages import JobOptions
-from llamaq.producer import AsyncClient
-from workload import CpuClock, Prompts, Timeline, follow, greedy, median_of, sampled, summarize
+from workload import CpuClock, Prompts, follow_all, greedy, median_of, sampled, summarize
 
 N_PARALLEL = 32
 NUMBERS, QUICK_NUMBERS = (1, 4, 8, 16, 32), (1, 4)
@@ -23,18 +21,11 @@ N_IN, N_OUT, QUICK_N_OUT = 64, 128, 16
 SIDES = {"greedy": greedy, "sampled": sampled}
 
 
-async def run_jobs(prompts: list[list[int]], options: JobOptions, client: AsyncClient) -> list[Timeline]:
-    """All at once; returns when all have ended."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(follow(client, prompt, **options)) for prompt in prompts]
-    return [task.result() for task in running]
-
-
 def time_worker(over: Stack, prompts: list[list[int]], options: JobOptions) -> dict[str, Any]:
     """Figures of these prompts as jobs."""
     clock = CpuClock(over)
     before = clock.read()
-    figures = summarize(over.run(partial(run_jobs, prompts, options)))
+    figures = summarize(over.run(partial(follow_all, prompts, options)))
     return figures | {"cpu_us_per_token": clock.us_per_token(before, figures["tokens"])}
 
 

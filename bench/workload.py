@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import statistics
@@ -64,6 +65,8 @@ class Timeline:
     counts: list[int] = field(default_factory=list)
     ended_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    job_id: str | None = None
+    """To ask for its stats; None where it was no job of a worker."""
 
     @property
     def ttft_ms(self) -> float:
@@ -81,6 +84,20 @@ class Timeline:
         return (self.ended_s - self.submitted_s) * 1000
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A job as its caller saw it, and how much of its prompt needed no computing."""
+
+    timeline: Timeline
+    prompt_tokens: int
+    reused_tokens: int
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.prompt_tokens - self.reused_tokens
+
+
 async def follow(
     client: AsyncClient,
     prompt: Prompt,
@@ -93,6 +110,7 @@ async def follow(
         job = await client.submit(prompt, **options)
     else:
         job = await client.submit(tokens=prompt, **options)
+    timeline.job_id = job.id
     async for chunk in job.stream():
         if chunk.tokens:
             timeline.arrivals_s.append(time.perf_counter())
@@ -101,6 +119,13 @@ async def follow(
             seen(len(chunk.tokens))
     timeline.ended_s = time.perf_counter()
     return timeline
+
+
+async def follow_all(prompts: Sequence[Prompt], options: JobOptions, client: AsyncClient) -> list[Timeline]:
+    """All at once; returns when all have ended."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(follow(client, prompt, **options)) for prompt in prompts]
+    return [task.result() for task in running]
 
 
 def summarize(timelines: Sequence[Timeline]) -> dict[str, Any]:

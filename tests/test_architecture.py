@@ -74,6 +74,8 @@ DECIDING = [
         "batch",
         "jobs",
         "prefix_cache",
+        "prefix_index",
+        "cells",
     )
 ]
 

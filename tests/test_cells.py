@@ -70,7 +70,7 @@ def assert_counts_agree(ledger: CellLedger, naive: NaiveCells) -> None:
     assert ledger.shared == sum(map(len, naive.cells.values())) - len(naive.in_use())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(STEPS)
 def test_every_count_is_that_of_lists_of_cells_after_every_step(steps: list[Step]) -> None:
     ledger, naive = CellLedger(N_CELLS), NaiveCells()
@@ -79,7 +79,7 @@ def test_every_count_is_that_of_lists_of_cells_after_every_step(steps: list[Step
         assert_counts_agree(ledger, naive)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(STEPS)
 def test_what_some_sequences_own_together_is_what_nobody_else_has_a_cell_of(steps: list[Step]) -> None:
     ledger, naive = CellLedger(N_CELLS), NaiveCells()
@@ -90,7 +90,7 @@ def test_what_some_sequences_own_together_is_what_nobody_else_has_a_cell_of(step
             assert ledger.owned_together(some) == naive.owned(some)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(STEPS, st.permutations(SEQ_IDS))
 def test_what_it_owns_is_what_a_drop_frees_in_any_order_until_nothing_is_left(
     steps: list[Step], order: list[int]

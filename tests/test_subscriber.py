@@ -20,6 +20,7 @@ from llamaq.common.messages import Tokens
 from llamaq.producer import AsyncClient, AsyncJob, Chunk, FinishReason, ResultTimeout
 from llamaq.producer import readers as readers_module
 from llamaq.producer import subscriber as subscriber_module
+from llamaq.producer.line import Line
 from llamaq.producer.readers import INBOX_MESSAGES, PAGE_EVENTS, EventReader, Position
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.embedded import EmbeddedRedis
@@ -49,7 +50,7 @@ async def begin(client: AsyncClient, worker: FakeWorker) -> tuple[AsyncJob, Fake
 
 
 async def until_confirmed(client: AsyncClient, channels: int = 1) -> None:
-    while len(client.subscriber._confirmed) < channels:  # noqa: ASYNC110  # a test looks from outside
+    while client.subscriber.n_confirmed < channels:  # noqa: ASYNC110  # a test looks from outside
         await asyncio.sleep(0.005)
 
 
@@ -95,28 +96,30 @@ async def test_the_last_reader_of_a_job_unsubscribes(redis_url: str, queue: str)
 class Dropping:
     """Loses, repeats and damages a share of what pub/sub delivers, except the confirmations of subscriptions."""
 
-    def __init__(self, client: AsyncClient, seed: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self._draw = random.Random(seed)
-        self._dispatch = client.subscriber._dispatch
-        client.subscriber._dispatch = self  # type: ignore[method-assign]
+        self._dispatch = Line._dispatch
+        monkeypatch.setattr(Line, "_dispatch", lambda *args: self.pass_on(*args))  # noqa: PLW0108  # it binds the line
         self.dropped = 0
 
-    def __call__(self, message: Any) -> None:
+    def pass_on(self, line: Line, message: Any) -> None:
         luck = self._draw.random()
         if message[0] == b"message" and luck < 0.5:
             self.dropped += 1
             return
-        self._dispatch(message)
+        self._dispatch(line, message)
         if luck > 0.8:
-            self._dispatch(message)
+            self._dispatch(line, message)
         if message[0] == b"message" and luck > 0.95:
-            self._dispatch([message[0], message[1], b"garbage"])
+            self._dispatch(line, [message[0], message[1], b"garbage"])
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_lost_repeated_and_damaged_messages_show_in_no_stream(redis_url: str, queue: str, seed: int) -> None:
+async def test_lost_repeated_and_damaged_messages_show_in_no_stream(
+    redis_url: str, queue: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropping = Dropping(monkeypatch, seed)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        dropping = Dropping(client, seed)
         job, attempt = await begin(client, worker)
         readers = [asyncio.create_task(read(job)) for _ in range(3)]
         await until_confirmed(client)
@@ -127,17 +130,18 @@ async def test_lost_repeated_and_damaged_messages_show_in_no_stream(redis_url: s
         assert dropping.dropped > 20
 
 
-async def test_tokens_lost_right_before_the_end_are_read_before_it_is_told(redis_url: str, queue: str) -> None:
+async def test_tokens_lost_right_before_the_end_are_read_before_it_is_told(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await begin(client, worker)
         reader = asyncio.create_task(read(job))
         await until_confirmed(client)
         await emit(attempt, 3)
-        dispatch = client.subscriber._dispatch
-        client.subscriber._dispatch = lambda message: None  # type: ignore[method-assign]
-        await emit(attempt, 3)
-        await asyncio.sleep(0.05)  # so that they have been lost when the end comes
-        client.subscriber._dispatch = dispatch  # type: ignore[method-assign]
+        with monkeypatch.context() as deaf:
+            deaf.setattr(Line, "_dispatch", lambda *_: None)
+            await emit(attempt, 3)
+            await asyncio.sleep(0.05)  # so that they have been lost when the end comes
         await attempt.finish()
         check(await reader, 6)
 
@@ -146,8 +150,8 @@ async def test_a_stream_without_any_pub_sub_still_comes_to_its_end(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber_module, "SILENCE_S", 0.05)
+    monkeypatch.setattr(Line, "_dispatch", lambda *_: None)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        client.subscriber._dispatch = lambda message: None  # type: ignore[method-assign]
         job, attempt = await begin(client, worker)
         reader = asyncio.create_task(read(job))
         result = asyncio.create_task(job.result(timeout=20))
@@ -362,7 +366,7 @@ async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(re
             await attempt.finish(FinishReason.LENGTH)
         for reader in readers:
             check(await reader, n_tokens)
-        while client.subscriber._confirmed:  # noqa: ASYNC110  # a test looks from outside
+        while client.subscriber.n_confirmed:  # noqa: ASYNC110  # a test looks from outside
             await asyncio.sleep(0.005)
 
 

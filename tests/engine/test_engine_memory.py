@@ -482,6 +482,19 @@ def test_a_copy_may_be_saved_at_once(make: Callable[..., Engine], name: str) -> 
         assert_alike(compute(engine, seq_id, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
 
 
+@pytest.mark.parametrize("name", STREAMS)
+def test_saving_the_source_of_a_copy_waits_for_nothing(
+    make: Callable[..., Engine], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = make(name), prompt(150)
+    compute(engine, 0, tokens)
+    expected = engine.save(0, 0, 150)
+    assert engine.copy(0, 1, 150) == 150
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.context, "decode", lambda: pytest.fail("a token was computed"))
+        assert engine.save(0, 0, 150) == expected
+
+
 def test_a_copy_is_saved_after_the_next_batch_when_no_sequence_is_empty(make: Callable[..., Engine]) -> None:
     engine, tokens = make("hybrid streams"), prompt(50)
     for seq_id in (0, 2, 3):

@@ -5,6 +5,7 @@ Every process of a test runs in the test's own folder, so whoever still does is 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
 
 from llamaq.common import codec
+from llamaq.common.connection import connect
 from llamaq.common.keys import Keys
 from llamaq.common.messages import Event, Failed, Finished, Tokens
 from llamaq.producer import Chunk, Client, Job, Result
@@ -145,9 +146,10 @@ class Stage:
         }
         return own | variables
 
-    def start_worker(self, *arguments: str, wait: bool = True, **variables: str) -> Command:
-        """A worker as `worker_variables` describe it, when it is ready."""
-        worker = self.start("worker", *arguments, **self.worker_variables(**variables))
+    def start_worker(self, *arguments: str, wait: bool = True, supervised: bool = False, **variables: str) -> Command:
+        """A worker as `worker_variables` describe it, when it is ready; alone, unless `supervised`."""
+        supervision = "--supervise" if supervised else "--no-supervise"
+        worker = self.start("worker", supervision, *arguments, **self.worker_variables(**variables))
         if wait:
             worker.await_output("worker.ready")
         return worker
@@ -157,11 +159,18 @@ class Stage:
 
     def events_of(self, job: Job) -> list[Event]:
         """What is stored of a job that has ended, once it is found to be what every job's events must be."""
-        with Redis.from_url(self.redis_url) as redis:
-            entries: Any = redis.xrange(Keys().of_job(job.id).events)
+        entries = asyncio.run(self._read_stream(Keys().of_job(job.id).events))
         events = [codec.decode_event(fields[b"e"]) for _, fields in entries]
         check_events(events)
         return events
+
+    async def _read_stream(self, key: str) -> Any:
+        redis = connect(self.redis_url, name="test")
+        try:
+            entries: Any = await redis.xrange(key)
+            return entries
+        finally:
+            await redis.aclose()
 
     def living(self) -> dict[int, str]:
         """Every process in this folder: its id and its command line."""
@@ -179,15 +188,19 @@ class Stage:
         """Wait until no process is left in this folder."""
         wait_until(lambda: not self.living(), f"no process left, but there is {self.living()}", timeout_s)
 
-    def close(self) -> None:
-        """End what the test has left running, and see that nothing outlives it."""
+    def end_commands(self) -> None:
+        """End what the test has left running."""
         for command in self.commands:
             if command.process.poll() is None:
                 command.signal(signal.SIGTERM)
                 command.signal(signal.SIGCONT)
+        for command in self.commands:
+            command.end()
+
+    def close(self) -> None:
+        """End what the test has left running, and see that nothing outlives it."""
         try:
-            for command in self.commands:
-                command.end()
+            self.end_commands()
             self.await_silence()
         finally:
             for pid in self.living():

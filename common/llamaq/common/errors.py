@@ -4,9 +4,11 @@ LlamaqError
 ├── InvalidRequest        a job's parameters are not acceptable (also a ValueError)
 ├── InvalidSettings       a setting, flag or environment variable is not acceptable (also a ValueError)
 ├── QueueFull             the queue holds `max_queue` waiting jobs; nothing was submitted
+├── RedisFull             Redis has reached `maxmemory` and takes nothing more; nothing was submitted
 ├── NoWorker              nobody serves the queue
 ├── ResultTimeout         the caller's own patience ran out (also a TimeoutError)
 ├── JobNotFound           no such job, or its result has expired (also a KeyError)
+├── DeadLetterNotFound    no such dead letter: it was retried or purged, perhaps (also a KeyError)
 ├── JobFailed             the job ended with an error of its own: `code`, `message`
 ├── JobRejected           worker side: this one job cannot be run, with the code it fails with
 ├── ProtocolError         bytes in Redis that this version does not understand
@@ -38,6 +40,8 @@ class ErrorCode(StrEnum):
     """The model has no chat template, or it refuses these messages."""
     DECODE_FAILED = "decode_failed"
     """llama.cpp could not decode this job's tokens, also when tried alone."""
+    POISON = "poison"
+    """Workers died with it, `max_crashes` in a row; it lies in the dead letters (`llamaq dead`)."""
     INTERNAL = "internal"
     """A defect of the worker; its log has the traceback."""
 
@@ -55,20 +59,39 @@ class InvalidSettings(LlamaqError, ValueError):
 
 
 class QueueFull(LlamaqError):
-    """The queue holds as many waiting jobs as its workers allow (`max_queue`); nothing was submitted."""
+    """The queue holds as many waiting jobs as its workers allow (`max_queue`); nothing was submitted.
 
-    def __init__(self, queue: str, depth: int, max_queue: int) -> None:
-        super().__init__(f"queue {queue!r} is full: {depth} jobs wait and its workers allow {max_queue} (--max-queue)")
+    `depth` jobs waited. `estimated_wait_s` is about how long one more would have waited for its start; None when too
+    few jobs have ended lately to tell.
+    """
+
+    def __init__(self, queue: str, depth: int, max_queue: int, estimated_wait_s: float | None = None) -> None:
+        wait = "" if estimated_wait_s is None else f"; one more would wait about {estimated_wait_s:.3g} s"
+        bound = f"{depth} jobs wait and its workers allow {max_queue} (--max-queue)"
+        super().__init__(f"queue {queue!r} is full: {bound}{wait}")
         self.queue = queue
         self.depth = depth
         self.max_queue = max_queue
+        self.estimated_wait_s = estimated_wait_s
+
+
+class RedisFull(LlamaqError):
+    """Redis has reached its `maxmemory`; nothing was submitted. Jobs that run wait and go on when there is room."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(
+            f"Redis is full, so nothing was submitted to queue {queue!r}: give it more memory (maxmemory), let results "
+            "go sooner (result_ttl_s), or bound the queue (--max-queue)"
+        )
+        self.queue = queue
 
 
 class NoWorker(LlamaqError):
-    """No worker serves the queue, so nothing can be known about its model or be generated."""
+    """No worker serves the queue, on `host` if one is named: its model is unknown, and nothing is generated."""
 
-    def __init__(self, queue: str) -> None:
-        super().__init__(f"no worker serves queue {queue!r}; start one with: llamaq worker --queue {queue}")
+    def __init__(self, queue: str, host: str | None = None) -> None:
+        who = "no worker" if host is None else f"no worker on this host ({host})"
+        super().__init__(f"{who} serves queue {queue!r}; start one with: llamaq worker --queue {queue}")
         self.queue = queue
 
 
@@ -85,6 +108,17 @@ class JobNotFound(LlamaqError, KeyError):
 
     def __str__(self) -> str:
         return f"no job {self.job_id!r}: the id is wrong, or its result has expired (result_ttl_s)"
+
+
+class DeadLetterNotFound(LlamaqError, KeyError):
+    """There is no such dead letter: it was retried or purged, or newer ones have taken its place."""
+
+    def __init__(self, letter_id: str) -> None:
+        super().__init__(letter_id)
+        self.letter_id = letter_id
+
+    def __str__(self) -> str:
+        return f"no dead letter {self.letter_id!r}: the id is wrong, or it was retried or purged"
 
 
 class JobFailed(LlamaqError):

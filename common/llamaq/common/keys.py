@@ -6,12 +6,12 @@ all keys of a job):
 | key                              | type             | life                                               |
 | -------------------------------- | ---------------- | -------------------------------------------------- |
 | llamaq:{q:p}:jobs:<priority>     | stream, group    | an entry goes when its job ends                    |
-| llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended                 |
+| llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
 | llamaq:{q:p}:events:<id>         | stream of events | the same                                           |
 | llamaq:{q:p}:tokens:<id>         | pub/sub channel  | the same events                                    |
 | llamaq:{q:p}:key:<sha256>        | string: job id   | as long as that job; by `idempotency_key`          |
 | llamaq:{q:p}:config              | hash             | what submit has to respect (`max_queue`)           |
-| llamaq:{q:p}:dead                | stream, capped   | entries that were no job                           |
+| llamaq:{q:p}:dead                | stream, capped   | jobs given up, and entries that were no job        |
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
 | llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
 | llamaq:worker:<id>               | hash             | a worker's card and heartbeat; expires without one |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llamaq.common.errors import (
+    DeadLetterNotFound,
     InvalidRequest,
     InvalidSettings,
     JobFailed,
@@ -12,9 +13,12 @@ from llamaq.common.errors import (
     NoWorker,
     ProtocolError,
     QueueFull,
+    RedisFull,
     ResultTimeout,
 )
 from llamaq.common.messages import (
+    DeadLetter,
+    DeadLetterDetails,
     FinishReason,
     JobOptions,
     JobState,
@@ -37,6 +41,9 @@ __all__ = [
     "AsyncJob",
     "Chunk",
     "Client",
+    "DeadLetter",
+    "DeadLetterDetails",
+    "DeadLetterNotFound",
     "FinishReason",
     "InvalidRequest",
     "InvalidSettings",
@@ -56,6 +63,7 @@ __all__ = [
     "QueueDepth",
     "QueueFull",
     "QueueStats",
+    "RedisFull",
     "Result",
     "ResultTimeout",
     "Tokenizer",

@@ -7,6 +7,7 @@ is imported only when one of them is called.
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from typing import Annotated, Any
 
@@ -15,8 +16,9 @@ from redis.exceptions import RedisError
 
 from llamaq.common.errors import LlamaqError, MissingExtra, NoWorker
 from llamaq.common.messages import Worker
+from llamaq.producer import cli_dead
 from llamaq.producer import cli_views as views
-from llamaq.producer.cli_options import with_job_options
+from llamaq.producer.cli_options import AsJson, Queue, RedisUrl, with_job_options
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.sync import Client
 
@@ -26,16 +28,12 @@ WORKER_COMMANDS = {
     "demo": "Eight jobs streaming side by side through one llama.cpp batch.",
 }
 
-RedisUrl = Annotated[
-    str | None, typer.Option(help="where Redis is [env: LLAMAQ_REDIS_URL] [default: redis://localhost:6379/0]")
-]
-Queue = Annotated[str | None, typer.Option(help="name of the queue [env: LLAMAQ_QUEUE] [default: default]")]
 Wait = Annotated[
     float | None, typer.Option("--wait-s", help="how long to wait, in seconds [env: LLAMAQ_TIMEOUT_S] [default: 300]")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB_ID")]
-MaxAge = Annotated[float, typer.Option(help="how old the youngest heartbeat may be, in seconds")]
+MaxAge = Annotated[float, typer.Option(help="how long ago the last tick may be, in seconds")]
+AnyHost = Annotated[bool, typer.Option("--any", help="a worker on any host will do")]
 Queues = Annotated[list[str] | None, typer.Option("--queue", help="may be given several times [env: LLAMAQ_QUEUE]")]
 
 
@@ -170,23 +168,34 @@ def stats(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = Fal
             views.show_stats(found)
 
 
-def health(redis_url: RedisUrl = None, queue: Queues = None, max_age_s: MaxAge = 30.0) -> None:
-    """Exit code 0 when Redis answers and each queue has a worker with a young heartbeat, else 1."""
+def health(
+    redis_url: RedisUrl = None, queue: Queues = None, max_age_s: MaxAge = 30.0, any_host: AnyHost = False
+) -> None:
+    """Exit code 0 when Redis answers and a worker on this host has ticked lately, for each queue, else 1."""
     names: list[str | None] = [*queue] if queue else [None]
     for name in names:
-        worker = asyncio.run(youngest_worker(redis_url, name, max_age_s))
+        worker, age_s = asyncio.run(freshest_worker(redis_url, name, None if any_host else socket.gethostname()))
+        if age_s > max_age_s:
+            raise LlamaqError(f"{worker.card.worker} ticked last {age_s:.1f} s ago (--max-age-s {max_age_s:g})")
         typer.echo(f"ok: {worker.card.worker} serves {worker.card.queue}")
 
 
-async def youngest_worker(redis_url: str | None, queue: str | None, max_age_s: float) -> Worker:
-    """The worker with the newest heartbeat. Raises `NoWorker` when that is older than `max_age_s`."""
+async def freshest_worker(redis_url: str | None, queue: str | None, host: str | None) -> tuple[Worker, float]:
+    """The worker of a queue, and of this host unless that is None, that ticked last, and how many seconds ago it did.
+
+    Raises `NoWorker`. An idle worker's engine counts as ticking: it wakes up every second.
+    """
     async with AsyncClient(redis_url, queue) as client:
-        seconds, _ = await client.redis.time()
-        found = await client.workers()
-        newest = max(found, key=lambda worker: worker.heartbeat_ms, default=None)
-        if newest is None or seconds - newest.heartbeat_ms / 1000 > max_age_s:
-            raise NoWorker(client.queue)
-        return newest
+        seconds, microseconds = await client.redis.time()
+        now_s = int(seconds) + int(microseconds) / 1e6
+        ages = [
+            (worker, now_s - (worker.heartbeat_ms - worker.tick_age_ms) / 1000)
+            for worker in await client.workers()
+            if host in (None, worker.card.host)
+        ]
+        if not ages:
+            raise NoWorker(client.queue, host)
+        return min(ages, key=lambda pair: pair[1])
 
 
 def build_app(called: str | None = None) -> typer.Typer:
@@ -198,6 +207,7 @@ def build_app(called: str | None = None) -> typer.Typer:
     app.command("submit")(with_job_options(submit))
     for command in (stream, result, cancel, status, depth, workers, stats, health):
         app.command(command.__name__)(command)
+    app.add_typer(cli_dead.build_app(), name="dead")
     if called in WORKER_COMMANDS:
         register_worker_commands(app, called)
     else:

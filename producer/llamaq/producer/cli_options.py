@@ -1,4 +1,4 @@
-"""Command-line options made from `JobParams`, so that a parameter's name and bounds stand once."""
+"""Command-line options: those of many commands, and those made from `JobParams`, so that a parameter stands once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin
 
+import typer
+
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.flags import flag, with_flags
 from llamaq.common.messages import JobParams, Priority
+
+RedisUrl = Annotated[
+    str | None, typer.Option(help="where Redis is [env: LLAMAQ_REDIS_URL] [default: redis://localhost:6379/0]")
+]
+Queue = Annotated[str | None, typer.Option(help="name of the queue [env: LLAMAQ_QUEUE] [default: default]")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 _JSON = ("json_schema", "logit_bias", "metadata")
 _HELP = {

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 
 import typer
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from llamaq.common.messages import JobStats, JobStatus, QueueStats, Worker
+from llamaq.common.messages import DeadLetter, DeadLetterDetails, JobStats, JobStatus, QueueStats, Worker
 from llamaq.producer.job import Chunk
 
 console = Console(highlight=False)
@@ -67,6 +69,34 @@ def show_workers(workers: Sequence[Worker]) -> None:
             str(worker.jobs_done),
         )
     console.print(table)
+
+
+def show_dead_letters(letters: Sequence[DeadLetter]) -> None:
+    """One row for each dead letter."""
+    table = Table("id", "when (UTC)", "reason")
+    table.columns[0].overflow = "fold"  # it is there to be copied
+    for letter in letters:
+        table.add_row(letter.id, _date(letter.dead_ms), letter.reason)
+    console.print(table)
+
+
+def show_dead_letter(letter: DeadLetterDetails) -> None:
+    """One line for each thing that is known of a dead letter, and the request as JSON."""
+    table = Table.grid(padding=(0, 2))
+    for name in ("id", "reason", "workers", "text", "held"):
+        value = getattr(letter, name)
+        if value:
+            table.add_row(name, Text(" ".join(value) if name == "workers" else value))
+    table.add_row("when (UTC)", _date(letter.dead_ms))
+    if letter.request is not None:
+        table.add_row("request", Text(letter.request.model_dump_json(exclude_defaults=True)))
+    elif letter.job_id is not None:
+        table.add_row("request", "expired")
+    console.print(table)
+
+
+def _date(ms: int) -> str:
+    return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def show_stats(stats: QueueStats) -> None:

@@ -6,20 +6,42 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common import codec
 from llamaq.common.connection import connect
 from llamaq.common.depth import queue_depth
-from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, QueueFull, ResultTimeout
+from llamaq.common.errors import (
+    DeadLetterNotFound,
+    InvalidRequest,
+    JobFailed,
+    JobNotFound,
+    LlamaqError,
+    NoWorker,
+    QueueFull,
+    RedisFull,
+    ResultTimeout,
+)
 from llamaq.common.keys import JobId, Keys
-from llamaq.common.messages import JobOptions, JobRequest, Message, QueueDepth, QueueStats, Result, Worker
+from llamaq.common.messages import (
+    DeadLetter,
+    DeadLetterDetails,
+    JobOptions,
+    JobRequest,
+    Message,
+    QueueDepth,
+    QueueStats,
+    Result,
+    Worker,
+)
+from llamaq.common.refusals import is_full
 from llamaq.common.scripts import Refused, Scripts
 from llamaq.common.settings import client_settings
-from llamaq.producer import snapshots
+from llamaq.producer import dead, snapshots
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.subscriber import Subscriber
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
@@ -94,7 +116,7 @@ class AsyncClient:
         """Submit a prompt and wait for its result, at most `timeout` seconds (None: the client's `timeout_s`).
 
         The job is cancelled when the time is over or this task is cancelled, unless an idempotency key shares it.
-        Raises `InvalidRequest`, `QueueFull`, `JobFailed`, `NoWorker`, `ResultTimeout`.
+        Raises `InvalidRequest`, `QueueFull`, `RedisFull`, `JobFailed`, `NoWorker`, `ResultTimeout`.
         """
         return await self._generate(self._request(options, stream=False, prompt=prompt), timeout)
 
@@ -141,7 +163,7 @@ class AsyncClient:
     ) -> AsyncJob:
         """Put a job into the queue and return its handle; it runs whether anyone waits for it or not.
 
-        Give exactly one of `prompt`, `tokens` and `messages`. Raises `InvalidRequest`, `QueueFull`.
+        Give exactly one of `prompt`, `tokens` and `messages`. Raises `InvalidRequest`, `QueueFull`, `RedisFull`.
         """
         return await self._submit(self._request(options, prompt=prompt, tokens=tokens, messages=messages))
 
@@ -171,6 +193,40 @@ class AsyncClient:
         )
         return QueueStats(queue=self.queue, depth=depth, workers=workers, recent=recent)
 
+    async def dead_letters(self) -> tuple[DeadLetter, ...]:
+        """What was given up, newest first: jobs that workers died of, and entries that were no job."""
+        return await dead.read_all(self.redis, self.keys, self.queue, self.settings.partitions)
+
+    async def dead_letter(self, letter_id: str) -> DeadLetterDetails:
+        """All that is kept of a dead letter: its request, and what was generated.
+
+        Raises `DeadLetterNotFound`, `InvalidRequest`.
+        """
+        return await dead.read_details(self.redis, self.keys, letter_id)
+
+    async def retry_dead_letter(self, letter_id: str) -> AsyncJob:
+        """Submit the job of a dead letter again, from its beginning, and take the letter out.
+
+        The new job has the same request with the same seed and metadata, and an id of its own; the idempotency key
+        stays with the old one. Whoever retries a letter at the same time gets the same new job. Raises `JobNotFound`
+        when the request has expired, `InvalidRequest` for an entry that was no job, `DeadLetterNotFound`,
+        `QueueFull`, `RedisFull`.
+        """
+        queue, letter = await dead.find(self.redis, self.keys, letter_id)
+        if letter.job_id is None:
+            raise InvalidRequest(f"{letter.id} was no job ({letter.reason}): there is nothing to retry, only to purge")
+        request = await dead.read_request(self.redis, self.keys, letter.job_id)
+        new_id = dead.id_of_retry(letter, JobId.parse(letter.job_id))
+        job = await self._submit(request.model_copy(update={"idempotency_key": None}), new_id)
+        await self._scripts.purge(queue, letter.partition, letter.entry, letter.job_id)
+        return job
+
+    async def purge_dead_letter(self, letter_id: str) -> None:
+        """Take a dead letter out; its job then expires like any other. Raises `DeadLetterNotFound`."""
+        queue, letter = await dead.find(self.redis, self.keys, letter_id)
+        if not await self._scripts.purge(queue, letter.partition, letter.entry, letter.job_id):
+            raise DeadLetterNotFound(letter_id)
+
     async def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model that the queue's workers have, for use in this process.
 
@@ -188,14 +244,26 @@ class AsyncClient:
             values["seed"] = secrets.randbits(SEED_BITS)
         return codec.build_request(values)
 
-    async def _submit(self, request: JobRequest) -> AsyncJob:
+    async def _submit(self, request: JobRequest, job_id: JobId | None = None) -> AsyncJob:
         payload = codec.encode_request(request, self.settings.max_request_bytes)
-        job_id = JobId.new(self.queue, self.settings.partitions, request.idempotency_key)
-        outcome = await self._scripts.submit(job_id, request, payload, result_ttl_s=self.settings.result_ttl_s)
+        job_id = job_id or JobId.new(self.queue, self.settings.partitions, request.idempotency_key)
+        try:
+            outcome = await self._scripts.submit(job_id, request, payload, result_ttl_s=self.settings.result_ttl_s)
+        except ResponseError as exc:
+            if is_full(exc):
+                raise RedisFull(job_id.queue) from exc
+            raise
         if isinstance(outcome, Refused):
-            raise QueueFull(self.queue, outcome.depth, outcome.max_queue)
+            raise QueueFull(job_id.queue, outcome.depth, outcome.max_queue, await self._estimate_wait(outcome.depth))
         log.debug("job.submitted id=%s existing=%s bytes=%d", outcome.job_id, outcome.existing, len(payload))
         return AsyncJob(self, outcome.job_id, is_new=not outcome.existing)
+
+    async def _estimate_wait(self, depth: int) -> float | None:
+        """For a job behind `depth` others of its partition; the rate is that of all partitions."""
+        n_ahead = depth * self.settings.partitions
+        with suppress(RedisError, OSError):  # that the queue is full is known all the same
+            return await snapshots.estimate_wait(self.redis, self.keys, self.queue, n_ahead)
+        return None
 
     async def _submit_owned(self, request: JobRequest) -> AsyncJob:
         """Submit so that a caller who is cancelled meanwhile leaves no job behind."""

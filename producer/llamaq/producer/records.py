@@ -13,7 +13,7 @@ from llamaq.common.messages import Failed, FinishReason, JobState, JobStats, Job
 from llamaq.producer.readers import Position
 
 _STATUS_FIELDS = (
-    "status", "attempt", "worker", "generated", "submitted_ms", "started_ms", "finished_ms", "cancel",
+    "status", "attempt", "crashes", "worker", "generated", "submitted_ms", "started_ms", "finished_ms", "cancel",
     "finish_reason", "error",
 )  # fmt: skip
 _RESULT_FIELDS = ("status", "request", "output", "stats", "finish_reason", "error")
@@ -30,6 +30,7 @@ async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
         job_id=job_id,
         state=JobState(text["status"]),
         attempt=int(text.get("attempt", 0)),
+        crashes=int(text.get("crashes", 0)),
         worker=text.get("worker"),
         generated_tokens=int(text.get("generated", 0)),
         submitted_ms=_int_or_none(text.get("submitted_ms")),
@@ -50,7 +51,7 @@ async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
     if status == JobState.FAILED.value.encode():
         failed = _decode_error(error)
         raise JobFailed(failed.code, failed.message, job_id)
-    text, tokens = codec.decode_output(output) if output is not None else await _read_output(redis, keys)
+    text, tokens = codec.decode_output(output) if output is not None else await read_output(redis, keys)
     asked = codec.decode_request(request, codec.MAX_EVENT_BYTES)
     return Result(
         job_id=job_id,
@@ -63,7 +64,7 @@ async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
     )
 
 
-async def _read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]]:
+async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]]:
     """Text and tokens out of the events: a job cancelled between two attempts has no other record of them."""
     position = Position()
     texts: list[str] = []

@@ -12,6 +12,8 @@ from llamaq.common.keys import Keys
 from llamaq.common.messages import JobStats, Worker
 
 RECENT_JOBS = 100
+RATE_WINDOW_S = 300.0
+"""Jobs that ended longer ago say nothing about the present."""
 
 
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:
@@ -42,3 +44,21 @@ async def read_recent(redis: Redis, keys: Keys, queue: str) -> tuple[JobStats, .
     """Stats of the jobs that ended last, newest first."""
     entries: Any = await redis.xrevrange(keys.stats(queue), count=RECENT_JOBS)
     return tuple(codec.decode_model(JobStats, fields[b"stats"]) for _, fields in entries)
+
+
+async def estimate_wait(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> float | None:
+    """About how many seconds a job waits that has so many before it; None when fewer than two have ended lately.
+
+    It is `n_ahead` divided by the rate at which jobs of the queue ended: of the last `RECENT_JOBS`, at most
+    `RATE_WINDOW_S` ago, those after the first, by the time from that one to now. The times are the ids of the stream of
+    stats, so all are by the clock of Redis. A queue that has come to a standstill shows a growing wait, and then None.
+    The rate is that of the jobs that ended: if those that wait are longer, or workers have left, it is too good.
+    """
+    seconds, microseconds = await redis.time()
+    now_s = int(seconds) + int(microseconds) / 1e6
+    first_ms = int((now_s - RATE_WINDOW_S) * 1000)
+    entries: Any = await redis.xrevrange(keys.stats(queue), min=first_ms, count=RECENT_JOBS)
+    if len(entries) < 2:
+        return None
+    oldest_s = int(entries[-1][0].partition(b"-")[0]) / 1000
+    return float(n_ahead * (now_s - oldest_s) / (len(entries) - 1))

@@ -1,37 +1,35 @@
-"""One pub/sub connection for all streams of a client.
+"""One pub/sub connection for all streams of a client; with a cluster one to each node that has jobs of them.
 
 Pub/sub may lose messages, and it never says so. What makes it safe is that everything published also lies in the
 job's event stream or hash: a listener is told to look there again whenever something may have been lost, that is
 after each confirmation of its subscription (the first one, and those after a reconnect) and when a look at the job
 after a second of silence shows that it has gone on.
+
+A cluster would pass messages on between its nodes, but a worker asks the node of a job who listens. So we listen there
+too, and move when the job's keys do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from llamaq.common.connection import is_cluster, make_connection, node_of
 from llamaq.common.tasks import end_tasks
+from llamaq.producer.line import Line
 
 log = logging.getLogger(__name__)
 
 SILENCE_S = 1.0
 """Without a message for this long, a job is looked at."""
-PING_S = 20.0
-"""A connection that carries nothing is asked for a sign of life this often, and given up after twice the time."""
-BACKOFF_S = (0.05, 2.0)
-"""The first and the longest pause before connecting again."""
 LOOKS_PER_ROUND_TRIP = 500
-MESSAGES_PER_TURN = 64
-"""A flood of messages must not keep the event loop from everyone else."""
 
 
 class Listener(Protocol):
@@ -58,12 +56,18 @@ class Subscriber:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._listeners: dict[str, list[Listener]] = {}
-        self._confirmed: set[str] = set()
-        self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._lines: dict[str, Line] = {}
+        self._places: dict[str, str] = {}
+        """For each channel the node whose line carries it; none while the cluster is not known."""
+        self._watch: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<Subscriber channels={len(self._listeners)} confirmed={len(self._confirmed)}>"
+        return f"<Subscriber channels={len(self._listeners)} confirmed={self.n_confirmed}>"
+
+    @property
+    def n_confirmed(self) -> int:
+        """Channels whose subscription stands."""
+        return sum(len(line.confirmed) for line in self._lines.values())
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
@@ -75,110 +79,88 @@ class Subscriber:
             self._leave(listener)
 
     def _join(self, listener: Listener) -> None:
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._watch_silent())]
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_over())
         listener.heard = asyncio.get_running_loop().time()
         self._listeners.setdefault(listener.channel, []).append(listener)
-        if listener.channel in self._confirmed:
+        self._place(listener.channel)
+        line = self._line_of(listener.channel)
+        if line is not None and listener.channel in line.confirmed:
             listener.look_again()
-        self._changed.set()
 
     def _leave(self, listener: Listener) -> None:
         others = self._listeners[listener.channel]
         others.remove(listener)
         if not others:
             del self._listeners[listener.channel]
-            self._changed.set()
+            self._take_off(listener.channel)
+
+    def _line_of(self, channel: str) -> Line | None:
+        place = self._places.get(channel)
+        return None if place is None else self._lines[place]
+
+    def _place(self, channel: str) -> None:
+        """See that the line to the channel's node carries it, and no other."""
+        node, place = node_of(self._redis, channel), self._places.get(channel)
+        if node is None or node == place:
+            return
+        self._take_off(channel)
+        if node not in self._lines:
+            self._lines[node] = Line(partial(make_connection, self._redis, node), self._deliver, self._look_again)
+        self._lines[node].add(channel)
+        self._places[channel] = node
+
+    def _take_off(self, channel: str) -> None:
+        line = self._line_of(channel)
+        if line is not None:
+            line.remove(channel)
+            del self._places[channel]
 
     async def aclose(self) -> None:
-        """Unsubscribe everything and close the connection."""
-        await end_tasks(*self._tasks)
-        self._tasks = []
+        """Unsubscribe everything and close the connections."""
+        tasks = [line.task for line in self._lines.values()]
+        await end_tasks(*tasks, *([self._watch] if self._watch else []))
+        self._lines.clear()
+        self._places.clear()
+        self._watch = None
 
-    async def _stay_connected(self) -> None:
-        pause_s = BACKOFF_S[0]
-        while True:
-            connection = self._redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-            try:
-                await self._serve(connection)
-            except* (RedisError, OSError) as errors:
-                log.warning("subscriber.disconnected error=%s", errors.exceptions[0])
-                pause_s = BACKOFF_S[0] if self._confirmed else min(2 * pause_s, BACKOFF_S[1])
-            finally:
-                self._confirmed.clear()
-                await connection.disconnect(nowait=True)
-            await asyncio.sleep(pause_s)
+    def _deliver(self, channel: str, payload: bytes) -> None:
+        now = asyncio.get_running_loop().time()
+        for listener in self._listeners.get(channel, ()):
+            listener.heard = now
+            listener.deliver(payload)
 
-    async def _serve(self, connection: AbstractConnection) -> None:
-        await connection.connect()  # type: ignore[no-untyped-call]
-        # With a timeout redis-py sends within `asyncio.wait_for`, which before Python 3.12 may swallow the cancellation
-        # that `aclose` needs. Who does not take what is sent gives no sign of life either.
-        connection.socket_timeout = None
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_subscribed(connection))
-            tasks.create_task(self._receive(connection))
+    def _look_again(self, channel: str) -> None:
+        for listener in self._listeners.get(channel, ()):
+            listener.look_again()
 
-    async def _keep_subscribed(self, connection: AbstractConnection) -> None:
-        """Send what makes the connection's channels those that have listeners."""
-        subscribed: set[str] = set()
-        while True:
-            self._changed.clear()
-            wanted = set(self._listeners)
-            await self._send(connection, "SUBSCRIBE", wanted - subscribed)
-            # Forgotten before the answer comes: who joins meanwhile must wait for a confirmation of its own.
-            self._confirmed &= wanted
-            await self._send(connection, "UNSUBSCRIBE", subscribed - wanted)
-            subscribed = wanted
-            try:
-                async with asyncio.timeout(PING_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                await self._send(connection, "PING", ("",))
-
-    async def _send(self, connection: AbstractConnection, command: str, args: Iterable[str]) -> None:
-        words = list(args)
-        if not words:
-            return
-        if not connection.is_connected:  # sending would connect again, in silence and without the other channels
-            raise RedisConnectionError("the connection is closed")
-        await connection.send_command(command, *words, check_health=False)
-
-    async def _receive(self, connection: AbstractConnection) -> None:
-        count = 0
-        while True:
-            message = await connection.read_response(timeout=2 * PING_S, disconnect_on_error=False)
-            if message is None:
-                raise RedisConnectionError(f"no sign of life for {2 * PING_S} s")
-            self._dispatch(message)
-            count += 1
-            if count % MESSAGES_PER_TURN == 0:
-                await asyncio.sleep(0)
-
-    def _dispatch(self, message: object) -> None:
-        if not isinstance(message, list) or len(message) != 3:
-            return  # an answer to PING
-        kind, channel, payload = message[0], message[1].decode(), message[2]
-        listeners = self._listeners.get(channel, ())
-        if kind == b"message":
-            now = asyncio.get_running_loop().time()
-            for listener in listeners:
-                listener.heard = now
-                listener.deliver(payload)
-        elif kind == b"subscribe" and listeners:
-            self._confirmed.add(channel)
-            for listener in listeners:
-                listener.look_again()
-
-    async def _watch_silent(self) -> None:
+    async def _watch_over(self) -> None:
+        """Look at jobs that nothing is heard of, and follow those whose keys have moved to another node."""
         while True:
             await asyncio.sleep(SILENCE_S / 2)
-            now = asyncio.get_running_loop().time()
-            silent = [one for group in self._listeners.values() for one in group if now - one.heard >= SILENCE_S]
-            for start in range(0, len(silent), LOOKS_PER_ROUND_TRIP):
+            wanted = self._to_be_looked_at()
+            for start in range(0, len(wanted), LOOKS_PER_ROUND_TRIP):
                 try:
-                    await self._look_at(silent[start : start + LOOKS_PER_ROUND_TRIP])
+                    await self._look_at(wanted[start : start + LOOKS_PER_ROUND_TRIP])
                 except (RedisError, OSError) as exc:
                     log.warning("subscriber.look_failed error=%s", exc)
+            if is_cluster(self._redis):
+                await self._follow()
+
+    def _to_be_looked_at(self) -> list[Listener]:
+        now = asyncio.get_running_loop().time()
+        listeners = [one for group in self._listeners.values() for one in group]
+        wanted = [one for one in listeners if now - one.heard >= SILENCE_S]
+        if is_cluster(self._redis):  # a look is also how we hear that keys have moved: one for each hash tag
+            by_tag = {one.channel.partition("}")[0]: one for one in listeners}
+            wanted += [one for one in by_tag.values() if one not in wanted]
+        return wanted
+
+    async def _follow(self) -> None:
+        for channel in list(self._listeners):
+            self._place(channel)
+        idle = [node for node, line in self._lines.items() if line.is_idle]
+        await end_tasks(*(self._lines.pop(node).task for node in idle))
 
     async def _look_at(self, listeners: list[Listener]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:

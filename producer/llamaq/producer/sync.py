@@ -10,7 +10,16 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from llamaq.common.keys import JobId
-from llamaq.common.messages import JobOptions, JobStatus, QueueDepth, QueueStats, Result, Worker
+from llamaq.common.messages import (
+    DeadLetter,
+    DeadLetterDetails,
+    JobOptions,
+    JobStatus,
+    QueueDepth,
+    QueueStats,
+    Result,
+    Worker,
+)
 from llamaq.common.settings import client_settings
 from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import AsyncJob, Chunk
@@ -158,6 +167,27 @@ class Client:
         """See `AsyncClient.stats`."""
         portal = self._enter()
         return portal.run(portal.client.stats())
+
+    def dead_letters(self) -> tuple[DeadLetter, ...]:
+        """See `AsyncClient.dead_letters`."""
+        portal = self._enter()
+        return portal.run(portal.client.dead_letters())
+
+    def dead_letter(self, letter_id: str) -> DeadLetterDetails:
+        """See `AsyncClient.dead_letter`."""
+        portal = self._enter()
+        return portal.run(portal.client.dead_letter(letter_id))
+
+    def retry_dead_letter(self, letter_id: str) -> Job:
+        """See `AsyncClient.retry_dead_letter`."""
+        portal = self._enter()
+        job = portal.run(portal.client.retry_dead_letter(letter_id))
+        return Job(self, job.id, is_new=job.is_new)
+
+    def purge_dead_letter(self, letter_id: str) -> None:
+        """See `AsyncClient.purge_dead_letter`."""
+        portal = self._enter()
+        portal.run(portal.client.purge_dead_letter(letter_id))
 
     def tokenizer(self) -> Tokenizer:
         """See `AsyncClient.tokenizer`."""

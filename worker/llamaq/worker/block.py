@@ -153,6 +153,24 @@ class StoredBlock:
     modified_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Write:
+    """To be done: write the block's file. Memory may have given up the data meanwhile, so it comes along."""
+
+    block: Block
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """To be done: delete the block's file."""
+
+    block: Block
+
+
+Order = Write | Erase
+
+
 class Siblings:
     """The children of one block in one namespace, in the byte order of their tokens.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from llamaq.worker.block import PUBLIC, ROOT_NAME, Block, Chain, Scope, Siblings, Span, block_name
+from llamaq.worker.block import PUBLIC, ROOT_NAME, Block, Chain, Scope, Siblings, Span, StoredBlock, block_name
 from llamaq.worker.prefix_index import TOKEN_BYTES
 
 
@@ -124,6 +124,30 @@ class BlockIndex:
         if self.block_tokens is None:
             return parent is self.root and n_tokens > 0
         return parent.namespace in (PUBLIC, namespace) and 0 < n_tokens <= self.block_tokens
+
+    def rebuild(self, stored: Iterable[StoredBlock]) -> tuple[list[Block], list[StoredBlock]]:
+        """Add all whose parents are there, to an empty tree.
+
+        Returns the blocks, those used longest ago first, and what has no place in this tree.
+        """
+        waiting: dict[bytes, list[StoredBlock]] = {}
+        for each in stored:
+            waiting.setdefault(each.parent_name, []).append(each)
+        used_s: dict[Block, float] = {}
+        orphans = []
+        for node in (nodes := [self.root]):
+            for each in waiting.pop(node.name, ()):
+                if self.accepts(node, each.namespace, len(each.tokens) // TOKEN_BYTES):
+                    block = self.add(node, each.namespace, each.tokens, each.n_bytes)
+                    used_s[block] = each.modified_s
+                    nodes.append(block)
+                else:
+                    orphans.append(each)
+        for block in reversed(nodes):
+            if block.parent in used_s:  # it was used whenever one below it was
+                used_s[block.parent] = max(used_s[block.parent], used_s[block])
+        blocks = sorted(used_s, key=lambda block: (used_s[block], -block.end))
+        return blocks, orphans + [each for group in waiting.values() for each in group]
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` when the tree contradicts itself."""

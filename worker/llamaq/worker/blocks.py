@@ -12,33 +12,14 @@ file, whenever the process ends. This module only decides; `block_files` writes,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
-from llamaq.worker.block import Block, Chain, Scope, Span, StoredBlock
+from llamaq.worker.block import Block, Chain, Erase, Order, Scope, Span, StoredBlock, Write
 from llamaq.worker.block_index import BlockIndex
 from llamaq.worker.prefix_index import TOKEN_BYTES
 from llamaq.worker.tier import Tier
 
 __all__ = ["Block", "BlockTree", "Chain", "Erase", "Order", "Scope", "Span", "StoredBlock", "Write"]
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """To be done: write the block's file. Memory may have given up the data meanwhile, so it comes along."""
-
-    block: Block
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Erase:
-    """To be done: delete the block's file."""
-
-    block: Block
-
-
-Order = Write | Erase
 
 
 class BlockTree:
@@ -170,28 +151,14 @@ class BlockTree:
 
     def restore(self, stored: Iterable[StoredBlock]) -> list[StoredBlock]:
         """Take the files that were found into an empty tree. Returns those that have no place in it and may go."""
-        waiting: dict[bytes, list[StoredBlock]] = {}
-        for each in stored:
-            waiting.setdefault(each.parent_name, []).append(each)
-        used_s: dict[Block, float] = {}
-        orphans = []
-        for node in (nodes := [self._index.root]):
-            for each in waiting.pop(node.name, ()):
-                if self._index.accepts(node, each.namespace, len(each.tokens) // TOKEN_BYTES):
-                    block = self._index.add(node, each.namespace, each.tokens, each.n_bytes)
-                    block.on_disk = True
-                    used_s[block] = each.modified_s
-                    nodes.append(block)
-                else:
-                    orphans.append(each)
-        for block in reversed(nodes):
-            if block.parent in used_s:  # it was used whenever one below it was
-                used_s[block.parent] = max(used_s[block.parent], used_s[block])
-        for block in sorted(used_s, key=lambda block: (used_s[block], -block.end)):
+        blocks, orphans = self._index.rebuild(stored)
+        for block in blocks:
+            block.on_disk = True
             self._disk.add(block)
+            self._disk.touch(block)
         while self._disk.is_over and (oldest := self._disk.oldest):
             self._leave_disk(oldest)
-        return orphans + [each for group in waiting.values() for each in group]
+        return orphans
 
     def _keep(self, parent: Block, namespace: bytes, tokens: bytes, data: bytes) -> Block | None:
         """A new block, in memory if it can be there at all, else on disk."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from llamaq.worker.block_files import BlockFiles
 from llamaq.worker.block_tiers import BLOCK_TOKENS, BlockTiers
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.engine import Engine
+from llamaq.worker.fingerprint import fingerprint
 from llamaq.worker.llama import MAX_SEQUENCES, Model
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.tiers import NoTiers, Tiers
 
+KEPT_SEQUENCES = 64
+"""Kept sequences in one pool of cells. More cost no time, but buffers of 8 bytes for each token of the vocabulary."""
 STATES_PER_SLOT = 3
 """Kept states for each slot where every sequence has memory of its own for one, whether it is used or not."""
 SCRATCH_SEQUENCES = 1
 """What the engine keeps for itself."""
+MIB = 2**20
 HELD_SHARE = 4
 """By default a quarter of all cells may be held by kept sequences."""
 
@@ -21,10 +28,9 @@ HELD_SHARE = 4
 def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:
     """How many sequences the context is made with: for the slots, the prefix cache and the engine.
 
-    In one pool of cells a sequence more costs next to nothing. Where each has a stream or a state of its own, it takes
-    memory even when it is empty.
+    In one pool of cells a sequence more costs little. Where each has a stream or a state of its own, it takes memory
+    even when it is empty.
     """
-    most = min(MAX_SEQUENCES, settings.batch_budget)
     if not settings.cache_prompt:
         n_kept = 0
     elif settings.cache_sequences is not None:
@@ -32,22 +38,30 @@ def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:
     elif model.is_recurrent:
         n_kept = STATES_PER_SLOT * settings.n_parallel
     else:
-        n_kept = most if settings.kv_unified else 0
-    return max(settings.n_parallel, min(most, settings.n_parallel + n_kept + SCRATCH_SEQUENCES))
+        n_kept = KEPT_SEQUENCES if settings.kv_unified else 0
+    n_scratch = SCRATCH_SEQUENCES if settings.kv_unified and settings.cache_prompt else 0
+    most = min(MAX_SEQUENCES, settings.batch_budget)
+    return max(settings.n_parallel, min(most, settings.n_parallel + n_kept + n_scratch))
 
 
-def make_prefix_cache(settings: WorkerSettings, engine: Engine) -> tuple[PrefixCache, Tiers]:
-    """The cache and its tiers."""
+def make_prefix_cache(settings: WorkerSettings, engine: Engine, model: Path) -> tuple[PrefixCache, Tiers]:
+    """The cache and its tiers; raises `InvalidSettings` when `--cache-dir` cannot be used."""
     if not settings.cache_prompt:
         return NullPrefixCache(), NoTiers()
-    return RadixPrefixCache(can_cut=engine.can_cut), _make_tiers(settings, engine)
+    return RadixPrefixCache(can_cut=engine.can_cut), _make_tiers(settings, engine, model)
 
 
-def _make_tiers(settings: WorkerSettings, engine: Engine) -> Tiers:
+def _make_tiers(settings: WorkerSettings, engine: Engine, model: Path) -> Tiers:
     if not settings.cache_ram_mb:
         return NoTiers()
-    tree = BlockTree(BLOCK_TOKENS if engine.in_blocks else None, settings.cache_ram_mb * 2**20, can_cut=engine.can_cut)
-    return BlockTiers(tree, engine)
+    ram_bytes, disk_bytes = settings.cache_ram_mb * MIB, settings.cache_disk_mb * MIB
+    block_tokens = BLOCK_TOKENS if engine.in_blocks else None
+    if settings.cache_dir is None:
+        return BlockTiers(BlockTree(block_tokens, ram_bytes, can_cut=engine.can_cut), engine)
+    tree = BlockTree(block_tokens, ram_bytes, disk_bytes, can_cut=engine.can_cut)
+    files = BlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=ram_bytes)
+    files.restore(tree)
+    return BlockTiers(tree, engine, files)
 
 
 def held_cells(settings: WorkerSettings, engine: Engine) -> int:

@@ -2,7 +2,7 @@
 
 Its settings come as one line of JSON on standard input, where no process list shows the password of a Redis URL.
 Standard input then stays open as a lifeline: at its end the supervisor is gone, however that happened, and so is
-this process.
+this process. The one argument, if there is one, is the file descriptor of a pipe for beats.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 
+from llamaq.worker.beats import Beats
+from llamaq.worker.exits import EXIT_CRASHED
 from llamaq.worker.logs import configure_logging
-from llamaq.worker.process import EXIT_CRASHED, serve
+from llamaq.worker.process import serve
 from llamaq.worker.settings import WorkerSettings
 
 LAST_WORDS_S = 15.0
@@ -33,14 +36,14 @@ def _hold_lifeline() -> None:
     os._exit(EXIT_CRASHED)
 
 
-def main() -> int:
+def main(beats_fd: int | None = None) -> int:
     """Run the worker whose settings come in; returns its exit code."""
     line = sys.stdin.buffer.readline()
     settings = WorkerSettings.model_validate_json(line)
     configure_logging(settings.log_level)
     threading.Thread(target=_hold_lifeline, name="llamaq-lifeline", daemon=True).start()
-    return serve(settings)
+    return serve(settings) if beats_fd is None else serve(settings, partial(Beats, beats_fd))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(int, sys.argv[1:2])))

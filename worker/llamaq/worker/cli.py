@@ -63,16 +63,27 @@ def _flag_type(annotation: Any) -> type:
 Config = Annotated[Path | None, typer.Option("--config", help="a TOML file with settings", show_default=False)]
 
 
-def run_worker(*, config: Config = None, flags: dict[str, Any]) -> None:
+def run_worker(
+    *,
+    config: Config = None,
+    supervised: Annotated[
+        bool, typer.Option("--supervise/--no-supervise", help="start the worker again when it dies or hangs")
+    ] = True,
+    flags: dict[str, Any],
+) -> None:
     """Serve a queue: run its jobs on this machine until SIGTERM (drains) or a second one (ends at once)."""
     from llamaq.worker.logs import configure_logging
-    from llamaq.worker.process import serve
-    from llamaq.worker.stack import supervise
 
     settings = load_settings(config, **flags)
     configure_logging(settings.log_level)
     say_model(settings)
-    raise typer.Exit(supervise(settings) if settings.devices else serve(settings))
+    if supervised or settings.devices:
+        from llamaq.worker.stack import supervise
+
+        raise typer.Exit(supervise(settings))
+    from llamaq.worker.process import serve
+
+    raise typer.Exit(serve(settings))
 
 
 def run_up(

@@ -92,6 +92,7 @@ class Heartbeat:
             ticks=self._telemetry.ticks,
             jobs_done=self._telemetry.jobs_done,
             heartbeat_ms=now_ms,
+            tick_age_ms=int(self._ticks.age_s * 1000),
         )
 
     async def record(self, stats: JobStats) -> None:

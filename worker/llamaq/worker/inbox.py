@@ -13,14 +13,12 @@ from llamaq.common import codec
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.keys import GROUP, JobId, Keys
 from llamaq.common.messages import Priority, Tokens
-from llamaq.common.scripts import HANDED_BACK, NEVER_RENEWED_MS, Attempt, Claim, Scripts
+from llamaq.common.refusals import is_fault_of_a_job
+from llamaq.common.scripts import MAX_DEAD, Attempt, Claim, Scripts, SettleCode
+from llamaq.worker.streams import Entries, JobStreams
 
 log = logging.getLogger(__name__)
 
-MAX_DEAD = 1000
-"""Entries kept in the stream of dead letters, about."""
-MAX_CLAIMED = 1000
-"""More than a worker ever has claimed."""
 MAX_DEAD_BYTES = 4096
 """Of what a buried entry held, this much is kept for the curious."""
 
@@ -38,73 +36,38 @@ class Inbox:
     """One worker's reading end of a queue."""
 
     def __init__(
-        self, redis: Redis, keys: Keys, *, queue: str, partitions: int, worker_id: str, lease_s: float
+        self, redis: Redis, keys: Keys, *, queue: str, partitions: int, worker_id: str, lease_s: float, max_crashes: int
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
+        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, consumer=worker_id)
         self._worker_id = worker_id
         self._lease_ms = int(lease_s * 1000)
+        self._max_crashes = max_crashes
 
     async def open(self, *, max_queue: int) -> None:
         """Make the consumer groups, and tell submitters the bound of the queue."""
+        await self._streams.open()
         for partition in self._partitions:
-            for priority in Priority:
-                await self._create_group(self._keys.jobs(self._queue, partition, priority))
             await self._redis.hset(self._keys.config(self._queue, partition), "max_queue", str(max_queue))
-
-    async def _create_group(self, stream: str) -> None:
-        try:
-            await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
-        except ResponseError as exc:
-            if "BUSYGROUP" not in str(exc):
-                raise
 
     async def claim(self, count: int, *, block_s: float) -> list[Claim]:
         """Up to `count` new entries, interactive ones first; waits up to `block_s` for the first.
 
-        While it waits, several streams may each give one at the same moment.
+        While it waits, several streams may each give one at the same moment. With the partitions of a cluster it may
+        also return early with none.
         """
-        claims: list[Claim] = []
-        for priority in Priority:
-            if len(claims) < count:
-                claims += await self._read(count - len(claims), [priority], None)
-        return claims or await self._read(1, list(Priority), int(block_s * 1000))
-
-    async def _read(self, count: int, priorities: list[Priority], block_ms: int | None) -> list[Claim]:
-        streams: dict[Any, Any] = {
-            self._keys.jobs(self._queue, partition, priority): ">"
-            for priority in priorities
-            for partition in self._partitions
-        }
-        try:
-            reply: Any = await self._redis.xreadgroup(GROUP, self._worker_id, streams, count=count, block=block_ms)
-        except ResponseError as exc:
-            if "NOGROUP" not in str(exc):
-                raise
-            # Somebody flushed Redis under us: begin again from nothing.
-            for stream in streams:
-                await self._create_group(stream)
-            return []
-        return [claim for stream, entries in reply or () for claim in await self._accept(stream.decode(), entries)]
+        return await self._accept_all(await self._streams.read(count) or await self._streams.wait(block_s))
 
     async def reclaim(self, count: int) -> list[Claim]:
         """Up to `count` entries whose worker has been silent for a lease, or has handed them back."""
-        claims: list[Claim] = []
-        for partition in self._partitions:
-            for priority in Priority:
-                if len(claims) >= count:
-                    return claims
-                stream = self._keys.jobs(self._queue, partition, priority)
-                reply: Any = await self._redis.xautoclaim(
-                    stream, GROUP, self._worker_id, self._lease_ms, count=count - len(claims)
-                )
-                # Redis 6.2 answers (None, None) for an entry that was deleted without being acknowledged.
-                entries = [(entry, fields) for entry, fields in reply[1] if entry is not None]
-                claims += await self._accept(stream, entries)
-        return claims
+        return await self._accept_all(await self._streams.reclaim(count, self._lease_ms))
+
+    async def _accept_all(self, found: Entries) -> list[Claim]:
+        return [claim for stream, entries in found for claim in await self._accept(stream, entries)]
 
     async def _accept(self, stream: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Claim]:
         """The entries that name a job of this queue; the others are buried."""
@@ -124,12 +87,52 @@ class Inbox:
     def _stream_prefix(self, job_id: JobId) -> str:
         return self._keys.jobs(job_id.queue, job_id.partition, Priority.BULK).removesuffix(Priority.BULK.value)
 
+    async def settle(self, claim: Claim) -> SettleCode:
+        """Settle what the last worker of a reclaimed job left behind: see `settle.lua`.
+
+        That worker's heartbeats tell a death from a lease that was lost without one. A lease is renewed three times
+        before it is over, so a worker that died has not beaten for two thirds of it, however long it stays listed; one
+        that lives has within a heartbeat. The line is drawn at half a lease. A living worker whose heartbeat takes
+        longer than that is blamed by mistake, and takes the blame back with its next flush.
+        """
+        try:
+            held: Any = await self._redis.hmget(self._keys.of_job(claim.job_id).job, ["status", "worker"])
+            had = held[1].decode() if held[1] and held[0] == b"running" else ""
+            heartbeat_ms = await self._redis.zscore(self._keys.workers(self._queue), had) if had else None
+            return await self._scripts.settle(
+                claim,
+                self._worker_id,
+                had=had,
+                heartbeat_ms=int(heartbeat_ms or 0),
+                dead_after_s=self._lease_ms / 2000,
+                max_crashes=self._max_crashes,
+            )
+        except (ResponseError, ValueError) as exc:
+            if isinstance(exc, ResponseError) and not is_fault_of_a_job(exc):
+                raise
+            return "ok"  # not a job's hash: to begin it gives it up
+
+    async def renew(self, claim: Claim) -> bool:
+        """Keep a claim whose job is not begun yet; False when it is somebody else's by now."""
+        entry = claim.entry_id
+        ours = await self._redis.xpending_range(claim.stream, GROUP, entry, entry, 1, consumername=self._worker_id)
+        if not ours:
+            return False
+        await self._redis.xclaim(claim.stream, GROUP, self._worker_id, 0, [claim.entry_id], justid=True)
+        return True
+
+    async def hand_back(self, claim: Claim) -> None:
+        """Let another worker begin this job, at once."""
+        await self._scripts.requeue(claim, None)
+
     async def begin(self, claim: Claim) -> Begun | None:
         """Start an attempt; None when the job needs none (ended, cancelled, expired, or never was one)."""
         try:
             outcome = await self._scripts.start(claim, self._worker_id)
-        except (ResponseError, ValueError, LookupError) as exc:  # it holds what no client writes
-            await self._give_up(claim, f"not a job's hash: {exc}")
+        except (ResponseError, ValueError, LookupError) as exc:
+            if isinstance(exc, ResponseError) and not is_fault_of_a_job(exc):
+                raise  # Redis takes no writes for now: the job is as good as any
+            await self._give_up(claim, f"not a job's hash: {exc}")  # it holds what no client writes
             return None
         if isinstance(outcome, Attempt):
             published = await self._published(claim.job_id) if outcome.generated else []
@@ -159,19 +162,7 @@ class Inbox:
 
     async def close(self) -> None:
         """Give up what was claimed and never started, and take this consumer out of the groups."""
-        for partition in self._partitions:
-            for priority in Priority:
-                await self._leave_group(self._keys.jobs(self._queue, partition, priority))
-
-    async def _leave_group(self, stream: str) -> None:
-        pending: Any = await self._redis.xpending_range(
-            stream, GROUP, min="-", max="+", count=MAX_CLAIMED, consumername=self._worker_id
-        )
-        entries = [item["message_id"] for item in pending]
-        if entries:
-            await self._redis.xclaim(stream, GROUP, HANDED_BACK, 0, entries, idle=NEVER_RENEWED_MS, justid=True)
-        if len(entries) < MAX_CLAIMED:  # deleting a consumer deletes what is pending with it
-            await self._redis.xgroup_delconsumer(stream, GROUP, self._worker_id)
+        await self._streams.close()
 
     async def _bury(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
         """Keep a trace of an entry that is no job, and take it out of the queue."""

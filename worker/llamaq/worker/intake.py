@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -20,13 +22,24 @@ from llamaq.worker.prepare import Preparer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 BLOCK_S = 1.0
 """How long one wait for new entries lasts; lost jobs of other workers are looked for at least as often."""
 RETRY_S = 0.5
+PATIENCE_S = 3.0
+"""So long what runs here may go on while suspects wait; then it is handed back."""
+POLL_S = 0.05
+START_TIMEOUT_S = 2.0
+"""For the starts that are on their way to Redis when the worker stops."""
 
 
 class Intake:
-    """Claims no more jobs than there is room for: the slots and a small window."""
+    """Claims no more jobs than there is room for: the slots and a small window.
+
+    A suspect, of which so many workers died that one more is the last, is begun when nothing else runs here, and
+    nothing else is claimed before it has stored a token or has ended: who shares its worker would share the blame.
+    """
 
     def __init__(
         self,
@@ -37,15 +50,26 @@ class Intake:
         admit: Callable[[Job], None],
         *,
         capacity: int,
+        lease_s: float,
+        is_alive: Callable[[], bool],
     ) -> None:
-        """`admit` hands a job to the engine thread; `executor` is where jobs are prepared."""
+        """`admit` hands a job to the engine thread; `executor` is where jobs are prepared.
+
+        Nothing is claimed unless `is_alive` says that the engine ticks.
+        """
         self._inbox = inbox
         self._outbox = outbox
         self._preparer = preparer
         self._executor = executor
         self._admit = admit
         self._capacity = capacity
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._renew_every_s = lease_s / 3
+        self._is_alive = is_alive
+        self._clock = asyncio.get_running_loop().time
+        self._reclaimed_s = -BLOCK_S
+        self._patient_until_s: float | None = None
+        """Set since suspects take turns here, until other jobs are claimed again."""
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._n_starting = 0
         """Claimed jobs that the outbox does not answer for yet."""
 
@@ -56,43 +80,101 @@ class Intake:
 
     async def run(self) -> None:
         """Claim and begin jobs until cancelled."""
-        reclaimed_s = 0.0
-        clock = asyncio.get_running_loop().time
         while True:
-            if self.room <= 0:
-                self._outbox.freed.clear()
-                await self._outbox.freed.wait()
+            if self.room <= 0 or not self._is_alive():
+                await self._wait_for_news(BLOCK_S)
                 continue
             try:
-                claims = []
-                if clock() - reclaimed_s >= BLOCK_S:
-                    claims = await self._inbox.reclaim(self.room)
-                    reclaimed_s = clock()
-                claims = claims or await self._inbox.claim(self.room, block_s=BLOCK_S)
+                claims = await self._claim()
             except RedisError as exc:
                 log.warning("intake.redis_error error=%r retry_s=%.2f", exc, RETRY_S)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self._n_starting += len(claims)
+            if claims:
+                self._patient_until_s = None
             for claim in claims:
-                task = asyncio.create_task(self._begin(claim))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._start_soon(claim)
 
-    async def _begin(self, claim: Claim) -> None:
-        """Start one claimed job. Whatever goes wrong here stays with this job."""
+    async def _claim(self) -> list[Claim]:
+        """Jobs to begin now: those that other workers lost, or new ones."""
+        if self._clock() - self._reclaimed_s >= BLOCK_S:
+            lost = await self._inbox.reclaim(self.room)
+            self._reclaimed_s = self._clock()
+            if lost:
+                return await self._take_over(lost)
+        return await self._inbox.claim(self.room, block_s=BLOCK_S)
+
+    async def _take_over(self, lost: list[Claim]) -> list[Claim]:
+        """Those of the reclaimed jobs that may run beside others.
+
+        If there is a suspect, that one is run, and the rest is handed back, for workers that do not have to wait.
+        """
+        codes = await asyncio.gather(*(self._inbox.settle(claim) for claim in lost))
+        suspects = [claim for claim, code in zip(lost, codes, strict=True) if code == "suspect"]
+        others = [claim for claim, code in zip(lost, codes, strict=True) if code == "ok"]
+        if not suspects:
+            return others
+        for claim in (*suspects[1:], *others):
+            await self._inbox.hand_back(claim)
+        await self._run_apart(suspects[0])
+        self._reclaimed_s = -BLOCK_S  # the next one's turn
+        return []
+
+    async def _run_apart(self, suspect: Claim) -> None:
+        """Begin a suspect when nothing else runs here; returns when it has stored a token or has ended."""
+        log.info("job.suspect id=%s beside=%d", suspect.job_id, self._outbox.n_open)
+        if not await self._clear_for(suspect):
+            return
+        begun = await asyncio.shield(self._start_soon(suspect))
+        while begun is not None and self._outbox.stored_of(suspect.job_id) == begun.attempt.generated:
+            await self._wait_for_news(POLL_S)
+
+    async def _clear_for(self, suspect: Claim) -> bool:
+        """Wait until nothing else runs here, and see to it before long; False when the suspect was lost meanwhile."""
+        renewed_s = self._clock()
+        if self._patient_until_s is None:
+            self._patient_until_s = renewed_s + PATIENCE_S
+        while self._outbox.n_open or self._n_starting:
+            if self._clock() >= self._patient_until_s:
+                self._outbox.clear()
+            if self._clock() - renewed_s >= self._renew_every_s:
+                renewed_s = self._clock()
+                if not await self._inbox.renew(suspect):
+                    return False
+            await self._wait_for_news(POLL_S)
+        return await self._inbox.renew(suspect)
+
+    async def _wait_for_news(self, timeout_s: float) -> None:
+        """Until a job has left the engine, or so long at most."""
+        self._outbox.freed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._outbox.freed.wait()
+
+    def _start_soon(self, claim: Claim) -> asyncio.Task[Begun | None]:
+        self._n_starting += 1
+        return self._spawn(self._start(claim))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _start(self, claim: Claim) -> Begun | None:
+        """Start one claimed job and have it prepared. Whatever goes wrong here stays with this job."""
         try:
             begun = await self._inbox.begin(claim)
-            lease = self._hold(begun) if begun else None
+            if begun is not None:
+                self._spawn(self._prepare(begun, self._hold(begun)))
+            return begun
         except RedisError as exc:
             # The entry stays pending with us; when the lease is over somebody takes it, perhaps we.
             log.warning("job.start_failed id=%s error=%r", claim.job_id, exc)
-            return
+            return None
         finally:
             self._n_starting -= 1
             self._outbox.freed.set()
-        if begun is not None and lease is not None:
-            await self._prepare(begun, lease)
 
     def _hold(self, begun: Begun) -> Lease:
         claim, attempt = begun.claim, begun.attempt
@@ -121,5 +203,12 @@ class Intake:
                 prepared.job.sampler.close()
 
     async def close(self) -> None:
-        """Leave the jobs that are being prepared to the outbox, which hands them back; `run` has ended before."""
+        """Leave the jobs that are being prepared to the outbox, which hands them back; `run` has ended before.
+
+        A start that is on its way is waited for: cut off it might have happened, and look like that of a dead worker.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while self._n_starting:
+                    await self._wait_for_news(POLL_S)
         await end_tasks(*self._tasks)

@@ -44,9 +44,12 @@ class Detokenizer(Protocol):
         """What was held back; nothing after a stop string."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lease:
-    """A claimed job's place in Redis: what is needed to write for it, and to hand it back."""
+    """A claimed job's place in Redis: what is needed to write for it, and to hand it back.
+
+    Each is equal to itself alone: a Redis that lost its last writes may give the same attempt twice.
+    """
 
     job_id: str
     partition: int

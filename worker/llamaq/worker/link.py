@@ -16,12 +16,13 @@ from contextlib import suppress
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from llamaq.common.connection import connect
+from llamaq.common.connection import connect, own_connection
 from llamaq.common.errors import LlamaqError
 from llamaq.common.keys import Keys
 from llamaq.common.messages import WorkerCard
 from llamaq.common.scripts import Scripts
 from llamaq.common.tasks import end_tasks
+from llamaq.worker.account import Checkpoints
 from llamaq.worker.heartbeat import Heartbeat
 from llamaq.worker.inbox import Inbox
 from llamaq.worker.intake import Intake
@@ -66,6 +67,8 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="llamaq-link", daemon=True)
         self.error: BaseException | None = None
         """What ended the thread before its time."""
+        self.has_crashed = False
+        """Set when the engine thread ends with an error: that counts as the worker's death."""
 
     # ---- called from the engine thread
 
@@ -113,7 +116,8 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._telemetry.attach(self._loop)
         settings, keys = self._settings, Keys(self._settings.key_prefix)
-        redis = connect(settings.redis_url, name=f"llamaq-worker-{self._card.worker}")
+        # Its own loops try again, each for itself: a part of a cluster that is away shall not keep the others waiting.
+        redis = connect(settings.redis_url, name=f"llamaq-worker-{self._card.worker}", failover_s=0)
         try:
             if not await self._wait_for_redis(redis):
                 return
@@ -124,10 +128,11 @@ class Link:
                 partitions=settings.partitions,
                 worker_id=self._card.worker,
                 lease_s=settings.lease_s,
+                max_crashes=settings.max_crashes,
             )
             await inbox.open(max_queue=settings.max_queue)
             # Flushes have a connection of their own: to fetch one from the pool costs as much as the call.
-            async with redis.client() as flushing:
+            async with own_connection(redis) as flushing:
                 await self._work(redis, Scripts(flushing, keys), keys, inbox)
         finally:
             await redis.aclose()
@@ -162,12 +167,22 @@ class Link:
             self._ticks,
             lease_s=settings.lease_s,
             disconnect_s=settings.disconnect_s,
+            checkpoints=Checkpoints(settings.checkpoint_tokens, settings.checkpoint_s),
             is_alive=lambda: self._ticks.is_alive,
             on_finished=heartbeat.record,
         )
         self._ticks.put, self._ticks.give_up = outbox.put, outbox.give_up
         capacity = settings.n_parallel + settings.inbox_window
-        intake = Intake(inbox, outbox, self._preparer, self._executor, self._ticks.admit, capacity=capacity)
+        intake = Intake(
+            inbox,
+            outbox,
+            self._preparer,
+            self._executor,
+            self._ticks.admit,
+            capacity=capacity,
+            lease_s=settings.lease_s,
+            is_alive=lambda: self._ticks.is_alive,
+        )
         await heartbeat.beat()
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
@@ -188,7 +203,7 @@ class Link:
         """The last words: every job is written, or handed back."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S / 2):
-                await outbox.close()
+                await outbox.close(crashed=self.has_crashed)
                 await inbox.close()
                 await heartbeat.leave()
         except (RedisError, TimeoutError) as exc:

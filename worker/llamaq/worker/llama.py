@@ -1,8 +1,8 @@
 """The calls of llama.cpp that a worker makes, with Python types at the surface and no decisions.
 
 A `Model` owns a llama_model, a `Context` a llama_context with its KV memory and one batch that is filled again for
-every decode. Neither is thread-safe. The C arrays of the batch are numpy memory, and what is called in every tick has
-signatures of our own, because ctypes pointers and slices cost more than the calls.
+every decode. Neither is thread-safe. The C arrays of the batch are numpy memory, because ctypes slices cost more than
+the calls.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ModelError
-from llamaq.worker.llama_abi import check_abi
+from llamaq.worker import llama_abi
+from llamaq.worker.llama_log import LogLines
 
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-# By ggml_log_level. Its warnings speak to who writes a program or converts a model (a context larger than the model was
-# trained for, say, which we share among jobs), and not to who starts a worker.
-_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
-_CONTINUES = 5
-
 SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1  # what llama_decode returns
 
 
@@ -57,7 +53,7 @@ class Model:
 
     def __init__(self, path: Path, *, n_gpu_layers: int, main_gpu: int | None = None) -> None:
         """Load it; `main_gpu` keeps all of it on that one device. Raises `ModelError`."""
-        check_abi()
+        llama_abi.check_abi()
         _route_log()
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
@@ -137,19 +133,19 @@ class Context:
         self.cells_per_sequence: int = llama_cpp.llama_n_ctx_seq(self.pointer)
         self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
         self.batch = TokenBatch(self.n_batch)
-        self.copying: set[int] = set()
-        """Sequences whose streams are read or written by copies that the next decode makes before it computes."""
+        self.waiting_copies: list[tuple[int, int]] = []
+        """Sources and targets of the copies between streams that the next decode makes before it computes."""
 
     def decode(self) -> int:
         """Run what the batch holds. 0 is success, 1 means no room in KV memory, all else a failure."""
         status: int = llama_cpp.llama_decode(self.pointer, self.batch.struct)
         if status != INVALID_BATCH:
-            self.copying.clear()
+            self.waiting_copies.clear()
         return status
 
     def logits(self, n_rows: int) -> npt.NDArray[np.float32]:
         """The rows that the batch asked for, in its order; a view, valid until the next decode."""
-        address = _get_logits(self.pointer)
+        address = llama_abi.get_logits(self.pointer)
         if not address:
             raise EngineError("llama.cpp has no logits for the last batch")
         row_type: Any = ctypes.c_float * (n_rows * self.n_vocab)
@@ -158,28 +154,28 @@ class Context:
 
     def remove(self, seq_id: int, start: int) -> bool:
         """Drop a sequence's cells from position `start` on. True proves nothing: ask `last_position`."""
-        return bool(_seq_rm(self._memory, seq_id, start, -1))
+        return bool(llama_abi.seq_rm(self._memory, seq_id, start, -1))
 
     def share(self, source: int, target: int, start: int, end: int) -> None:
         """Let `target` have the cells [start, end) of `source` too; recurrent state is shared whole.
 
         With streams this ends the process: use `copy_stream`.
         """
-        _seq_cp(self._memory, source, target, start, end)
+        llama_abi.seq_cp(self._memory, source, target, start, end)
 
     def copy_stream(self, source: int, target: int) -> None:
         """Copy all of `source`'s stream over that of `target`; positions at once, data at the next decode."""
-        self.copying |= {source, target}
-        _seq_cp(self._memory, source, target, -1, -1)
+        self.waiting_copies.append((source, target))
+        llama_abi.seq_cp(self._memory, source, target, -1, -1)
 
     def state_size(self, seq_id: int) -> int:
         """How many bytes `write_state` writes."""
-        size: int = _state_size(self.pointer, seq_id)
+        size: int = llama_abi.state_size(self.pointer, seq_id)
         return size
 
     def write_state(self, seq_id: int, address: int, size: int) -> int:
         """Write a sequence's cells to memory. Returns the bytes written, 0 when llama.cpp refuses."""
-        written: int = _get_state(self.pointer, address, size, seq_id)
+        written: int = llama_abi.state_get(self.pointer, address, size, seq_id)
         return written
 
     def read_state(self, seq_id: int, address: int, size: int) -> int:
@@ -187,17 +183,17 @@ class Context:
 
         After a refusal the sequence may hold anything: remove it.
         """
-        read: int = _set_state(self.pointer, address, size, seq_id)
+        read: int = llama_abi.state_set(self.pointer, address, size, seq_id)
         return read
 
     def first_position(self, seq_id: int) -> int:
         """The lowest position whose cell the sequence holds, -1 when it is empty."""
-        position: int = _seq_pos_min(self._memory, seq_id)
+        position: int = llama_abi.seq_pos_min(self._memory, seq_id)
         return position
 
     def last_position(self, seq_id: int) -> int:
         """The highest position whose cell the sequence holds, -1 when it is empty."""
-        position: int = _seq_pos_max(self._memory, seq_id)
+        position: int = llama_abi.seq_pos_max(self._memory, seq_id)
         return position
 
     def close(self) -> None:
@@ -273,46 +269,7 @@ def _context_params(options: ContextOptions) -> Any:
     return params
 
 
-def _declare(name: str, argument_types: list[Any], result_type: Any) -> Any:
-    """A second, faster signature of a function of llama.cpp, beside the one that llama_cpp declares."""
-    function = llama_cpp.llama_cpp._lib[name]
-    function.argtypes = argument_types
-    function.restype = result_type
-    return function
-
-
-_get_logits = _declare("llama_get_logits", [ctypes.c_void_p], ctypes.c_void_p)
-_seq_rm = _declare("llama_memory_seq_rm", [ctypes.c_void_p] + [ctypes.c_int32] * 3, ctypes.c_bool)
-_seq_cp = _declare("llama_memory_seq_cp", [ctypes.c_void_p] + [ctypes.c_int32] * 4, None)
-_state_size = _declare("llama_state_seq_get_size", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_size_t)
-_get_state = _declare(
-    "llama_state_seq_get_data", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32], ctypes.c_size_t
-)
-_set_state = _declare(
-    "llama_state_seq_set_data", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32], ctypes.c_size_t
-)
-_seq_pos_min = _declare("llama_memory_seq_pos_min", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
-_seq_pos_max = _declare("llama_memory_seq_pos_max", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
-
-
-class _LogLines:
-    """Joins what llama.cpp logs in pieces into lines, each with the level of its first piece."""
-
-    def __init__(self) -> None:
-        self._level = logging.DEBUG
-        self._text = ""
-
-    def add(self, level: int, text: str) -> Iterator[tuple[int, str]]:
-        """Add a piece; gives the lines that are complete now."""
-        if level != _CONTINUES:
-            self._level = _LEVELS.get(level, logging.DEBUG)
-        *lines, self._text = (self._text + text).split("\n")
-        for line in lines:
-            if line.strip(" ."):
-                yield self._level, line.rstrip()
-
-
-_log_lines = _LogLines()
+_log_lines = LogLines()
 
 
 def _log(level: int, text: bytes, _user_data: Any) -> None:

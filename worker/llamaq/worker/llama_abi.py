@@ -2,6 +2,8 @@
 
 ctypes cannot see a changed struct: it would write parameters into the wrong places. So before the first call, sizes,
 and the places of well-known defaults, are compared.
+
+Beside that, what is called in every tick has signatures of our own here: ctypes pointers cost more than the calls.
 """
 
 from __future__ import annotations
@@ -65,3 +67,25 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def _mismatch(what: str) -> str:
     return f"llama-cpp-python {llama_cpp.__version__} does not fit its own library or llamaq: {what}"
+
+
+def _declare(name: str, argument_types: list[Any], result_type: Any) -> Any:
+    """A second, faster signature of a function of llama.cpp, beside the one that llama_cpp declares."""
+    function = llama_cpp.llama_cpp._lib[name]
+    function.argtypes = argument_types
+    function.restype = result_type
+    return function
+
+
+get_logits = _declare("llama_get_logits", [ctypes.c_void_p], ctypes.c_void_p)
+seq_rm = _declare("llama_memory_seq_rm", [ctypes.c_void_p] + [ctypes.c_int32] * 3, ctypes.c_bool)
+seq_cp = _declare("llama_memory_seq_cp", [ctypes.c_void_p] + [ctypes.c_int32] * 4, None)
+state_size = _declare("llama_state_seq_get_size", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_size_t)
+state_get = _declare(
+    "llama_state_seq_get_data", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32], ctypes.c_size_t
+)
+state_set = _declare(
+    "llama_state_seq_set_data", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int32], ctypes.c_size_t
+)
+seq_pos_min = _declare("llama_memory_seq_pos_min", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)
+seq_pos_max = _declare("llama_memory_seq_pos_max", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_int32)

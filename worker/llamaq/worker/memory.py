@@ -29,6 +29,10 @@ class Sequences(Protocol):
     def can_cut(self) -> bool:
         """Whether a sequence can be copied in part and cut back; recurrent state cannot."""
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a sequence can be loaded in parts, after cells that it holds already."""
+
     def remove(self, seq_id: int) -> None:
         """Forget the sequence's cells; removing an empty one is allowed."""
 
@@ -137,8 +141,8 @@ class Memory:
             return Way(leader=found.leader, n_coming=found.n_coming)
         if n_stored < found.n_tokens + MIN_GAIN:
             stored = None
-        elif not self._sequences.can_cut:
-            return Way(stored=stored)  # a whole state, which nothing goes before
+        elif not self._sequences.in_blocks:
+            return Way(stored=stored)  # all of it, which nothing goes before
         return Way(found.n_tokens, found.source, stored=stored)
 
     def _follow(self, slot: Slot, way: Way) -> None:

@@ -1,7 +1,8 @@
 """From the worker to Redis: what jobs generated, how they ended, and the renewal of their leases.
 
 The engine thread puts outputs in; everything else happens on the I/O thread. While one flush is under way the
-next ticks gather, so a slow Redis makes larger events and never a slower engine.
+next ticks gather, so a slow Redis makes larger events and never a slower engine. A Redis that is away, or full, takes
+nothing for a while: everything is kept here and written when it does again.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
-from llamaq.common import codec
 from llamaq.common.errors import JobRejected
-from llamaq.common.messages import Failed, Finished, JobStats
+from llamaq.common.messages import JobStats
+from llamaq.common.refusals import is_fault_of_a_job, is_full
 from llamaq.common.scripts import Claim, Ending, Flushed, Increment, Scripts
-from llamaq.worker.jobs import Job, JobEnded, Lease, NewToken, Output
+from llamaq.worker.account import Account, Checkpoints, failure
+from llamaq.worker.jobs import Job, Lease, NewToken, Output
 
 log = logging.getLogger(__name__)
 
@@ -43,68 +44,6 @@ class Controls(Protocol):
         """This attempt is no longer ours: drop it without an end."""
 
 
-@dataclass(slots=True, eq=False)
-class Account:
-    """What a job generated, and how much of it Redis has."""
-
-    lease: Lease
-    streams: bool
-    """Whether its tokens are published while it runs."""
-    wants_reader: bool
-    """Whether it is cancelled when nobody listens."""
-    stored: int
-    """Tokens that Redis has."""
-    tokens: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """The text that each token released."""
-    text_ends: list[int] = field(default_factory=list)
-    """After each token the characters that were released so far."""
-    ending: Ending | None = None
-    stats: JobStats | None = None
-    tail: str = ""
-    """The text that only the end released."""
-    heard_s: float = field(default_factory=time.monotonic)
-    """When somebody was last seen listening."""
-    is_cancelling: bool = False
-    is_leaving: bool = False
-    """It is to be handed back."""
-
-    def add(self, token: int, text: str) -> None:
-        """The job generated a token, which released this text."""
-        self.tokens.append(token)
-        self.texts.append(text)
-        self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
-
-    def increment(self) -> Increment:
-        """What Redis does not have yet."""
-        lease, since = self.lease, self.stored
-        tokens = self.tokens[since:] if self.streams or self.ending else []
-        payload = b""
-        if self.streams and (tokens or self.tail):
-            text_offset = self.text_ends[since - 1] if since else 0
-            payload = codec.encode_tokens(since, tokens, text_offset, "".join(self.texts[since:]) + self.tail)
-        return Increment(lease.job_id, lease.attempt, lease.stream, lease.entry_id, since, len(tokens), payload)
-
-    def close(self, ended: JobEnded) -> None:
-        """Take the end of the job in; it is written with the next flush."""
-        self.tail, self.stats = ended.text, ended.stats
-        if ended.error is not None:
-            self.ending = failure(ended.error)
-        elif ended.reason is not None:
-            event = Finished(finish_reason=ended.reason, stats=ended.stats)
-            output = codec.encode_output("".join(self.texts) + self.tail, self.tokens)
-            fields = {"finish_reason": ended.reason.value, "stats": codec.encode_model(ended.stats), "output": output}
-            self.ending = Ending(event, fields)
-        else:
-            raise ValueError(f"job {self.lease.job_id} ended without a reason")
-
-
-def failure(error: JobRejected) -> Ending:
-    """The end of a job that failed."""
-    event = Failed(code=error.code.value, message=error.message)
-    return Ending(event, {"error": codec.encode_event(event)})
-
-
 class Outbox:
     """One worker's writing end of a queue."""
 
@@ -116,18 +55,22 @@ class Outbox:
         *,
         lease_s: float,
         disconnect_s: float,
+        checkpoints: Checkpoints,
         is_alive: Callable[[], bool],
         on_finished: Callable[[JobStats], Awaitable[None]],
     ) -> None:
-        """Leases are renewed only while `is_alive` says that the engine ticks."""
+        """Leases are renewed only while `is_alive` says that the engine ticks; `checkpoints` are for stream=false."""
         self._scripts = scripts
         self._worker_id = worker_id
         self._controls = controls
         self._renew_every_s = lease_s / 3
         self._renewed_s = 0.0
         self._disconnect_s = disconnect_s
+        self._checkpoints = checkpoints
+        self._trouble: str | None = None
         self._is_alive = is_alive
         self._on_finished = on_finished
+        self._has_crashed = False
         self._accounts: dict[str, Account] = {}
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
@@ -144,9 +87,14 @@ class Outbox:
         """Jobs that this worker still answers for."""
         return len(self._accounts)
 
+    def stored_of(self, job_id: str) -> int | None:
+        """Tokens that Redis has of a job; None when this worker does not answer for it any more."""
+        account = self._accounts.get(job_id)
+        return None if account is None else account.stored
+
     def hold(self, lease: Lease, stored: int) -> None:
         """Answer for a job whose attempt has begun and that is being prepared; Redis has `stored` tokens of it."""
-        self._accounts[lease.job_id] = Account(lease, streams=False, wants_reader=False, stored=stored)
+        self._accounts[lease.job_id] = Account(lease, None, wants_reader=False, stored=stored)
         self._news.set()  # it is asked about from now on, and its lease renewed, however long its first token takes
 
     def open(self, job: Job, texts: Sequence[str]) -> bool:
@@ -157,7 +105,8 @@ class Outbox:
         if not self._holds(job.lease):
             return False
         request = job.request
-        account = Account(job.lease, request.stream, request.cancel_on_disconnect, stored=len(job.resumed))
+        checkpoints = None if request.stream else self._checkpoints
+        account = Account(job.lease, checkpoints, request.cancel_on_disconnect, stored=len(job.resumed))
         for token, text in zip(job.resumed, texts, strict=True):
             account.add(token, text)
         self._accounts[job.id] = account
@@ -183,6 +132,14 @@ class Outbox:
         """Hand jobs back that the engine will not run. Called on the engine thread; never waits."""
         if jobs:
             self._call_soon(self._mark_leaving, {job.id for job in jobs})
+
+    def clear(self) -> None:
+        """Hand back every running job; the engine drops them. Called on the I/O thread, as often as one likes."""
+        for account in self._accounts.values():
+            if account.ending is None and not account.is_leaving:
+                account.is_leaving = True
+                self._controls.release(account.lease.job_id, account.lease.attempt)
+                self._news.set()
 
     def _call_soon(self, call: Callable[[T], None], argument: T) -> None:
         with suppress(RuntimeError):  # the I/O loop is closed: the process is on its way out
@@ -215,53 +172,82 @@ class Outbox:
             self._news.clear()
             try:
                 await self.flush()
-                backoff_s = FIRST_BACKOFF_S
             except RedisError as exc:
-                log.warning("outbox.redis_error error=%r retry_s=%.2f", exc, backoff_s)
+                self._tell("redis_full" if is_full(exc) else "redis_error", exc)
                 self._news.set()
                 await asyncio.sleep(backoff_s)
-                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S, self._renew_every_s)
+            else:
+                self._tell(None)
+                backoff_s = FIRST_BACKOFF_S
+
+    def _tell(self, trouble: str | None, error: RedisError | None = None) -> None:
+        """Say once that Redis takes nothing, and once that it does again."""
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if trouble is not None:
+            log.warning("outbox.%s jobs=%d error=%r", trouble, self.n_open, error)
+        else:
+            log.info("outbox.redis_takes_writes_again jobs=%d", self.n_open)
 
     async def flush(self) -> None:
         """Write what Redis does not have; raises `RedisError`, and may then simply be called again."""
         now = time.monotonic()
         renew = now - self._renewed_s >= self._renew_every_s and self._is_alive()
         accounts = sorted(self._accounts.values(), key=lambda account: account.lease.partition)
-        for _, group in groupby(accounts, key=lambda account: account.lease.partition):
-            partition = list(group)
-            running = [account for account in partition if account.ending is None]
-            if running:
-                await self._flush_running(running, renew)
-            await asyncio.gather(*(self._finish(account, account.ending) for account in partition if account.ending))
-            await asyncio.gather(*(self._hand_back(account) for account in running if account.is_leaving))
+        partitions = groupby(accounts, key=lambda account: account.lease.partition)
+        await _all(self._flush_partition(list(group), now, renew=renew) for _, group in partitions)
         if renew:
             self._renewed_s = now
 
-    async def _flush_running(self, accounts: list[Account], renew: bool) -> None:
-        increments = [account.increment() for account in accounts]
+    async def _flush_partition(self, accounts: list[Account], now: float, *, renew: bool) -> None:
+        running = [account for account in accounts if account.ending is None]
+        if running:
+            await self._flush_running(running, now, renew=renew)
+        await _all(
+            [self._finish(account, account.ending, now) for account in accounts if account.ending]
+            + [self._hand_back(account) for account in running if account.may_leave and self._holds(account.lease)]
+        )
+
+    async def _flush_running(self, accounts: list[Account], now: float, *, renew: bool) -> None:
+        increments = [account.increment(now) for account in accounts]
         replies = await self._scripts.flush(self._worker_id, increments, renew=renew)
         for account, increment, reply in zip(accounts, increments, replies, strict=True):
-            self._heed(account, increment, reply)
+            self._heed(account, increment, reply, now)
+        if refusal := next((reply.refusal for reply in replies if reply.refusal), ""):
+            raise ResponseError(refusal)
 
-    def _heed(self, account: Account, sent: Increment, reply: Flushed) -> None:
+    def _heed(self, account: Account, sent: Increment, reply: Flushed, now: float) -> None:
         """Draw the consequences of what Redis answered for one job."""
         if reply.code == "lost":
             self._lose(account)
             return
-        now = time.monotonic()
         if reply.listeners:
             account.heard_s = now
         is_alone = account.wants_reader and now - account.heard_s > self._disconnect_s
         if (reply.code == "cancel" or is_alone) and not account.is_cancelling:
             account.is_cancelling = True
             self._controls.cancel(account.lease.job_id)
-        if account.streams:
-            account.stored = reply.stored
-            if reply.stored != sent.offset + sent.count:
-                self._news.set()  # Redis has another length than we thought: send the rest again
+        if not reply.refusal:
+            self._take_stored(account, sent, reply.stored, now)
 
-    async def _finish(self, account: Account, ending: Ending) -> None:
-        outcome = await self._scripts.finish(account.increment(), ending)
+    def _take_stored(self, account: Account, sent: Increment, stored: int, now: float) -> None:
+        """Redis has so many tokens: perhaps others than we thought, and then the rest is sent again."""
+        if stored != sent.offset + sent.count:
+            log.warning("job.sent_again id=%s had=%d stored=%d", sent.job_id, sent.offset, stored)
+            self._news.set()
+        account.take_stored(stored, now)
+
+    async def _finish(self, account: Account, ending: Ending, now: float) -> None:
+        last = account.increment(now)
+        try:
+            outcome = await self._scripts.finish(last, ending)
+        except ResponseError as exc:
+            if not is_fault_of_a_job(exc):
+                raise
+            log.error("job.unwritable id=%s error=%s", account.lease.job_id, exc)  # who claims it next buries it
+            outcome = "lost"
         if outcome == "ok":
             log.info("job.%s id=%s", ending.status, account.lease.job_id)
             self._forget(account)
@@ -270,19 +256,24 @@ class Outbox:
         elif outcome == "lost" or outcome > max(len(account.tokens), account.stored):
             self._lose(account)
         else:
-            account.stored = outcome
-            self._news.set()
+            self._take_stored(account, last, outcome, now)
 
-    async def close(self) -> None:
-        """Write what there is, and hand the other jobs back; raises `RedisError`."""
-        await self.flush()
+    async def close(self, *, crashed: bool = False) -> None:
+        """Write what there is, and hand the other jobs back, stored to their last token; raises `RedisError`.
+
+        `crashed`: the engine has, so those that have not stored a token since their start are blamed for it.
+        """
+        self._has_crashed = crashed
         self._mark_leaving(self._accounts.keys())
-        await self.flush()
+        while self._accounts:  # more than once when Redis has lost something and gets it again
+            await self.flush()
 
     async def _hand_back(self, account: Account) -> None:
         """Give a started job up, so that the next worker that looks takes it at once."""
         lease = account.lease
-        accepted = await self._scripts.requeue(Claim(lease.job_id, lease.stream, lease.entry_id), lease.attempt)
+        claim = Claim(lease.job_id, lease.stream, lease.entry_id)
+        crashed = self._worker_id if self._has_crashed else ""
+        accepted = await self._scripts.requeue(claim, lease.attempt, crashed=crashed)
         log.info("job.handed_back id=%s accepted=%s", lease.job_id, accepted)
         self._forget(account)
 
@@ -296,3 +287,11 @@ class Outbox:
         """Take it off the books, unless a newer attempt of the same job stands there already."""
         if self._accounts.get(account.lease.job_id) is account:
             del self._accounts[account.lease.job_id]
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait for all of these, whatever happens to some, and then raise what went wrong first."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome

@@ -37,6 +37,8 @@ from llamaq.worker.ticks import TickLoop
 
 log = logging.getLogger(__name__)
 
+SAVE_S = 10.0
+"""How long a stopping worker may write its prefix cache to disk."""
 SWITCH_INTERVAL_S = 0.0002
 """llama_decode gives the GIL away; with Python's default of 5 ms it gets it back late beside a busy I/O thread."""
 
@@ -57,7 +59,7 @@ class WorkerProcess:
         self._warden = GrammarWarden(self._blob)
         self._telemetry = Telemetry(hooks)
         self.card = self._describe(path.name)
-        cache, tiers = make_prefix_cache(settings, engine)
+        cache, tiers = make_prefix_cache(settings, engine, path)
         scheduler = Scheduler(
             SlotPool(
                 settings.n_parallel,
@@ -120,6 +122,9 @@ class WorkerProcess:
             log.info("worker.ready id=%s queue=%s slots=%d", self.card.worker, self.card.queue, self.card.n_parallel)
             with self._watch(self._ticks):
                 self._ticks.run()
+        except Exception:
+            self._link.has_crashed = True
+            raise
         finally:
             self._shut_down()
         if self._link.error is not None:
@@ -141,6 +146,7 @@ class WorkerProcess:
         for job in self._scheduler.close():
             log.info("job.unfinished id=%s", job.id)
         self._link.close()
+        self._scheduler.save(SAVE_S)  # after the jobs were handed back: others go on with them meanwhile
         self._warden.close()
         self._engine.close()
         log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._telemetry.jobs_done)

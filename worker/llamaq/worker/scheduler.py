@@ -130,8 +130,12 @@ class Scheduler:
         jobs = self.withdraw()
         for slot in self._pool.active:
             jobs.append(slot.active.job)
-            self._leave(slot)
+            self._leave(slot, reusable=True)
         return jobs
+
+    def save(self, timeout_s: float) -> None:
+        """Write to disk, if there is one, what a later worker may reuse; for about so long. Nothing is moved after."""
+        self._memory.close(timeout_s)
 
     # ---- one tick
 
@@ -165,15 +169,17 @@ class Scheduler:
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
         """Move the slots on by what the engine did, and return all that happened since the last call."""
         planned = {part.slot for part in batch.parts}
-        without_room = []
+        without_room = None
         for result in results:
             if result.slot not in planned:
                 raise LookupError(f"{result.slot!r} was not in the batch")
             self._apply(result)
             if result.no_room:
-                without_room.append(result.slot)
+                without_room = result.slot
         if without_room:
             self._relieve(without_room)
+        while self._pool.is_overdrawn and self._make_one_go():
+            pass  # cells were lost that were shared: they have to be there twice
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -257,19 +263,23 @@ class Scheduler:
         self._waiting.put_back(job)
         self._preemptions += 1
 
-    def _relieve(self, slots: list[Slot]) -> None:
-        """llama.cpp found no room for these, so more is used than was counted: something has to go.
+    def _relieve(self, slot: Slot) -> None:
+        """llama.cpp found no room for the slot, so more is used than was counted. A job that is alone cannot fit."""
+        if not self._make_one_go():
+            message = f"there is no room in KV memory (--n-ctx) after {slot.active.n_past} tokens, with nobody else"
+            self._end(slot, JobRejected(ErrorCode.DECODE_FAILED, message))
 
-        First a kept sequence, then the youngest job of the lowest priority; a job that is alone cannot fit.
+    def _make_one_go(self) -> bool:
+        """Free cells at once: a kept sequence's, else those of the youngest job of the lowest priority.
+
+        False when there is only one job.
         """
         if self._memory.drop_coldest():
-            return
-        if len(self._pool.active) > 1:
-            bulk_last = max(self._pool.active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.order))
-            self._preempt(bulk_last)
-        else:
-            message = f"there is no room in KV memory (--n-ctx) after {slots[0].active.n_past} tokens, with nobody else"
-            self._end(slots[0], JobRejected(ErrorCode.DECODE_FAILED, message))
+            return True
+        if len(self._pool.active) < 2:
+            return False
+        self._preempt(max(self._pool.active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.order)))
+        return True
 
     def _apply(self, result: SlotResult) -> None:
         slot = result.slot

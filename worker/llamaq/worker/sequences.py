@@ -73,7 +73,7 @@ class KvSequences:
         """
         if not 0 <= start < end:
             raise ValueError(f"no cells are in [{start}, {end})")
-        if seq_id in self._context.copying:
+        if any(seq_id == target for _, target in self._context.waiting_copies):
             self._make_copies(self._empty_sequence())
         if self.in_blocks:
             return self._save_parts(seq_id, start, end)
@@ -157,7 +157,7 @@ class KvSequences:
     def _load_whole(self, seq_id: int, end: int, saved: SavedState) -> bool:
         if len(saved.parts) != 1 or (end < saved.end and not self.can_cut):
             return False
-        if seq_id in self._context.copying:
+        if any(seq_id in copy for copy in self._context.waiting_copies):
             self._make_copies(seq_id)
         is_read = self._read(seq_id, saved.parts[0]) and self.holds(seq_id, saved.end)
         if is_read and (end == saved.end or self.cut(seq_id, end)):
@@ -180,7 +180,7 @@ class KvSequences:
         batch.add_run([0], 0, empty, wants_logits=False)
         status = self._context.decode()
         self._context.remove(empty, 0)
-        if self._context.copying:
+        if self._context.waiting_copies:
             raise EngineError(f"llama_decode returned {status} before it copied sequences")
 
     def _empty_sequence(self) -> int:

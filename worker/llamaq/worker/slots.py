@@ -229,6 +229,11 @@ class SlotPool:
         """Cells that running jobs may still need."""
         return sum(slot.run.cells_to_come for slot in self.slots if slot.run is not None)
 
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more cells are promised than there are."""
+        return self.ledger.used + self.promised_cells > self.n_cells
+
     # ---- room
 
     def missing_cells(self, job: Job, n_shared: int = 0) -> int:
@@ -324,7 +329,7 @@ class SlotPool:
         if sorted([*used, *self._kept, *self._free]) != sorted(self._sequences):
             raise AssertionError(f"sequences are not owned once: used={used} kept={self._kept} free={self._free}")
         self.ledger.check_integrity()
-        if self.ledger.used + self.promised_cells > self.n_cells:
+        if self.is_overdrawn:
             raise AssertionError(
                 f"{self.ledger.used} + {self.promised_cells} cells are given, there are {self.n_cells}"
             )

@@ -1,4 +1,4 @@
-"""One worker process for each device, started again when it dies.
+"""One worker process for each device, started again when it dies or hangs.
 
 A child that cannot start at all (no such model, say) is not tried again: its supervisor ends with its exit code.
 """
@@ -6,6 +6,7 @@ A child that cannot start at all (no such model, say) is not tried again: its su
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
-from llamaq.worker.process import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_OK
+from llamaq.worker.beats import Pulse
+from llamaq.worker.exits import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class Child:
         self.settings = settings
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
+        self._pulse: Pulse | None = None
         self._started_s = 0.0
         self._again_s = 0.0
         self._backoff_s = FIRST_BACKOFF_S
@@ -46,12 +49,18 @@ class Child:
 
     def start(self) -> None:
         """Start the process and hand it its settings; its standard input stays open as the lifeline."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "llamaq.worker.child"],
-            stdin=subprocess.PIPE,
-            stderr=self._log_file,
-            start_new_session=True,  # Ctrl-C goes to the supervisor, who passes it on in order
-        )
+        ours, theirs = os.pipe()
+        self._pulse = Pulse(ours)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "llamaq.worker.child", str(theirs)],
+                stdin=subprocess.PIPE,
+                stderr=self._log_file,
+                pass_fds=(theirs,),
+                start_new_session=True,  # Ctrl-C goes to the supervisor, who passes it on in order
+            )
+        finally:
+            os.close(theirs)
         self._started_s = time.monotonic()
         if self._process.stdin is None:
             raise RuntimeError("a child without a standard input")
@@ -60,7 +69,10 @@ class Child:
         log.info("child.started pid=%d device=%s", self._process.pid, self.settings.device)
 
     def watch(self) -> int | None:
-        """Start it again when it is time; returns the exit code of a child that is not worth another try."""
+        """Start it again when it is time, and end it when it hangs.
+
+        Returns the exit code of a child that is not worth another try.
+        """
         now = time.monotonic()
         if self._process is None:
             if now >= self._again_s:
@@ -68,6 +80,7 @@ class Child:
             return None
         code = self._process.poll()
         if code is None:
+            self._end_if_hung(self._process)
             return None
         self._close()
         if code == EXIT_CANNOT_START:
@@ -78,6 +91,13 @@ class Child:
         self._again_s = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         return None
+
+    def _end_if_hung(self, process: subprocess.Popen[bytes]) -> None:
+        """Whatever it is stuck in, it answers no other signal; its jobs are another's when their leases are over."""
+        if self._pulse is not None and not self._pulse.look():
+            log.error("child.hung pid=%d silent_s=%.1f", process.pid, self._pulse.silent_s)
+            process.kill()
+            self._close_pulse()
 
     def signal(self, number: int) -> None:
         """Pass a signal on."""
@@ -98,7 +118,13 @@ class Child:
     def _close(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
+        self._close_pulse()
         self._process = None
+
+    def _close_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
+        self._pulse = None
 
 
 class Supervisor:
@@ -106,6 +132,8 @@ class Supervisor:
 
     GRACE_S = 20.0
     """For loading to end and jobs to be handed back, beyond the drain."""
+    LEAVE_S = 5.0
+    """Beyond the drain a child needs a moment to hand its jobs back, before it is told again."""
 
     def __init__(self, children: Sequence[WorkerSettings], log_file: IO[bytes] | None = None) -> None:
         self._drain_s = max(settings.drain_s for settings in children)
@@ -140,8 +168,10 @@ class Supervisor:
                 self.stop()
                 return code
             time.sleep(POLL_S)
-        ended = self.stop(self._drain_s + 1.0)
-        return EXIT_OK if ended and self._signals < 2 else EXIT_CRASHED
+        ended = self.stop(self._drain_s + self.LEAVE_S)
+        if self._signals > 1:
+            return EXIT_FORCED
+        return EXIT_OK if ended else EXIT_CRASHED
 
     def stop(self, drain_s: float = 0.0) -> bool:
         """Ask the children to end, insist after `drain_s`, and wait for them; False when one had to be urged."""

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 1.0
 """An idle engine thread wakes up this often, to show that it is alive."""
 SNAPSHOT_EVERY_S = 0.25
+DISK_WAIT_S = 0.0005
+"""A pause where nothing can be computed before something is read from disk, or has left the device."""
 IDLE_MOVE_S = 0.05
 """How long cells are moved between the tiers before commands are looked at again, when no job computes."""
 SLOW_TICKS = 4
@@ -147,6 +149,8 @@ class TickLoop:
             self._telemetry.tick(self._measure(batch, eval_s))
         self.put(outputs)
         scheduler.move(eval_s if batch else IDLE_MOVE_S)
+        if not batch and not outputs:
+            time.sleep(DISK_WAIT_S)
         if not scheduler.has_work or self._clock() - self._shown_s >= SNAPSHOT_EVERY_S:
             self.snapshot = self._look()
 

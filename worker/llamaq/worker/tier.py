@@ -81,8 +81,8 @@ class Tier:
         place = {block: -at for at, block in enumerate(self)}
         if set(place) != {block for block in members if not block.pins} or len(place) + 1 != len(self._after):
             raise AssertionError(f"{self!r} orders others than those it has")
-        for block in place:
-            if any(place.get(above, 1) <= place[block] for above in block.path()[:-1]):
+        for block, at in place.items():
+            if any(place.get(above, 1) <= at for above in block.path()[:-1]):
                 raise AssertionError(f"{block!r} would be evicted after one above it")
             if self._after[self._before[block]] is not block:
                 raise AssertionError(f"the order is broken at {block!r}")

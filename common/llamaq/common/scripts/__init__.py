@@ -24,6 +24,12 @@ NEVER_RENEWED_MS = 10**12
 HANDED_BACK = "handed-back"
 """The consumer that holds entries which a stopping worker gave up, until another worker takes them."""
 
+MAX_DEAD = 1000
+"""Entries kept in a partition's stream of dead letters, about."""
+
+DEAD_TTL_S = 7 * 24 * 3600
+"""So long at least a job in the dead letters is kept with its request and what it generated."""
+
 FlushCode = Literal["ok", "cancel", "lost"]
 
 
@@ -71,6 +77,8 @@ class Attempt:
 
 StartCode = Literal["gone", "done", "ended"]
 
+SettleCode = Literal["ok", "suspect", "dead", "stale"]
+
 
 @dataclass(frozen=True, slots=True)
 class Increment:
@@ -83,6 +91,8 @@ class Increment:
     offset: int
     count: int
     payload: bytes
+    publish: bool = True
+    """False: the event is stored, and nobody who listens hears of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,8 @@ class Flushed:
     code: FlushCode
     stored: int
     listeners: int
+    refusal: str = ""
+    """What Redis said when it took no write; "" when it did, or had none to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +131,7 @@ class Scripts:
         self._submit, self._start, self._flush, self._finish, self._cancel, self._requeue = (
             redis.register_script(source(name)) for name in ("submit", "start", "flush", "finish", "cancel", "requeue")
         )
+        self._settle, self._purge = (redis.register_script(source(name)) for name in ("settle", "purge"))
 
     async def submit(
         self, job_id: JobId, request: JobRequest, payload: bytes, *, result_ttl_s: float
@@ -149,6 +162,36 @@ class Scripts:
             return Refused(int(reply[1]), int(reply[2]))
         return Submitted(reply[1].decode(), existing=reply[0] == b"same")
 
+    async def settle(
+        self, claim: Claim, worker: str, *, had: str, heartbeat_ms: int, dead_after_s: float, max_crashes: int
+    ) -> SettleCode:
+        """Settle what the last worker of a job left behind, when `worker` has taken the job over: did it die of it?
+
+        `had` is the worker that ran it, "" for none, and `heartbeat_ms` when that one was last heard of (0: it is not
+        listed); it is dead when that is `dead_after_s` ago. At `max_crashes` deaths in a row the job ends, and before
+        the last of them it is a suspect. So that it had one start alone, two are the least, also where 1 is said.
+        """
+        keys = self._keys.of_job(claim.job_id)
+        job_id = JobId.parse(claim.job_id)
+        reply = await self._settle(
+            keys=[keys.job, keys.events, claim.stream, self._keys.dead(job_id.queue, job_id.partition)],
+            args=[
+                claim.entry_id,
+                GROUP,
+                keys.channel,
+                claim.job_id,
+                worker,
+                had,
+                heartbeat_ms,
+                int(dead_after_s * 1000),
+                max(1, max_crashes - 1),
+                DEAD_TTL_S * 1000,
+                MAX_DEAD,
+            ],
+        )
+        code: SettleCode = reply.decode()
+        return code
+
     async def start(self, claim: Claim, worker: str) -> Attempt | StartCode:
         """Begin an attempt of a claimed job."""
         keys = self._keys.of_job(claim.job_id)
@@ -176,11 +219,12 @@ class Scripts:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
+            values.append(item.publish)
         args = [GROUP, worker, "1" if renew else "0", codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
-            Flushed(code.decode(), int(stored), int(listeners))
-            for code, stored, listeners in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
+            Flushed(code.decode(), int(stored), int(listeners), refusal.decode())
+            for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
     async def finish(self, last: Increment, ending: Ending) -> int | Literal["ok", "lost"]:
@@ -216,10 +260,21 @@ class Scripts:
         code: Literal["gone", "done", "cancelled", "requested"] = reply.decode()
         return code
 
-    async def requeue(self, claim: Claim, attempt: int | None) -> bool:
-        """Hand a job back; `attempt` is None when it was not started. False when it was lost already."""
+    async def requeue(self, claim: Claim, attempt: int | None, *, crashed: str = "") -> bool:
+        """Hand a job back; `attempt` is None when it was not started. False when it was lost already.
+
+        `crashed` is the worker that hands it back because something went wrong there: that is a death.
+        """
         reply = await self._requeue(
             keys=[self._keys.of_job(claim.job_id).job, claim.stream],
-            args=["" if attempt is None else attempt, GROUP, claim.entry_id, NEVER_RENEWED_MS, HANDED_BACK],
+            args=["" if attempt is None else attempt, GROUP, claim.entry_id, NEVER_RENEWED_MS, HANDED_BACK, crashed],
         )
         return bool(reply == b"ok")
+
+    async def purge(self, queue: str, partition: int, entry: str, job_id: str | None) -> bool:
+        """Take a dead letter out; `job_id` is None where it names no job. False when it was out already."""
+        keys = [self._keys.dead(queue, partition)]
+        if job_id is not None:
+            of_job = self._keys.of_job(job_id)
+            keys += [of_job.job, of_job.events]
+        return bool(await self._purge(keys=keys, args=[entry]))

@@ -7,6 +7,9 @@
 --   generated     tokens stored so far              cancel      1 when somebody asked
 --   ttl_ms        life after its end                queue_deadline_ms   0: none
 --   idempotency   key of its idempotency record     submitted_ms, started_ms, finished_ms
+--   generated_at_start   tokens stored when its newest attempt began
+--   crashes       workers that died with it in a row without it having stored a token since its start
+--   deaths        each of those, oldest first: "ATTEMPT=WORKER ATTEMPT=WORKER"
 --   finish_reason, stats (msgpack), output (msgpack) of a finished job; error (msgpack) of a failed one
 
 local function now_ms()
@@ -43,4 +46,41 @@ end
 
 local function has_ended(status)
   return status == 'finished' or status == 'failed'
+end
+
+-- Whether this entry is the one that was made for the job: entries of two streams may have the same id, when they were
+-- added in the same millisecond.
+local function is_its_entry(own_entry, priority, stream, entry)
+  return own_entry == entry and string.sub(stream, -#priority - 1) == ':' .. priority
+end
+
+local function deaths_of(job)
+  local deaths = {}
+  local held = redis.pcall('HGET', job, 'deaths')
+  for death in string.gmatch(type(held) == 'string' and held or '', '%S+') do
+    deaths[#deaths + 1] = death
+  end
+  return deaths
+end
+
+-- Blames a job: the worker of this attempt died with it. Returns all deaths.
+local function add_death(job, attempt, worker)
+  local deaths = deaths_of(job)
+  deaths[#deaths + 1] = attempt .. '=' .. worker
+  redis.call('HSET', job, 'crashes', #deaths, 'deaths', table.concat(deaths, ' '))
+  return deaths
+end
+
+-- The worker of this attempt lives after all (it was stopped, or cut off): its death is taken back, once. Never fails:
+-- it is called for jobs whose keys may hold anything by now, and where a full Redis takes no write.
+local function forgive(job, attempt)
+  local deaths, kept = deaths_of(job), {}
+  for _, death in ipairs(deaths) do
+    if string.match(death, '^[^=]*') ~= tostring(attempt) then
+      kept[#kept + 1] = death
+    end
+  end
+  if #kept < #deaths then
+    redis.pcall('HSET', job, 'crashes', #kept, 'deaths', table.concat(kept, ' '))
+  end
 end

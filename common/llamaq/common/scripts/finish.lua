@@ -15,7 +15,15 @@ local offset, count, payload = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
 
 local state = redis.call('HMGET', job, 'status', 'attempt', 'generated')
 if state[1] ~= 'running' or state[2] ~= attempt then
+  forgive(job, attempt)
   return {'lost'}
+end
+local kind = redis.call('TYPE', events).ok
+if kind ~= 'stream' and kind ~= 'none' then
+  -- Somebody wrote over the events. The worker has them all: it sends them again from the first one.
+  redis.call('DEL', events)
+  redis.call('HSET', job, 'generated', 0)
+  return {'resend', 0}
 end
 if tonumber(state[3]) ~= offset then
   return {'resend', tonumber(state[3])}

@@ -15,12 +15,12 @@ local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
 local entry, group, worker, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
 local state = redis.call('HMGET', job,
-  'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms', 'priority')
+  'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms', 'priority',
+  'generated', 'generated_at_start')
 if not state[1] then
   return {'gone'}
 end
--- Entries of two streams may have the same id: those that were added in the same millisecond.
-if has_ended(state[1]) or state[2] ~= entry or string.sub(stream, -#state[7] - 1) ~= ':' .. state[7] then
+if has_ended(state[1]) or not is_its_entry(state[2], state[7], stream, entry) then
   drop_entry(stream, group, entry)
   return {'done'}
 end
@@ -37,11 +37,14 @@ if not state[6] and deadline > 0 and now >= deadline then
 end
 
 local attempt = redis.call('HINCRBY', job, 'attempt', 1)
-redis.call('HSET', job, 'status', 'running', 'worker', worker)
+if state[9] and state[8] ~= state[9] then
+  redis.call('HDEL', job, 'crashes', 'deaths') -- it has stored tokens since: it is not what they died of
+end
+redis.call('HSET', job, 'status', 'running', 'worker', worker, 'generated_at_start', state[8])
 redis.call('HSETNX', job, 'started_ms', now)
 emit(events, channel, cmsgpack.pack({type = 'started', attempt = attempt, worker = worker}))
 local started = tonumber(redis.call('HGET', job, 'started_ms'))
 return {
-  'run', attempt, redis.call('HGET', job, 'request') or '', tonumber(redis.call('HGET', job, 'generated')),
+  'run', attempt, redis.call('HGET', job, 'request') or '', tonumber(state[8]),
   started - tonumber(state[5]),
 }

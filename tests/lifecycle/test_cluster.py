@@ -1,0 +1,209 @@
+"""A Redis Cluster: the partitions of a queue lie on several masters, and one of those may die."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from redis.crc import key_slot
+from tests.servers import Nodes, await_that
+
+from llamaq.common.connection import connect
+from llamaq.common.keys import JobId, Keys
+from llamaq.common.messages import JobState, Started
+from llamaq.producer import AsyncClient, Client, Job
+from llamaq.worker.streams import JobStreams
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Reader, Stage
+
+    Read = Callable[[Job], Reader]
+
+PARTITIONS = 4
+PROMPT = "Once upon a time"
+LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+WORKER = {"LLAMAQ_PARTITIONS": str(PARTITIONS), "LLAMAQ_LEASE_S": "6"}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with Nodes(tmp_path_factory.mktemp("nodes")) as servers:
+        yield servers
+
+
+@pytest.fixture
+def clustered(nodes: Nodes, stage: Stage) -> Iterator[Stage]:
+    stage.redis_url = nodes.url
+    yield stage
+    stage.end_commands()
+
+
+@pytest.fixture
+def replicated(folder: Path, stage: Stage) -> Iterator[Nodes]:
+    with Nodes(folder, n_replicas=1) as servers:
+        stage.redis_url = servers.url
+        yield servers
+        stage.end_commands()
+
+
+def client_of(stage: Stage) -> Client:
+    return Client(stage.redis_url, stage.queue, timeout_s=30, partitions=PARTITIONS)
+
+
+def partition_of(job: Job) -> int:
+    return JobId.parse(job.id).partition
+
+
+def slot_of(job: Job) -> int:
+    return int(key_slot(Keys().of_job(job.id).job.encode()))
+
+
+def submit_to_each(client: Client, **options: Any) -> list[Job]:
+    """A job in every partition."""
+    jobs: dict[int, Job] = {}
+    number = 0
+    while len(jobs) < PARTITIONS:
+        key = f"{secrets.token_hex(4)}-{number}"
+        if JobId.new(client.queue, PARTITIONS, key).partition not in jobs:
+            job = client.submit(PROMPT, idempotency_key=key, **options)
+            jobs[partition_of(job)] = job
+        number += 1
+    return list(jobs.values())
+
+
+def test_fifty_jobs_over_four_partitions_and_all_that_a_client_asks(clustered: Stage, read: Read) -> None:
+    with client_of(clustered) as client:
+        keyed = [client.submit(PROMPT, max_tokens=8, idempotency_key="one") for _ in range(2)]
+        assert keyed[0].id == keyed[1].id
+        with ThreadPoolExecutor(16) as pool:
+            jobs = list(pool.map(lambda n: client.submit(PROMPT, max_tokens=8, seed=n, ignore_eos=True), range(49)))
+        assert {partition_of(job) for job in jobs} == set(range(PARTITIONS))
+        assert (client.queue_depth().waiting, client.queue_depth().running) == (50, 0)
+        never = client.submit(PROMPT, max_tokens=8)
+        assert never.cancel()
+        assert never.result().finish_reason == "cancelled"
+
+        worker = clustered.start_worker("--n-parallel", "8", **WORKER)
+        with ThreadPoolExecutor(50) as pool:
+            readers = list(pool.map(read, jobs))
+            results = list(pool.map(lambda reader: reader.finish(), readers))
+        assert [len(result.tokens) for result in results] == [8] * 49
+        assert keyed[0].result().tokens
+        for job in jobs:
+            clustered.events_of(job)
+        running = read(client.submit(PROMPT, max_tokens=1000, ignore_eos=True))
+        running.await_tokens(3)
+        assert client.queue_depth().running == 1
+        assert running.job.cancel()
+        assert running.finish().finish_reason == "cancelled"
+        await_that(lambda: len(client.stats().recent) == 51, "the stats of all")
+        stats = client.stats()
+        assert [one.card.worker for one in stats.workers] == [worker.worker_id]
+        assert (stats.depth.waiting, stats.depth.running) == (0, 0)
+        assert client.tokenizer().encode(PROMPT)
+
+
+def test_the_commands_know_a_cluster(clustered: Stage) -> None:
+    clustered.start_worker(**WORKER)
+    options = ["--redis-url", clustered.redis_url, "--queue", clustered.queue, "--partitions", str(PARTITIONS)]
+    generate = clustered.start("generate", PROMPT, "--max-tokens", "5", *options)
+    status, health = clustered.start("status", *options), clustered.start("health", *options[:4])
+    assert generate.end() == 0, generate.output
+    assert status.end() == 0, status.output
+    assert health.end() == 0, health.output
+    assert clustered.queue in status.output
+
+
+def test_a_job_that_lost_its_reader_is_noticed_on_every_node(clustered: Stage) -> None:
+    clustered.start_worker("--disconnect-s", "1", **WORKER)
+
+    async def leave_half() -> None:
+        async with AsyncClient(clustered.redis_url, clustered.queue, partitions=PARTITIONS) as client:
+            jobs: dict[int, Any] = {}
+            while len(jobs) < PARTITIONS:
+                key = secrets.token_hex(4)
+                if JobId.new(client.queue, PARTITIONS, key).partition not in jobs:
+                    job = await client.submit(PROMPT, cancel_on_disconnect=True, idempotency_key=key, **LONG)
+                    jobs[JobId.parse(job.id).partition] = job
+            streams = {partition: job.stream() for partition, job in jobs.items()}
+            for stream in streams.values():
+                await anext(stream)
+            for partition in (0, 1):
+                await streams[partition].aclose()
+            for partition in (2, 3):
+                async for _ in streams[partition]:
+                    pass
+            reasons = [(await jobs[partition].result()).finish_reason for partition in range(PARTITIONS)]
+            assert reasons == ["cancelled", "cancelled", "length", "length"]
+
+    asyncio.run(leave_half())
+
+
+def test_an_idle_worker_hears_of_a_job_in_any_partition_at_once(clustered: Stage) -> None:
+    clustered.start_worker(**WORKER)
+    with client_of(clustered) as client:
+        client.generate(PROMPT, max_tokens=1)
+        waits_ms = []
+        for _ in range(2):
+            for job in submit_to_each(client, max_tokens=1):
+                waits_ms.append(job.result().stats.queue_ms)
+        assert sorted(waits_ms)[len(waits_ms) // 2] < 100, waits_ms
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_streams_go_on_when_a_node_is_replaced(stage: Stage, replicated: Nodes, read: Read, is_planned: bool) -> None:
+    stage.start_worker("--n-parallel", "8", **WORKER)
+    with client_of(stage) as client:
+        readers = [read(job) for job in submit_to_each(client, cancel_on_disconnect=True, **LONG)]
+        for reader in readers:
+            reader.await_tokens(20)
+        slot = slot_of(readers[0].job)
+        old = replicated.master_of(slot)
+        if is_planned:
+            with replicated.replicas[old][0].client() as replica:
+                execute: Any = replica.execute_command
+                execute("CLUSTER FAILOVER")
+        else:
+            old.kill()
+            later = submit_to_each(client, max_tokens=5, ignore_eos=True)  # waits for the next master
+            assert [len(job.result().tokens) for job in later] == [5] * PARTITIONS
+        for reader in readers:
+            result = reader.finish()
+            assert (result.finish_reason, len(result.tokens)) == ("length", LONG["max_tokens"])
+            assert sum(isinstance(event, Started) for event in stage.events_of(reader.job)) == 1
+        assert replicated.master_of(slot) is not old
+        assert client.queue_depth().running == 0
+
+
+async def test_no_more_is_claimed_than_asked_for_and_every_partition_has_its_turn(nodes: Nodes, queue: str) -> None:
+    redis, keys = connect(nodes.url, name="test"), Keys()
+    streams = JobStreams(redis, keys, queue=queue, partitions=PARTITIONS, consumer="one")
+    await streams.open()
+    async with AsyncClient(nodes.url, queue, partitions=PARTITIONS) as client:
+        await asyncio.gather(*(client.submit(PROMPT, priority="bulk" if n % 4 else "interactive") for n in range(60)))
+        n_left = {False: 45, True: 15}
+        while n_left[True]:  # the interactive ones come first, wherever they lie
+            entries = await streams.read(5)
+            n_read = sum(len(some) for _, some in entries)
+            n_interactive = sum(len(some) for stream, some in entries if stream.endswith("interactive"))
+            assert n_read == 5
+            assert n_interactive == min(5, n_left[True])
+            n_left = {False: n_left[False] - 5 + n_interactive, True: n_left[True] - n_interactive}
+        assert sum(len(some) for _, some in await streams.read(1000)) == n_left[False]
+        assert await streams.read(1) == []
+        started_s = time.monotonic()
+        waiting = asyncio.create_task(streams.wait(10))
+        await asyncio.sleep(0.1)
+        job = await client.submit(PROMPT)
+        assert await waiting == []
+        assert time.monotonic() - started_s < 5
+        assert sum(len(some) for _, some in await streams.read(1)) == 1
+        assert (await job.status()).state is JobState.QUEUED
+    await streams.close()
+    await redis.aclose()

@@ -1,0 +1,129 @@
+"""An engine that hangs loses its jobs and is replaced; one that is merely slow keeps them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llamaq.common.messages import Started
+from llamaq.producer import Job
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Command, Reader, Stage
+
+    Read = Callable[[Job], Reader]
+
+PROMPT = "Once upon a time"
+HANG_S = 1.0
+LEASE_S = 1.0
+SLACK_S = 4.0
+"""For the look for lost jobs, the pipe of beats, and a busy machine."""
+
+TROUBLED = """
+import ctypes
+import time
+from pathlib import Path
+
+from llamaq.worker.engine import Engine
+from paced import Paced as Troubled
+
+ORDERS = Path("orders")
+run = Engine.run
+
+def troubled(self, batch):
+    if batch and ORDERS.exists():
+        order, _, later = ORDERS.read_text().partition(" ")
+        if later:
+            ORDERS.write_text(later)
+        else:
+            ORDERS.unlink()
+        if order == "stuck":
+            ctypes.PyDLL(None).sleep(3600)
+        time.sleep(3600 if order == "hang" else float(order))
+    return run(self, batch)
+
+Engine.run = troubled
+"""
+"""Each word of the orders is for one tick: seconds that it takes longer, `hang` in native code that gives the
+interpreter away, as llama_decode does, or be `stuck` in some that does not."""
+
+
+def start_troubled(stage: Stage, *, supervised: bool = False) -> Command:
+    (stage.folder / "troubled.py").write_text(TROUBLED)
+    return stage.start_worker(
+        supervised=supervised, LLAMAQ_BATCH_STRATEGY="troubled:Troubled", LLAMAQ_HANG_S=str(HANG_S)
+    )
+
+
+def order(stage: Stage, *words: str) -> None:
+    written = stage.folder / "orders.new"
+    written.write_text(" ".join(words))
+    written.rename(stage.folder / "orders")
+
+
+def workers_of(stage: Stage, job: Job) -> list[str]:
+    """Those that started the job, in order."""
+    return [event.worker for event in stage.events_of(job) if isinstance(event, Started)]
+
+
+def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(stage: Stage, read: Read) -> None:
+    first = start_troubled(stage)
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
+        reader.await_tokens(10)
+        second = stage.start_worker()
+        order(stage, "hang")
+        ordered_s = time.monotonic()
+        while reader.job.status().worker != second.worker_id:
+            time.sleep(0.02)
+        took_s = time.monotonic() - ordered_s
+        print(f"hang to the next attempt: {took_s:.2f} s")  # noqa: T201  # a figure, for those who ask
+        assert HANG_S < took_s < HANG_S + LEASE_S + SLACK_S
+        first.await_output("job.lost")
+        while [worker.card.worker for worker in client.workers()] != [second.worker_id]:  # it beats no more
+            time.sleep(0.02)
+        reader.await_tokens(reader.n_tokens + 10)
+        reader.job.cancel()
+        reader.finish()
+        assert workers_of(stage, reader.job) == [first.worker_id, second.worker_id]
+    first.signal(signal.SIGKILL)
+
+
+def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(stage: Stage, read: Read) -> None:
+    first = start_troubled(stage)
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
+        reader.await_tokens(5)
+        stage.start_worker()  # it would take the job
+        order(stage, "0.8", "2.5", "0.0")  # longer than hang_s and the lease, and less than four of the slowest
+        while (stage.folder / "orders").exists():
+            time.sleep(0.02)
+        reader.await_tokens(reader.n_tokens + 5)
+        reader.job.cancel()
+        reader.finish()
+        assert workers_of(stage, reader.job) == [first.worker_id]
+
+
+@pytest.mark.parametrize("what", ["hang", "stuck"])
+def test_a_child_whose_engine_hangs_is_killed_and_another_goes_on(stage: Stage, read: Read, what: str) -> None:
+    supervisor = start_troubled(stage, supervised=True)
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, max_tokens=200, ignore_eos=True))
+        reader.await_tokens(10)
+        order(stage, what)
+        ordered_s = time.monotonic()
+        supervisor.await_output("child.hung")
+        hung_s = time.monotonic() - ordered_s
+        supervisor.await_output("worker.ready", 2)
+        ready_s = time.monotonic() - ordered_s
+        assert len(reader.finish().tokens) == 200
+        print(f"{what}: killed after {hung_s:.2f} s, ready after {ready_s:.2f} s")  # noqa: T201  # figures
+        assert HANG_S < hung_s < HANG_S + SLACK_S
+        one, other = workers_of(stage, reader.job)
+        assert one != other
+        supervisor.signal(signal.SIGTERM)
+        assert supervisor.end() == 0

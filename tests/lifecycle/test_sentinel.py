@@ -1,0 +1,163 @@
+"""A failover through Sentinel, or by any other means: streams go on with the new master, without a gap or a repeat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+from tests.proxy import Proxy
+from tests.servers import HOST, IN_MEMORY, SERVICE, Server, Watched, await_that, free_ports
+
+from llamaq.common.keys import Keys
+from llamaq.common.messages import JobState, Started
+from llamaq.common.sentinels import ASK_EVERY_S
+from llamaq.producer import Job, JobNotFound
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Reader, Stage
+
+    Read = Callable[[Job], Reader]
+
+PROMPTS = ("Once upon a time", "Once upon a time there was a girl named Mia.", "One day a little fox")
+LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+LEASE_S = "6"
+"""Longer than a failover: no worker loses its jobs to it."""
+
+
+@pytest.fixture
+def watched(folder: Path, stage: Stage) -> Iterator[Watched]:
+    with Watched(folder) as servers:
+        stage.redis_url = servers.url
+        yield servers
+        stage.end_commands()  # while there is somebody to say goodbye to
+
+
+def attempts_of(stage: Stage, job: Job) -> int:
+    return sum(isinstance(event, Started) for event in stage.events_of(job))
+
+
+def test_streams_go_on_when_the_master_died(stage: Stage, watched: Watched, read: Read) -> None:
+    worker = stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
+    with stage.client() as client:
+        readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
+        whole = client.submit(PROMPTS[0], stream=False, **LONG)
+        for reader in readers:
+            reader.await_tokens(20)
+        watched.master.kill()
+        meanwhile = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))  # waits for the next master
+        for reader in readers:
+            assert len(reader.finish().tokens) == LONG["max_tokens"]
+            assert attempts_of(stage, reader.job) == 1
+        assert len(whole.result().tokens) == LONG["max_tokens"]
+        assert len(meanwhile.finish().tokens) == 10
+        assert [one.card.worker for one in client.workers()] == [worker.worker_id]
+        assert client.queue_depth().running == 0
+
+
+def test_streams_go_on_when_another_was_made_master(stage: Stage, watched: Watched, read: Read) -> None:
+    stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
+    with stage.client() as client:
+        readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
+        for reader in readers:
+            reader.await_tokens(20)
+        old = watched.master
+        with watched.sentinels[0].client() as sentinel:
+            execute: Any = sentinel.execute_command
+            execute("SENTINEL FAILOVER", SERVICE)
+        await_that(lambda: watched.master is not old, "another master")
+        time.sleep(2 * ASK_EVERY_S)  # so long what is written to the old one may be lost
+        later = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))
+        for reader in readers:
+            assert len(reader.finish().tokens) == LONG["max_tokens"]
+        later.finish()
+        with watched.master.client() as new:
+            for reader in (*readers, later):
+                assert new.hget(Keys().of_job(reader.job.id).job, "status") == b"finished"
+                assert attempts_of(stage, reader.job) == 1
+
+
+class Switched:
+    """A master, and a replica that lags behind at will; an address leads to the one that is to be the master."""
+
+    def __init__(self, folder: Path) -> None:
+        one, other = free_ports(2)
+        self.master, self.replica = Server(folder, one, IN_MEMORY), Server(folder, other, IN_MEMORY)
+        self.address = Proxy(f"redis://{HOST}:{one}")
+        self.replication = Proxy(f"redis://{HOST}:{one}")
+
+    def __enter__(self) -> Self:
+        self.master.start()
+        self.address.__enter__()
+        self.replication.__enter__()
+        self.replica.start("--replicaof", HOST, self.replication.url.rpartition(":")[2].partition("/")[0])
+        with self.replica.client() as client:
+            await_that(lambda: client.info("replication")["master_link_status"] == "up", "a replica in step")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.address.__exit__(None, None, None)
+        self.replication.__exit__(None, None, None)
+        self.master.kill()
+        self.replica.kill()
+
+    def lag(self) -> None:
+        """From now on the replica hears of nothing that is written."""
+        self.replication.silence()
+
+    def fail_over(self) -> None:
+        """The replica is the master now, without what it has not heard of."""
+        self.master.kill()
+        with self.replica.client() as client:
+            client.replicaof("NO", "ONE")
+        self.address.lead_to(f"redis://{HOST}:{self.replica.port}")
+
+
+@pytest.fixture
+def switched(folder: Path, stage: Stage) -> Iterator[Switched]:
+    with Switched(folder) as servers:
+        stage.redis_url = servers.address.url
+        yield servers
+        stage.end_commands()
+
+
+def test_what_a_failover_lost_is_written_again_and_no_reader_sees_it_twice(
+    stage: Stage, switched: Switched, read: Read
+) -> None:
+    stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
+    with stage.client() as client:
+        readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
+        for reader in readers:
+            reader.await_tokens(20)
+        switched.lag()
+        for reader in readers:
+            reader.await_tokens(reader.n_tokens + 40)
+        lost = client.submit(PROMPTS[0], **LONG)
+        before = [reader.n_tokens for reader in readers]
+        switched.fail_over()
+        for reader, n_before in zip(readers, before, strict=True):
+            stored = reader.job.status().generated_tokens
+            assert stored < n_before, "nothing was lost that could be written again"
+        for reader in readers:
+            assert len(reader.finish().tokens) == LONG["max_tokens"]
+            assert attempts_of(stage, reader.job) == 1
+        with pytest.raises(JobNotFound):  # the known price of a replication that does not wait
+            lost.status()
+
+
+def test_a_start_that_a_failover_lost_is_made_again(stage: Stage, switched: Switched, read: Read) -> None:
+    stage.start_worker("--n-parallel", "1", "--inbox-window", "0", LLAMAQ_LEASE_S="2")
+    with stage.client() as client:
+        first = client.submit(PROMPTS[0], **LONG)
+        await_that(lambda: first.status().state is JobState.RUNNING, "the first job running")
+        reader = read(client.submit(PROMPTS[1], **LONG))
+        time.sleep(0.3)  # so that the replica has heard of it
+        switched.lag()
+        first.cancel()
+        reader.await_tokens(30)
+        switched.fail_over()
+        assert len(reader.finish().tokens) == LONG["max_tokens"]
+        assert attempts_of(stage, reader.job) == 1  # of two: nobody knows of the other any more
+        assert first.result().finish_reason == "length"  # so is its cancellation forgotten

@@ -1,0 +1,42 @@
+"""Every scenario of `make soak` in a small form: the same code, by a fixed seed, in a few seconds each."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+from tests.soak.report import Outcome
+from tests.soak.scenarios.cancels import cancels
+from tests.soak.scenarios.kills import kills, recall
+from tests.soak.scenarios.outages import cuts, restarts
+from tests.soak.scenarios.poison import poison
+from tests.soak.scenarios.subscribers import subscribers
+from tests.soak.scenarios.takeover import stopped, takeover
+
+SEED = 5
+
+
+def quiet(done: int, total: int, what: str) -> None:
+    """Tell nobody."""
+
+
+@pytest.mark.parametrize(
+    ("scenario", "sizes"),
+    [
+        pytest.param(kills, {"n_kills": 6, "n_jobs": 60}, id="workers die in every phase"),
+        pytest.param(recall, {"n_kills": 2, "n_jobs": 20, "n_probes": 8}, id="answers are as if nobody had died"),
+        pytest.param(takeover, {"n_kills": 1, "lease_s": 1.0}, id="the jobs of a dead worker go on soon"),
+        pytest.param(stopped, {"n_stops": 1}, id="a worker that comes back is refused"),
+        pytest.param(restarts, {"n_restarts": 2}, id="redis is killed"),
+        pytest.param(cuts, {"n_cuts": 8}, id="connections are cut"),
+        pytest.param(poison, {"n_jobs": 12}, id="a job kills its workers"),
+        pytest.param(cancels, {"n_each": 5}, id="jobs are cancelled in every state"),
+        pytest.param(subscribers, {"n_subscribers": 60, "n_jobs": 6, "n_tokens": 60}, id="subscribers come and go"),
+    ],
+)
+async def test_a_small_soak_finds_nothing_wrong(
+    scenario: Callable[..., Awaitable[Outcome]], sizes: dict[str, float]
+) -> None:
+    outcome = await scenario(SEED, quiet, **sizes)
+    assert outcome.verdict.is_clean, str(outcome)
+    assert outcome.verdict.n_jobs > 0

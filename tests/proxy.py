@@ -1,0 +1,185 @@
+"""A TCP proxy in front of a Redis, for tests and the soak: it cuts connections, or lets them fall silent, on command.
+
+    with Proxy(server.url) as proxy:
+        client = Client(proxy.url)
+        ...
+        proxy.cut()        # every connection is reset; new ones pass
+        proxy.silence()    # every connection hangs half-open: nothing arrives any more, nobody is told; new ones pass
+        proxy.refuse()     # new connections are refused until `accept()`; the present ones stay
+        proxy.lead_to(url) # new connections go to another server
+
+All methods may be called from any thread, and have happened when they return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+T = TypeVar("T")
+
+HOST = "127.0.0.1"
+CHUNK_BYTES = 64 * 1024
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+"""SO_LINGER of zero seconds: closing sends RST, as a crashed host or an impatient firewall does."""
+
+
+class Proxy:
+    """Listens on a port of 127.0.0.1 and passes everything on to one server."""
+
+    def __init__(self, url: str, *, port: int = 0) -> None:
+        """`url` is the server's, `redis://host:port/0` or `unix:///path`; port 0 takes a free one."""
+        self._target = urlsplit(url)
+        self._port = port
+        self._loop = asyncio.new_event_loop()
+        self._pairs: dict[_Pair, asyncio.Task[object] | None] = {}
+        self._server: asyncio.Server | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self.n_cut = 0
+        """Connections that `cut` has reset so far."""
+        self.n_silenced = 0
+        """Connections that `silence` has silenced so far."""
+
+    def __repr__(self) -> str:
+        return f"<Proxy {self.url} connections={len(self._pairs)} cut={self.n_cut} silenced={self.n_silenced}>"
+
+    @property
+    def url(self) -> str:
+        """What a client connects to instead of the server."""
+        return f"redis://{HOST}:{self._port}/0"
+
+    @property
+    def n_connections(self) -> int:
+        """Connections that pass through now, silent ones included."""
+        return len(self._pairs)
+
+    def cut(self) -> int:
+        """Reset all connections; returns how many there were."""
+        n_cut = self._run(self._cut)
+        self.n_cut += n_cut
+        return n_cut
+
+    def silence(self) -> int:
+        """From now on nothing passes through the present connections, though they stay open; returns how many."""
+        n_silenced = self._run(self._silence)
+        self.n_silenced += n_silenced
+        return n_silenced
+
+    def refuse(self) -> None:
+        """Refuse new connections."""
+        self._await(self._close_port())
+
+    def accept(self) -> None:
+        """Accept new connections again."""
+        self._await(self._open_port())
+
+    def lead_to(self, url: str) -> None:
+        """Connect new connections to this server."""
+        self._target = urlsplit(url)
+
+    def _cut(self) -> int:
+        pairs = list(self._pairs)
+        for pair in pairs:
+            pair.reset()
+        return len(pairs)
+
+    def _silence(self) -> int:
+        talking = [pair for pair in self._pairs if not pair.is_silent]
+        for pair in talking:
+            pair.is_silent = True
+        return len(talking)
+
+    async def _open_port(self) -> None:
+        self._server = await asyncio.start_server(self._serve, HOST, self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def _close_port(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await self._connect()
+        except OSError:  # the server is away: so is its proxy
+            _reset(writer)
+            return
+        pair = _Pair(writer, far_writer)
+        self._pairs[pair] = asyncio.current_task()
+        try:
+            await asyncio.gather(pair.pump(reader, far_writer), pair.pump(far_reader, writer))
+        finally:
+            del self._pairs[pair]
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._target.scheme == "unix":
+            return await asyncio.open_unix_connection(self._target.path)
+        return await asyncio.open_connection(self._target.hostname, self._target.port)
+
+    def _run(self, call: Callable[[], T]) -> T:
+        async def work() -> T:
+            return call()
+
+        return self._await(work())
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.accept()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._await(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        await self._close_port()
+        tasks = [task for task in self._pairs.values() if task is not None]
+        self._cut()
+        await asyncio.gather(*tasks)
+
+
+class _Pair:
+    """One connection: its near end, towards the client, and its far end, towards the server."""
+
+    def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
+        self._ends = (near, far)
+        self.is_silent = False
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on what comes until either end closes; then the other one closes too, unless the pair is silent."""
+        with suppress(OSError):
+            while data := await reader.read(CHUNK_BYTES):
+                if not self.is_silent:
+                    writer.write(data)
+                    await writer.drain()
+        if not self.is_silent:
+            writer.close()
+        elif writer is self._ends[1]:  # the client has given up; only now may the server hear of it
+            self.reset()
+
+    def reset(self) -> None:
+        """Close both ends with RST."""
+        for end in self._ends:
+            _reset(end)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    sock = writer.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+    writer.transport.abort()

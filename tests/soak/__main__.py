@@ -1,0 +1,151 @@
+"""`make soak`: everything that may go wrong, again and again, by a seed, and a report of what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tests.soak.report import ROOT, Outcome, Tell, write_report
+from tests.soak.scenarios.cancels import cancels
+from tests.soak.scenarios.kills import kills, recall
+from tests.soak.scenarios.outages import cuts, restarts
+from tests.soak.scenarios.poison import poison
+from tests.soak.scenarios.subscribers import subscribers
+from tests.soak.scenarios.takeover import stopped, takeover
+from tests.soak.witness import Verdict
+
+LINE_EVERY_S = 5.0
+"""How often progress is told where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A scenario, its size at scale 1, and about how many seconds that takes on two cores."""
+
+    run: Callable[..., Awaitable[Outcome]]
+    sizes: dict[str, int]
+    about_s: float
+
+    def at(self, scale: float) -> dict[str, int]:
+        """The sizes of a smaller or larger soak, at least 1."""
+        return {name: max(1, round(size * scale)) for name, size in self.sizes.items()}
+
+
+SCENARIOS = {
+    "kills": Scenario(kills, {"n_kills": 210, "n_jobs": 5000}, 300),
+    "recall": Scenario(recall, {"n_kills": 42, "n_jobs": 400}, 120),
+    "takeover": Scenario(takeover, {"n_kills": 30}, 170),
+    "stopped": Scenario(stopped, {"n_stops": 20}, 50),
+    "restarts": Scenario(restarts, {"n_restarts": 20}, 50),
+    "cuts": Scenario(cuts, {"n_cuts": 200}, 60),
+    "poison": Scenario(poison, {"n_jobs": 100}, 30),
+    "cancels": Scenario(cancels, {"n_each": 50}, 30),
+    "subscribers": Scenario(subscribers, {"n_subscribers": 1000}, 60),
+}
+
+
+@contextmanager
+def told(console: Console, name: str) -> Iterator[Tell]:
+    """Shows how far a scenario is: a bar on a terminal, else a line now and then."""
+    if console.is_terminal:
+        columns = (TextColumn(f"{name:12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+            bar = progress.add_task("")
+            yield lambda done, total, what: progress.update(bar, completed=done, total=total, description=what)
+        return
+    last_s = time.monotonic()
+
+    def line(done: int, total: int, what: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= LINE_EVERY_S:
+            last_s = time.monotonic()
+            console.print(f"{name}: {done} of {total} {what}")
+
+    yield line
+
+
+async def soak(seed: int, chosen: dict[str, dict[str, int]], console: Console) -> list[Outcome]:
+    """Run the scenarios of this size one after another; one that breaks off has failed, and the others go on."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    outcomes = []
+    for name, sizes in chosen.items():
+        console.print(f"==> {name}: {', '.join(f'{size} {of.removeprefix("n_")}' for of, size in sizes.items())}")
+        started_s = time.monotonic()
+        try:
+            with told(console, name) as tell:
+                outcome = await SCENARIOS[name].run(seed, tell, **sizes)
+        except Exception as exc:  # noqa: BLE001  # whatever a scenario meets, the report tells of it
+            console.print_exception()
+            outcome = Outcome(name, Verdict(others=[f"broke off: {exc!r}"]), wall_s=time.monotonic() - started_s)
+        outcomes.append(outcome)
+        console.print(str(outcome), markup=False, highlight=False)
+    return outcomes
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument(
+        "scenarios", nargs="*", metavar="SCENARIO", help=f"all when none is named: {', '.join(SCENARIOS)}"
+    )
+    parser.add_argument("--seed", type=int, help="draws what goes wrong, where and when; a new one when not given")
+    parser.add_argument("--scale", type=float, default=1.0, help="how much of everything: 1 is the whole soak")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SCENARIO.SIZE=N", help="one size, e.g. kills.n_jobs=1000"
+    )
+    parser.add_argument("--report", type=Path, default=ROOT / "build" / "soak", help="where .txt and .json go")
+    options = parser.parse_args()
+    if unknown := set(options.scenarios) - SCENARIOS.keys():
+        parser.error(f"no such scenario: {', '.join(sorted(unknown))}")
+    try:
+        options.sizes = sizes_of(options.scenarios, options.scale, options.set)
+    except (KeyError, ValueError) as exc:
+        parser.error(f"--set: {exc}")
+    return options
+
+
+def sizes_of(names: list[str], scale: float, changes: list[str]) -> dict[str, dict[str, int]]:
+    """The chosen scenarios with their sizes; raises `KeyError` and `ValueError` for a change that names none."""
+    sizes = {name: scenario.at(scale) for name, scenario in SCENARIOS.items() if name in (names or SCENARIOS)}
+    for change in changes:
+        place, number = change.split("=")
+        name, size = place.split(".")
+        if size not in SCENARIOS[name].sizes:
+            raise KeyError(place)
+        if name in sizes:
+            sizes[name][size] = int(number)
+    return sizes
+
+
+def main() -> int:
+    """Run, report; returns 0 when the witness found nothing wrong."""
+    options = parse()
+    console = Console(soft_wrap=True)
+    logging.getLogger("llamaq").addHandler(logging.NullHandler())
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    about_s = sum(SCENARIOS[name].about_s for name in options.sizes) * options.scale
+    console.print(
+        f"seed {seed}, scale {options.scale:g}: about {max(1, round(about_s / 60))} minutes on two quiet cores"
+    )
+    outcomes = asyncio.run(soak(seed, options.sizes, console))
+    write_report(options.report, seed, options.scale, outcomes)
+    passed = [outcome.verdict.is_clean for outcome in outcomes]
+    console.print(f"{sum(passed)} of {len(passed)} passed; {options.report}.txt and .json; again with SEED={seed}")
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""An ordinary worker process that kills itself at a point drawn for it: `python child.py ARMS`, settings on its input.
+
+Everything is the product's, from its entry point on. What is put around some of its methods counts how often they are
+passed, and at the last count sends this process SIGKILL, so that not one more instruction runs. Its last line on
+stderr says where that was. The same places slow the ticks down, or write down what a cancelled job cost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from llamaq.common.scripts import Attempt, Increment, Scripts
+from llamaq.worker import child
+from llamaq.worker.batch import Batch, PrefillChunk
+from llamaq.worker.engine import Engine
+from llamaq.worker.inbox import Inbox
+from llamaq.worker.scheduler import Scheduler
+from llamaq.worker.ticks import TickLoop
+
+MARK = "soak"
+"""The field of a job's metadata that a poisoned job carries."""
+POISON = "poison"
+
+
+class Arms:
+    """What this worker was given to go wrong with."""
+
+    def __init__(self, *, point: str = "", passes: int = 1, tick_s: float = 0.0, record: str = "") -> None:
+        """Die at the `passes`th pass of `point`; a tick takes at least `tick_s`; write to the file `record`."""
+        self.point = point
+        self.tick_s = tick_s
+        self._passes = passes
+        self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if record else None
+
+    def reach(self, *points: str) -> None:
+        """Execution is at these points."""
+        if self.point and self.point in points:
+            self._passes -= 1
+            if self._passes <= 0:
+                self.die(self.point)
+
+    def die(self, why: str) -> None:
+        os.write(2, f"\nsoak.killed point={why}\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def note(self, what: str, **values: object) -> None:
+        """Write a line of what happened; whole, and in order, from whatever thread."""
+        if self._record is not None:
+            os.write(self._record, json.dumps({"what": what, **values}).encode() + b"\n")
+
+
+def after_async(owner: type, name: str, look: Callable[..., object]) -> None:
+    """Have `look` see what a coroutine method returns, before its caller does, and what it was called with."""
+    original: Callable[..., Awaitable[Any]] = getattr(owner, name)
+
+    @wraps(original)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        outcome = await original(*args, **kwargs)
+        look(outcome, *args[1:])
+        return outcome
+
+    setattr(owner, name, watched)
+
+
+def arm_io(arms: Arms) -> None:
+    """Points on the I/O thread: Redis has done its part, and the worker does not know yet."""
+
+    def claimed(claims: Sequence[object], *_: object) -> None:
+        if claims:
+            arms.reach("admit.claimed")
+
+    def reclaimed(claims: Sequence[object], *_: object) -> None:
+        if claims:
+            arms.reach("reclaim.claimed")
+
+    def started(outcome: object, *_: object) -> None:
+        if isinstance(outcome, Attempt):
+            arms.reach("admit.started", "reclaim.started" if outcome.number > 1 else "")
+
+    def flushed(_: object, worker: str, increments: Sequence[Increment], *__: object) -> None:
+        if any(increment.payload for increment in increments):
+            arms.reach("publish.flushed")
+
+    def finished(outcome: object, *_: object) -> None:
+        if outcome == "ok":
+            arms.reach("publish.finished")
+
+    after_async(Inbox, "claim", claimed)
+    after_async(Inbox, "reclaim", reclaimed)
+    after_async(Scripts, "start", started)
+    after_async(Scripts, "flush", flushed)
+    after_async(Scripts, "finish", finished)
+    original = TickLoop.admit
+
+    @wraps(original)
+    def admit(self: TickLoop, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        arms.reach("admit.handed")
+
+    TickLoop.admit = admit  # type: ignore[method-assign]
+
+
+def kinds_of(batch: Batch) -> set[str]:
+    """What the batch has: `prefill` for a chunk that is not its prompt's last, `decode` for the others."""
+    return {"prefill" if isinstance(part, PrefillChunk) and not part.is_last else "decode" for part in batch.parts}
+
+
+def arm_engine(arms: Arms) -> None:
+    """Points before and after a batch is computed, on the engine thread."""
+    original = Engine.run
+
+    @wraps(original)
+    def run(self: Engine, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        kinds = kinds_of(batch)
+        runs = {part.slot.active.job.id: part.slot.active for part in batch.parts}
+        if any(one.job.request.metadata.get(MARK) == POISON for one in runs.values()):
+            arms.die("poison")
+        arms.note("tick", jobs={job_id: one.n_past for job_id, one in runs.items()}, at=time.monotonic())
+        arms.reach(*(f"{kind}.before" for kind in kinds))
+        time.sleep(arms.tick_s)
+        results = original(self, batch, *args, **kwargs)
+        arms.reach(*(f"{kind}.after" for kind in kinds))
+        return results
+
+    Engine.run = run  # type: ignore[method-assign]
+
+
+def record_cancels(arms: Arms) -> None:
+    """Write down when a cancel arrived at the engine, when the scheduler took it, and what the slots were then."""
+    arrive, take = TickLoop.cancel, Scheduler.cancel
+
+    @wraps(arrive)
+    def cancel(self: TickLoop, job_id: str) -> None:
+        arms.note("cancel.arrived", job=job_id, at=time.monotonic())
+        arrive(self, job_id)
+
+    @wraps(take)
+    def taken(self: Scheduler, job_id: str) -> bool:
+        before = {slot.job_id: slot.state for slot in self.snapshot()}
+        found = take(self, job_id)
+        after = {slot.job_id for slot in self.snapshot()}
+        state = before.get(job_id, "waiting" if found else "gone")
+        arms.note("cancel.taken", job=job_id, state=state, freed=job_id not in after, at=time.monotonic())
+        return found
+
+    TickLoop.cancel = cancel  # type: ignore[method-assign]
+    Scheduler.cancel = taken  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """Run the worker with its arms; returns its exit code, if it gets that far."""
+    arms = Arms(**json.loads(sys.argv[1]))
+    arm_io(arms)
+    arm_engine(arms)
+    record_cancels(arms)
+    return child.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The load: jobs that are submitted and read as a web backend would, while the witness is told of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from redis.exceptions import RedisError
+from tests.soak.chaos import JobShape
+from tests.soak.stage import POLL_S
+from tests.soak.witness import STORED, Witness
+
+from llamaq.common import codec
+from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, ProtocolError
+from llamaq.common.messages import Failed, Finished, FinishReason, JobStats, Priority, Tokens
+from llamaq.common.tasks import end_tasks
+from llamaq.producer import AsyncClient, AsyncJob
+
+WIRE = "wire"
+"""The reader that listens to what is published, of all jobs, without the product's client."""
+JOBS_A_LOOK = 200
+DRAIN_S = 20.0
+
+
+async def submit(client: AsyncClient, witness: Witness, shape: JobShape) -> AsyncJob:
+    """Submit a job and tell the witness."""
+    job = await client.submit(**shape.options)
+    witness.accept(job.id, streams=shape.streams, **shape.demands)
+    return job
+
+
+async def read(job: AsyncJob, witness: Witness, reader: str) -> None:
+    """Read a job's whole stream, from now on; what goes wrong is for the witness to say."""
+    witness.began(reader, job.id)
+    n_chars = 0
+    try:
+        async for chunk in job.stream():
+            event = Tokens(offset=chunk.offset, tokens=chunk.tokens, text_offset=n_chars, text=chunk.text)
+            witness.saw(reader, job.id, event)
+            n_chars += len(chunk.text)
+    except JobFailed as exc:
+        witness.saw(reader, job.id, Failed(code=exc.code, message=exc.message))
+    except (LlamaqError, RedisError, OSError) as exc:
+        witness.complain(f"{job.id} {reader}: {exc!r}")
+    else:
+        # A stream that ends without an error has seen the terminal event, whatever its reason.
+        witness.saw(reader, job.id, Finished(finish_reason=FinishReason.STOP, stats=JobStats()))
+
+
+async def run_job(client: AsyncClient, witness: Witness, shape: JobShape) -> AsyncJob:
+    """Submit a job and read it to its end with all its readers."""
+    job = await submit(client, witness, shape)
+    handles = [job, *(client.job(job.id) for _ in range(shape.n_readers - 1))]
+    await asyncio.gather(*(read(one, witness, f"reader {number}") for number, one in enumerate(handles)))
+    return job
+
+
+async def run_jobs(
+    begin: Callable[[], Coroutine[Any, Any, object]], *, width: int, wants_more: Callable[[int, int], bool]
+) -> None:
+    """Keep up to `width` jobs open until none is open and `wants_more`, asked with the numbers begun and open, says no.
+
+    It is asked again whenever a job ends.
+    """
+    open_jobs: set[asyncio.Task[object]] = set()
+    n_begun = 0
+    try:
+        while True:
+            while len(open_jobs) < width and wants_more(n_begun, len(open_jobs)):
+                open_jobs.add(asyncio.create_task(begin()))
+                n_begun += 1
+            if not open_jobs:
+                return
+            done, open_jobs = await asyncio.wait(open_jobs, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+    finally:
+        await end_tasks(*open_jobs)
+
+
+async def beside(background: Coroutine[Any, Any, object], work: Coroutine[Any, Any, object]) -> None:
+    """Run `work` to its end while `background` runs; raises what either raises."""
+    tasks = [asyncio.create_task(background), asyncio.create_task(work)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+    finally:
+        await end_tasks(*tasks)
+
+
+@asynccontextmanager
+async def tapped(client: AsyncClient, witness: Witness) -> AsyncIterator[None]:
+    """Tell the witness of every message that is published on the queue meanwhile."""
+    channel = client.keys.of_job(f"{client.queue}.0.{32 * '0'}").channel
+    pattern = channel.rpartition(":")[0] + ":*"
+    tap: Any = client.redis.pubsub()
+    await tap.psubscribe(pattern)
+
+    async def listen() -> None:
+        async for message in tap.listen():
+            if message["type"] == "pmessage":
+                job_id = message["channel"].decode().rpartition(":")[2]
+                witness.began(WIRE, job_id, is_whole=False)
+                witness.saw(WIRE, job_id, codec.decode_event(message["data"]))
+
+    listening = asyncio.create_task(listen())
+    try:
+        yield
+    finally:
+        await end_tasks(listening)
+        await tap.aclose()
+
+
+async def collect(client: AsyncClient, witness: Witness) -> None:
+    """Tell the witness what is stored of every accepted job, and what is left in the queue that should not be."""
+    job_ids = list(witness.accepted)
+    left = await _left_in_queue(client)
+    for start in range(0, len(job_ids), JOBS_A_LOOK):
+        some = job_ids[start : start + JOBS_A_LOOK]
+        async with client.redis.pipeline(transaction=False) as pipe:
+            for job_id in some:
+                pipe.xrange(client.keys.of_job(job_id).events)
+            for job_id, entries in zip(some, await pipe.execute(), strict=True):
+                _take_stored(witness, job_id, entries)
+        await asyncio.gather(*(_take_result(client, witness, job_id) for job_id in some))
+    if left:
+        witness.complain(f"{left} entries are left in the queue")
+
+
+async def _left_in_queue(client: AsyncClient) -> int:
+    """Entries in the job streams; waits a while, as a job that nobody was told of may still run."""
+    deadline_s = time.monotonic() + DRAIN_S
+    while True:
+        lengths = [await client.redis.xlen(client.keys.jobs(client.queue, 0, priority)) for priority in Priority]
+        if not any(lengths) or time.monotonic() > deadline_s:
+            return sum(lengths)
+        await asyncio.sleep(POLL_S)
+
+
+def _take_stored(witness: Witness, job_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+    witness.began(STORED, job_id, is_whole=witness.accepted[job_id].streams)
+    for entry_id, fields in entries:
+        try:
+            witness.saw(STORED, job_id, codec.decode_event(fields[b"e"]))
+        except ProtocolError as exc:
+            witness.complain(f"{job_id}: event {entry_id.decode()}: {exc}")
+
+
+async def _take_result(client: AsyncClient, witness: Witness, job_id: str) -> None:
+    if not any(isinstance(end, Finished) for end in witness.ends_of(job_id)):
+        return
+    with suppress(JobFailed):
+        try:
+            witness.saw_result(job_id, await client.job(job_id).result())
+        except JobNotFound:
+            witness.complain(f"{job_id}: it has finished, and has no result")

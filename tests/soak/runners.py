@@ -1,0 +1,116 @@
+"""Long jobs that run on several workers while those are killed or stopped, and who holds which of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.soak.chaos import VOCABULARY, JobShape
+from tests.soak.load import collect, run_job, run_jobs, tapped
+from tests.soak.stage import POLL_S, Stage, WorkerProcess
+from tests.soak.witness import Witness
+
+from llamaq.common import codec
+from llamaq.common.messages import Started
+from llamaq.producer import AsyncClient
+
+MAX_TOKENS = 1000
+"""About ten seconds with the tick below; each job that ends is followed by another."""
+TICK_S = 0.01
+N_SLOTS = 8
+"""Of each worker, of which half are used: the others are room for the jobs of another worker."""
+
+
+@dataclass(eq=False)
+class Runners:
+    """Some jobs at any time, each read by one reader."""
+
+    stage: Stage
+    client: AsyncClient
+    witness: Witness
+    rng: random.Random
+    width: int
+    is_over: bool = False
+
+    async def keep_running(self) -> None:
+        """Until `end`, and until the last one has ended."""
+        await run_jobs(self._one_job, width=self.width, wants_more=lambda *_: not self.is_over)
+
+    async def _one_job(self) -> None:
+        tokens = self.rng.choices(VOCABULARY, k=self.rng.randint(8, 64))
+        options = {"tokens": tokens, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": self.rng.getrandbits(32)}
+        demands = {"n_tokens": MAX_TOKENS, "may_be_short": True}
+        await run_job(self.client, self.witness, JobShape(options, demands=demands))
+
+    async def end(self) -> None:
+        """Begin no more, and cancel those that run."""
+        self.is_over = True
+        for job_id in list(self.witness.accepted):
+            await self.client.cancel(job_id)
+
+    async def held_by(self, worker: WorkerProcess) -> dict[str, int]:
+        """The running jobs of a worker, and which attempt of each it makes."""
+        worker_id = await worker.ready()
+        hashes = await self._hashes(list(self.witness.accepted))
+        return {
+            job_id: attempt
+            for job_id, (status, attempt, holder) in hashes.items()
+            if (status, holder) == ("running", worker_id)
+        }
+
+    async def busiest(self) -> WorkerProcess:
+        """A living worker that holds most jobs, once there is one that holds any."""
+        while True:
+            held = {worker: len(await self.held_by(worker)) for worker in self.stage.living}
+            most = max(held.values(), default=0)
+            if most and sum(held.values()) >= self.width:
+                return self.rng.choice([worker for worker, count in held.items() if count == most])
+            await asyncio.sleep(POLL_S)
+
+    async def await_next(self, held: dict[str, int], timeout_s: float) -> set[str]:
+        """Wait until these attempts have successors; returns the jobs that have none within the time."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            hashes = await self._hashes(list(held))
+            waiting = {job_id for job_id, (_, attempt, _) in hashes.items() if attempt <= held[job_id]}
+            if not waiting or time.monotonic() > deadline_s:
+                return waiting
+            await asyncio.sleep(POLL_S)
+
+    async def _hashes(self, job_ids: list[str]) -> dict[str, tuple[str, int, str]]:
+        """Status, attempt and worker of each job."""
+        async with self.client.redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hmget(self.client.keys.of_job(job_id).job, "status", "attempt", "worker")
+            replies = await pipe.execute()
+        texts = [[(value or b"0").decode() for value in reply] for reply in replies]
+        return {job_id: (text[0], int(text[1]), text[2]) for job_id, text in zip(job_ids, texts, strict=True)}
+
+    async def started_s(self, job_id: str, after_attempt: int) -> float | None:
+        """When the first attempt after this one was begun, by Redis' clock in seconds."""
+        entries: Any = await self.client.redis.xrange(self.client.keys.of_job(job_id).events)
+        for entry_id, fields in entries:
+            if b"started" in fields[b"e"]:  # decoding the tokens of all jobs would take long
+                event = codec.decode_event(fields[b"e"])
+                if isinstance(event, Started) and event.attempt > after_attempt:
+                    return int(entry_id.split(b"-")[0]) / 1000
+        return None
+
+
+@asynccontextmanager
+async def long_jobs(stage: Stage, witness: Witness, rng: random.Random, width: int) -> AsyncIterator[Runners]:
+    """Long jobs on a worker's random model until the context ends; then what is stored of them is collected."""
+    stage.use_random_model()
+    stage.settings |= {"n_parallel": N_SLOTS, "n_ctx": 2 * N_SLOTS * MAX_TOKENS, "max_crashes": 1000}
+    async with stage.client() as client, tapped(client, witness):
+        runners = Runners(stage, client, witness, rng, width)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(runners.keep_running())
+            yield runners
+            await runners.end()
+        await collect(client, witness)

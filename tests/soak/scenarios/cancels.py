@@ -1,0 +1,170 @@
+"""Jobs are cancelled in every state: their slots are free within one tick, and what never started computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.soak.chaos import VOCABULARY, JobShape, dice
+from tests.soak.load import collect, read, run_jobs, submit, tapped
+from tests.soak.report import Outcome, Tell, percentiles
+from tests.soak.stage import POLL_S, Stage
+from tests.soak.witness import Witness
+
+from llamaq.common.messages import JobState
+from llamaq.producer import AsyncClient, AsyncJob
+
+QUEUED, WAITING, PREFILL, DECODE = STATES = ("queued", "waiting", "prefill", "decode")
+"""In Redis; claimed, without a slot; and the two states of a slot."""
+GONE = "gone"
+TICK_S = 0.01
+SETTINGS: dict[str, Any] = {"n_parallel": 3, "inbox_window": 2, "chunk_size": 16, "n_ctx": 4096}
+WIDTH = 12
+"""More than slots and window, so that some jobs are in the queue."""
+PROMPT_TOKENS = 400
+"""A prefill of 25 ticks."""
+MAX_TOKENS = 60
+PREFILL_S = 0.4
+
+
+@dataclass(eq=False)
+class Record:
+    """What the worker wrote down."""
+
+    lines: list[dict[str, Any]]
+    computed: Counter[str] = field(default_factory=Counter)
+    """Ticks that each job was part of."""
+    ticks_to_free: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By state, how many ticks began between a cancel's arrival at the engine and the release of the slot."""
+    not_freed: list[str] = field(default_factory=list)
+    computed_after: list[str] = field(default_factory=list)
+    """Jobs that were computed after they had been released."""
+    states: dict[str, str] = field(default_factory=dict)
+    """Of each cancelled job, its state when the scheduler took the cancel."""
+
+    def __post_init__(self) -> None:
+        arrived: dict[str, int] = {}
+        n_ticks = 0
+        for line in self.lines:
+            job_id = line.get("job", "")
+            if line["what"] == "tick":
+                n_ticks += 1
+                self.computed.update(line["jobs"])
+                self.computed_after += [one for one in line["jobs"] if self.states.get(one, GONE) != GONE]
+            elif line["what"] == "cancel.arrived":
+                arrived.setdefault(job_id, n_ticks)
+            elif self.states.get(job_id, GONE) == GONE:
+                self.states[job_id] = line["state"]
+                self.ticks_to_free[line["state"]].append(n_ticks - arrived[job_id])
+                if not line["freed"]:
+                    self.not_freed.append(job_id)
+
+
+@dataclass(eq=False)
+class Canceller:
+    """Submits jobs and cancels each of them when it is about in the state that was drawn for it."""
+
+    client: AsyncClient
+    witness: Witness
+    rng: random.Random
+    n_each: int
+    aims: Counter[str] = field(default_factory=Counter)
+    never_claimed: set[str] = field(default_factory=set)
+    """Jobs that the client's cancel ended in the queue."""
+    ended_s: list[float] = field(default_factory=list)
+    """From each cancel to the end of the stream."""
+
+    def wants_more(self, n_begun: int, n_open: int) -> bool:
+        return n_begun < self.n_each * len(STATES)
+
+    async def one_job(self) -> None:
+        aim = STATES[self.aims.total() % len(STATES)]
+        self.aims[aim] += 1
+        tokens = self.rng.choices(VOCABULARY, k=PROMPT_TOKENS)
+        options = {"tokens": tokens, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 1}
+        job = await submit(
+            self.client, self.witness, JobShape(options, demands={"n_tokens": MAX_TOKENS, "may_be_short": True})
+        )
+        reading = asyncio.create_task(read(job, self.witness, "reader"))
+        await self._await_state(job, aim)
+        cancelled_s = time.monotonic()
+        await job.cancel()
+        await reading
+        self.ended_s.append(time.monotonic() - cancelled_s)
+        status = await job.status()
+        if status.attempt == 0:
+            self.never_claimed.add(job.id)
+
+    async def _await_state(self, job: AsyncJob, aim: str) -> None:
+        """Wait until the job is about there; where it really was the worker's record tells."""
+        if aim == QUEUED:
+            return
+        least_tokens = 1 if aim == DECODE else 0
+        while (status := await job.status()).state in (JobState.QUEUED, JobState.RUNNING):
+            if status.state is JobState.RUNNING and status.generated_tokens >= least_tokens:
+                break
+            await asyncio.sleep(POLL_S)
+        if aim == PREFILL:
+            await asyncio.sleep(self.rng.uniform(0, PREFILL_S))
+
+
+async def cancels(seed: int, tell: Tell, *, n_each: int = 40) -> Outcome:
+    """About `n_each` cancels of jobs in each of the four states."""
+    witness, rng, started_s = Witness(), dice(seed, "cancels"), time.monotonic()
+    async with Stage(settings=SETTINGS) as stage:
+        stage.use_random_model()
+        file = stage.folder / "record.jsonl"
+        await stage.start_ready(1, {"tick_s": TICK_S, "record": str(file)})
+        async with stage.client() as client, tapped(client, witness):
+            canceller = Canceller(client, witness, rng, n_each)
+
+            async def one_job() -> None:
+                await canceller.one_job()
+                tell(len(canceller.ended_s), n_each * len(STATES), "cancels")
+
+            await run_jobs(one_job, width=WIDTH, wants_more=canceller.wants_more)
+            await collect(client, witness)
+        record = Record([json.loads(line) for line in file.read_text().splitlines()])
+    return Outcome(
+        "cancels", _judge(witness, canceller, record).judge(), _figures(canceller, record), time.monotonic() - started_s
+    )
+
+
+def _judge(witness: Witness, canceller: Canceller, record: Record) -> Witness:
+    idle = canceller.never_claimed | {job_id for job_id, state in record.states.items() if state == WAITING}
+    for job_id in idle:
+        if record.computed[job_id] or any(event.type == "tokens" for event in witness.events_of(job_id)):
+            witness.complain(
+                f"{job_id}: cancelled before it had a slot, and computed in {record.computed[job_id]} ticks"
+            )
+    for job_id in record.not_freed:
+        witness.complain(f"{job_id}: still in its slot after its cancel")
+    for job_id in record.computed_after:
+        witness.complain(f"{job_id}: computed after its cancel was taken")
+    for state in (PREFILL, DECODE):
+        if max(record.ticks_to_free[state], default=0) > 1:
+            witness.complain(f"{state}: a slot was free only after {max(record.ticks_to_free[state])} ticks")
+    for state, count in _counts(canceller, record).items():
+        if not count:
+            witness.complain(f"nothing was cancelled in state {state}")
+    return witness
+
+
+def _counts(canceller: Canceller, record: Record) -> dict[str, int]:
+    states = Counter(record.states.values())
+    return {QUEUED: len(canceller.never_claimed), **{state: states[state] for state in STATES[1:]}}
+
+
+def _figures(canceller: Canceller, record: Record) -> dict[str, Any]:
+    return {
+        "cancels by state": _counts(canceller, record),
+        "most ticks from a cancel's arrival to a free slot": {
+            state: max(record.ticks_to_free[state], default=0) for state in (PREFILL, DECODE)
+        },
+        "from cancel() to the stream's end, s": percentiles(canceller.ended_s),
+    }

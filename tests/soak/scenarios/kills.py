@@ -1,0 +1,114 @@
+"""Workers die by SIGKILL, in every phase of a job's way, and others go on: nothing is lost, nothing is said twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.soak.chaos import JobShape, KillPlan, dice, draw_job
+from tests.soak.crew import Crew
+from tests.soak.load import beside, collect, run_job, run_jobs, tapped
+from tests.soak.report import Outcome, Tell
+from tests.soak.stage import Stage
+from tests.soak.witness import Witness
+
+from llamaq.tools.demo_model.recall import INLINE_FRAMES, Probe, recall_probe
+
+SETTINGS: dict[str, Any] = {
+    "lease_s": 1.0,
+    "n_parallel": 4,
+    "n_ctx": 4096,
+    "chunk_size": 32,
+    "max_crashes": 1000,  # workers die here more often than jobs could be to blame for
+}
+WIDTH, FEWEST = 40, 16
+"""Jobs that are open at a time, at most, and while there are workers to kill."""
+DISTANCE_WORDS = 90
+ANSWER_TOKENS = 16
+TICK_S = 0.01
+"""The least that a tick of the demo model takes, so that an answer lasts long enough to be hit."""
+
+
+async def kills(seed: int, tell: Tell, *, n_kills: int = 200, n_jobs: int = 5000, n_workers: int = 3) -> Outcome:
+    """Small random jobs; kills spread evenly over admit, prefill, decode, publish, reclaim, and from outside."""
+    rng, witness, started_s = dice(seed, "jobs"), Witness(), time.monotonic()
+    async with Stage(settings=SETTINGS) as stage:
+        stage.use_random_model()
+        plan = KillPlan(dice(seed, "kills"), n_kills)
+        await _under_kills(stage, plan, witness, lambda: draw_job(rng), n_jobs, n_workers, tell)
+    return Outcome("kills", witness.judge(), figures_of(plan, witness, started_s), time.monotonic() - started_s)
+
+
+async def recall(
+    seed: int, tell: Tell, *, n_kills: int = 40, n_jobs: int = 400, n_workers: int = 3, n_probes: int = 40
+) -> Outcome:
+    """Questions with one right answer to the demo model: their text is that of a run that nobody disturbed."""
+    rng, witness, started_s = dice(seed, "recall"), Witness(), time.monotonic()
+    probes = [recall_probe(rng.getrandbits(32), DISTANCE_WORDS, INLINE_FRAMES[1]) for _ in range(n_probes)]
+    async with Stage(settings=SETTINGS) as stage:
+        undisturbed = await _undisturbed(stage, probes)
+        plan = KillPlan(dice(seed, "kills"), n_kills)
+        shapes = [replace(shape_of(probe), demands={"text": undisturbed[probe.prompt]}) for probe in probes]
+        await _under_kills(stage, plan, witness, lambda: rng.choice(shapes), n_jobs, n_workers, tell, tick_s=TICK_S)
+    right = sum(undisturbed[probe.prompt] == probe.answer for probe in probes)
+    figures = figures_of(plan, witness, started_s) | {"right answers undisturbed": f"{right} of {len(probes)}"}
+    return Outcome("recall", witness.judge(), figures, time.monotonic() - started_s)
+
+
+def shape_of(probe: Probe) -> JobShape:
+    """The job that asks this question."""
+    return JobShape({"prompt": probe.prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "stop": ["\n"]})
+
+
+async def _undisturbed(stage: Stage, probes: list[Probe]) -> dict[str, str]:
+    """The answer to each prompt, by a worker that is left alone."""
+    (worker,) = await stage.start_ready()
+    async with stage.client() as client:
+        results = [await client.generate(**{"timeout": 60, **shape_of(probe).options}) for probe in probes]
+    worker.close()
+    return {probe.prompt: result.text for probe, result in zip(probes, results, strict=True)}
+
+
+async def _under_kills(
+    stage: Stage,
+    plan: KillPlan,
+    witness: Witness,
+    draw: Callable[[], JobShape],
+    n_jobs: int,
+    n_workers: int,
+    tell: Tell,
+    *,
+    tick_s: float = 0.0,
+) -> None:
+    """At least `n_jobs` jobs while the plan's kills happen; ends when all jobs have."""
+
+    def wants_more(n_begun: int, n_open: int) -> bool:
+        if plan.is_done:
+            return n_begun < n_jobs
+        return n_open < FEWEST or n_begun < FEWEST + n_jobs * plan.n_done / plan.n_kills
+
+    async def one_job() -> None:
+        await run_job(client, witness, draw())
+        tell(plan.n_done, plan.n_kills, f"kills, {len(witness.accepted)} jobs")
+
+    crew = Crew(stage, plan, n_workers, tick_s=tick_s)
+    async with stage.client() as client, tapped(client, witness):
+        await beside(crew.run(), run_jobs(one_job, width=WIDTH, wants_more=wants_more))
+        await collect(client, witness)
+    if not plan.is_done:
+        witness.complain(f"kills that did not happen: {+plan.left}")
+
+
+def figures_of(plan: KillPlan, witness: Witness, started_s: float) -> dict[str, Any]:
+    """How many kills there were, where, and what they cost."""
+    attempts = [sum(event.type == "started" for event in witness.events_of(job_id)) for job_id in witness.accepted]
+    return {
+        "kills": plan.done.total(),
+        "kills by phase": dict(sorted(plan.done.items())),
+        "kills by point": dict(sorted(plan.points.items())),
+        "jobs with more than one attempt": sum(number > 1 for number in attempts),
+        "most attempts of a job": max(attempts, default=0),
+        "jobs per s": round(len(attempts) / (time.monotonic() - started_s), 1),
+    }

@@ -1,0 +1,112 @@
+"""Redis goes away, or the way to it, while jobs are submitted, run and read: what was acknowledged comes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from redis.exceptions import RedisError
+from tests.proxy import Proxy
+from tests.servers import Server, free_ports
+from tests.soak.chaos import dice, draw_job
+from tests.soak.load import collect, read, run_jobs, submit
+from tests.soak.report import Outcome, Tell
+from tests.soak.stage import Stage
+from tests.soak.witness import Witness
+
+from llamaq.producer import AsyncClient
+
+DURABLE = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
+N_WORKERS = 2
+WIDTH = 24
+TICK_S = 0.005
+MAX_TOKENS = 64
+SUBMIT_AGAIN_S = 0.05
+UP_S, DOWN_S = (0.5, 1.5), (0.0, 0.6)
+"""How long Redis is up and down between two restarts."""
+CALM_S = (0.05, 0.3)
+"""Between two cuts."""
+
+
+@dataclass(eq=False)
+class Load:
+    """Jobs that are submitted and read until `is_over`, whatever becomes of the connection."""
+
+    client: AsyncClient
+    witness: Witness
+    rng: random.Random
+    is_over: bool = False
+    n_refused: int = 0
+    """Submits that were not acknowledged."""
+
+    async def run(self) -> None:
+        await run_jobs(self._one_job, width=WIDTH, wants_more=lambda *_: not self.is_over)
+
+    async def _one_job(self) -> None:
+        shape = replace(draw_job(self.rng, max_tokens=MAX_TOKENS), n_readers=1)
+        try:
+            job = await submit(self.client, self.witness, shape)
+        except (RedisError, OSError):
+            self.n_refused += 1
+            await asyncio.sleep(SUBMIT_AGAIN_S)
+        else:
+            await read(job, self.witness, "reader")
+
+
+@asynccontextmanager
+async def loaded(stage: Stage, witness: Witness, rng: random.Random, url: str) -> AsyncIterator[Load]:
+    """Workers, and a load that runs until the context ends; all of it reaches Redis by `url`."""
+    stage.use_random_model()
+    await stage.start_ready(N_WORKERS, {"tick_s": TICK_S}, redis_url=url)
+    async with stage.client(url) as client, stage.client() as undisturbed:
+        load = Load(client, witness, rng)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(load.run())
+            yield load
+            load.is_over = True
+        await collect(undisturbed, witness)
+
+
+async def restarts(seed: int, tell: Tell, *, n_restarts: int = 20) -> Outcome:
+    """Redis is killed and started again under load; it writes to disk what it acknowledges."""
+    witness, rng, started_s = Witness(), dice(seed, "restarts"), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
+        server = Server(Path(folder), free_ports(1)[0], DURABLE)
+        server.start()
+        try:
+            url = f"redis://127.0.0.1:{server.port}/0"
+            async with (
+                Stage(redis_url=url, settings={"lease_s": 2.0}) as stage,
+                loaded(stage, witness, dice(seed, "jobs"), url) as load,
+            ):
+                for number in range(n_restarts):
+                    await asyncio.sleep(rng.uniform(*UP_S))
+                    server.kill()
+                    await asyncio.sleep(rng.uniform(*DOWN_S))
+                    await asyncio.to_thread(server.start)
+                    tell(number + 1, n_restarts, f"restarts, {len(witness.accepted)} jobs")
+        finally:
+            server.kill()
+    figures = {"restarts": n_restarts, "submits not acknowledged": load.n_refused}
+    return Outcome("restarts", witness.judge(), figures, time.monotonic() - started_s)
+
+
+async def cuts(seed: int, tell: Tell, *, n_cuts: int = 200) -> Outcome:
+    """All connections of workers and clients are reset again and again."""
+    witness, rng, started_s = Witness(), dice(seed, "cuts"), time.monotonic()
+    async with Stage(settings={"lease_s": 2.0}) as stage:
+        with Proxy(stage.redis_url) as proxy:
+            async with loaded(stage, witness, dice(seed, "jobs"), proxy.url) as load:
+                n_done = 0
+                while n_done < n_cuts:
+                    await asyncio.sleep(rng.uniform(*CALM_S))
+                    n_done += proxy.cut() > 0
+                    tell(n_done, n_cuts, f"cuts, {proxy.n_cut} connections")
+    figures = {"cuts": n_cuts, "connections cut": proxy.n_cut, "submits not acknowledged": load.n_refused}
+    return Outcome("cuts", witness.judge(), figures, time.monotonic() - started_s)

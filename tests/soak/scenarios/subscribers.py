@@ -1,0 +1,93 @@
+"""Many subscribers of few jobs, who come at any time, leave, come again and lose their connections: all read all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import aclosing
+
+from tests.soak.chaos import VOCABULARY, JobShape, dice
+from tests.soak.load import beside, collect, read, submit
+from tests.soak.report import Outcome, Tell
+from tests.soak.stage import Stage
+from tests.soak.witness import Witness
+
+from llamaq.common.messages import Tokens
+from llamaq.producer import AsyncClient, AsyncJob
+
+N_CLIENTS = 10
+"""Each has one pub/sub connection for its share of the subscribers."""
+TICK_S = 0.03
+LATE_S = 2.0
+"""Some come so long after the last token."""
+SHARE_AGAIN = 0.2
+"""Of the subscribers that leave in the middle and come again."""
+KILL_EVERY_S = (0.2, 0.8)
+
+
+async def subscribers(
+    seed: int, tell: Tell, *, n_subscribers: int = 1000, n_jobs: int = 20, n_tokens: int = 150
+) -> Outcome:
+    """Each of `n_subscribers` reads one whole stream exactly once, or a part and then the whole."""
+    witness, rng, started_s = Witness(), dice(seed, "subscribers"), time.monotonic()
+    cut: list[int] = []
+    async with Stage(settings={"n_parallel": n_jobs, "n_ctx": 8192}) as stage:
+        stage.use_random_model()
+        await stage.start_ready(1, {"tick_s": TICK_S})
+        clients = [stage.client() for _ in range(N_CLIENTS)]
+        async with stage.client() as direct:
+            jobs = [await _submit(direct, witness, rng, n_tokens) for _ in range(n_jobs)]
+            n_done = 0
+
+            async def one(number: int) -> None:
+                nonlocal n_done
+                await _subscribe(clients[number % N_CLIENTS].job(rng.choice(jobs).id), witness, rng, number, n_tokens)
+                n_done += 1
+                tell(n_done, n_subscribers, "subscribers have read to the end")
+
+            async def everybody() -> None:
+                await asyncio.gather(*(one(number) for number in range(n_subscribers)))
+
+            await beside(_kill_connections(direct, rng, cut), everybody())
+            await collect(direct, witness)
+        for client in clients:
+            await client.aclose()
+    figures = {"subscribers": n_subscribers, "jobs": n_jobs, "connections": N_CLIENTS, "connections killed": sum(cut)}
+    return Outcome("subscribers", witness.judge(), figures, time.monotonic() - started_s)
+
+
+async def _submit(client: AsyncClient, witness: Witness, rng: random.Random, n_tokens: int) -> AsyncJob:
+    tokens = rng.choices(VOCABULARY, k=20)
+    options = {"tokens": tokens, "max_tokens": n_tokens, "ignore_eos": True, "seed": 1}
+    return await submit(client, witness, JobShape(options, demands={"n_tokens": n_tokens, "ending": "length"}))
+
+
+async def _subscribe(job: AsyncJob, witness: Witness, rng: random.Random, number: int, n_tokens: int) -> None:
+    await asyncio.sleep(rng.uniform(0, n_tokens * TICK_S + LATE_S))
+    if rng.random() < SHARE_AGAIN:
+        await _read_some(job, witness, f"subscriber {number} at first", rng.randint(1, n_tokens // 2))
+        await asyncio.sleep(rng.uniform(0, LATE_S))
+    await read(job, witness, f"subscriber {number}")
+
+
+async def _read_some(job: AsyncJob, witness: Witness, reader: str, n_chunks: int) -> None:
+    """Read the beginning and go."""
+    witness.began(reader, job.id, is_whole=False)
+    n_chars = 0
+    async with aclosing(job.stream()) as chunks:
+        async for chunk in chunks:
+            event = Tokens(offset=chunk.offset, tokens=chunk.tokens, text_offset=n_chars, text=chunk.text)
+            witness.saw(reader, job.id, event)
+            n_chars += len(chunk.text)
+            if chunk.index >= n_chunks:
+                return
+
+
+async def _kill_connections(client: AsyncClient, rng: random.Random, cut: list[int]) -> None:
+    """Now and then some of the pub/sub connections are gone."""
+    while True:
+        await asyncio.sleep(rng.uniform(*KILL_EVERY_S))
+        connections = await client.redis.client_list(_type="pubsub")
+        some = rng.sample(connections, k=len(connections) // 3)
+        cut += [await client.redis.client_kill_filter(_id=connection["id"]) for connection in some]

@@ -1,0 +1,101 @@
+"""How long a stream stands still when its worker dies, and what a worker writes that comes back from the dead."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from typing import Any
+
+from tests.soak.chaos import dice
+from tests.soak.report import Outcome, Tell, percentiles
+from tests.soak.runners import TICK_S, Runners, long_jobs
+from tests.soak.stage import Stage, WorkerProcess, until
+from tests.soak.witness import Witness
+
+N_WORKERS = 3
+JOBS_A_WORKER = 4
+TARGET_S = 2.0
+"""Beyond the lease, that is how late the next attempt may start."""
+PATIENCE_S = 20.0
+LOST = re.compile(r"job\.lost id=(\S+) attempt=(\d+)")
+
+
+async def takeover(seed: int, tell: Tell, *, n_kills: int = 30, lease_s: float = 3.0) -> Outcome:
+    """From the kill of a worker to the start of the next attempt, of every job that it was running."""
+    witness, rng, started_s = Witness(), dice(seed, "takeover"), time.monotonic()
+    waits_s: list[float] = []
+    async with (
+        Stage(settings={"lease_s": lease_s}) as stage,
+        long_jobs(stage, witness, rng, N_WORKERS * JOBS_A_WORKER) as runners,
+    ):
+        await stage.start_ready(N_WORKERS, {"tick_s": TICK_S})
+        for number in range(n_kills):
+            waits_s += await _kill_one(runners, lease_s)
+            await stage.start_ready(1, {"tick_s": TICK_S})
+            tell(number + 1, n_kills, f"kills, {len(waits_s)} jobs taken over")
+    found = percentiles(waits_s)
+    if not waits_s or found["p99"] > lease_s + TARGET_S:
+        witness.complain(f"takeover p99 is not within lease + {TARGET_S:g} s: {found}")
+    figures = {"kills": n_kills, "lease_s": lease_s, "from kill to next attempt, s": found}
+    return Outcome("takeover", witness.judge(), figures, time.monotonic() - started_s)
+
+
+async def _kill_one(runners: Runners, lease_s: float) -> list[float]:
+    """Kill a worker; returns how long each of its jobs waited."""
+    worker = await runners.busiest()
+    killed_s = time.time()
+    worker.kill()
+    held = await runners.held_by(worker)
+    for job_id in await runners.await_next(held, lease_s + PATIENCE_S):
+        runners.witness.complain(f"{job_id}: not taken over within {lease_s + PATIENCE_S:g} s")
+    starts = [await runners.started_s(job_id, attempt) for job_id, attempt in held.items()]
+    return [at_s - killed_s for at_s in starts if at_s is not None]
+
+
+async def stopped(seed: int, tell: Tell, *, n_stops: int = 12, lease_s: float = 1.0) -> Outcome:
+    """Workers are stopped until others have their jobs, and then go on: everything they write is refused."""
+    witness, rng, started_s = Witness(), dice(seed, "stopped"), time.monotonic()
+    n_held = n_refused = 0
+    async with (
+        Stage(settings={"lease_s": lease_s}) as stage,
+        long_jobs(stage, witness, rng, N_WORKERS * JOBS_A_WORKER) as runners,
+    ):
+        await stage.start_ready(N_WORKERS, {"tick_s": TICK_S})
+        for number in range(n_stops):
+            worker = await runners.busiest()
+            held = await _stop_and_go_on(runners, worker, lease_s)
+            n_held += len(held)
+            n_refused += await _refusals(runners, worker, held)
+            tell(number + 1, n_stops, f"stops, {n_refused} of {n_held} attempts refused")
+    figures: dict[str, Any] = {"stops": n_stops, "lease_s": lease_s, "attempts refused": f"{n_refused} of {n_held}"}
+    if not n_held:
+        witness.complain("no worker held a job when it was stopped")
+    return Outcome("stopped", witness.judge(), figures, time.monotonic() - started_s)
+
+
+async def _stop_and_go_on(runners: Runners, worker: WorkerProcess, lease_s: float) -> dict[str, int]:
+    """Returns the attempts that the worker held while it was stopped and that others have replaced."""
+    worker.signal(signal.SIGSTOP)
+    held = await runners.held_by(worker)
+    try:
+        late = await runners.await_next(held, lease_s + PATIENCE_S)
+    finally:
+        worker.signal(signal.SIGCONT)
+    for job_id in late:
+        runners.witness.complain(f"{job_id}: not taken over within {lease_s + PATIENCE_S:g} s")
+    return {job_id: attempt for job_id, attempt in held.items() if job_id not in late}
+
+
+async def _refusals(runners: Runners, worker: WorkerProcess, held: dict[str, int]) -> int:
+    """How many of these attempts the worker has been told, by a refused write, not to be its own any more."""
+
+    def told() -> set[tuple[str, int]]:
+        return {(job_id, int(attempt)) for job_id, attempt in LOST.findall(worker.log)} & set(held.items())
+
+    try:
+        await until(lambda: len(told()) == len(held), "every late write refused", PATIENCE_S)
+    except TimeoutError:
+        for job_id, attempt in set(held.items()) - told():
+            runners.witness.complain(f"{job_id}: attempt {attempt} was not refused after SIGCONT")
+    return len(told())

@@ -1,0 +1,59 @@
+"""Files that are there wholly or not at all, and that only this user can read."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY = ".tmp"
+"""How the names of unfinished files end."""
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create the folder for this user alone; one that is there is closed to others."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o700)
+
+
+def write_file(path: Path, *parts: bytes, is_synced: bool = False) -> None:
+    """Write the parts into a file of mode 0600 that takes `path`'s place at once. `OSError` leaves nothing behind.
+
+    Without `is_synced` a power failure may leave a torn file under the final name: readers verify a checksum.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=TEMPORARY, delete=False) as file:
+        try:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            if is_synced:
+                os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open for reading. `OSError` when it is not a plain file, such as a link or a pipe."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a plain file")
+    return file
+
+
+def size_of(file: BinaryIO) -> int:
+    """In bytes."""
+    return os.fstat(file.fileno()).st_size
+
+
+def read_exactly(file: BinaryIO, n_bytes: int) -> bytes:
+    """So many bytes, or fewer at the end of the file. One call of a raw file reads at most 2 GiB."""
+    data = file.read(n_bytes)
+    while len(data) < n_bytes and (more := file.read(n_bytes - len(data))):
+        data += more
+    return data
