@@ -134,17 +134,24 @@ def llama_server(settings: WorkerSettings) -> Iterator[LlamaServer | None]:
         return
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         params = _params(settings, folder)
-        process = subprocess.Popen(
+        process = _start(python, log)
+        try:
+            yield LlamaServer(**_await_ready(process, params, log), params=params)
+        finally:
+            _stop(process)
+
+
+def _start(python: str, log: BinaryIO) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
             [python, str(Path(__file__).with_name("peer_server.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,  # Ctrl-C goes to the benchmark, which ends it by closing its standard input
         )
-        try:
-            yield LlamaServer(**_await_ready(process, params, log), params=params)
-        finally:
-            _stop(process)
+    except OSError as exc:
+        raise LlamaqError(f"{PYTHON} names no python: {exc}") from exc
 
 
 def _params(settings: WorkerSettings, folder: str) -> dict[str, Any]:

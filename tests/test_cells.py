@@ -157,6 +157,28 @@ def test_the_source_of_a_copy_may_hold_those_cells_of_another() -> None:
     assert (ledger.used, ledger.shared, ledger.owned(2)) == (10, 10, 0)
 
 
+@pytest.mark.parametrize("n_kept", [0, 3])
+def test_an_heir_keeps_what_it_has_of_the_sequence_above(n_kept: int) -> None:
+    ledger = CellLedger(100)
+    ledger.grow(0, 10)
+    ledger.share(0, 1, 6)
+    ledger.grow(1, 12)
+    ledger.share(1, 2, 9)
+    ledger.cut(1, n_kept)
+    ledger.check_integrity()
+    assert (ledger.used, ledger.owned(0), ledger.owned(1), ledger.owned(2)) == (13, 4, 0, 3)
+    ledger.drop(0)
+    assert (ledger.used, ledger.owned(2)) == (9, 9 - n_kept)
+
+
+def test_what_two_own_together_leaves_out_what_a_copy_of_a_copy_has() -> None:
+    ledger = CellLedger(100)
+    ledger.grow(0, 10)
+    ledger.share(0, 1, 8)
+    ledger.share(1, 2, 4)
+    assert (ledger.owned_together([0, 1]), ledger.owned(0), ledger.owned(1)) == (6, 2, 0)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -1,4 +1,4 @@
-"""The dead letters as an operator sees them: listed, shown, tried again, thrown away; by the clients and the command."""
+"""The dead letters as an operator sees them: listed, shown, tried again, thrown away; by client and command."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_kept_prefixes_give_way_when_a_job_needs_their_cells() -> None:
     scheduler, engine = scheduler_with(cache, n_ctx=100)
     scheduler.submit(make_job([1] * 40, max_tokens=10))
     run_to_end(scheduler, engine)
-    assert scheduler.cache_snapshot().reserved_cells == 49
+    assert scheduler.cache_snapshot().used_cells == 49
     scheduler.submit(make_job([2] * 60, max_tokens=10))
     run_tick(scheduler, engine)
     assert scheduler.cache_snapshot().evictions == 1

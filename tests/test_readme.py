@@ -72,7 +72,7 @@ def read_value(text: str) -> Any:
         return int(text.removesuffix(" MiB")) * 1024 * 1024
     if re.fullmatch(r"-?[\d.]+", text):
         return float(text)
-    return {"": None, "none": None, "true": True, "false": False, "{}": {}}.get(text, text)
+    return {"": None, "none": None, "any": None, "empty": "", "true": True, "false": False, "{}": {}}.get(text, text)
 
 
 # ---- the examples
@@ -109,8 +109,8 @@ def await_worker(url: str, queue: str) -> None:
 
 
 def test_every_python_block_has_a_test() -> None:
-    assert README.count("```python") == 4
-    assert re.findall(r"<!-- test: (\w+) -->\n```python", README) == ["backend", "sync", "attach", "strategy"]
+    assert README.count("```python") == 5
+    assert re.findall(r"<!-- test: (\w+) -->\n```python", README) == ["backend", "sync", "attach", "strategy", "cache"]
 
 
 @pytest.mark.usefixtures("environment")
@@ -143,6 +143,14 @@ def test_the_example_of_attaching_prints_all_of_a_job(capsys: pytest.CaptureFixt
     assert printed.endswith("finished")
     assert len(printed) > 20
     assert "." not in printed, "the stop string"
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_example_of_the_cache_shares_the_system_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    run_block("cache")
+    reused = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
+    assert reused[0] == ["0", "None"]
+    assert all(int(n_tokens) > 10 and tier in ("running", "device") for n_tokens, tier in reused[1:])
 
 
 def test_the_example_of_a_strategy_runs_in_a_worker(environment: str, tmp_path: Path) -> None:
@@ -184,7 +192,8 @@ def test_every_command_of_the_readme_parses(line: str) -> None:
 
 
 def test_every_flag_that_the_documents_name_exists() -> None:
-    known = {flag for name in COMMANDS for param in command_named(name).params for flag in param.opts}
+    commands = [*map(command_named, COMMANDS), *command_named("dead").commands.values()]
+    known = {flag for command in commands for param in command.params for flag in param.opts}
     documents = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
     lines = [line for text in documents for line in text.splitlines() if "docker compose" not in line]
     named = {flag for line in lines for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}

@@ -21,14 +21,15 @@ from llamaq.producer import AsyncClient, Client, Job
 from llamaq.worker.streams import JobStreams
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Reader, Stage
+    from tests.lifecycle.conftest import Command, Reader, Stage
 
     Read = Callable[[Job], Reader]
 
 PARTITIONS = 4
 PROMPT = "Once upon a time"
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
-WORKER = {"LLAMAQ_PARTITIONS": str(PARTITIONS), "LLAMAQ_LEASE_S": "6"}
+LEASE_S = "6"
+"""Longer than a failover: no worker loses its jobs to it."""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,10 @@ def replicated(folder: Path, stage: Stage) -> Iterator[Nodes]:
 
 def client_of(stage: Stage) -> Client:
     return Client(stage.redis_url, stage.queue, timeout_s=30, partitions=PARTITIONS)
+
+
+def start_worker(stage: Stage, *arguments: str) -> Command:
+    return stage.start_worker(*arguments, LLAMAQ_PARTITIONS=str(PARTITIONS), LLAMAQ_LEASE_S=LEASE_S)
 
 
 def partition_of(job: Job) -> int:
@@ -89,7 +94,7 @@ def test_fifty_jobs_over_four_partitions_and_all_that_a_client_asks(clustered: S
         assert never.cancel()
         assert never.result().finish_reason == "cancelled"
 
-        worker = clustered.start_worker("--n-parallel", "8", **WORKER)
+        worker = start_worker(clustered, "--n-parallel", "8")
         with ThreadPoolExecutor(50) as pool:
             readers = list(pool.map(read, jobs))
             results = list(pool.map(lambda reader: reader.finish(), readers))
@@ -110,18 +115,17 @@ def test_fifty_jobs_over_four_partitions_and_all_that_a_client_asks(clustered: S
 
 
 def test_the_commands_know_a_cluster(clustered: Stage) -> None:
-    clustered.start_worker(**WORKER)
-    options = ["--redis-url", clustered.redis_url, "--queue", clustered.queue, "--partitions", str(PARTITIONS)]
-    generate = clustered.start("generate", PROMPT, "--max-tokens", "5", *options)
-    status, health = clustered.start("status", *options), clustered.start("health", *options[:4])
-    assert generate.end() == 0, generate.output
-    assert status.end() == 0, status.output
-    assert health.end() == 0, health.output
-    assert clustered.queue in status.output
+    start_worker(clustered)
+    settings = clustered.worker_variables(LLAMAQ_PARTITIONS=str(PARTITIONS))
+    commands = [
+        clustered.start(*arguments, **settings)
+        for arguments in (["generate", PROMPT, "--max-tokens", "5"], ["stats"], ["depth"], ["workers"], ["health"])
+    ]
+    assert [command.end() for command in commands] == [0] * len(commands), [one.output for one in commands]
 
 
 def test_a_job_that_lost_its_reader_is_noticed_on_every_node(clustered: Stage) -> None:
-    clustered.start_worker("--disconnect-s", "1", **WORKER)
+    start_worker(clustered, "--disconnect-s", "1")
 
     async def leave_half() -> None:
         async with AsyncClient(clustered.redis_url, clustered.queue, partitions=PARTITIONS) as client:
@@ -146,19 +150,18 @@ def test_a_job_that_lost_its_reader_is_noticed_on_every_node(clustered: Stage) -
 
 
 def test_an_idle_worker_hears_of_a_job_in_any_partition_at_once(clustered: Stage) -> None:
-    clustered.start_worker(**WORKER)
+    start_worker(clustered)
     with client_of(clustered) as client:
         client.generate(PROMPT, max_tokens=1)
         waits_ms = []
         for _ in range(2):
-            for job in submit_to_each(client, max_tokens=1):
-                waits_ms.append(job.result().stats.queue_ms)
+            waits_ms += [job.result().stats.queue_ms for job in submit_to_each(client, max_tokens=1)]
         assert sorted(waits_ms)[len(waits_ms) // 2] < 100, waits_ms
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_streams_go_on_when_a_node_is_replaced(stage: Stage, replicated: Nodes, read: Read, is_planned: bool) -> None:
-    stage.start_worker("--n-parallel", "8", **WORKER)
+    start_worker(stage, "--n-parallel", "8", "--disconnect-s", "1")
     with client_of(stage) as client:
         readers = [read(job) for job in submit_to_each(client, cancel_on_disconnect=True, **LONG)]
         for reader in readers:

@@ -8,18 +8,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import pytest
-
-from llamaq.common.messages import Started
+from llamaq.common.messages import FinishReason, Started
 from llamaq.producer import Job
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Reader, Stage
+    from tests.lifecycle.conftest import Command, Reader, Stage
 
     Read = Callable[[Job], Reader]
 
 PROMPT = "Once upon a time there was a girl named Mia."
-MAX_TOKENS = 1200
+MAX_TOKENS = 1900
 N_JOBS = 3
 STALL_S = 2.0
 SLACK = 3.0
@@ -54,31 +52,32 @@ class Stalls(threading.Thread):
                 self.longest_s[index] = max(self.longest_s[index], now - since_s)
 
 
-@pytest.mark.parametrize("supervised", [True, False])
-def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for_long(
-    stage: Stage, read: Read, supervised: bool
-) -> None:
-    # Long leases: what goes on soon was handed back.
-    options = {"LLAMAQ_LEASE_S": "60", "LLAMAQ_DRAIN_S": "0.2", "supervised": supervised}
-    workers = [stage.start_worker(**options) for _ in range(2)]  # type: ignore[arg-type]
+def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for_long(stage: Stage, read: Read) -> None:
+    # With a long lease: what goes on soon was handed back.
+    def start() -> Command:
+        return stage.start_worker(supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2")
+
+    workers = [start(), start()]
     with stage.client() as client:
-        readers = [
-            read(client.submit(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0)) for _ in range(N_JOBS)
-        ]
-        quiet = client.submit(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0, stream=False)
+        readers = [read(client.submit(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True)) for _ in range(N_JOBS)]
+        quiet = client.submit(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, stream=False)
         for reader in readers:
             reader.await_tokens(3)
         with Stalls(readers) as stalls_s:
             for old in workers:
                 old.signal(signal.SIGTERM)
                 assert old.end() == 0
-                stage.start_worker(**options)  # type: ignore[arg-type]
+                start()
             for reader in readers:
-                assert len(reader.finish().tokens) == MAX_TOKENS
+                reader.await_tokens(reader.n_tokens + 3)
         print(f"longest stalls: {', '.join(f'{stall_s:.2f} s' for stall_s in stalls_s)}")  # noqa: T201  # figures
-        assert len(quiet.result().tokens) == MAX_TOKENS
-        for job in (*(reader.job for reader in readers), quiet):
-            events = stage.events_of(job) if job is not quiet else []
-            assert sum(isinstance(event, Started) for event in events) <= 3
         assert max(stalls_s) < STALL_S * SLACK
-        assert sum("accepted=True" in line for worker in workers for line in worker.output.splitlines()) > 0
+
+        for reader in readers:
+            reader.job.cancel()
+            assert reader.finish().finish_reason == FinishReason.CANCELLED
+            started_by = [event.worker for event in stage.events_of(reader.job) if isinstance(event, Started)]
+            assert 2 <= len(started_by) <= 3
+        n_before = quiet.status().generated_tokens
+        quiet.cancel()
+        assert len(quiet.result().tokens) >= n_before > 0, "it was stored when it was handed back"

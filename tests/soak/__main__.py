@@ -82,7 +82,8 @@ async def soak(seed: int, chosen: dict[str, dict[str, int]], console: Console) -
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     outcomes = []
     for name, sizes in chosen.items():
-        console.print(f"==> {name}: {', '.join(f'{size} {of.removeprefix("n_")}' for of, size in sizes.items())}")
+        amount = ", ".join(f"{size} {of.removeprefix('n_')}" for of, size in sizes.items())
+        console.print(f"==> {name}: {amount}")
         started_s = time.monotonic()
         try:
             with told(console, name) as tell:

@@ -1,7 +1,7 @@
 """An ordinary worker process that kills itself at a point drawn for it: `python child.py ARMS`, settings on its input.
 
 Everything is the product's, from its entry point on. What is put around some of its methods counts how often they are
-passed, and at the last count sends this process SIGKILL, so that not one more instruction runs. Its last line on
+passed, from SIGUSR1 on, and at the last count sends this process SIGKILL, so that not one more instruction runs. Its last line on
 stderr says where that was. The same places slow the ticks down, or write down what a cancelled job cost.
 """
 
@@ -33,18 +33,23 @@ class Arms:
     """What this worker was given to go wrong with."""
 
     def __init__(self, *, point: str = "", passes: int = 1, tick_s: float = 0.0, record: str = "") -> None:
-        """Die at the `passes`th pass of `point`; a tick takes at least `tick_s`; write to the file `record`."""
+        """Die at the `passes`th pass of `point` after SIGUSR1; ticks take at least `tick_s`; write to file `record`."""
         self.point = point
+        self.is_live = False
         self.tick_s = tick_s
         self._passes = passes
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if record else None
 
     def reach(self, *points: str) -> None:
         """Execution is at these points."""
-        if self.point and self.point in points:
+        if self.is_live and self.point in points:
             self._passes -= 1
             if self._passes <= 0:
                 self.die(self.point)
+
+    def go_live(self, *_: object) -> None:
+        """From now on passes count."""
+        self.is_live = True
 
     def die(self, why: str) -> None:
         os.write(2, f"\nsoak.killed point={why}\n".encode())
@@ -157,6 +162,7 @@ def record_cancels(arms: Arms) -> None:
 def main() -> int:
     """Run the worker with its arms; returns its exit code, if it gets that far."""
     arms = Arms(**json.loads(sys.argv[1]))
+    signal.signal(signal.SIGUSR1, arms.go_live)
     arm_io(arms)
     arm_engine(arms)
     record_cancels(arms)

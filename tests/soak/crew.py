@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +14,8 @@ from tests.soak.stage import POLL_S, Stage, WorkerProcess
 
 OVERDUE_S = 12.0
 """A worker that has not come to its point by then is killed from outside."""
-SOON_S = (0.1, 1.5)
-"""When a worker that is to be killed from outside dies, after it became ready."""
+SOON_S = (0.0, 0.5)
+"""When a worker that is to be killed from outside dies, after its turn has come."""
 MAX_ACCIDENTS = 3
 
 
@@ -23,16 +25,17 @@ class Post:
 
     worker: WorkerProcess
     due_s: float | None = None
-    """When it is killed from outside; None until it is ready."""
+    """When it is killed from outside at the latest; None until its turn to die has come."""
 
 
 @dataclass(eq=False)
 class Crew:
-    """Keeps `size` workers alive, and kills them by the plan."""
+    """Keeps `size` workers alive, and kills them by the plan, as far as `pace` has come: from 0 to 1."""
 
     stage: Stage
     plan: KillPlan
     size: int
+    pace: Callable[[], float]
     tick_s: float = 0.0
     posts: list[Post] = field(default_factory=list)
     accidents: list[str] = field(default_factory=list)
@@ -58,14 +61,20 @@ class Crew:
         if not worker.is_running:
             self._note_end(worker)
             post.worker, post.due_s = self._hire(), None
+        elif "point" not in worker.arms:
+            return
         elif post.due_s is None:
-            if worker.worker_id is not None:
-                post.due_s = time.monotonic() + self._patience_s(worker.arms)
-        elif "point" in worker.arms and time.monotonic() > post.due_s:
+            if self._is_time_for_another() and worker.worker_id is not None:
+                worker.signal(signal.SIGUSR1)
+                patience_s = self.plan.rng.uniform(*SOON_S) if worker.arms["point"] == OUTSIDE else OVERDUE_S
+                post.due_s = time.monotonic() + patience_s
+        elif time.monotonic() > post.due_s:
             worker.kill()
 
-    def _patience_s(self, arms: dict[str, Any]) -> float:
-        return self.plan.rng.uniform(*SOON_S) if arms.get("point") == OUTSIDE else OVERDUE_S
+    def _is_time_for_another(self) -> bool:
+        """Whether a worker more is to die by now, those aside that are dead or about to be."""
+        n_doomed = self.plan.n_done + sum(post.due_s is not None for post in self.posts)
+        return n_doomed <= self.plan.n_kills * self.pace()
 
     def _note_end(self, worker: WorkerProcess) -> None:
         point = worker.killed_at or (OUTSIDE if worker.killed_from_outside else None)

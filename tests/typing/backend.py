@@ -10,6 +10,8 @@ from llamaq.producer import (
     AsyncJob,
     Chunk,
     Client,
+    DeadLetter,
+    DeadLetterDetails,
     FinishReason,
     Job,
     JobFailed,
@@ -43,6 +45,10 @@ def blocking(client: Client) -> Iterator[str]:
     assert_type(client.queue_depth(), QueueDepth)
     assert_type(client.workers(), tuple[Worker, ...])
     assert_type(client.stats(), QueueStats)
+    for letter in client.dead_letters():
+        assert_type(letter, DeadLetter)
+        assert_type(client.dead_letter(letter.id), DeadLetterDetails)
+        assert_type(client.retry_dead_letter(letter.id), Job)
     assert_type(client.tokenizer().encode("x"), list[int])
     assert_type(client.tokenizer().decode([1, 2]), str)
 

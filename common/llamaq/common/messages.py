@@ -399,7 +399,7 @@ class CacheSnapshot(_Wire):
 
     n_cells: int
     reserved_cells: int
-    """Promised to running jobs, or held by kept sequences."""
+    """Promised to running jobs, those that they hold already included."""
     used_cells: int = 0
     """Held by running jobs and kept sequences; a shared cell counts once."""
     shared_cells: int = 0

@@ -64,10 +64,23 @@ def show_workers(workers: Sequence[Worker]) -> None:
             card.device,
             f"{busy}/{card.n_parallel}",
             str(card.n_ctx),
-            f"{cache.reserved_cells}/{cache.n_cells}",
+            f"{cache.used_cells}/{cache.n_cells}",
             str(worker.ticks),
             str(worker.jobs_done),
         )
+    console.print(table)
+    _show_caches(workers)
+
+
+def _show_caches(workers: Sequence[Worker]) -> None:
+    """What the workers keep of prompts, and how much that saved; see `CacheSnapshot`."""
+    columns = ("entries", "shared cells", "host MiB", "disk MiB", "hits", "misses", "reused", "evicted", "preempted")
+    table = Table("worker", *columns, title="prefix caches")
+    for worker in workers:
+        cache = worker.cache
+        held = (cache.entries, cache.shared_cells, cache.host_bytes >> 20, cache.disk_bytes >> 20)
+        counted = (cache.hits, cache.misses, cache.hit_tokens, cache.evictions, cache.preemptions)
+        table.add_row(worker.card.worker, *map(str, held + counted))
     console.print(table)
 
 

@@ -23,8 +23,8 @@ SETTINGS: dict[str, Any] = {
     "chunk_size": 32,
     "max_crashes": 1000,  # workers die here more often than jobs could be to blame for
 }
-WIDTH, FEWEST = 40, 16
-"""Jobs that are open at a time, at most, and while there are workers to kill."""
+WIDTH, FEWEST = 40, 12
+"""Jobs that are open at a time, and when all that were asked for have begun and there are workers to kill yet."""
 DISTANCE_WORDS = 90
 ANSWER_TOKENS = 16
 TICK_S = 0.01
@@ -84,16 +84,18 @@ async def _under_kills(
 ) -> None:
     """At least `n_jobs` jobs while the plan's kills happen; ends when all jobs have."""
 
+    n_ended = 0
+
     def wants_more(n_begun: int, n_open: int) -> bool:
-        if plan.is_done:
-            return n_begun < n_jobs
-        return n_open < FEWEST or n_begun < FEWEST + n_jobs * plan.n_done / plan.n_kills
+        return n_begun < n_jobs or (n_open < FEWEST and not plan.is_done)
 
     async def one_job() -> None:
+        nonlocal n_ended
         await run_job(client, witness, draw())
-        tell(plan.n_done, plan.n_kills, f"kills, {len(witness.accepted)} jobs")
+        n_ended += 1
+        tell(plan.n_done, plan.n_kills, f"kills, {n_ended} jobs")
 
-    crew = Crew(stage, plan, n_workers, tick_s=tick_s)
+    crew = Crew(stage, plan, n_workers, pace=lambda: n_ended / n_jobs, tick_s=tick_s)
     async with stage.client() as client, tapped(client, witness):
         await beside(crew.run(), run_jobs(one_job, width=WIDTH, wants_more=wants_more))
         await collect(client, witness)

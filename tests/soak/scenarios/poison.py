@@ -38,7 +38,7 @@ async def poison(seed: int, tell: Tell, *, n_jobs: int = 100, lease_s: float = 1
     async with Stage(settings=settings) as stage:
         stage.use_random_model()
         async with stage.client() as client, tapped(client, witness):
-            crew = Crew(stage, plan, N_WORKERS, tick_s=TICK_S)
+            crew = Crew(stage, plan, N_WORKERS, pace=lambda: 0.0, tick_s=TICK_S)
             await beside(crew.run(), _run_all(client, witness, shapes, tell))
             await collect(client, witness)
             buried: Any = await client.redis.xrange(client.keys.dead(client.queue, 0))

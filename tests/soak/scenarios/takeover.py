@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import time
@@ -44,6 +45,7 @@ async def takeover(seed: int, tell: Tell, *, n_kills: int = 30, lease_s: float =
 async def _kill_one(runners: Runners, lease_s: float) -> list[float]:
     """Kill a worker; returns how long each of its jobs waited."""
     worker = await runners.busiest()
+    await asyncio.sleep(runners.rng.uniform(0, lease_s))  # at any time between two renewals
     killed_s = time.time()
     worker.kill()
     held = await runners.held_by(worker)

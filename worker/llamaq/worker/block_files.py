@@ -111,7 +111,9 @@ class BlockFiles:
 
     def close(self, timeout_s: float) -> None:
         """Do what is left, within the time, and stop."""
-        if not self.background.close(timeout_s):
+        is_done = self.background.close(timeout_s)
+        self._settle_writes()
+        if not is_done:
             log.warning("disk_cache.closed_early files=%d bytes=%d", len(self._pending), self.pending_bytes)
         os.close(self._lock)
 

@@ -82,8 +82,10 @@ class BlockTree:
         block = self._index.child(parent, namespace, tokens, end)
         if block is None:
             block = self._keep(parent, namespace, tokens[span.start * TOKEN_BYTES : end * TOKEN_BYTES], data)
-        elif block.end == end:
-            self.loaded(block, data)
+        else:
+            if block.end == end:
+                self.loaded(block, data)
+            self._touch(block)
         self._last_put = (tokens, scope, block)
         return block
 

@@ -14,6 +14,7 @@ from llamaq.common import codec
 from llamaq.common.depth import queue_depth
 from llamaq.common.keys import Keys
 from llamaq.common.messages import JobStats, QueueDepth, Worker, WorkerCard
+from llamaq.common.trouble import Trouble
 from llamaq.worker.telemetry import Telemetry
 from llamaq.worker.ticks import TickLoop
 
@@ -54,12 +55,14 @@ class Heartbeat:
 
     async def run(self) -> None:
         """Beat until cancelled; a beat that does not reach Redis is made up by the next. A hung engine is silent."""
+        trouble = Trouble(log, "heartbeat")
         while True:
             try:
                 if self._is_alive():
                     await self.beat()
+                    trouble.is_over()
             except RedisError as exc:
-                log.warning("heartbeat.redis_error error=%r", exc)
+                trouble.note(exc)
             await asyncio.sleep(self._every_s)
 
     async def beat(self) -> None:

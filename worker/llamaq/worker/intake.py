@@ -9,12 +9,14 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.keys import JobId
+from llamaq.common.refusals import is_full
 from llamaq.common.scripts import Claim
 from llamaq.common.tasks import end_tasks
+from llamaq.common.trouble import Trouble
 from llamaq.worker.inbox import Begun, Inbox
 from llamaq.worker.jobs import Job, Lease
 from llamaq.worker.outbox import Outbox
@@ -70,6 +72,7 @@ class Intake:
         self._patient_until_s: float | None = None
         """Set since suspects take turns here, until other jobs are claimed again."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._trouble = Trouble(log, "intake")
         self._n_starting = 0
         """Claimed jobs that the outbox does not answer for yet."""
 
@@ -87,9 +90,11 @@ class Intake:
             try:
                 claims = await self._claim()
             except RedisError as exc:
-                log.warning("intake.redis_error error=%r retry_s=%.2f", exc, RETRY_S)
+                self._trouble.note(exc)
                 await asyncio.sleep(RETRY_S)
                 continue
+            if not self._n_starting:
+                self._trouble.is_over()
             if claims:
                 self._patient_until_s = None
             for claim in claims:
@@ -164,7 +169,7 @@ class Intake:
     async def _start(self, claim: Claim) -> Begun | None:
         """Start one claimed job and have it prepared. Whatever goes wrong here stays with this job."""
         try:
-            begun = await self._inbox.begin(claim)
+            begun = await self._begin(claim)
             if begun is not None:
                 self._spawn(self._prepare(begun, self._hold(begun)))
             return begun
@@ -175,6 +180,22 @@ class Intake:
         finally:
             self._n_starting -= 1
             self._outbox.freed.set()
+
+    async def _begin(self, claim: Claim) -> Begun | None:
+        """Begin an attempt. While Redis is full the claim is kept: it takes room here, so that not all are claimed."""
+        while True:
+            try:
+                begun = await self._inbox.begin(claim)
+            except ResponseError as exc:
+                if not is_full(exc):
+                    raise
+                self._trouble.note(exc)
+            else:
+                self._trouble.is_over()
+                return begun
+            await asyncio.sleep(RETRY_S)
+            if not await self._inbox.renew(claim):
+                return None
 
     def _hold(self, begun: Begun) -> Lease:
         claim, attempt = begun.claim, begun.attempt

@@ -312,7 +312,7 @@ class Memory:
         pool = self.pool
         return CacheSnapshot(
             n_cells=pool.n_cells,
-            reserved_cells=pool.ledger.used + pool.promised_cells,
+            reserved_cells=sum(slot.active.job.reservation for slot in pool.active),
             used_cells=pool.ledger.used,
             shared_cells=pool.ledger.shared,
             entries=len(self.cache),

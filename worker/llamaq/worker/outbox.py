@@ -20,8 +20,9 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.errors import JobRejected
 from llamaq.common.messages import JobStats
-from llamaq.common.refusals import is_fault_of_a_job, is_full
+from llamaq.common.refusals import is_fault_of_a_job
 from llamaq.common.scripts import Claim, Ending, Flushed, Increment, Scripts
+from llamaq.common.trouble import Trouble
 from llamaq.worker.account import Account, Checkpoints, failure
 from llamaq.worker.jobs import Job, Lease, NewToken, Output
 
@@ -32,6 +33,8 @@ T = TypeVar("T")
 POLL_S = 0.1
 """How often Redis is asked about jobs without news (in prefill, say): whether to cancel, whether still ours."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
+OUTAGE_S = 1.0
+"""A flush that took longer than this was held up by a Redis that was away."""
 
 
 class Controls(Protocol):
@@ -67,7 +70,9 @@ class Outbox:
         self._renewed_s = 0.0
         self._disconnect_s = disconnect_s
         self._checkpoints = checkpoints
-        self._trouble: str | None = None
+        self._trouble = Trouble(log, "outbox")
+        self._back_s = 0.0
+        """When Redis was last found to be back: readers have to connect again, too, and have all their time for it."""
         self._is_alive = is_alive
         self._on_finished = on_finished
         self._has_crashed = False
@@ -170,26 +175,19 @@ class Outbox:
                 async with asyncio.timeout(POLL_S if self._accounts else None):
                     await self._news.wait()
             self._news.clear()
+            started_s = time.monotonic()
             try:
                 await self.flush()
             except RedisError as exc:
-                self._tell("redis_full" if is_full(exc) else "redis_error", exc)
+                self._trouble.note(exc)
                 self._news.set()
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, MAX_BACKOFF_S, self._renew_every_s)
             else:
-                self._tell(None)
+                if self._trouble or time.monotonic() - started_s > OUTAGE_S:
+                    self._back_s = time.monotonic()
+                self._trouble.is_over()
                 backoff_s = FIRST_BACKOFF_S
-
-    def _tell(self, trouble: str | None, error: RedisError | None = None) -> None:
-        """Say once that Redis takes nothing, and once that it does again."""
-        if trouble == self._trouble:
-            return
-        self._trouble = trouble
-        if trouble is not None:
-            log.warning("outbox.%s jobs=%d error=%r", trouble, self.n_open, error)
-        else:
-            log.info("outbox.redis_takes_writes_again jobs=%d", self.n_open)
 
     async def flush(self) -> None:
         """Write what Redis does not have; raises `RedisError`, and may then simply be called again."""
@@ -225,7 +223,8 @@ class Outbox:
             return
         if reply.listeners:
             account.heard_s = now
-        is_alone = account.wants_reader and now - account.heard_s > self._disconnect_s
+        silent_s = now - max(account.heard_s, self._back_s)
+        is_alone = account.wants_reader and not self._trouble and silent_s > self._disconnect_s
         if (reply.code == "cancel" or is_alone) and not account.is_cancelling:
             account.is_cancelling = True
             self._controls.cancel(account.lease.job_id)

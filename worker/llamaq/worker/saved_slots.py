@@ -142,7 +142,7 @@ class SavedSlots:
         text = read_exactly(file, n_meta)
         try:
             meta = json.loads(text)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise _damaged(name) from exc
         if not isinstance(meta, dict):
             raise _damaged(name)

@@ -72,11 +72,13 @@ local function add_death(job, attempt, worker)
 end
 
 -- The worker of this attempt lives after all (it was stopped, or cut off): its death is taken back, once. Never fails:
--- it is called for jobs whose keys may hold anything by now, and where a full Redis takes no write.
-local function forgive(job, attempt)
+-- it is called for jobs whose keys may hold anything by now, and where a full Redis takes no write. `worker` may be left
+-- out; after a failover two workers may have had the same number.
+local function forgive(job, attempt, worker)
   local deaths, kept = deaths_of(job), {}
   for _, death in ipairs(deaths) do
-    if string.match(death, '^[^=]*') ~= tostring(attempt) then
+    local number, who = string.match(death, '^([^=]*)=(.*)')
+    if number ~= tostring(attempt) or (worker and worker ~= who) then
       kept[#kept + 1] = death
     end
   end

@@ -38,7 +38,7 @@ local function flush(job, events, attempt, channel, offset, count, payload, is_p
   local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker')
   -- The worker too: when a failover lost the start of an attempt, another worker may have got the same number.
   if state.err or state[1] ~= 'running' or tonumber(state[2]) ~= attempt or state[5] ~= worker then
-    forgive(job, attempt)
+    forgive(job, attempt, worker)
     return 'lost', tonumber(not state.err and state[3] or '0') or 0, 0, ''
   end
   local before = tonumber(state[3] or '0') or 0

@@ -11,7 +11,9 @@
 local state = redis.call('HMGET', KEYS[1], 'status', 'attempt', 'generated', 'generated_at_start')
 if ARGV[1] ~= '' then
   if state[1] ~= 'running' or state[2] ~= ARGV[1] then
-    forgive(KEYS[1], ARGV[1])
+    if ARGV[6] == '' then
+      forgive(KEYS[1], ARGV[1])
+    end
     return 'lost'
   end
   if ARGV[6] ~= '' and state[3] == state[4] then

@@ -1,0 +1,88 @@
+"""Connections that are cut or fall silent under load cost no token, and no job its worker."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.proxy import Proxy
+
+from llamaq.common.connection import SOCKET_TIMEOUT_S
+from llamaq.common.messages import Started
+from llamaq.producer import Job
+from llamaq.producer.line import PING_S
+from llamaq.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Reader, Stage
+
+    Read = Callable[[Job], Reader]
+
+PROMPT = "Once upon a time"
+N_JOBS = 24
+LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
+N_CUTS = 25
+
+
+@pytest.fixture
+def proxy(stage: Stage) -> Iterator[Proxy]:
+    """Between this stage's commands and clients, and Redis."""
+    with Proxy(stage.redis_url) as opened:
+        stage.redis_url = opened.url
+        yield opened
+        stage.end_commands()
+
+
+def test_connections_cut_again_and_again_cost_no_token(stage: Stage, proxy: Proxy, read: Read) -> None:
+    stage.start_worker("--n-parallel", "8", LLAMAQ_LEASE_S="4")
+    pause = random.Random(7)
+    with stage.client() as client:
+        readers = [read(client.submit(PROMPT, seed=number, **LONG)) for number in range(N_JOBS)]
+        whole = client.submit(PROMPT, stream=False, **LONG)
+        readers[0].await_tokens(5)
+        for _ in range(N_CUTS):
+            time.sleep(pause.uniform(0.02, 0.3))  # at any moment of the work
+            proxy.cut()
+        assert any(reader.is_alive() for reader in readers), "the jobs ended before the last cut"
+        for reader in readers:
+            assert len(reader.finish().tokens) == LONG["max_tokens"]
+            stage.events_of(reader.job)
+        assert len(whole.result().tokens) == LONG["max_tokens"]
+        assert proxy.n_cut > 2 * N_CUTS
+        assert client.queue_depth().running == 0
+
+
+def test_connections_that_fall_silent_are_noticed_and_made_again(stage: Stage, proxy: Proxy, read: Read) -> None:
+    stage.start_worker("--n-parallel", "4", LLAMAQ_LEASE_S=str(WorkerSettings.model_fields["lease_s"].default))
+    with stage.client() as client:
+        readers = [read(client.submit(PROMPT, max_tokens=1200, ignore_eos=True)) for _ in range(3)]
+        for reader in readers:
+            reader.await_tokens(20)
+        assert proxy.silence() >= 3, "those of the worker, and two of the client"
+        silent_s = time.monotonic()
+        n_before = [reader.n_tokens for reader in readers]
+        for reader, n in zip(readers, n_before, strict=True):
+            reader.await_tokens(n + 1)
+        print(f"the streams stood still for {time.monotonic() - silent_s:.1f} s")
+        assert time.monotonic() - silent_s < SOCKET_TIMEOUT_S + 2 * PING_S
+        for reader in readers:
+            reader.job.cancel()
+            reader.finish()
+            # Noticed before the lease was over: the job stayed with its worker.
+            assert sum(isinstance(event, Started) for event in stage.events_of(reader.job)) == 1
+
+
+def test_a_client_goes_on_when_redis_was_away_for_a_while(stage: Stage, proxy: Proxy, read: Read) -> None:
+    stage.start_worker()
+    with stage.client() as client:
+        reader = read(client.submit(PROMPT, cancel_on_disconnect=True, **LONG))
+        reader.await_tokens(10)
+        proxy.refuse()
+        proxy.cut()
+        time.sleep(2)  # longer than the lease
+        proxy.accept()
+        assert len(reader.finish().tokens) == LONG["max_tokens"]
+        assert client.generate(PROMPT, max_tokens=3).tokens
