@@ -63,7 +63,7 @@ class Stopwatch:
     def stand_around(self, owner: type, *names: str) -> None:
         """Time these methods of a class from now on."""
         for name in names:
-            setattr(owner, name, self._timed(vars(owner)[name]))
+            setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -107,7 +107,7 @@ class Watch:
 
 
 def _public(owner: type) -> set[str]:
-    return {name for name, member in vars(owner).items() if inspect.isfunction(member) and not name.startswith("_")}
+    return {name for name, _ in inspect.getmembers(owner, inspect.isfunction) if not name.startswith("_")}
 
 
 @functools.cache

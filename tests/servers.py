@@ -5,6 +5,7 @@ All of one arrangement run in one folder, on free ports of 127.0.0.1, and end wi
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -59,6 +60,8 @@ class Server:
     options: tuple[str, ...] = ()
     config: str | None = None
     """Given to Sentinels, which want a file of their own to write to."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Added to ours."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self, *more: str) -> None:
@@ -72,7 +75,12 @@ class Server:
         command += ["--port", str(self.port), "--bind", HOST, "--dir", str(home), *self.options, *more]
         with (home / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
-                command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command,
+                cwd=self.folder,
+                env=os.environ | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         with self.client() as client:
             await_that(client.ping, f"an answer of {self}")

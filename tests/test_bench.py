@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ TIMEOUT_S = 100
 def run_quickly(name: str) -> dict[str, Any]:
     """The last line that `bench/<name>.py --quick` prints."""
     command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    alone = {name: value for name, value in os.environ.items() if name != "LLAMAQ_BENCH_PEER"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=alone)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["benchmark"] == name
@@ -76,6 +78,49 @@ def test_text_and_token_prompts_are_compared_beside_streams() -> None:
     for side in ("alone", "text", "ids"):
         assert figures[side]["short"]["tokens_per_s"] > 0
         assert_spread(figures[side]["short"]["ttft_ms"])
+
+
+def test_a_turn_of_a_chat_computes_its_new_tokens_and_at_most_one_more() -> None:
+    figures = run_quickly("prefix_cache")
+    sides = figures["sides"]["llamaq"]
+    assert set(sides["on"]) == set(sides["off"]) == {"1", "2", "3", "4"}
+    for turn in ("2", "3", "4"):
+        assert sides["on"][turn]["computed_tokens"] <= figures["tokens_next"] + 1
+        assert sides["off"][turn]["computed_tokens"] == sides["off"][turn]["prompt_tokens"]
+    assert figures["targets"]["most_extra_tokens"]["is_met"]
+    assert sides["speed_up"]["mean"] > 0
+
+
+def test_what_jobs_at_once_begin_with_is_computed_once() -> None:
+    figures = run_quickly("shared_prefix")
+    for number, sides in figures["shared"]["128"].items():
+        assert sides["llamaq"]["tokens"] == int(number) * figures["tokens_out"]
+        assert 1 <= sides["llamaq"]["computed_per_distinct"] <= 1.02
+        assert_spread(sides["llamaq"]["ttft_ms"])
+
+
+def test_one_prompt_more_than_slots_is_computed_in_the_first_cycle_only() -> None:
+    figures = run_quickly("cyclic_prompts")
+    for pool in ("all_in_cells", "half_in_cells"):
+        first, second = (figures[pool]["cycles"][number]["llamaq"] for number in ("1", "2"))
+        assert first["reused"] == 0
+        assert first["computed_tokens"] == figures["prompts"] * figures["tokens_in"]
+        assert second["reused"] >= 0.95
+        assert figures[pool]["targets"]["reused"]["is_met"]
+
+
+def test_the_cost_of_the_cache_is_measured_where_nothing_is_shared() -> None:
+    figures = run_quickly("no_hits")
+    sides = figures["sides"]
+    assert {"null", "default", "held-0", "held-256"} <= set(sides)
+    for one in sides.values():
+        assert one["tokens"] == figures["jobs"] * figures["tokens_out"]
+        assert one["reused"] == 0
+        assert one["tick_ms"] > one["scheduler_ms"] > one["memory_ms"] > one["moves_ms"] > 0
+        assert 0 < one["bookkeeping_share"] < 1
+    assert sides["null"]["vs_null"] == 1
+    assert sides["null"]["cache"]["entries"] == sides["held-0"]["cache"]["entries"] == 0
+    assert sides["held-256"]["cache"]["entries"] > 0
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.block import FILE_BYTES
 from llamaq.worker.block_files import BlockFiles
-from llamaq.worker.block_format import HEADER, block_header, digest, fingerprint_key
+from llamaq.worker.block_format import HEADER, block_header, checksum, fingerprint_key
 from llamaq.worker.blocks import Block, BlockTree, Scope, Write
 
 ROOMY = 10**9
@@ -468,7 +468,7 @@ def test_the_format_is_the_documented_one(tmp_path: Path) -> None:
         disk.flush()
         (path,), (block,) = disk.paths, disk.blocks([1, 2])
         header = block_header(block, fingerprint_key("model"))
-        assert path.read_bytes() == header + b"data\x02" + digest(header, b"data\x02")
+        assert path.read_bytes() == header + b"data\x02" + checksum(header, b"data\x02")
         assert path.name == block.name.hex() + ".kv"
         assert path.stat().st_size == block.file_bytes
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llamaq.worker.block import BLOCK_BYTES, PUBLIC, Block, Siblings, StoredBlock, namespace_key
+from llamaq.worker.block import BLOCK_BYTES, FILE_BYTES, PUBLIC, Block, Siblings, StoredBlock, namespace_key
 from llamaq.worker.blocks import BlockTree, Chain, Scope, Write
 
 ROOMY = 10**9
@@ -214,14 +214,14 @@ class BlockMachine(RuleBasedStateMachine):
         self.tree.check_integrity()
         assert self.tree.host_bytes <= self.host
         assert self.tree.disk_bytes <= self.disk
-        assert self.tree.disk_bytes == sum(160 + len(b.tokens) + len(data) for b, data in self.files.values())
+        assert self.tree.disk_bytes == sum(FILE_BYTES + len(b.tokens) + len(data) for b, data in self.files.values())
         assert {block.name for block in self.tree_blocks() if block.on_disk} == set(self.files)
         for chain in self.pinned:
             assert all(block in self.tree for block in chain.blocks)
 
 
 BlockMachine.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestBlocks = BlockMachine.TestCase
 

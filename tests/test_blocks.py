@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamaq.worker.block import BLOCK_BYTES, PUBLIC, namespace_key
+from llamaq.worker.block import BLOCK_BYTES, FILE_BYTES, PUBLIC, namespace_key
 from llamaq.worker.blocks import Block, BlockTree, Erase, Scope, Span, StoredBlock, Write
 
 ROOMY = 10**9
@@ -186,6 +186,16 @@ def test_a_sequence_saved_whole_is_public_only_if_all_of_it_is() -> None:
     assert found(tree, range(8), Scope("a", 8)) == 8
 
 
+def test_a_longer_public_block_does_not_stand_for_one_that_private_tokens_go_on_from() -> None:
+    tree = BlockTree(4, ROOMY, can_cut=True)
+    store(tree, [1, 2, 3, 4], Scope("a", 4))
+    assert tree.missing(pack([1, 2, 3, 4, 5, 6]), Scope("a", 2)) == spans(0, 2, 6)
+    store(tree, [1, 2, 3, 4, 5, 6], Scope("a", 2))
+    assert found(tree, [1, 2, 3, 4, 5, 6], Scope("b", 4)) == 4
+    assert found(tree, [1, 2, 3, 4, 5, 6], Scope("a", 2)) == 6
+    tree.check_integrity()
+
+
 # ---- what goes
 
 
@@ -236,6 +246,30 @@ def test_a_block_whose_beginning_went_meanwhile_is_not_kept() -> None:
     tree.check_integrity()
 
 
+def test_parts_of_one_prompt_are_put_in_their_order_or_not_kept() -> None:
+    tree = BlockTree(2, ROOMY, can_cut=True)
+    tokens = pack(range(6))
+    first, second, third = tree.missing(tokens, A)
+    assert tree.put(tokens, A, first, bytes(8)) is not None
+    assert tree.put(tokens, A, third, bytes(8)) is None
+    assert tree.put(tokens, B, second, bytes(8)) is None
+    assert tree.put(tokens, A, second, bytes(8)) is not None
+    assert tree.put(tokens, A, third, bytes(8)) is not None
+    assert found(tree, range(6)) == 6
+
+
+def test_a_block_is_not_put_below_one_whose_file_was_lost() -> None:
+    tree = BlockTree(2, 0, ROOMY, can_cut=True)
+    tokens = pack(range(4))
+    first, second = tree.missing(tokens, A)
+    block = tree.put(tokens, A, first, bytes(8))
+    assert block is not None
+    tree.lost(block)
+    assert tree.put(tokens, A, second, bytes(8)) is None
+    assert len(tree) == 0
+    tree.check_integrity()
+
+
 def test_a_span_that_is_no_part_of_the_prompt_is_a_defect() -> None:
     tree = BlockTree(4, ROOMY, can_cut=True)
     with pytest.raises(ValueError, match="none of the parts"):
@@ -251,6 +285,15 @@ def test_putting_again_what_is_there_changes_nothing_but_counts_as_use() -> None
     assert tree.put(pack([1, 1]), A, Span(0, 2), bytes(8)) is first
     put_block(tree, [3, 3])
     assert [found(tree, query) for query in ([1, 1], [2, 2], [3, 3])] == [2, 0, 2]
+
+
+def test_what_is_put_below_a_beginning_counts_as_use_of_it() -> None:
+    tree = BlockTree(2, room_for(3), can_cut=True)
+    put_block(tree, [1, 1])
+    put_block(tree, [2, 2])
+    put_block(tree, [1, 1, 3, 3])
+    put_block(tree, [4, 4])
+    assert [found(tree, query) for query in ([1, 1, 3, 3], [2, 2], [4, 4])] == [4, 0, 2]
 
 
 def test_what_a_transfer_uses_does_not_go_until_the_last_one_is_done() -> None:
@@ -313,9 +356,39 @@ def test_what_was_read_stays_in_memory_if_there_is_room_and_need_not_be_written_
     tree.loaded(one, bytes(8))
     assert (one.data, two.data) == (bytes(8), None)
     assert [order.block for order in tree.take_orders()] == [two]
-    tree.loaded(two, bytes(8))
-    assert (one.data, two.data) == (None, bytes(8))
     assert tree.take_orders() == []
+    tree.loaded(two, bytes(9))
+    assert found(tree, [2, 2]) == 2
+    assert not tree.match(pack([2, 2]), A).is_resident, "it was not what was stored"
+    tree.loaded(two, bytes(8))
+    assert tree.match(pack([2, 2]), A).is_resident
+    assert not tree.match(pack([1, 1]), A).is_resident
+    assert tree.take_orders() == []
+    tree.check_integrity()
+
+
+def test_a_transfer_keeps_in_memory_what_it_has_read() -> None:
+    tree = BlockTree(2, room_for(1), ROOMY, can_cut=True)
+    put_block(tree, [1, 1])
+    put_block(tree, [2, 2])
+    chain = tree.match(pack([1, 1]), A)
+    tree.pin(chain)
+    tree.loaded(chain.blocks[0], bytes(8))
+    put_block(tree, [3, 3])
+    assert tree.match(pack([1, 1]), A).is_resident
+    assert not tree.match(pack([3, 3]), A).is_resident
+    tree.check_integrity()
+
+
+def test_what_is_larger_than_the_disk_with_all_before_it_evicts_no_file() -> None:
+    tree = BlockTree(2, room_for(2), 2 * _file_bytes(2), can_cut=True)
+    put_block(tree, [8, 8])
+    put_block(tree, [9, 9])
+    put_block(tree, [1, 1, 2, 2])
+    assert len(tree.take_orders()) == 2
+    put_block(tree, [1, 1, 2, 2, 3, 3])
+    assert tree.take_orders() == []
+    assert [found(tree, query) for query in ([8, 8], [9, 9], range(1))] == [2, 2, 0]
     tree.check_integrity()
 
 
@@ -396,7 +469,7 @@ def test_a_tree_is_rebuilt_from_files_and_orphans_are_told() -> None:
     assert sorted((each.start, each.end) for each in orphans) == [(5, 7), (7, 9)]
     assert found(again, range(9), scope) == 3
     assert found(again, [7, 7], B) == 2
-    assert again.disk_bytes == sum(len(each.tokens) + each.n_bytes + 160 for each in stored) - 3 * _file_bytes(2)
+    assert again.disk_bytes == sum(len(each.tokens) + each.n_bytes + FILE_BYTES for each in stored) - 3 * _file_bytes(2)
     again.check_integrity()
 
 
@@ -426,7 +499,7 @@ def test_of_too_many_files_the_oldest_go_but_none_before_what_needs_it() -> None
 
 
 def _file_bytes(n_tokens: int, n_bytes: int = 8) -> int:
-    return 160 + 4 * n_tokens + n_bytes
+    return FILE_BYTES + 4 * n_tokens + n_bytes
 
 
 def stored_block(block: Block, modified_s: float) -> StoredBlock:

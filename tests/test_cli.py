@@ -8,11 +8,13 @@ import os
 import pty
 import re
 import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -141,20 +143,30 @@ def test_snapshots_are_tables_for_people_and_json_for_programs(served: str) -> N
     assert QueueStats.model_validate_json(llamaq("stats", "--json")).recent[0].generated_tokens == 3
 
 
-def test_health_wants_a_worker_with_a_young_heartbeat(
+def test_health_wants_a_worker_of_this_host_that_has_ticked_lately(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--redis-url", redis_url, "--queue", queue, "--max-age-s", "30"]
-    assert "no worker serves" in failing(monkeypatch, capsys, "health", *options)
+    assert "no worker on this host" in failing(monkeypatch, capsys, "health", *options)
+    assert "no worker serves" in failing(monkeypatch, capsys, "health", *options, "--any")
 
-    async def announce(now_ms: int) -> None:
-        async with FakeWorker(redis_url, queue) as worker:
-            await worker.announce(now_ms=now_ms)
+    def announce(**told: Any) -> None:
+        async def tell() -> None:
+            async with FakeWorker(redis_url, queue) as worker:
+                await worker.announce(**told)
 
-    asyncio.run(announce(int(time.time() * 1000)))
+        asyncio.run(tell())
+
+    now_ms = int(time.time() * 1000)
+    announce(now_ms=now_ms)
+    assert "no worker on this host" in failing(monkeypatch, capsys, "health", *options)
+    assert llamaq("health", *options, "--any") == f"ok: fake serves {queue}\n"
+    announce(now_ms=now_ms, host=socket.gethostname())
     assert llamaq("health", *options) == f"ok: fake serves {queue}\n"
-    asyncio.run(announce(int(time.time() * 1000) - 60_000))
-    assert "no worker serves" in failing(monkeypatch, capsys, "health", *options)
+    announce(now_ms=now_ms, host=socket.gethostname(), tick_age_ms=40_000)
+    assert "fake ticked last 4" in failing(monkeypatch, capsys, "health", *options)
+    announce(now_ms=now_ms - 60_000, host=socket.gethostname())
+    assert "fake ticked last 6" in failing(monkeypatch, capsys, "health", *options)
     assert "Redis" in failing(monkeypatch, capsys, "health", "--redis-url", "redis://127.0.0.1:1")
 
 

@@ -25,7 +25,7 @@ def test_every_tick_that_reads_the_long_prompt_also_serves_every_stream(
         streams = [slow_client.submit("the world", max_tokens=6000) for _ in range(N_STREAMS)]
         for job in streams:
             next(job.stream())
-        long = slow_client.submit(tokens=[7] * PROMPT_TOKENS, max_tokens=1)
+        long = slow_client.submit(tokens=[7] * PROMPT_TOKENS, max_tokens=1, cache_prompt=False)
         stats = long.result(timeout=50).stats
         for job in streams:
             assert job.cancel(), "a stream was over before the long prompt was read: nothing was shown"
@@ -44,7 +44,7 @@ def test_a_prompt_that_is_read_for_longer_than_a_lease_keeps_its_lease(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
     lease_ms = slow.settings.lease_s * 1000
-    job = slow_client.submit(tokens=[7] * 16_000, max_tokens=1)
+    job = slow_client.submit(tokens=[7] * 16_000, max_tokens=1, cache_prompt=False)
     longest_ms = 0
     with Redis.from_url(slow.url) as redis:
 

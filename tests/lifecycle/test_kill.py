@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llamaq.common.messages import JobState, Started
+from llamaq.common.messages import JobState, Started, Tokens
 from llamaq.producer import Client, Job, JobNotFound, Result
 from llamaq.worker.embedded import EmbeddedRedis
 from llamaq.worker.models import demo_model
@@ -37,8 +37,8 @@ SLACK_S = 5.0
 """For the look for lost jobs, once a second, and for what is left to generate."""
 
 
-def submit_stories(client: Client) -> list[Job]:
-    return [client.submit(prompt, max_tokens=MAX_TOKENS, temperature=0) for prompt in PROMPTS]
+def submit_stories(client: Client, *, stream: bool = True) -> list[Job]:
+    return [client.submit(prompt, max_tokens=MAX_TOKENS, temperature=0, stream=stream) for prompt in PROMPTS]
 
 
 def assert_equal_where_it_is_no_close_call(client: Client, prompt: str, result: Result, undisturbed: Result) -> None:
@@ -91,6 +91,33 @@ def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(stage: 
             assert (attempts[0], attempts[-1]) == (first.worker_id, second.worker_id)
         assert counted.text.startswith("one two three one two three one")
         assert ("one two three " * 60 + "go").startswith(counted.text.removesuffix("go"))
+        undisturbed = [job.result() for job in submit_stories(client)]
+        for prompt, result, other in zip(PROMPTS, results, undisturbed, strict=True):
+            assert_equal_where_it_is_no_close_call(client, prompt, result, other)
+
+
+def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(stage: Stage, read: Read) -> None:
+    checkpoints = ("--checkpoint-tokens", "20", "--checkpoint-s", "1000")
+    first = stage.start_worker(*checkpoints)
+    with stage.client() as client:
+        jobs = submit_stories(client, stream=False)
+        reader = read(jobs[0])
+        while min(job.status().generated_tokens for job in jobs) < 40:
+            time.sleep(0.01)
+        kill_process(first)
+        second = stage.start_worker(*checkpoints)
+        results = [job.result() for job in jobs]
+        assert reader.finish() == results[0], "who reads it nevertheless gets all of it once"
+        for job, result in zip(jobs, results, strict=True):
+            assert attempts_of(stage, job) == [first.worker_id, second.worker_id]
+            events = stage.events_of(job)
+            again = next(
+                place for place, event in enumerate(events) if isinstance(event, Started) and event.attempt > 1
+            )
+            stored = [event.tokens for event in events[:again] if isinstance(event, Tokens)]
+            assert sum(stored, ()) == result.tokens[: sum(map(len, stored))]
+            assert 40 <= sum(map(len, stored)) < len(result.tokens)
+            assert all(len(tokens) >= 20 for tokens in stored), "nothing is stored between the checkpoints"
         undisturbed = [job.result() for job in submit_stories(client)]
         for prompt, result, other in zip(PROMPTS, results, undisturbed, strict=True):
             assert_equal_where_it_is_no_close_call(client, prompt, result, other)

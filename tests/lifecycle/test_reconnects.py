@@ -66,8 +66,7 @@ def test_connections_that_fall_silent_are_noticed_and_made_again(stage: Stage, p
         n_before = [reader.n_tokens for reader in readers]
         for reader, n in zip(readers, n_before, strict=True):
             reader.await_tokens(n + 1)
-        print(f"the streams stood still for {time.monotonic() - silent_s:.1f} s")
-        assert time.monotonic() - silent_s < SOCKET_TIMEOUT_S + 2 * PING_S
+        assert time.monotonic() - silent_s < SOCKET_TIMEOUT_S + PING_S
         for reader in readers:
             reader.job.cancel()
             reader.finish()

@@ -1,8 +1,8 @@
 """An ordinary worker process that kills itself at a point drawn for it: `python child.py ARMS`, settings on its input.
 
-Everything is the product's, from its entry point on. What is put around some of its methods counts how often they are
-passed, from SIGUSR1 on, and at the last count sends this process SIGKILL, so that not one more instruction runs. Its last line on
-stderr says where that was. The same places slow the ticks down, or write down what a cancelled job cost.
+Everything is the product's, from its entry point on. What is put around some of its methods counts, from SIGUSR1 on,
+how often they are passed, and at the last count sends this process SIGKILL, so that not one more instruction runs. Its
+last line on stderr says where that was. The same places slow the ticks down, or write down what a cancelled job cost.
 """
 
 from __future__ import annotations

@@ -104,10 +104,23 @@ def sturdy(kind: type[C]) -> type[C]:
 
     redis-py sends with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation, also that of a timeout, when
     it comes just as the sending is done (cpython issue 86296). The task would wait on, for ever.
+
+    When one of these connections had no answer in time, those made before are made again before their next use: what
+    silenced that one has silenced them too, and nobody shall wait for that as long once more.
     """
+    silent_s = 0.0
 
     class Sturdy(kind):  # type: ignore[misc,valid-type]
+        _made_s = 0.0
+
+        async def _connect(self) -> None:
+            self._made_s = asyncio.get_running_loop().time()
+            await super()._connect()
+
         async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+            if self.is_connected and self._made_s < silent_s:
+                await self.disconnect(nowait=True)
+                raise RedisConnectionError("another connection made before this one has fallen silent")
             task = asyncio.current_task()
             before = task.cancelling() if task else 0
             await super().send_packed_command(*args, **kwargs)
@@ -116,8 +129,12 @@ def sturdy(kind: type[C]) -> type[C]:
                 raise asyncio.CancelledError
 
         async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+            nonlocal silent_s
             try:
                 return await super().read_response(*args, **kwargs)
+            except RedisTimeoutError:
+                silent_s = asyncio.get_running_loop().time()
+                raise
             except ResponseError as exc:
                 if not is_not_the_master(exc):
                     raise

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
 
 _FULL = "command not allowed when used memory"
 _FAULTS = ("WRONGTYPE", "not an integer", "attempt to ", "bad argument")
+_UNABLE = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "LOADING", "NOPERM")
+"""As scripts pass it on. Outside of them redis-py makes errors of their own of most, and cuts these words off."""
+_UNABLE_ERRORS = (ReadOnlyError, ClusterDownError, AskError, TryAgainError, NoPermissionError)
 
 
 def is_full(exc: BaseException) -> bool:
@@ -16,3 +27,8 @@ def is_full(exc: BaseException) -> bool:
 def is_fault_of_a_job(exc: BaseException) -> bool:
     """Whether a script stumbled over what lies under a job's keys, which trying again does not mend."""
     return isinstance(exc, ResponseError) and any(words in str(exc) for words in _FAULTS)
+
+
+def is_unable(exc: BaseException) -> bool:
+    """Whether the server takes no writes for now, whatever they are about: it is full, not the master, not ready."""
+    return isinstance(exc, _UNABLE_ERRORS) or is_full(exc) or any(words in str(exc) for words in _UNABLE)

@@ -31,7 +31,7 @@ class Trouble:
         kind = "redis_full" if is_full(error) else "redis_error"
         if kind != self._kind:
             self._kind = kind
-            self._log.warning("%s.%s error=%s", self._who, kind, str(error) or type(error).__name__)
+            self._log.warning("%s.%s error=%s", self._who, kind, " ".join(str(error).split()) or type(error).__name__)
 
     def is_over(self) -> None:
         """Redis did what it was asked to."""

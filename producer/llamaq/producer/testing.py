@@ -69,7 +69,15 @@ class FakeWorker:
     ) -> None:
         await self.redis.aclose()
 
-    async def announce(self, *, vocab_hash: str = "0" * 64, now_ms: int = 1, ttl_s: int = 60) -> WorkerCard:
+    async def announce(
+        self,
+        *,
+        vocab_hash: str = "0" * 64,
+        now_ms: int = 1,
+        ttl_s: int = 60,
+        host: str = "localhost",
+        tick_age_ms: int = 0,
+    ) -> WorkerCard:
         """Send one heartbeat, so that the worker is listed."""
         card = WorkerCard(
             worker=self.name,
@@ -82,13 +90,14 @@ class FakeWorker:
             quantization="F32",
             chat_template=None,
             vocab_hash=vocab_hash,
-            host="localhost",
+            host=host,
             pid=1,
             device="none",
             version="0",
             started_ms=now_ms,
         )
-        worker = Worker(card=card, cache=CacheSnapshot(n_cells=512, reserved_cells=0), heartbeat_ms=now_ms)
+        cache = CacheSnapshot(n_cells=512, reserved_cells=0)
+        worker = Worker(card=card, cache=cache, heartbeat_ms=now_ms, tick_age_ms=tick_age_ms)
         await self.redis.hset(self.keys.worker(self.name), "worker", codec.encode_model(worker))
         await self.redis.expire(self.keys.worker(self.name), ttl_s)
         await self.redis.zadd(self.keys.workers(self.queue), {self.name: now_ms})

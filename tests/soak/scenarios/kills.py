@@ -83,7 +83,6 @@ async def _under_kills(
     tick_s: float = 0.0,
 ) -> None:
     """At least `n_jobs` jobs while the plan's kills happen; ends when all jobs have."""
-
     n_ended = 0
 
     def wants_more(n_begun: int, n_open: int) -> bool:

@@ -23,7 +23,7 @@ PUBLIC = hashlib.blake2b(b"public", digest_size=32, person=b"llamaq scope").dige
 BLOCK_BYTES = 1024
 """What a block costs in memory beside its data, about: the object, its tokens, its places in tree and order."""
 
-FILE_BYTES = 160
+FILE_BYTES = 140
 """What a block's file holds beside tokens and data; `block_format` holds itself to it."""
 
 

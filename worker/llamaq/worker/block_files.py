@@ -9,7 +9,6 @@ torn, and a cache that is lost then costs less than one that waits for the disk.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -23,15 +22,13 @@ from pathlib import Path
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.background import Background
 from llamaq.worker.block import Block, Order, StoredBlock, Write
-from llamaq.worker.block_format import Fault, block_header, digest, fingerprint_key, read_data, read_header
+from llamaq.worker.block_format import Fault, block_header, checksum, fingerprint_key, read_data, read_header
 from llamaq.worker.blocks import BlockTree
-from llamaq.worker.plain_files import TEMPORARY, make_private_folder, open_file, write_file
+from llamaq.worker.plain_files import LOCK, TEMPORARY, claim_folder, open_file, write_file
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
-LOCK = "lock"
-MAX_FOLDERS = 256
 MAX_PENDING_BYTES = 256 * 1024**2
 _FILE_NAME = re.compile(r"([0-9a-f]{64})\.kv")
 _USELESS = frozenset({Fault.TORN, Fault.TOO_LARGE})
@@ -52,7 +49,7 @@ class BlockFiles:
         self._max_file_bytes = max_file_bytes
         self._max_pending_bytes = max_pending_bytes
         try:
-            self.folder, self._lock = _claim(folder, self._fingerprint.hex()[:32])
+            self.folder, self._lock = claim_folder(folder, self._fingerprint.hex()[:32])
         except OSError as exc:
             raise InvalidSettings(f"--cache-dir (LLAMAQ_CACHE_DIR): {exc}") from exc
         self.background = Background("llamaq-disk")
@@ -152,7 +149,7 @@ class BlockFiles:
             return
         header = block_header(block, self._fingerprint)
         try:
-            write_file(self._path(block.name), header, data, digest(header, data))
+            write_file(self._path(block.name), header, data, checksum(header, data))
         except OSError as exc:
             self._warn_of_write(exc)
             self._written.append((order, False))
@@ -238,20 +235,3 @@ def _report_defect(done: Future[None]) -> None:
     """What nobody waits for must not fail in silence."""
     if not done.cancelled() and (defect := done.exception()):
         log.error("disk_cache.defect", exc_info=defect)
-
-
-def _claim(folder: Path, key: str) -> tuple[Path, int]:
-    """The first folder of this key that no other process has, and the lock that keeps it."""
-    if not folder.exists():
-        folder.mkdir(mode=0o700, parents=True)
-    for number in range(MAX_FOLDERS):
-        own = folder / (f"{key}.{number}" if number else key)
-        make_private_folder(own)
-        lock = os.open(own / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-        else:
-            return own, lock
-    raise OSError(f"{MAX_FOLDERS} other workers use {folder}")

@@ -115,7 +115,8 @@ class BlockTree:
 
     def loaded(self, block: Block, data: bytes) -> None:
         """The block's file was read: keep its data in memory too, if there is room."""
-        if block in self and block.data is None and block.host_bytes <= self._host.max_bytes:
+        fits = len(data) == block.n_bytes and block.host_bytes <= self._host.max_bytes
+        if block in self and block.data is None and fits:
             block.data = data
             self._host.add(block)
             self._touch(block)
@@ -220,11 +221,15 @@ class BlockTree:
     def _to_disk(self, block: Block) -> bool:
         """Order the files of the block and of its ancestors that have none; others go for them. False: no room."""
         new: list[tuple[Block, bytes]] = []
+        n_bytes = 0
         above: Block | None = block
         while above is not None and above.data is not None and not above.on_disk:
             new.append((above, above.data))
+            n_bytes += above.file_bytes
+            if n_bytes > self._disk.max_bytes:
+                return False
             above = above.parent
-        if not self._make_disk_room(sum(each.file_bytes for each, _ in new), block):
+        if not self._make_disk_room(n_bytes, block):
             return False
         for each, data in reversed(new):
             each.on_disk = True
@@ -234,8 +239,6 @@ class BlockTree:
 
     def _make_disk_room(self, n_bytes: int, block: Block) -> bool:
         """Evict files until so many bytes are free, but none that `block` needs."""
-        if n_bytes > self._disk.max_bytes:
-            return False
         is_touched = False
         while self._disk.n_bytes + n_bytes > self._disk.max_bytes:
             oldest = self._disk.oldest

@@ -11,9 +11,8 @@ import logging
 import os
 from pathlib import Path
 
-import llama_cpp
-
 from llamaq.worker.engine import Engine
+from llamaq.worker.llama import VERSION, has_gpu
 from llamaq.worker.plain_files import make_private_folder
 from llamaq.worker.settings import WorkerSettings
 
@@ -30,9 +29,9 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
     parts = {
         "format": FORMAT,
         "model": _file_hash(path, settings.cache_dir),
-        "llama.cpp": llama_cpp.__version__,
+        "llama.cpp": VERSION,
         "memory": [engine.in_blocks, engine.can_cut, engine.kv_unified],
-        "gpu_layers": settings.n_gpu_layers > 0 and llama_cpp.llama_supports_gpu_offload(),
+        "gpu_layers": settings.n_gpu_layers > 0 and has_gpu(),
         "salt": settings.cache_salt,
     }
     return json.dumps(parts, sort_keys=True)

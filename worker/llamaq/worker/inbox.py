@@ -13,7 +13,7 @@ from llamaq.common import codec
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.keys import GROUP, JobId, Keys
 from llamaq.common.messages import Priority, Tokens
-from llamaq.common.refusals import is_fault_of_a_job
+from llamaq.common.refusals import is_unable
 from llamaq.common.scripts import MAX_DEAD, Attempt, Claim, Scripts, SettleCode
 from llamaq.worker.streams import Entries, JobStreams
 
@@ -62,6 +62,10 @@ class Inbox:
         """
         return await self._accept_all(await self._streams.read(count) or await self._streams.wait(block_s))
 
+    async def claim_urgent(self, count: int) -> list[Claim]:
+        """Up to `count` new interactive entries; does not wait for any."""
+        return await self._accept_all(await self._streams.read(count, [Priority.INTERACTIVE]))
+
     async def reclaim(self, count: int) -> list[Claim]:
         """Up to `count` entries whose worker has been silent for a lease, or has handed them back."""
         return await self._accept_all(await self._streams.reclaim(count, self._lease_ms))
@@ -108,7 +112,7 @@ class Inbox:
                 max_crashes=self._max_crashes,
             )
         except (ResponseError, ValueError) as exc:
-            if isinstance(exc, ResponseError) and not is_fault_of_a_job(exc):
+            if is_unable(exc):
                 raise
             return "ok"  # not a job's hash: to begin it gives it up
 
@@ -130,8 +134,8 @@ class Inbox:
         try:
             outcome = await self._scripts.start(claim, self._worker_id)
         except (ResponseError, ValueError, LookupError) as exc:
-            if isinstance(exc, ResponseError) and not is_fault_of_a_job(exc):
-                raise  # Redis takes no writes for now: the job is as good as any
+            if is_unable(exc):
+                raise  # the job is as good as any
             await self._give_up(claim, f"not a job's hash: {exc}")  # it holds what no client writes
             return None
         if isinstance(outcome, Attempt):

@@ -32,12 +32,16 @@ RETRY_S = 0.5
 PATIENCE_S = 3.0
 """So long what runs here may go on while suspects wait; then it is handed back."""
 POLL_S = 0.05
+URGENT_POLL_S = 0.1
+"""How long an interactive job waits at most until a worker full of bulk jobs sees it."""
 START_TIMEOUT_S = 2.0
 """For the starts that are on their way to Redis when the worker stops."""
 
 
 class Intake:
     """Claims no more jobs than there is room for: the slots and a small window.
+
+    Bulk jobs take no room from interactive ones, for whom they are preempted. What is too much then is handed back.
 
     A suspect, of which so many workers died that one more is the last, is begun when nothing else runs here, and
     nothing else is claimed before it has stored a token or has ended: who shares its worker would share the blame.
@@ -81,10 +85,15 @@ class Intake:
         """How many more jobs may be claimed."""
         return self._capacity - self._outbox.n_running - self._n_starting
 
+    @property
+    def urgent_room(self) -> int:
+        """How many more interactive jobs may be claimed."""
+        return self._capacity - self._outbox.n_urgent - self._n_starting
+
     async def run(self) -> None:
         """Claim and begin jobs until cancelled."""
         while True:
-            if self.room <= 0 or not self._is_alive():
+            if max(self.room, self.urgent_room) <= 0 or not self._is_alive():
                 await self._wait_for_news(BLOCK_S)
                 continue
             try:
@@ -102,12 +111,21 @@ class Intake:
 
     async def _claim(self) -> list[Claim]:
         """Jobs to begin now: those that other workers lost, or new ones."""
+        if self.room <= 0:
+            return await self._claim_urgent()
         if self._clock() - self._reclaimed_s >= BLOCK_S:
             lost = await self._inbox.reclaim(self.room)
             self._reclaimed_s = self._clock()
             if lost:
                 return await self._take_over(lost)
         return await self._inbox.claim(self.room, block_s=BLOCK_S)
+
+    async def _claim_urgent(self) -> list[Claim]:
+        """Interactive jobs, while bulk jobs take all the room. To wait in Redis would miss a slot that falls free."""
+        claims = await self._inbox.claim_urgent(self.urgent_room)
+        if not claims:
+            await self._wait_for_news(URGENT_POLL_S)
+        return claims
 
     async def _take_over(self, lost: list[Claim]) -> list[Claim]:
         """Those of the reclaimed jobs that may run beside others.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from llamaq.common.errors import JobRejected
-from llamaq.common.messages import FinishReason, JobRequest, JobStats
+from llamaq.common.messages import FinishReason, JobRequest, JobStats, Priority
 from llamaq.worker.block import Scope
 from llamaq.worker.prefix_index import pack
 
@@ -59,6 +59,11 @@ class Lease:
     """Its entry in that stream."""
     attempt: int
     """The fence: only the newest attempt may write."""
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it is an interactive job's."""
+        return self.stream.endswith(f":{Priority.INTERACTIVE}")
 
 
 @dataclass(slots=True, eq=False)

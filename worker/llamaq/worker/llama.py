@@ -25,6 +25,8 @@ from llamaq.worker.llama_log import LogLines
 
 logger = logging.getLogger(__name__)
 
+VERSION = str(llama_cpp.__version__)
+"""Of llama-cpp-python, which names the llama.cpp inside."""
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1  # what llama_decode returns
 
@@ -44,6 +46,8 @@ class ContextOptions:
     kv_unified: bool = True
     """One pool of cells for all sequences; else each has a stream of `n_ctx / n_seq_max`, rounded up to 256, of its own
     and `n_ctx` is made as large as all of them."""
+    has_scratch: bool = True
+    """One of the sequences is for moving parts of others about; without it they are saved and loaded whole."""
     swa_full: bool = True
     """Sliding-window layers keep what left the window, so that sequences can be cut and shared in the middle."""
 
@@ -59,7 +63,7 @@ class Model:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         if main_gpu is not None:
-            if not llama_cpp.llama_supports_gpu_offload():
+            if not has_gpu():
                 raise ModelError(
                     "--device, --devices: this build of llama.cpp knows no GPU; see CMAKE_ARGS in CONTRIBUTING.md"
                 )
@@ -132,6 +136,7 @@ class Context:
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
         self.cells_per_sequence: int = llama_cpp.llama_n_ctx_seq(self.pointer)
         self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
+        self.has_scratch = options.has_scratch
         self.batch = TokenBatch(self.n_batch)
         self.waiting_copies: list[tuple[int, int]] = []
         """Sources and targets of the copies between streams that the next decode makes before it computes."""
@@ -199,6 +204,11 @@ class Context:
     def close(self) -> None:
         """Free it; may be called twice."""
         self._close()
+
+
+def has_gpu() -> bool:
+    """Whether this build of llama.cpp can offload layers."""
+    return bool(llama_cpp.llama_supports_gpu_offload())
 
 
 class TokenBatch:

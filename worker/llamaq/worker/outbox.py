@@ -88,6 +88,11 @@ class Outbox:
         return sum(account.ending is None for account in self._accounts.values())
 
     @property
+    def n_urgent(self) -> int:
+        """Interactive jobs among those that are with the engine."""
+        return sum(account.ending is None and account.lease.is_urgent for account in self._accounts.values())
+
+    @property
     def n_open(self) -> int:
         """Jobs that this worker still answers for."""
         return len(self._accounts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import tempfile
@@ -11,11 +12,32 @@ from typing import BinaryIO
 TEMPORARY = ".tmp"
 """How the names of unfinished files end."""
 
+LOCK = "lock"
+"""The file that is locked in a claimed folder."""
+
+MAX_FOLDERS = 256
+
 
 def make_private_folder(folder: Path) -> None:
     """Create the folder for this user alone; one that is there is closed to others."""
     folder.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
+
+
+def claim_folder(folder: Path, key: str) -> tuple[Path, int]:
+    """The first folder of this key that no other process has, and the descriptor of the lock that keeps it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for number in range(MAX_FOLDERS):
+        own = folder / (f"{key}.{number}" if number else key)
+        make_private_folder(own)
+        lock = os.open(own / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+        else:
+            return own, lock
+    raise OSError(f"{MAX_FOLDERS} other workers use {folder}")
 
 
 def write_file(path: Path, *parts: bytes, is_synced: bool = False) -> None:
@@ -39,11 +61,10 @@ def write_file(path: Path, *parts: bytes, is_synced: bool = False) -> None:
 def open_file(path: Path) -> BinaryIO:
     """Open for reading. `OSError` when it is not a plain file, such as a link or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    file = os.fdopen(descriptor, "rb", buffering=0)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+        os.close(descriptor)
         raise OSError(f"{path} is not a plain file")
-    return file
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def size_of(file: BinaryIO) -> int:

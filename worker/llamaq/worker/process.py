@@ -79,7 +79,13 @@ class WorkerProcess:
             worker=self.card.worker,
         )
         self._scheduler = scheduler
-        self._ticks = TickLoop(scheduler, engine, self._telemetry, hang_s=settings.hang_s)
+        self._ticks = TickLoop(
+            scheduler,
+            engine,
+            self._telemetry,
+            hang_s=settings.hang_s,
+            capacity=settings.n_parallel + settings.inbox_window,
+        )
         preparer = Preparer(
             engine.vocab,
             self._warden,
@@ -155,11 +161,13 @@ class WorkerProcess:
 def load_engine(path: Path, settings: WorkerSettings) -> Engine:
     """The engine that these settings describe; raises `ModelError` or `EngineError`."""
     model = Model(path, n_gpu_layers=settings.n_gpu_layers, main_gpu=settings.device)
+    n_sequences = choose_n_sequences(settings, model)
     options = ContextOptions(
         n_ctx=settings.n_ctx,
         n_batch=settings.batch_budget,
         n_ubatch=settings.n_ubatch,
-        n_seq_max=choose_n_sequences(settings, model),
+        n_seq_max=n_sequences,
+        has_scratch=n_sequences > settings.n_parallel,
         n_threads=settings.n_threads,
         n_threads_batch=settings.n_threads,
         kv_unified=settings.kv_unified,

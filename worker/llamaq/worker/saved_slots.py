@@ -1,7 +1,7 @@
 """Slots' states under names that users give: `<folder>/slots/<name>.slot`, one file each.
 
     magic 8 | format 4 | meta length 4 | fingerprint 32 | tokens' length 8 | data length 8
-    meta as JSON | packed tokens | data | blake2b of all before 24
+    meta as JSON | packed tokens | data | crc32 of all before 4
 
 These are written on purpose, so they are synced and no limit evicts them. Several workers may share the folder.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.worker.block_format import DIGEST_BYTES, digest, fingerprint_key
+from llamaq.worker.block_format import CHECKSUM_BYTES, checksum, fingerprint_key
 from llamaq.worker.plain_files import (
     TEMPORARY,
     make_private_folder,
@@ -82,14 +82,14 @@ class SavedSlots:
         if len(text) > MAX_META_BYTES:
             raise InvalidRequest(f"slot state {name!r}: {len(text)} bytes of meta data, {MAX_META_BYTES} are allowed")
         header = HEADER.pack(MAGIC, FORMAT, len(text), self._fingerprint, len(tokens), len(data))
-        size = len(header) + len(text) + len(tokens) + len(data) + DIGEST_BYTES
+        size = len(header) + len(text) + len(tokens) + len(data) + CHECKSUM_BYTES
         if size > self._max_file_bytes:
             raise InvalidRequest(f"slot state {name!r}: a file of {size} bytes, {self._max_file_bytes} are allowed")
         self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private_folder(self.folder)
         self._remove_abandoned()
         parts = (header, text, tokens, data)
-        write_file(path, *parts, digest(*parts), is_synced=True)
+        write_file(path, *parts, checksum(*parts), is_synced=True)
         return self._info(path)
 
     def read_named(self, name: str) -> SavedSlot:
@@ -101,7 +101,7 @@ class SavedSlots:
                 raise InvalidRequest(f"slot state {name!r} was saved with another model or other settings")
             parts.append(read_exactly(file, info.n_tokens * TOKEN_BYTES))
             parts.append(read_exactly(file, info.n_bytes))
-            if read_exactly(file, DIGEST_BYTES) != digest(*parts):
+            if read_exactly(file, CHECKSUM_BYTES) != checksum(*parts):
                 raise _damaged(name)
         return SavedSlot(info, *parts[-2:])
 
@@ -136,7 +136,7 @@ class SavedSlots:
         magic, version, n_meta, fingerprint, n_token_bytes, n_bytes = HEADER.unpack(fixed)
         if (magic, version) != (MAGIC, FORMAT):
             raise _damaged(name)
-        expected = HEADER.size + n_meta + n_token_bytes + n_bytes + DIGEST_BYTES
+        expected = HEADER.size + n_meta + n_token_bytes + n_bytes + CHECKSUM_BYTES
         if size != expected or size > self._max_file_bytes or n_meta > MAX_META_BYTES or n_token_bytes % TOKEN_BYTES:
             raise _damaged(name)
         text = read_exactly(file, n_meta)

@@ -125,6 +125,17 @@ class Scheduler:
             self._leave(job)
         return jobs
 
+    def shed(self, n_jobs: int) -> list[Job]:
+        """Take bulk jobs out of the line, the last first, until no more than `n_jobs` are here."""
+        n_surplus = len(self._pool.active) + self.n_waiting - n_jobs
+        if n_surplus <= 0:
+            return []
+        bulk = [job for job in self._waiting if job.request.priority is Priority.BULK]
+        shed = bulk[::-1][:n_surplus]
+        for job in shed:
+            self._leave(job)
+        return shed
+
     def close(self) -> list[Job]:
         """Take all jobs out without an end, running ones too; returns them. Outputs that wait are kept for `apply`."""
         jobs = self.withdraw()

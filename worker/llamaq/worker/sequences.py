@@ -29,7 +29,7 @@ class KvSequences:
         self._n_swa = model.n_swa
         self._has_streams = not context.kv_unified and not model.is_purely_recurrent
         self.can_cut = not model.is_recurrent and (not model.n_swa or context.swa_full)
-        self.in_blocks = self.can_cut and context.kv_unified
+        self.in_blocks = self.can_cut and context.kv_unified and context.has_scratch
         self.n_sequences = context.n_seq_max - 1 if self.in_blocks else context.n_seq_max
         self._scratch = context.n_seq_max - 1
 

@@ -68,10 +68,10 @@ class JobStreams:
             if "BUSYGROUP" not in str(exc):
                 raise
 
-    async def read(self, count: int) -> Entries:
+    async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
         """Up to `count` new entries, interactive ones first; does not wait for any."""
         found: Entries = []
-        for priority in Priority:
+        for priority in priorities:
             streams = [partition[priority] for partition in self._in_turn()]
             while streams and count:
                 some, streams = streams[:count], streams[count:]

@@ -57,9 +57,12 @@ class TickLoop:
         telemetry: Telemetry,
         *,
         hang_s: float,
+        capacity: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Of more than `capacity` jobs, bulk jobs that have no slot are given up, for other workers."""
         self._scheduler = scheduler
+        self._capacity = capacity
         self._engine = engine
         self._telemetry = telemetry
         self._hang_s = hang_s
@@ -75,7 +78,7 @@ class TickLoop:
         self.put: Callable[[list[Output]], None] = lambda _: None
         """Where outputs go; must not block."""
         self.give_up: Callable[[list[Job]], None] = lambda _: None
-        """Where jobs go that a stopping worker will not start; must not block."""
+        """Where jobs go that this worker will not go on with; must not block."""
         self.snapshot = self._look()
 
     def admit(self, job: Job) -> None:
@@ -140,6 +143,8 @@ class TickLoop:
         if self._stop_s is not None:
             self.give_up(scheduler.withdraw())
         scheduler.admit()
+        if self._capacity is not None:
+            self.give_up(scheduler.shed(self._capacity))
         batch = scheduler.plan(self.queue_depth)
         started_s = self._clock()
         results = self._engine.run(batch) if batch else []

@@ -1,0 +1,68 @@
+"""Redis killed under load with `appendfsync always`: what was acknowledged is there afterwards, and ends."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redis.exceptions import RedisError
+from tests.servers import HOST, Server, free_ports
+
+from llamaq.producer import Client, Job, QueueFull
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Stage
+
+N_KILLS = 3
+SUBMITTERS = 3
+DURABLE = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
+
+
+class Submitter(threading.Thread):
+    """Submits jobs, whether Redis is there or not, and keeps those that were acknowledged."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(daemon=True)
+        self._client = client
+        self._stopping = threading.Event()
+        self.jobs: list[Job] = []
+        self.start()
+
+    def run(self) -> None:
+        while not self._stopping.wait(0.02):
+            try:
+                self.jobs.append(self._client.submit("Once upon a time", max_tokens=4))
+            except (RedisError, OSError, QueueFull):
+                continue
+
+    def stop(self) -> list[Job]:
+        self._stopping.set()
+        self.join()
+        return self.jobs
+
+
+def test_every_acknowledged_job_ends_though_redis_is_killed_under_load(stage: Stage, folder: Path) -> None:
+    server = Server(folder, free_ports(1)[0], DURABLE)
+    server.start()
+    stage.redis_url = f"redis://{HOST}:{server.port}/0"
+    try:
+        stage.start_worker("--n-parallel", "8")
+        dice = random.Random(3)
+        with stage.client() as client:
+            submitters = [Submitter(client) for _ in range(SUBMITTERS)]
+            for _ in range(N_KILLS):
+                time.sleep(dice.uniform(0.3, 0.8))
+                server.kill()
+                server.start()
+            time.sleep(0.3)
+            jobs = [job for submitter in submitters for job in submitter.stop()]
+            assert len({job.id for job in jobs}) == len(jobs) > 10 * N_KILLS
+            for job in jobs:
+                assert job.result().tokens
+                stage.events_of(job)
+        stage.end_commands()
+    finally:
+        server.kill()

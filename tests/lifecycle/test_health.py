@@ -1,0 +1,33 @@
+"""`llamaq health`, as a container asks it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Stage
+
+MAX_AGE_S = 3.0
+"""More than a heartbeat and an idle engine's second together."""
+
+
+def test_health_is_green_while_the_worker_ticks_and_red_when_its_engine_or_redis_does_not_answer(stage: Stage) -> None:
+    options = ["--queue", stage.queue, "--redis-url", stage.redis_url, "--max-age-s", str(MAX_AGE_S)]
+
+    def health() -> int:
+        return stage.start("health", *options).end()
+
+    assert health() == 1, "nobody serves the queue"
+    worker = stage.start_worker(LLAMAQ_HEARTBEAT_S="0.2")
+    assert health() == 0
+    time.sleep(1.1 * MAX_AGE_S)
+    assert health() == 0, "an idle engine ticks too"
+    os.kill(worker.pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    while health() == 0:
+        assert time.monotonic() - stopped_s < 10 * MAX_AGE_S
+    os.kill(worker.pid, signal.SIGCONT)
+    assert stage.start("health", "--queue", stage.queue, "--redis-url", "redis://127.0.0.1:1").end() == 1
