@@ -21,10 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaq.common.errors import InvalidSettings
+from llamaq.worker import block_files
 from llamaq.worker.block import FILE_BYTES
 from llamaq.worker.block_files import BlockFiles
 from llamaq.worker.block_format import HEADER, block_header, checksum, fingerprint_key
 from llamaq.worker.blocks import Block, BlockTree, Scope, Write
+from llamaq.worker.plain_files import write_file
 
 ROOMY = 10**9
 SCOPE = Scope("tenant of ours", 2)
@@ -135,6 +137,13 @@ def test_only_this_user_can_read_the_files(tmp_path: Path) -> None:
         os.umask(before)
 
 
+def test_a_folder_that_others_could_read_is_closed(tmp_path: Path) -> None:
+    with Disk(tmp_path) as disk:
+        disk.files.folder.chmod(0o755)
+    with Disk(tmp_path) as disk:
+        assert stat.S_IMODE(disk.files.folder.stat().st_mode) == 0o700
+
+
 def test_no_file_says_its_namespace(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         disk.put(range(5))
@@ -173,14 +182,21 @@ def test_reads_go_before_writes(tmp_path: Path) -> None:
         assert written == [1]
 
 
-def test_a_write_that_was_erased_before_its_turn_is_not_done(tmp_path: Path) -> None:
+def test_a_write_that_was_erased_before_its_turn_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+
+    def count(path: Path, *parts: bytes) -> None:
+        written.append(path)
+        write_file(path, *parts)
+
+    monkeypatch.setattr(block_files, "write_file", count)
     with Disk(tmp_path, max_disk_bytes=FILE_BYTES + 8 + 5) as disk:
         with Stopped(disk.files):
             for n in range(5):
                 disk.put([n, n])
             assert disk.files.pending_bytes == 5
         disk.flush()
-        assert len(disk.paths) == 1
+        assert disk.paths == written
         assert disk.read([4, 4]) == [b"data\x02"]
 
 
@@ -192,6 +208,13 @@ def test_writes_that_the_disk_cannot_keep_up_with_are_given_up(tmp_path: Path, w
         disk.flush()
         assert [bool(disk.blocks([n, n])) for n in range(5)] == [True, True, False, False, False]
         assert ["too slow" in line for line in warnings] == [True]
+
+
+def test_one_write_may_be_larger_than_all_that_may_wait(tmp_path: Path) -> None:
+    with Disk(tmp_path, max_pending_bytes=1) as disk:
+        disk.put([1, 1])
+        disk.flush()
+        assert disk.read([1, 1]) == [b"data\x02"]
 
 
 def test_what_memory_still_has_is_written_without_such_a_limit(tmp_path: Path) -> None:
@@ -217,6 +240,10 @@ def test_a_disk_that_cannot_be_written_costs_the_blocks_and_one_warning(tmp_path
         disk.put([7, 7])
         disk.flush()
         assert disk.read([7, 7]) == [b"data\x02"]
+        shutil.rmtree(disk.files.folder)
+        disk.put([8, 8])
+        disk.flush()
+        assert len(list(warnings)) == 2, "it went well in between"
 
 
 def test_what_could_not_be_written_stays_in_memory(tmp_path: Path) -> None:

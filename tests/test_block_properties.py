@@ -227,7 +227,7 @@ TestBlocks = BlockMachine.TestCase
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.sets(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1), st.data())
+@given(st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12), st.data())
 def test_siblings_are_found_as_a_scan_finds_them(strings: set[tuple[int, ...]], data: st.DataObject) -> None:
     siblings = Siblings()
     blocks = {string: Block(None, PUBLIC, pack(string), 0, len(string), b"", 0) for string in strings}
@@ -237,7 +237,7 @@ def test_siblings_are_found_as_a_scan_finds_them(strings: set[tuple[int, ...]], 
         siblings.remove(blocks.pop(gone))
     siblings.check_integrity()
     assert len(siblings) == len(blocks)
-    query = data.draw(st.lists(st.integers(0, 2), max_size=8).map(tuple))
+    query = data.draw(st.lists(st.integers(0, 1), max_size=6).map(tuple))
     packed = pack(query)
     assert siblings.get(packed) is blocks.get(query)
     within = [block.end for block in siblings.within(packed)]

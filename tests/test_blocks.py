@@ -139,9 +139,9 @@ def test_whole_sequences_that_cannot_be_cut_are_used_by_what_goes_on_from_all_of
 
 def test_of_equal_covers_the_block_that_is_used_whole_is_taken() -> None:
     tree = BlockTree(4, ROOMY, can_cut=True)
-    store(tree, [1, 2, 3, 8], Scope("a", 2))  # [0, 2) public, with a child
-    store(tree, [1, 2, 7, 7], Scope("a", 4))
-    chain = tree.match(pack([1, 2, 5]), Scope("a", 2))
+    store(tree, [1, 2, 3, 4], Scope("b", 4))
+    store(tree, [1, 2])
+    chain = tree.match(pack([1, 2, 9]), Scope("a", 2))
     assert (chain.n_tokens, chain.blocks[0].end) == (2, 2)
 
 

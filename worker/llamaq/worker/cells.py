@@ -76,11 +76,6 @@ class CellLedger:
         sequence = self._sequences.get(seq_id)
         return sequence.held - sequence.claimed if sequence else 0
 
-    def new(self, seq_id: int) -> int:
-        """Cells that are counted for this sequence, and not for the one below which it stands."""
-        sequence = self._sequences.get(seq_id)
-        return sequence.held - sequence.shared if sequence else 0
-
     def owned_together(self, seq_ids: Collection[int]) -> int:
         """Cells that nobody else holds: those that would be free if all these were dropped now.
 

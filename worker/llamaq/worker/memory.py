@@ -188,13 +188,13 @@ class Memory:
 
     def _could_enter(self, job: Job, way: Way) -> bool:
         """Whether there would be room without the entries."""
-        gone = sum(self.pool.ledger.owned(entry.seq_id) for entry in self.cache.entries())
+        gone = self.pool.ledger.owned_together(self.pool.kept)
         return self.pool.could_acquire(job) or self.pool.missing_cells(job, way.n_held) <= gone
 
     def _is_enough_leaving(self, job: Job, way: Way) -> bool:
         """Whether nothing more has to be evicted: what is leaving makes the room, or there is nothing else."""
-        leaving = [entry for entry in self.cache.entries() if entry.leaving]
-        cells = sum(self.pool.ledger.owned(entry.seq_id) for entry in leaving)
+        leaving = {entry.seq_id for entry in self.cache.entries() if entry.leaving}
+        cells = self.pool.ledger.owned_together(leaving)
         enough = bool(leaving or self.pool.n_free) and cells >= self.pool.missing_cells(job, way.n_held)
         return enough or self.cache.coldest() is None
 
@@ -211,8 +211,8 @@ class Memory:
             self._let_coldest_go()
 
     def _excess_cells(self) -> int:
-        staying = (entry.seq_id for entry in self.cache.entries() if not entry.leaving)
-        return sum(map(self.pool.ledger.new, staying)) - self._held_cells
+        staying = {entry.seq_id for entry in self.cache.entries() if not entry.leaving}
+        return self.pool.ledger.owned_together(staying) - self._held_cells
 
     def _lacks_sequences(self) -> bool:
         """Whether idle slots would have to wait for a sequence; where there is none to spare they adopt one."""

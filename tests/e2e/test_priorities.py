@@ -1,0 +1,40 @@
+"""A worker full of bulk jobs runs an interactive job at once, and the bulk jobs lose nothing by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llamaq.common.messages import FinishReason
+from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
+
+if TYPE_CHECKING:
+    import pytest
+    from tests.e2e.conftest import Await, StartWorker
+
+BULK_TOKENS = 400
+
+
+def test_an_interactive_job_does_not_wait_for_bulk_jobs(
+    start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory, wait_for: Await
+) -> None:
+    spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=CHATML)
+    model: Path = write_model(tmp_path_factory.mktemp("models") / "bulk.gguf", spec, seed=1)
+    served = start_worker("bulk", model, n_parallel=2, n_ctx=2048, heartbeat_s=0.1, lease_s=2)
+    with served.client() as client:
+        bulk = [
+            client.submit(f"bulk {at}", max_tokens=BULK_TOKENS, temperature=0, priority="bulk", timeout_s=50)
+            for at in range(8)
+        ]
+        wait_for(lambda: sum(slot.job_id is not None for slot in client.workers()[0].slots) == 2)
+        for at in range(4):
+            urgent = client.submit(f"urgent {at}", max_tokens=4, temperature=0)
+            assert urgent.result(timeout=20).finish_reason is FinishReason.LENGTH
+            assert not all(job.status().finished_ms for job in bulk), "the bulk jobs were over: nothing was shown"
+        results = [job.result(timeout=60) for job in bulk]
+        assert client.workers()[0].cache.preemptions > 0
+        assert {result.finish_reason for result in results} == {FinishReason.LENGTH}
+        assert [len(result.tokens) for result in results] == [BULK_TOKENS] * 8
+        for job, result in zip(bulk, results, strict=True):
+            streamed = [token for chunk in job.stream() for token in chunk.tokens]
+            assert streamed == list(result.tokens), "no gap and no repeat"
