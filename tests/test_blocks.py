@@ -421,6 +421,18 @@ def test_a_file_that_is_not_good_takes_what_is_below_it_along() -> None:
     tree.check_integrity()
 
 
+def test_what_lies_in_memory_below_a_bad_file_goes_too() -> None:
+    tree = BlockTree(2, room_for(1), ROOMY, can_cut=True)
+    one = put_block(tree, [1, 1])
+    put_block(tree, [9, 9])
+    put_block(tree, [1, 1, 2, 2])
+    assert one is not None
+    tree.lost(one)
+    assert [found(tree, query) for query in ([1, 1, 2, 2], [9, 9])] == [0, 2]
+    assert (len(tree), tree.host_bytes) == (1, 0)
+    tree.check_integrity()
+
+
 def test_a_block_in_memory_that_could_not_be_written_stays_there() -> None:
     tree = BlockTree(2, room_for(2), ROOMY, can_cut=True)
     one, two = put_block(tree, [1, 1]), put_block(tree, [1, 1, 2, 2])

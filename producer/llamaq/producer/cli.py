@@ -7,6 +7,7 @@ is imported only when one of them is called.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import socket
 import sys
 from typing import Annotated, Any
@@ -224,6 +225,8 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
         if exc.name is not None and exc.name.startswith("llamaq."):
             raise
         raise MissingExtra(f"llamaq {called}", "worker") from exc
+    if importlib.util.find_spec("llama_cpp") is None:  # only the processes that a supervisor starts import it
+        raise MissingExtra(f"llamaq {called}", "worker")
     register(app)
 
 

@@ -170,7 +170,7 @@ class BlockTiers:
             for _ in self._pace.steps(budget_s):
                 if not self._move_one():
                     break
-            self._files.carry_out(self.tree.take_orders())
+        self._files.carry_out(self.tree.take_orders())
         done, self._done = self._done, Done()
         return done
 

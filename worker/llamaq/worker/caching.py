@@ -52,14 +52,14 @@ def make_prefix_cache(settings: WorkerSettings, engine: Engine, model: Path) -> 
 
 
 def _make_tiers(settings: WorkerSettings, engine: Engine, model: Path) -> Tiers:
-    if not settings.cache_ram_mb:
+    if not settings.cache_ram_mb and settings.cache_dir is None:
         return NoTiers()
     ram_bytes, disk_bytes = settings.cache_ram_mb * MIB, settings.cache_disk_mb * MIB
     block_tokens = BLOCK_TOKENS if engine.in_blocks else None
     if settings.cache_dir is None:
         return BlockTiers(BlockTree(block_tokens, ram_bytes, can_cut=engine.can_cut), engine)
     tree = BlockTree(block_tokens, ram_bytes, disk_bytes, can_cut=engine.can_cut)
-    files = BlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=ram_bytes)
+    files = BlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
     files.restore(tree)
     return BlockTiers(tree, engine, files)
 
