@@ -41,6 +41,7 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
         "The connection and the queue",
         "The model and its context",
         "Slots and how ticks are planned",
+        "The prefix cache",
         "Leases, heartbeats and the end",
         "A worker's sampling defaults, used where a job says nothing",
     ]

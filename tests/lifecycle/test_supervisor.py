@@ -79,6 +79,20 @@ def test_a_killed_child_is_started_again_after_a_while_that_doubles(stage: Stage
     assert supervisor.end() == 0
 
 
+def test_a_worker_is_supervised_unless_it_is_told_otherwise(stage: Stage) -> None:
+    worker = stage.start("worker", **stage.worker_variables())
+    worker.await_output("worker.ready")
+    (child,) = children_of(worker.pid)
+    os.kill(child, signal.SIGKILL)
+    worker.await_output("worker.ready", 2)
+    worker.signal(signal.SIGTERM)
+    assert worker.end() == 0
+    alone = stage.start_worker()
+    assert not [line for line in stage.living().values() if "llamaq.worker.child" in line]
+    alone.signal(signal.SIGTERM)
+    assert alone.end() == 0
+
+
 def test_a_job_of_a_killed_child_goes_on(stage: Stage, read: Read) -> None:
     supervisor = supervise(stage, 1)
     with stage.client() as client:
@@ -115,7 +129,7 @@ def test_a_second_signal_ends_all_children_at_once(stage: Stage, read: Read) -> 
         supervisor.await_output("worker.stopping", 2)
         told_s = time.monotonic()
         supervisor.signal(signal.SIGINT)
-        assert supervisor.end() != 0
+        assert supervisor.end() == 130
         assert time.monotonic() - told_s < 5
         assert client.workers() == ()
         assert reader.job.status().state is JobState.QUEUED, "handed back"

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-OUTSIDE = "outside"
+OUTSIDE, RECLAIM = "outside", "reclaim"
 POINTS: dict[str, dict[str, int]] = {
-    "reclaim": {"reclaim.claimed": 2, "reclaim.started": 4},
+    RECLAIM: {"reclaim.claimed": 2, "reclaim.started": 4},
     OUTSIDE: {OUTSIDE: 1},
     "admit": {"admit.claimed": 6, "admit.started": 12, "admit.handed": 12},
     "prefill": {"prefill.before": 40, "prefill.after": 40},
@@ -63,10 +63,13 @@ class KillPlan:
 
     def arms(self, given: list[dict[str, Any]]) -> dict[str, Any]:
         """What the next worker is to die of; `given` are the arms of those that live. Empty: of nothing."""
-        lacking = self.left - Counter(phase_of(arms["point"]) for arms in given if "point" in arms)
+        armed = Counter(phase_of(arms["point"]) for arms in given if "point" in arms)
+        lacking = self.left - armed
         if not lacking:
             return {}
         phase = self.rng.choices(list(lacking), list(lacking.values()))[0]
+        if lacking[RECLAIM] and not armed[RECLAIM]:
+            phase = RECLAIM  # it comes to pass when another worker dies: that must not be the last of all
         point, latest = self.rng.choice(list(POINTS[phase].items()))
         return {"point": point, "passes": self.rng.randint(1, latest)}
 

@@ -12,7 +12,7 @@ from typing import Any
 from tests.soak.chaos import OUTSIDE, KillPlan
 from tests.soak.stage import POLL_S, Stage, WorkerProcess
 
-OVERDUE_S = 12.0
+OVERDUE_S = 20.0
 """A worker that has not come to its point by then is killed from outside."""
 SOON_S = (0.0, 0.5)
 """When a worker that is to be killed from outside dies, after its turn has come."""

@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     "max_crashes": 1000,  # workers die here more often than jobs could be to blame for
 }
 WIDTH, FEWEST = 40, 12
-"""Jobs that are open at a time, and when all that were asked for have begun and there are workers to kill yet."""
+"""Jobs that are open at a time: at most, and at least while there are workers to kill."""
 DISTANCE_WORDS = 90
 ANSWER_TOKENS = 16
 TICK_S = 0.01
@@ -83,10 +83,12 @@ async def _under_kills(
     tick_s: float = 0.0,
 ) -> None:
     """At least `n_jobs` jobs while the plan's kills happen; ends when all jobs have."""
-    n_ended = 0
+    n_ended, n_kills = 0, max(1, plan.n_kills)
 
     def wants_more(n_begun: int, n_open: int) -> bool:
-        return n_begun < n_jobs or (n_open < FEWEST and not plan.is_done)
+        if plan.is_done:
+            return n_begun < n_jobs
+        return n_open < FEWEST or n_begun < 2 * WIDTH + n_jobs * plan.n_done / n_kills
 
     async def one_job() -> None:
         nonlocal n_ended

@@ -26,8 +26,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BLOCK_S = 1.0
-"""How long one wait for new entries lasts; lost jobs of other workers are looked for at least as often."""
+BLOCK_S = 0.5
+"""How long one wait for new entries lasts; lost jobs of other workers, and those that were handed back, are looked for
+as often. A stream that moves to another worker stands still for that long at most, and for its prefill."""
+MIN_BLOCK_S = 0.01
+"""To Redis 0 means for ever."""
 RETRY_S = 0.5
 PATIENCE_S = 3.0
 """So long what runs here may go on while suspects wait; then it is handed back."""
@@ -113,12 +116,14 @@ class Intake:
         """Jobs to begin now: those that other workers lost, or new ones."""
         if self.room <= 0:
             return await self._claim_urgent()
-        if self._clock() - self._reclaimed_s >= BLOCK_S:
+        block_s = self._reclaimed_s + BLOCK_S - self._clock()
+        if block_s <= 0:
             lost = await self._inbox.reclaim(self.room)
             self._reclaimed_s = self._clock()
             if lost:
                 return await self._take_over(lost)
-        return await self._inbox.claim(self.room, block_s=BLOCK_S)
+            block_s = BLOCK_S
+        return await self._inbox.claim(self.room, block_s=max(block_s, MIN_BLOCK_S))
 
     async def _claim_urgent(self) -> list[Claim]:
         """Interactive jobs, while bulk jobs take all the room. To wait in Redis would miss a slot that falls free."""
