@@ -93,7 +93,7 @@ SOAK ?=
 SOAK_ARGS ?=
 
 .PHONY: soak
-soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 15 minutes, and report what was lost (nothing)
+soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 10 minutes, and report what was lost (nothing)
 	@exec $(BIN)/python -m tests.soak $(if $(SEED),--seed $(SEED)) --scale $(SCALE) $(SOAK_ARGS) $(SOAK)
 
 .PHONY: venv

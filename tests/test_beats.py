@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 
+from llamaq.worker import beats as beats_module
 from llamaq.worker.beats import BEAT_EVERY_S, MAX_STEP_S, SLACK_S, Beats, Pulse
 
 PATIENCE_S = 10.0
 
 
-@dataclass
 class Ticks:
-    """A tick loop that ticks when it is told to."""
+    """A tick loop that ticks when it is told to, and counts who looks at it."""
 
-    stamp_s: float = 0.0
-    patience_s: float = PATIENCE_S
+    def __init__(self) -> None:
+        self.patience_s = PATIENCE_S
+        self.n_looks = 0
+        self._stamp_s = 0.0
+
+    @property
+    def stamp_s(self) -> float:
+        self.n_looks += 1
+        return self._stamp_s
+
+    def tick(self) -> None:
+        self._stamp_s += 1
 
 
 @dataclass
@@ -93,19 +104,23 @@ def test_a_supervisor_that_slept_does_not_blame_its_child(watch: Watch) -> None:
     assert watch.pulse.silent_s < 1 + MAX_STEP_S + 0.2
 
 
-def test_a_child_beats_once_for_each_new_stamp_and_says_when_it_ends() -> None:
+def test_a_child_beats_once_for_each_new_stamp_and_says_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BEAT_EVERY_S < SLACK_S / 2
+    monkeypatch.setattr(beats_module, "BEAT_EVERY_S", 0.001)
     theirs, ours = os.pipe()
     ticks = Ticks()
     with os.fdopen(theirs, "rb") as read:
         with Beats(ours, ticks):
             assert read.readline() == b"10.000\n", "the first tick may be the one that hangs"
-            for stamp_s in (1.0, 2.0):
-                ticks.stamp_s = stamp_s
-                assert read.readline() == b"10.000\n"
-            ticks.patience_s = 60.0
+            for patience_s in (10.0, 60.0):
+                ticks.patience_s = patience_s
+                ticks.tick()
+                assert read.readline() == f"{patience_s:.3f}\n".encode()
+            n_looks = ticks.n_looks
+            while ticks.n_looks < n_looks + 10:
+                time.sleep(0.001)
         os.close(ours)
         assert read.read() == b"end\n", "no beat without a new stamp"
-    assert BEAT_EVERY_S < SLACK_S / 2
 
 
 def test_a_pipe_that_nobody_reads_or_that_is_gone_stops_nothing() -> None:
@@ -116,8 +131,8 @@ def test_a_pipe_that_nobody_reads_or_that_is_gone_stops_nothing() -> None:
         while True:
             os.write(ours, b"10\n" * 1000)
     with Beats(ours, ticks):
-        ticks.stamp_s = 1.0
+        ticks.tick()
     os.close(theirs)
     with Beats(ours, ticks):
-        ticks.stamp_s = 2.0
+        ticks.tick()
     os.close(ours)

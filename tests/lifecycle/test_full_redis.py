@@ -52,7 +52,7 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         reader.await_tokens(10)
         other = stage.start_worker(*options)  # it would take what the first one loses
         other.signal(signal.SIGSTOP)
-        waiting = [client.submit(PROMPT, max_tokens=5, ignore_eos=True) for _ in range(6)]
+        waiting = [client.submit(PROMPT, max_tokens=5, ignore_eos=True) for _ in range(12)]
         fill(redis)
         other.signal(signal.SIGCONT)
         worker.await_output("outbox.redis_full")
@@ -62,7 +62,8 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         n_stalled = reader.n_tokens
         time.sleep(3 * LEASE_S)  # leases that are not renewed run out
         assert reader.n_tokens == n_stalled
-        assert client.queue_depth().running <= 2 + 2, "no more are claimed than there is room for"
+        # No more are claimed than there are slots, though every start fails. Two jobs may have left theirs to wait here.
+        assert client.queue_depth().running <= 2 + 2 + 2
         redis.delete("ballast")
 
         assert len(reader.finish().tokens) == 400

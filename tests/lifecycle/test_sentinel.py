@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Read = Callable[[Job], Reader]
 
 PROMPTS = ("Once upon a time", "Once upon a time there was a girl named Mia.", "One day a little fox")
-LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
 LEASE_S = "6"
 """Longer than a failover: no worker loses its jobs to it."""
 

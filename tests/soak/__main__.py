@@ -25,6 +25,7 @@ from tests.soak.scenarios.subscribers import subscribers
 from tests.soak.scenarios.takeover import stopped, takeover
 from tests.soak.witness import Verdict
 
+EXIT_STOPPED = 130
 LINE_EVERY_S = 5.0
 """How often progress is told where there is no terminal."""
 
@@ -43,15 +44,15 @@ class Scenario:
 
 
 SCENARIOS = {
-    "kills": Scenario(kills, {"n_kills": 210, "n_jobs": 5000}, 300),
-    "recall": Scenario(recall, {"n_kills": 42, "n_jobs": 400}, 120),
+    "kills": Scenario(kills, {"n_kills": 210, "n_jobs": 5000}, 180),
+    "recall": Scenario(recall, {"n_kills": 42, "n_jobs": 400}, 45),
     "takeover": Scenario(takeover, {"n_kills": 30}, 170),
-    "stopped": Scenario(stopped, {"n_stops": 20}, 50),
-    "restarts": Scenario(restarts, {"n_restarts": 20}, 50),
-    "cuts": Scenario(cuts, {"n_cuts": 200}, 60),
-    "poison": Scenario(poison, {"n_jobs": 100}, 30),
-    "cancels": Scenario(cancels, {"n_each": 50}, 30),
-    "subscribers": Scenario(subscribers, {"n_subscribers": 1000}, 60),
+    "stopped": Scenario(stopped, {"n_stops": 20}, 25),
+    "restarts": Scenario(restarts, {"n_restarts": 20}, 30),
+    "cuts": Scenario(cuts, {"n_cuts": 200}, 40),
+    "poison": Scenario(poison, {"n_jobs": 100}, 10),
+    "cancels": Scenario(cancels, {"n_each": 50}, 12),
+    "subscribers": Scenario(subscribers, {"n_subscribers": 1000}, 15),
 }
 
 
@@ -141,7 +142,11 @@ def main() -> int:
     console.print(
         f"seed {seed}, scale {options.scale:g}: about {max(1, round(about_s / 60))} minutes on two quiet cores"
     )
-    outcomes = asyncio.run(soak(seed, options.sizes, console))
+    try:
+        outcomes = asyncio.run(soak(seed, options.sizes, console))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print("stopped; no report")
+        return EXIT_STOPPED
     write_report(options.report, seed, options.scale, outcomes)
     passed = [outcome.verdict.is_clean for outcome in outcomes]
     console.print(f"{sum(passed)} of {len(passed)} passed; {options.report}.txt and .json; again with SEED={seed}")

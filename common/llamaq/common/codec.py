@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.messages import EVENT, Event, JobRequest, JobStats, Worker
+from llamaq.common.orders import Order, OrderReply
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -115,14 +116,14 @@ def decode_output(data: bytes) -> tuple[str, tuple[int, ...]]:
         raise ProtocolError("not a job's output") from exc
 
 
-def encode_model(model: JobStats | Worker) -> bytes:
-    """A snapshot or measurement as bytes."""
+def encode_model(model: JobStats | Worker | Order | OrderReply) -> bytes:
+    """A snapshot, measurement, order or answer as bytes."""
     return _pack(model.model_dump(mode="json"))
 
 
-def decode_model(kind: type[M], data: bytes) -> M:
-    """A snapshot or measurement of this kind; raises `ProtocolError`."""
+def decode_model(kind: type[M], data: bytes, max_bytes: int = MAX_EVENT_BYTES) -> M:
+    """A snapshot, measurement, order or answer; raises `ProtocolError`."""
     try:
-        return kind.model_validate(_unpack(data, MAX_EVENT_BYTES))
+        return kind.model_validate(_unpack(data, max_bytes))
     except ValidationError as exc:
         raise ProtocolError(f"not a {kind.__name__}: {explain(exc)}") from exc

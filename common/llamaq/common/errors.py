@@ -9,6 +9,7 @@ LlamaqError
 ├── ResultTimeout         the caller's own patience ran out (also a TimeoutError)
 ├── JobNotFound           no such job, or its result has expired (also a KeyError)
 ├── DeadLetterNotFound    no such dead letter: it was retried or purged, perhaps (also a KeyError)
+├── OrderRefused          a worker did not do what was asked with a slot; the message says why
 ├── JobFailed             the job ended with an error of its own: `code`, `message`
 ├── JobRejected           worker side: this one job cannot be run, with the code it fails with
 ├── ProtocolError         bytes in Redis that this version does not understand
@@ -119,6 +120,10 @@ class DeadLetterNotFound(LlamaqError, KeyError):
 
     def __str__(self) -> str:
         return f"no dead letter {self.letter_id!r}: the id is wrong, or it was retried or purged"
+
+
+class OrderRefused(LlamaqError):
+    """A worker would not, or could not, do what was asked with one of its slots; the message says why."""
 
 
 class JobFailed(LlamaqError):

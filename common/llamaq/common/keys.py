@@ -15,6 +15,8 @@ all keys of a job):
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
 | llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
 | llamaq:worker:<id>               | hash             | a worker's card and heartbeat; expires without one |
+| llamaq:worker:<id>:orders        | list             | what is asked of it; empty but for moments         |
+| llamaq:reply:<order id>          | list             | the answer; expires after a minute                 |
 | llamaq:vocab:<sha256>            | string           | a vocabulary; expires without a worker that has it |
 """
 
@@ -127,6 +129,12 @@ class Keys:
 
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}:worker:{worker_id}"
+
+    def orders(self, worker_id: str) -> str:
+        return f"{self.prefix}:worker:{worker_id}:orders"
+
+    def reply(self, order_id: str) -> str:
+        return f"{self.prefix}:reply:{order_id}"
 
     def vocab(self, vocab_hash: str) -> str:
         return f"{self.prefix}:vocab:{vocab_hash}"

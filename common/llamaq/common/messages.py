@@ -392,6 +392,8 @@ class SlotSnapshot(_Wire):
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
+    content_tokens: int = 0
+    """Tokens of the job that ran here last; of one that runs, those whose cells are there."""
 
 
 class CacheSnapshot(_Wire):

@@ -43,12 +43,13 @@ def block_name(parent_name: bytes, namespace: bytes, tokens: bytes) -> bytes:
 class Scope:
     """Who may share a prompt's tokens: the first `public` all who declare so, the others `namespace` alone."""
 
-    namespace: str = ""
+    namespace: str | bytes = ""
+    """Its name, or its key where the name is not known."""
     public: int = 0
 
     @property
     def key(self) -> bytes:
-        return namespace_key(self.namespace)
+        return self.namespace if isinstance(self.namespace, bytes) else namespace_key(self.namespace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,17 @@ class BlockTiers:
             self.tree.touch(self.tree.match(entry.tokens, entry.scope))
         return bool(spans)
 
+    def read(self, block: Block) -> Future[bytes | None]:
+        if block.data is None:
+            return self._files.read(block)
+        done: Future[bytes | None] = Future()
+        done.set_result(block.data)
+        return done
+
+    def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
+        self.tree.forget(tokens, scope, n_kept)
+        self._files.carry_out(self.tree.take_orders())
+
     def abandon(self, seq_id: int) -> None:
         self._savings = deque(saving for saving in self._savings if saving.entry.seq_id != seq_id)
         for loading in [each for each in self._loadings if each.run.seq_id == seq_id]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import attrgetter
 
-from llamaq.worker.block import Block, Chain, Erase, Order, Scope, Span, StoredBlock, Write
+from llamaq.worker.block import PUBLIC, Block, Chain, Erase, Order, Scope, Span, StoredBlock, Write
 from llamaq.worker.block_index import BlockIndex
 from llamaq.worker.prefix_index import TOKEN_BYTES
 from llamaq.worker.tier import Tier
@@ -136,6 +136,18 @@ class BlockTree:
         for each in reversed(below):
             if each in gone:
                 self._remove(each)
+
+    def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
+        """Remove the blocks of these tokens that end after the first `n_kept`.
+
+        What others need stays: what is public, in use, above other blocks, or goes on with other tokens.
+        """
+        while chain := self.match(tokens, scope):
+            for block in reversed(chain.blocks):
+                is_others = block.namespace == PUBLIC or block.children or block.pins or block.end > chain.n_tokens
+                if is_others or block.end <= n_kept:
+                    return
+                self._remove(block)
 
     def take_orders(self) -> list[Order]:
         """What is to be done on disk since the last call, in this order. Failures are told to `lost`."""

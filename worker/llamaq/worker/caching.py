@@ -9,7 +9,7 @@ from llamaq.worker.block_tiers import BLOCK_TOKENS, BlockTiers
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.engine import Engine
 from llamaq.worker.fingerprint import fingerprint
-from llamaq.worker.llama import MAX_SEQUENCES, Model
+from llamaq.worker.llama import MAX_SEQUENCES, Model, has_gpu
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.tiers import NoTiers, Tiers
@@ -22,7 +22,11 @@ SCRATCH_SEQUENCES = 1
 """What the engine keeps for itself."""
 MIB = 2**20
 HELD_SHARE = 4
-"""By default a quarter of all cells may be held by kept sequences."""
+"""No more than a quarter of all cells are held by kept sequences by default,"""
+HELD_CELLS = 512
+"""and no more than these where the next tier is near. Measured on a CPU with 8 jobs decoding: 512 held cells make a
+tick 1.02 to 1.03 times as long, 2,048 make it 1.08 times (0.6 B parameters) to 2.4 times (2.6 M) as long; to load 512
+tokens from host memory takes a tenth of such a tick."""
 
 
 def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:
@@ -65,5 +69,9 @@ def _make_tiers(settings: WorkerSettings, engine: Engine, model: Path) -> Tiers:
 
 
 def held_cells(settings: WorkerSettings, engine: Engine) -> int:
-    """How many cells kept sequences may hold."""
-    return engine.n_ctx // HELD_SHARE if settings.held_cells is None else settings.held_cells
+    """How many cells kept sequences may hold beside running jobs."""
+    if settings.held_cells is not None:
+        return settings.held_cells
+    most = engine.n_ctx // HELD_SHARE
+    is_next_tier_near = settings.cache_ram_mb and not (settings.n_gpu_layers and has_gpu())
+    return min(most, HELD_CELLS) if is_next_tier_near else most

@@ -78,12 +78,13 @@ class Memory:
         *,
         held_cells: int | None = None,
     ) -> None:
-        """`held_cells`: as many cells may entries hold while nobody needs them; None: all."""
+        """`held_cells`: as many cells may entries alone hold while jobs run, who walk them all; None: all there are."""
         self.pool = pool
         self.cache = cache
         self._sequences = sequences
         self._tiers = NoTiers() if tiers is None else tiers
         self._held_cells = pool.n_cells if held_cells is None else held_cells
+        self._is_trimmed = True
         self._hits = self._misses = self._hit_tokens = self._evictions = 0
 
     # ---- a job comes
@@ -117,6 +118,7 @@ class Memory:
         self._follow(slot, way)
         if job.request.cache_prompt:
             self.cache.begin(slot.active)
+        self._is_trimmed = False
         return slot
 
     def settle(self) -> None:
@@ -206,7 +208,13 @@ class Memory:
                 self._drop(entry)
 
     def _trim(self) -> None:
-        """Let entries go beyond what may be held while nobody needs it."""
+        """Let entries go beyond what may be held beside running jobs.
+
+        They cost nothing while no job runs, and the next one may be their conversation's: then they stay.
+        """
+        if self._is_trimmed or not self.pool.active:
+            return
+        self._is_trimmed = True
         while self.cache.coldest() is not None and (self._excess_cells() > 0 or self._lacks_sequences()):
             self._let_coldest_go()
 
@@ -263,7 +271,7 @@ class Memory:
             self._count(run)
         if reusable and run.job.request.cache_prompt and run.n_past:
             self._remove(self.cache.insert(run.seq_id, run.packed_history(run.n_past), run.job.scope))
-            self._trim()
+            self._is_trimmed = False
         else:
             self._remove([run.seq_id])
 
@@ -283,6 +291,7 @@ class Memory:
 
     def move(self, budget_s: float) -> None:
         """Go on moving between the tiers, for about so long."""
+        self._trim()
         done = self._tiers.step(budget_s)
         for run, n_tokens, tier in done.loaded:
             self.pool.hold(run.seq_id, n_tokens)

@@ -122,7 +122,7 @@ class NullPrefixCache:
 
 
 PUBLIC = None
-"""The name of the index of public beginnings; a namespace is a string."""
+"""The name of the index of public beginnings; the others have the keys of their namespaces."""
 
 
 class RadixPrefixCache:
@@ -135,7 +135,7 @@ class RadixPrefixCache:
 
     def __init__(self, *, can_cut: bool = True) -> None:
         self._can_cut = can_cut
-        self._indexes: defaultdict[str | None, PrefixIndex[Entry | Run]] = defaultdict(PrefixIndex)
+        self._indexes: defaultdict[bytes | None, PrefixIndex[Entry | Run]] = defaultdict(PrefixIndex)
         self._entries: dict[int, Entry] = {}
         """By sequence, the coldest first."""
 
@@ -149,7 +149,7 @@ class RadixPrefixCache:
         self._discard(run.packed, run.job.scope, run)
 
     def match(self, tokens: bytes, scope: Scope, order: int | None = None) -> Found:
-        found = self._match_in(scope.namespace, tokens, order)
+        found = self._match_in(scope.key, tokens, order)
         if scope.public:
             public = self._match_in(PUBLIC, tokens[: scope.public * TOKEN_BYTES], order)
             held = max(found, public, key=lambda part: part.n_tokens)
@@ -162,8 +162,8 @@ class RadixPrefixCache:
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> list[int]:
         entry = Entry(seq_id, tokens, scope)
         superfluous: list[Entry] = []
-        for n_common, other in self._indexes[scope.namespace].matches(tokens):
-            if not isinstance(other, Entry) or other.scope != scope:
+        for n_common, other in self._indexes[scope.key].matches(tokens):
+            if not isinstance(other, Entry) or other.scope.public != scope.public:
                 continue
             if n_common == entry.n_tokens and (self._can_cut or other.n_tokens == n_common):
                 self._touch(other)
@@ -192,10 +192,10 @@ class RadixPrefixCache:
         for seq_id, entry in self._entries.items():
             if entry.seq_id != seq_id or not entry.tokens:
                 raise AssertionError(f"{entry!r} is kept as sequence {seq_id}")
-            if entry not in (holder for _, holder in self._indexes[entry.scope.namespace].matches(entry.tokens)):
+            if entry not in (holder for _, holder in self._indexes[entry.scope.key].matches(entry.tokens)):
                 raise AssertionError(f"{entry!r} cannot be found")
 
-    def _match_in(self, index: str | None, tokens: bytes, order: int | None) -> Found:
+    def _match_in(self, index: bytes | None, tokens: bytes, order: int | None) -> Found:
         n_held = n_coming = 0
         source: Entry | Run | None = None
         leader: Run | None = None
@@ -222,12 +222,12 @@ class RadixPrefixCache:
         self._entries[entry.seq_id] = self._entries.pop(entry.seq_id)
 
     def _add(self, tokens: bytes, scope: Scope, holder: Entry | Run) -> None:
-        self._indexes[scope.namespace].add(tokens, holder)
+        self._indexes[scope.key].add(tokens, holder)
         if scope.public:
             self._indexes[PUBLIC].add(tokens[: scope.public * TOKEN_BYTES], holder)
 
     def _discard(self, tokens: bytes, scope: Scope, holder: Entry | Run) -> None:
-        parts = [(scope.namespace, tokens), (PUBLIC, tokens[: scope.public * TOKEN_BYTES])]
+        parts = [(scope.key, tokens), (PUBLIC, tokens[: scope.public * TOKEN_BYTES])]
         for name, part in parts if scope.public else parts[:1]:
             index = self._indexes[name]
             index.remove(part, holder)

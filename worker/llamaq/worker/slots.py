@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from llamaq.common.messages import CacheTier, Priority, SlotSnapshot
+from llamaq.worker.block import Scope
 from llamaq.worker.cells import CellLedger
 from llamaq.worker.jobs import Job
 from llamaq.worker.prefix_index import common_prefix, pack
@@ -121,6 +122,8 @@ class Slot:
     run: Run | None = None
     content: bytes = b""
     """The packed tokens of the job that ran here last: a job that begins like it comes back here."""
+    scope: Scope = field(default_factory=Scope)
+    """With whom its cells may be shared."""
     freed: int = 0
     """When that job left; a count, not a time."""
 
@@ -144,7 +147,8 @@ class Slot:
         """The slot as others may see it."""
         run = self.run
         if run is None:
-            return SlotSnapshot(index=self.index, state=self.state.value)
+            n_content = len(self.content) // TOKEN_BYTES
+            return SlotSnapshot(index=self.index, state=self.state.value, content_tokens=n_content)
         return SlotSnapshot(
             index=self.index,
             state=self.state.value,
@@ -152,6 +156,7 @@ class Slot:
             prompt_tokens=run.n_prompt,
             prefilled_tokens=min(run.n_past, run.n_prompt),
             generated_tokens=run.n_generated,
+            content_tokens=run.n_past,
         )
 
     def move(self, state: SlotState) -> None:
@@ -292,6 +297,7 @@ class SlotPool:
         slot.run, run.has_left = None, True
         self._n_released += 1
         slot.content, slot.freed = run.packed_history(len(run.tokens)), self._n_released
+        slot.scope = run.job.scope
         self._kept.add(run.seq_id)
         return run
 

@@ -9,9 +9,10 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from llamaq.common.messages import CacheSnapshot, SlotSnapshot, TickStats
 from llamaq.worker.batch import Batch, SlotResult
@@ -20,6 +21,8 @@ from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 IDLE_WAIT_S = 1.0
 """An idle engine thread wakes up this often, to show that it is alive."""
@@ -92,6 +95,20 @@ class TickLoop:
     def release(self, job_id: str, attempt: int) -> None:
         """Drop this attempt of a job: it belongs to a newer one, which may run here too."""
         self._commands.put(partial(self._scheduler.release, job_id, before_attempt=attempt + 1))
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Have something done before the next tick. What comes of it, an error too, is in the future."""
+        future: Future[T] = Future()
+
+        def carry_out() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except Exception as exc:  # noqa: BLE001 - whoever asked for it gets it
+                    future.set_exception(exc)
+
+        self._commands.put(carry_out)
+        return future
 
     def stop(self, grace_s: float) -> None:
         """Return from `run` when no job is left, and after `grace_s` at the latest; a second call may shorten it."""

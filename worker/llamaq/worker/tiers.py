@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from llamaq.common.messages import CacheTier
-from llamaq.worker.block import Chain, Scope
+from llamaq.worker.block import Block, Chain, Scope
 from llamaq.worker.prefix_cache import Entry
 from llamaq.worker.slots import Run
 
@@ -46,6 +47,12 @@ class Tiers(Protocol):
     def keep(self, entry: Entry) -> bool:
         """Begin to save the entry; False when there is nothing to do, and it may go at once."""
 
+    def read(self, block: Block) -> Future[bytes | None]:
+        """The data of a block that `find` gave just now; None when its file is not good."""
+
+    def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
+        """Remove what is stored of these tokens after the first `n_kept`, as far as nobody else needs it."""
+
     def abandon(self, seq_id: int) -> None:
         """Forget whatever was to be done for this sequence: it is removed now, or belongs to another."""
 
@@ -73,6 +80,12 @@ class NoTiers:
 
     def keep(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
         return False
+
+    def read(self, block: Block) -> Future[bytes | None]:
+        raise LookupError(f"{block!r} is not stored")
+
+    def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
+        pass
 
     def abandon(self, seq_id: int) -> None:
         pass
