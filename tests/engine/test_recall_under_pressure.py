@@ -5,6 +5,7 @@ An answer out of another job's cells would be a wrong one. `RECALL_JOBS=500` is 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ from llamaq.worker.prefix_cache import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.slots import SlotPool
 from llamaq.worker.testing import make_job
+
+log = logging.getLogger(__name__)
 
 N_JOBS = int(os.environ.get("RECALL_JOBS", "80"))
 N_WORLDS = 12
@@ -141,4 +144,4 @@ def test_every_answer_is_the_one_given_alone(rigs: tuple[Rig, Rig], vocab: Vocab
     assert n_right >= 0.9 * N_JOBS
     snapshot = pressed.scheduler.cache_snapshot()
     assert min(snapshot.evictions, snapshot.hits, snapshot.preemptions, snapshot.host_bytes) > 0
-    print(f"\n{N_JOBS} questions, {n_right} right; {snapshot!r}")
+    log.info("%d questions, %d right; %r", N_JOBS, n_right, snapshot)

@@ -62,7 +62,7 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         n_stalled = reader.n_tokens
         time.sleep(3 * LEASE_S)  # leases that are not renewed run out
         assert reader.n_tokens == n_stalled
-        # No more are claimed than there are slots, though every start fails. Two jobs may have left theirs to wait here.
+        # Though every start fails, no more are claimed than there are slots; two jobs may have left theirs meanwhile.
         assert client.queue_depth().running <= 2 + 2 + 2
         redis.delete("ballast")
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PROMPTS = ("Once upon a time", "Once upon a time there was a girl named Mia.", "One day a little fox")
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
+N_PLANNED = 600
+"""Tokens of a job that lasts longer than a failover and the time in which it is noticed."""
 LEASE_S = "6"
 """Longer than a failover: no worker loses its jobs to it."""
 
@@ -60,7 +62,7 @@ def test_streams_go_on_when_the_master_died(stage: Stage, watched: Watched, read
 def test_streams_go_on_when_another_was_made_master(stage: Stage, watched: Watched, read: Read) -> None:
     stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
     with stage.client() as client:
-        readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
+        readers = [read(client.submit(prompt, max_tokens=N_PLANNED, ignore_eos=True)) for prompt in PROMPTS]
         for reader in readers:
             reader.await_tokens(20)
         old = watched.master
@@ -69,9 +71,10 @@ def test_streams_go_on_when_another_was_made_master(stage: Stage, watched: Watch
             execute("SENTINEL FAILOVER", SERVICE)
         await_that(lambda: watched.master is not old, "another master")
         time.sleep(2 * ASK_EVERY_S)  # so long what is written to the old one may be lost
+        assert all(reader.is_alive() for reader in readers), "the jobs ended before they could move"
         later = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))
         for reader in readers:
-            assert len(reader.finish().tokens) == LONG["max_tokens"]
+            assert len(reader.finish().tokens) == N_PLANNED
         later.finish()
         with watched.master.client() as new:
             for reader in (*readers, later):

@@ -24,7 +24,8 @@ class QueueSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
     redis_url: str = Field(
-        DEFAULT_URL, description="redis://, rediss:// (TLS) or unix://, with user and password where there are any"
+        DEFAULT_URL,
+        description="redis:// or unix://, redis+sentinel://HOST,HOST/NAME, redis+cluster://HOST,HOST; rediss for TLS",
     )
     queue: str = Field("default", pattern=QUEUE_PATTERN, description="name of the queue")
     key_prefix: str = Field("llamaq", pattern=r"^[A-Za-z0-9_\-:]{1,64}$", description="prefix of every Redis key")

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from llamaq.common.messages import CacheSnapshot, CacheTier
-from llamaq.worker.block import Chain
+from llamaq.worker.block import Chain, Scope
 from llamaq.worker.jobs import Job
 from llamaq.worker.prefix_cache import Entry, PrefixCache
 from llamaq.worker.prefix_index import TOKEN_BYTES
@@ -103,7 +103,7 @@ class Memory:
             return Room.NOW
         if not self._could_enter(job, way):
             return Room.NONE
-        while not self._can_enter(job, way) and not self._is_enough_leaving(job, way):
+        while not self._can_enter(job, way) and not self._is_enough_leaving(self.pool.missing_cells(job, way.n_held)):
             self._let_coldest_go()
         return Room.NOW if self._can_enter(job, way) else Room.SOON
 
@@ -193,11 +193,11 @@ class Memory:
         gone = self.pool.ledger.owned_together(self.pool.kept)
         return self.pool.could_acquire(job) or self.pool.missing_cells(job, way.n_held) <= gone
 
-    def _is_enough_leaving(self, job: Job, way: Way) -> bool:
+    def _is_enough_leaving(self, n_missing: int) -> bool:
         """Whether nothing more has to be evicted: what is leaving makes the room, or there is nothing else."""
         leaving = {entry.seq_id for entry in self.cache.entries() if entry.leaving}
         cells = self.pool.ledger.owned_together(leaving)
-        enough = bool(leaving or self.pool.n_free) and cells >= self.pool.missing_cells(job, way.n_held)
+        enough = bool(leaving or self.pool.n_free) and cells >= n_missing
         return enough or self.cache.coldest() is None
 
     def _let_coldest_go(self) -> None:
@@ -234,6 +234,29 @@ class Memory:
             self._evictions += 1
             self._drop(entry)
         return entry is not None
+
+    # ---- what is asked for explicitly, see `SlotStates`
+
+    def make_way(self, n_cells: int) -> Room:
+        """Whether one more sequence can be kept, with so many cells of its own; entries give way to it."""
+        pool = self.pool
+        while True:
+            n_missing = max(0, pool.ledger.used + pool.promised_cells + n_cells - pool.n_cells)
+            if pool.n_free and not n_missing:
+                return Room.NOW
+            if self._is_enough_leaving(n_missing):
+                break
+            self._let_coldest_go()
+        return Room.SOON if any(entry.leaving for entry in self.cache.entries()) else Room.NONE
+
+    def keep(self, seq_id: int, tokens: bytes, scope: Scope) -> None:
+        """A kept sequence holds exactly these tokens: offer it to the prefix cache."""
+        self._remove(self.cache.insert(seq_id, tokens, scope))
+        self._is_trimmed = False
+
+    def forget(self, entry: Entry) -> None:
+        """Remove an entry's sequence, and save nothing of it."""
+        self._drop(entry)
 
     # ---- a job goes on, and leaves
 

@@ -201,6 +201,11 @@ class Scheduler:
     # ---- what others see
 
     @property
+    def memory(self) -> Memory:
+        """KV memory, for what is done to it between ticks."""
+        return self._memory
+
+    @property
     def n_waiting(self) -> int:
         """Jobs that are here and have no slot yet."""
         return len(self._waiting)
