@@ -96,7 +96,7 @@ class Memory:
 
     def make_room(self, job: Job) -> Room:
         """Whether the job can enter; entries give way to it where that helps."""
-        if self.pool.slot_for(job) is None:
+        if not self.pool.has_slot(job):
             return Room.NONE
         way = self._way(job)
         if self._can_enter(job, way):

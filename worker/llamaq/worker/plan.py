@@ -37,8 +37,9 @@ def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | 
     if not _is_batch(batch):
         return PlanFault.NOT_A_BATCH
     used: set[Slot] = set()
+    known = frozenset(slots)
     for part in batch.parts:
-        if fault := _check_part(part, slots):
+        if fault := _check_part(part, known):
             return fault
         if part.slot in used:
             return PlanFault.SLOT_TWICE
@@ -63,9 +64,9 @@ def _is_batch(batch: object) -> bool:
     )
 
 
-def _check_part(part: DecodeToken | PrefillChunk, slots: Sequence[Slot]) -> PlanFault | None:
-    slot = part.slot
-    if not any(slot is known for known in slots):
+def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> PlanFault | None:
+    slot: Any = part.slot  # whatever somebody put there
+    if not isinstance(slot, Slot) or slot not in known:
         return PlanFault.UNKNOWN_SLOT
     if slot.state is SlotState.IDLE:
         return PlanFault.IDLE_SLOT

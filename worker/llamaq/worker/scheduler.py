@@ -252,10 +252,9 @@ class Scheduler:
         """The job that goes next; where all slots are taken, the one for which another may have to go."""
         if not self._waiting:
             return None
-        has_slot = self._pool.slot_for
-        return self._waiting.next(lambda job: has_slot(job) is not None, self._memory.gain) or (
-            self._waiting.first_interactive
-        )
+        if not self._pool.n_idle:
+            return self._waiting.first_interactive
+        return self._waiting.next(self._pool.has_slot, self._memory.gain) or self._waiting.first_interactive
 
     def _preempt_for(self, job: Job) -> bool:
         """Take the slot from the youngest job of a lower priority, if that and more of its kind make enough room."""
@@ -264,7 +263,7 @@ class Scheduler:
         lower = [slot for slot in self._pool.active if slot.priority is Priority.BULK and slot.active.may_be_preempted]
         if not lower or not self._pool.could_acquire(job, without=lower):
             return False
-        pinned = [slot for slot in lower if slot.index == job.request.slot and self._pool.slot_for(job) is None]
+        pinned = [slot for slot in lower if slot.index == job.request.slot and not self._pool.has_slot(job)]
         self._preempt(max(pinned or lower, key=lambda slot: slot.active.order))
         return True
 

@@ -245,6 +245,11 @@ class SlotPool:
         """How many cells too few are left for a job that shares its first `n_shared`, 0 when there are enough."""
         return max(0, self.ledger.used + self.promised_cells + job.reservation - n_shared - self.n_cells)
 
+    def has_slot(self, job: Job) -> bool:
+        """Whether the job's slot, or any slot, is idle."""
+        pinned = job.request.slot
+        return any(slot.run is None for slot in (self.slots if pinned is None else self.slots[pinned : pinned + 1]))
+
     def slot_for(self, job: Job) -> Slot | None:
         """The idle slot that the job would get: the one it asks for, else one whose content it begins with, else
         the one that has been idle longest.
@@ -264,12 +269,12 @@ class SlotPool:
 
     def can_acquire(self, job: Job, n_shared: int = 0) -> bool:
         """Whether the job's slot is idle, a sequence free, and the job's cells can be reserved now."""
-        return bool(self._free) and self.slot_for(job) is not None and self.missing_cells(job, n_shared) == 0
+        return bool(self._free) and self.has_slot(job) and self.missing_cells(job, n_shared) == 0
 
     def could_acquire(self, job: Job, without: Sequence[Slot] = ()) -> bool:
         """Whether `can_acquire` would be true if every kept sequence were reclaimed, and these slots were idle."""
         reserved = sum(slot.active.job.reservation for slot in self.active if slot not in without)
-        has_slot = self.slot_for(job) is not None or any(job.request.slot in (None, slot.index) for slot in without)
+        has_slot = self.has_slot(job) or any(job.request.slot in (None, slot.index) for slot in without)
         return has_slot and reserved + job.reservation <= self.n_cells
 
     # ---- who has which sequence

@@ -1,6 +1,6 @@
 """A slot's state in parts, and the parts as the bytes of one file.
 
-    per part: first cell 8 | cell after the last 8 | length 8 | data
+per part: first cell 8 | cell after the last 8 | length 8 | data
 """
 
 from __future__ import annotations

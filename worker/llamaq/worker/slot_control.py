@@ -1,0 +1,134 @@
+"""Orders about slots, carried out: the engine thread moves states in steps, a thread of its own reads and writes files.
+
+Runs in the I/O thread's loop, one order at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from llamaq.common.errors import InvalidRequest, OrderRefused
+from llamaq.common.orders import Order, OrderAction, OrderReply, SlotFile
+from llamaq.worker.background import Background
+from llamaq.worker.block import Scope
+from llamaq.worker.saved_slots import SavedSlot, SavedSlotInfo, SavedSlots
+from llamaq.worker.slot_putter import Putting
+from llamaq.worker.slot_states import SlotStates
+from llamaq.worker.state_parts import StatePart, join_parts, split_parts
+from llamaq.worker.ticks import TickLoop
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ROOM_EVERY_S = 0.02
+ROOM_TIMEOUT_S = 30.0
+"""How long kept sequences may take to leave for a state that is restored."""
+KEY_BYTES = 32
+
+
+class SlotControl:
+    """What a worker can be asked about its slots. Without `saved` they can only be listed."""
+
+    def __init__(self, ticks: TickLoop, states: SlotStates, saved: SavedSlots | None) -> None:
+        self._ticks = ticks
+        self._states = states
+        self._saved = saved
+        self._disk = Background("llamaq-slots")
+
+    async def carry_out(self, order: Order) -> OrderReply:
+        """Do what is asked. Raises `OrderRefused`, `InvalidRequest`, and `OSError` of a disk."""
+        slot, name = order.slot, order.name
+        if order.action is OrderAction.LIST:
+            return await self._list()
+        if order.action is OrderAction.SAVE and slot is not None and name is not None:
+            return OrderReply(files=(await self._save(slot, name),))
+        if order.action is OrderAction.RESTORE and slot is not None and name is not None:
+            return OrderReply(files=(await self._restore(slot, name),))
+        if slot is not None:
+            self._need_folder()
+            return OrderReply(n_tokens=await self._between_ticks(partial(self._states.erase, slot)))
+        await self._on_disk(partial(self._need_folder().erase_named, name or ""))
+        return OrderReply()
+
+    def close(self) -> None:
+        """Give up what is under way, once the engine thread makes no more ticks."""
+        self._states.putter.close()
+        self._disk.close(0)
+
+    async def _list(self) -> OrderReply:
+        slots = await self._between_ticks(self._states.look)
+        saved = await self._on_disk(self._saved.list_named) if self._saved else []
+        return OrderReply(slots=slots, files=tuple(map(_describe, saved)))
+
+    async def _save(self, slot: int, name: str) -> SlotFile:
+        saved, reader = self._need_folder(), self._states.reader
+        reading = await self._between_ticks(partial(self._states.begin_reading, slot))
+        while not reading.is_complete:
+            coming = await self._between_ticks(partial(reader.step, reading))
+            if coming is not None:
+                reading.take(await asyncio.wrap_future(coming))
+        meta = {"namespace": reading.scope.key.hex(), "public": reading.scope.public}
+
+        def write() -> SavedSlotInfo:
+            return saved.write_named(name, meta, reading.tokens, join_parts(reading.parts))
+
+        return _describe(await self._on_disk(write))
+
+    async def _restore(self, slot: int, name: str) -> SlotFile:
+        state = await self._on_disk(partial(self._need_folder().read_named, name))
+        scope, parts = _read(state)
+        putting = await self._await_room(partial(self._states.begin_putting, slot, state.tokens, scope, parts))
+        try:
+            while not putting.is_complete:
+                await self._between_ticks(partial(self._states.putter.step, putting))
+        finally:
+            self._ticks.call(partial(self._states.putter.end, putting))
+        return _describe(state.info)
+
+    async def _await_room(self, begin: Callable[[], Putting | None]) -> Putting:
+        try:
+            async with asyncio.timeout(ROOM_TIMEOUT_S):
+                while (putting := await self._between_ticks(begin)) is None:
+                    await asyncio.sleep(ROOM_EVERY_S)
+                return putting
+        except TimeoutError as exc:
+            raise OrderRefused(f"there was no room for the state within {ROOM_TIMEOUT_S:g} s") from exc
+
+    def _need_folder(self) -> SavedSlots:
+        if self._saved is None:
+            raise OrderRefused(
+                "the worker keeps no states of slots: start it with --cache-dir, and with the prefix cache"
+            )
+        return self._saved
+
+    async def _between_ticks(self, work: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._ticks.call(work))
+
+    async def _on_disk(self, work: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._disk.submit(work))
+
+
+def _describe(info: SavedSlotInfo) -> SlotFile:
+    return SlotFile(
+        name=info.name,
+        n_tokens=info.n_tokens,
+        n_bytes=info.n_bytes,
+        saved_ms=int(info.saved_s * 1000),
+        is_usable=info.is_usable,
+    )
+
+
+def _read(state: SavedSlot) -> tuple[Scope, list[StatePart]]:
+    """Who may share the state, and its parts. Raises `InvalidRequest` for what no worker has written."""
+    try:
+        key, public = bytes.fromhex(state.info.meta["namespace"]), int(state.info.meta["public"])
+        if len(key) != KEY_BYTES or public < 0:
+            raise ValueError("no scope")
+        return Scope(key, public), split_parts(state.data, state.info.n_tokens)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise InvalidRequest(f"slot state {state.info.name!r} is damaged: {exc}") from exc
