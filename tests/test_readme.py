@@ -193,6 +193,7 @@ def test_every_command_of_the_readme_parses(line: str) -> None:
 
 def test_every_flag_that_the_documents_name_exists() -> None:
     commands = [*map(command_named, COMMANDS), *command_named("dead").commands.values()]
+    commands += command_named("slots").commands.values()
     known = {flag for command in commands for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     documents = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
     lines = [line for text in documents for line in text.splitlines() if "docker compose" not in line]

@@ -49,6 +49,7 @@ def test_a_snapshot_counts_prompt_and_generated_tokens_apart() -> None:
         "prompt_tokens": 8,
         "prefilled_tokens": 8,
         "generated_tokens": 2,
+        "content_tokens": 9,
     }
 
 

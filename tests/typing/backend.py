@@ -21,7 +21,9 @@ from llamaq.producer import (
     QueueDepth,
     QueueStats,
     Result,
+    SlotFile,
     Worker,
+    WorkerSlots,
 )
 
 
@@ -49,6 +51,10 @@ def blocking(client: Client) -> Iterator[str]:
         assert_type(letter, DeadLetter)
         assert_type(client.dead_letter(letter.id), DeadLetterDetails)
         assert_type(client.retry_dead_letter(letter.id), Job)
+    assert_type(client.slots(), tuple[WorkerSlots, ...])
+    assert_type(client.save_slot(0, "name"), SlotFile)
+    assert_type(client.restore_slot(0, "name", worker="w"), SlotFile)
+    assert_type(client.erase_slot(0, timeout=5), int)
     assert_type(client.tokenizer().encode("x"), list[int])
     assert_type(client.tokenizer().decode([1, 2]), str)
 

@@ -11,6 +11,7 @@ from llamaq.common.errors import (
     LlamaqError,
     MissingExtra,
     NoWorker,
+    OrderRefused,
     ProtocolError,
     QueueFull,
     RedisFull,
@@ -31,6 +32,7 @@ from llamaq.common.messages import (
     Result,
     Worker,
 )
+from llamaq.common.orders import SlotFile, WorkerSlots
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.sync import Client, Job
@@ -58,6 +60,7 @@ __all__ = [
     "Message",
     "MissingExtra",
     "NoWorker",
+    "OrderRefused",
     "Priority",
     "ProtocolError",
     "QueueDepth",
@@ -66,6 +69,8 @@ __all__ = [
     "RedisFull",
     "Result",
     "ResultTimeout",
+    "SlotFile",
     "Tokenizer",
     "Worker",
+    "WorkerSlots",
 ]

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from llamaq.common.errors import LlamaqError, MissingExtra, NoWorker
 from llamaq.common.messages import Worker
-from llamaq.producer import cli_dead
+from llamaq.producer import cli_dead, cli_slots
 from llamaq.producer import cli_views as views
 from llamaq.producer.cli_options import AsJson, Queue, RedisUrl, with_job_options
 from llamaq.producer.client import AsyncClient
@@ -209,6 +209,7 @@ def build_app(called: str | None = None) -> typer.Typer:
     for command in (stream, result, cancel, status, depth, workers, stats, health):
         app.command(command.__name__)(command)
     app.add_typer(cli_dead.build_app(), name="dead")
+    app.add_typer(cli_slots.build_app(), name="slots")
     if called in WORKER_COMMANDS:
         register_worker_commands(app, called)
     else:

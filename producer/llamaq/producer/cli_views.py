@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llamaq.common.messages import DeadLetter, DeadLetterDetails, JobStats, JobStatus, QueueStats, Worker
+from llamaq.common.orders import WorkerSlots
 from llamaq.producer.job import Chunk
 
 console = Console(highlight=False)
@@ -82,6 +83,22 @@ def _show_caches(workers: Sequence[Worker]) -> None:
         counted = (cache.hits, cache.misses, cache.hit_tokens, cache.evictions, cache.preemptions)
         table.add_row(worker.card.worker, *map(str, held + counted))
     console.print(table)
+
+
+def show_slots(workers: Sequence[WorkerSlots]) -> None:
+    """For each worker its slots, and the states that are saved where it runs."""
+    for worker in workers:
+        table = Table("slot", "state", "job", "prompt", "generated", "content", title=f"slots of {worker.worker}")
+        for slot in worker.slots:
+            numbers = (slot.prompt_tokens, slot.generated_tokens, slot.content_tokens)
+            table.add_row(str(slot.index), slot.state, slot.job_id or "-", *map(str, numbers))
+        console.print(table)
+        if worker.files:
+            table = Table("name", "tokens", "bytes", "when (UTC)", "for this model", title="saved states")
+            for file in worker.files:
+                usable = "yes" if file.is_usable else "no"
+                table.add_row(file.name, str(file.n_tokens), str(file.n_bytes), _date(file.saved_ms), usable)
+            console.print(table)
 
 
 def show_dead_letters(letters: Sequence[DeadLetter]) -> None:

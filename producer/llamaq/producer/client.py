@@ -38,10 +38,11 @@ from llamaq.common.messages import (
     Result,
     Worker,
 )
+from llamaq.common.orders import Order, OrderAction, OrderReply, SlotFile, WorkerSlots
 from llamaq.common.refusals import is_full
 from llamaq.common.scripts import Refused, Scripts
 from llamaq.common.settings import client_settings
-from llamaq.producer import dead, snapshots
+from llamaq.producer import dead, orders, snapshots
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.subscriber import Subscriber
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
@@ -227,6 +228,59 @@ class AsyncClient:
         if not await self._scripts.purge(queue, letter.partition, letter.entry, letter.job_id):
             raise DeadLetterNotFound(letter_id)
 
+    async def slots(self, *, worker: str | None = None, timeout: float | None = None) -> tuple[WorkerSlots, ...]:
+        """The slots of the queue's workers, or of one, and the states that are saved by name. Raises `NoWorker`.
+
+        Here and below `timeout` is how many seconds the answer may take (None: the client's `timeout_s`); after that
+        it is a `ResultTimeout`.
+        """
+        order = orders.check_order(OrderAction.LIST)
+        workers = await self.workers()
+        if worker is None and workers:
+            ids = [one.card.worker for one in workers]
+        else:
+            ids = [orders.choose_worker(workers, self.queue, worker)]
+        replies = await asyncio.gather(*(self._ask(one, order, timeout) for one in ids))
+        return tuple(
+            WorkerSlots(worker=one, slots=reply.slots, files=reply.files)
+            for one, reply in zip(ids, replies, strict=True)
+        )
+
+    async def save_slot(
+        self, slot: int, name: str, *, worker: str | None = None, timeout: float | None = None
+    ) -> SlotFile:
+        """Save the tokens and KV cells of the job that runs in a slot, or ran there last, where its worker runs.
+
+        A state that has the name already is replaced. Where several workers serve the queue, `worker` names one.
+        Raises `OrderRefused`, `InvalidRequest`, `NoWorker`, `ResultTimeout`.
+        """
+        order = orders.check_order(OrderAction.SAVE, slot, name)
+        return (await self._ask_one(worker, order, timeout)).files[0]
+
+    async def restore_slot(
+        self, slot: int, name: str, *, worker: str | None = None, timeout: float | None = None
+    ) -> SlotFile:
+        """Load a saved state into the worker's prefix cache, as the content of an idle slot.
+
+        Jobs that begin like it, and have the salt of the job that it was saved from, do not compute it again. Raises
+        what `save_slot` raises.
+        """
+        order = orders.check_order(OrderAction.RESTORE, slot, name)
+        return (await self._ask_one(worker, order, timeout)).files[0]
+
+    async def erase_slot(self, slot: int, *, worker: str | None = None, timeout: float | None = None) -> int:
+        """Have a worker forget the content of an idle slot, but for beginnings that others share; returns its tokens.
+
+        Raises what `save_slot` raises.
+        """
+        order = orders.check_order(OrderAction.ERASE, slot)
+        return (await self._ask_one(worker, order, timeout)).n_tokens
+
+    async def erase_saved_slot(self, name: str, *, worker: str | None = None, timeout: float | None = None) -> None:
+        """Delete a saved state. Raises what `save_slot` raises."""
+        order = orders.check_order(OrderAction.ERASE, name=name)
+        await self._ask_one(worker, order, timeout)
+
     async def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model that the queue's workers have, for use in this process.
 
@@ -236,6 +290,14 @@ class AsyncClient:
         if not workers:
             raise NoWorker(self.queue)
         return await load_tokenizer(self.redis, self.keys, workers[0].card)
+
+    async def _ask_one(self, worker: str | None, order: Order, timeout: float | None) -> OrderReply:
+        chosen = orders.choose_worker(await self.workers(), self.queue, worker)
+        return await self._ask(chosen, order, timeout)
+
+    async def _ask(self, worker: str, order: Order, timeout: float | None) -> OrderReply:
+        timeout_s = self.settings.timeout_s if timeout is None else timeout
+        return await orders.ask(self.redis, self.keys, worker, order, timeout_s)
 
     def _request(self, options: JobOptions, **more: Any) -> JobRequest:
         """`more` are a prompt, and defaults that `options` may override."""

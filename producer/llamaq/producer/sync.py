@@ -20,6 +20,7 @@ from llamaq.common.messages import (
     Result,
     Worker,
 )
+from llamaq.common.orders import SlotFile, WorkerSlots
 from llamaq.common.settings import client_settings
 from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import AsyncJob, Chunk
@@ -188,6 +189,33 @@ class Client:
         """See `AsyncClient.purge_dead_letter`."""
         portal = self._enter()
         portal.run(portal.client.purge_dead_letter(letter_id))
+
+    def slots(self, *, worker: str | None = None, timeout: float | None = None) -> tuple[WorkerSlots, ...]:
+        """See `AsyncClient.slots`."""
+        portal = self._enter()
+        return portal.run(portal.client.slots(worker=worker, timeout=timeout))
+
+    def save_slot(self, slot: int, name: str, *, worker: str | None = None, timeout: float | None = None) -> SlotFile:
+        """See `AsyncClient.save_slot`."""
+        portal = self._enter()
+        return portal.run(portal.client.save_slot(slot, name, worker=worker, timeout=timeout))
+
+    def restore_slot(
+        self, slot: int, name: str, *, worker: str | None = None, timeout: float | None = None
+    ) -> SlotFile:
+        """See `AsyncClient.restore_slot`."""
+        portal = self._enter()
+        return portal.run(portal.client.restore_slot(slot, name, worker=worker, timeout=timeout))
+
+    def erase_slot(self, slot: int, *, worker: str | None = None, timeout: float | None = None) -> int:
+        """See `AsyncClient.erase_slot`."""
+        portal = self._enter()
+        return portal.run(portal.client.erase_slot(slot, worker=worker, timeout=timeout))
+
+    def erase_saved_slot(self, name: str, *, worker: str | None = None, timeout: float | None = None) -> None:
+        """See `AsyncClient.erase_saved_slot`."""
+        portal = self._enter()
+        portal.run(portal.client.erase_saved_slot(name, worker=worker, timeout=timeout))
 
     def tokenizer(self) -> Tokenizer:
         """See `AsyncClient.tokenizer`."""

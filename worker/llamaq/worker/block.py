@@ -43,13 +43,14 @@ def block_name(parent_name: bytes, namespace: bytes, tokens: bytes) -> bytes:
 class Scope:
     """Who may share a prompt's tokens: the first `public` all who declare so, the others `namespace` alone."""
 
-    namespace: str | bytes = ""
-    """Its name, or its key where the name is not known."""
+    namespace: str = ""
     public: int = 0
+    hashed: bytes | None = None
+    """The key of the namespace, where its name is not known."""
 
     @property
     def key(self) -> bytes:
-        return self.namespace if isinstance(self.namespace, bytes) else namespace_key(self.namespace)
+        return self.hashed or namespace_key(self.namespace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from llamaq.worker.engine import Engine
 from llamaq.worker.fingerprint import fingerprint
 from llamaq.worker.llama import MAX_SEQUENCES, Model, has_gpu
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache, RadixPrefixCache
+from llamaq.worker.saved_slots import SavedSlots
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.tiers import NoTiers, Tiers
 
@@ -23,10 +24,10 @@ SCRATCH_SEQUENCES = 1
 MIB = 2**20
 HELD_SHARE = 4
 """No more than a quarter of all cells are held by kept sequences by default,"""
-HELD_CELLS = 512
+HELD_CELLS = 256
 """and no more than these where the next tier is near. Measured on a CPU with 8 jobs decoding: 512 held cells make a
-tick 1.02 to 1.03 times as long, 2,048 make it 1.08 times (0.6 B parameters) to 2.4 times (2.6 M) as long; to load 512
-tokens from host memory takes a tenth of such a tick."""
+tick 1.02 times (0.6 B parameters) to 1.07 times (2.6 M) as long, and prefill 1.10 times at most; 2,048 make them 1.08
+to 1.45 times as long. To load 512 tokens from host memory takes a tenth of such a tick."""
 
 
 def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:
@@ -66,6 +67,14 @@ def _make_tiers(settings: WorkerSettings, engine: Engine, model: Path) -> Tiers:
     files = BlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
     files.restore(tree)
     return BlockTiers(tree, engine, files)
+
+
+def make_saved_slots(settings: WorkerSettings, engine: Engine, model: Path) -> SavedSlots | None:
+    """Where the states of slots are saved by name; None where they are not."""
+    if settings.cache_dir is None or not settings.cache_prompt:
+        return None
+    max_bytes = max(settings.cache_ram_mb, settings.cache_disk_mb) * MIB
+    return SavedSlots(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=max_bytes)
 
 
 def held_cells(settings: WorkerSettings, engine: Engine) -> int:

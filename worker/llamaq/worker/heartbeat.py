@@ -6,6 +6,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -67,8 +68,8 @@ class Heartbeat:
 
     async def beat(self) -> None:
         """Show the worker as it is now; raises `RedisError`."""
-        depth = await self._look_at_queue()
-        self._ticks.queue_depth = depth.waiting
+        with suppress(RedisError):  # a part of a cluster may be away: we live all the same
+            self._ticks.queue_depth = (await self._look_at_queue()).waiting
         seconds, microseconds = await self._redis.time()
         now_ms = int(seconds) * 1000 + int(microseconds) // 1000
         card, key = self._card, self._keys.worker(self._card.worker)

@@ -26,6 +26,7 @@ from llamaq.worker.account import Checkpoints
 from llamaq.worker.heartbeat import Heartbeat
 from llamaq.worker.inbox import Inbox
 from llamaq.worker.intake import Intake
+from llamaq.worker.orders import Control, Orders
 from llamaq.worker.outbox import Outbox
 from llamaq.worker.prepare import Preparer
 from llamaq.worker.settings import WorkerSettings
@@ -51,6 +52,7 @@ class Link:
         preparer: Preparer,
         ticks: TickLoop,
         telemetry: Telemetry,
+        control: Control,
     ) -> None:
         self._settings = settings
         self._card = card
@@ -58,6 +60,7 @@ class Link:
         self._preparer = preparer
         self._ticks = ticks
         self._telemetry = telemetry
+        self._control = control
         self._executor = ThreadPoolExecutor(PREPARERS, thread_name_prefix="llamaq-prepare")
         self._ready: Future[None] = Future()
         self._closing = asyncio.Event()
@@ -186,7 +189,8 @@ class Link:
         await heartbeat.beat()
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
-            others = [tasks.create_task(outbox.run()), tasks.create_task(heartbeat.run())]
+            orders = Orders(redis, keys, self._card.worker, self._control)
+            others = [tasks.create_task(task.run()) for task in (outbox, heartbeat, orders)]
             self._ready.set_result(None)
             await self._closing.wait()
             await end_tasks(self._intake_task, *others)

@@ -61,6 +61,9 @@ class Orders:
             except RedisError as exc:
                 log.warning("orders.redis_error error=%r", exc)
                 await asyncio.sleep(RETRY_S)
+            except Exception:
+                log.exception("orders.failed")  # a defect here must not end the worker
+                await asyncio.sleep(RETRY_S)
 
     async def _answer(self, data: bytes) -> None:
         order = await self._read(data)

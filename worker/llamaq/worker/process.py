@@ -20,7 +20,7 @@ from types import FrameType
 from llamaq.common.errors import LlamaqError
 from llamaq.common.messages import WorkerCard
 from llamaq.worker import vocab_blob
-from llamaq.worker.caching import choose_n_sequences, held_cells, make_prefix_cache
+from llamaq.worker.caching import choose_n_sequences, held_cells, make_prefix_cache, make_saved_slots
 from llamaq.worker.engine import Engine
 from llamaq.worker.exits import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.grammar_check import GrammarWarden
@@ -31,6 +31,8 @@ from llamaq.worker.plugins import load_hooks
 from llamaq.worker.prepare import Preparer
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings
+from llamaq.worker.slot_control import SlotControl
+from llamaq.worker.slot_states import SlotStates
 from llamaq.worker.slots import SlotPool
 from llamaq.worker.strategy import load_strategy
 from llamaq.worker.telemetry import Telemetry
@@ -95,7 +97,9 @@ class WorkerProcess:
             max_request_bytes=settings.max_request_bytes,
             marks_system=not engine.can_cut,
         )
-        self._link = Link(settings, self.card, self._blob, preparer, self._ticks, self._telemetry)
+        states = SlotStates(scheduler.memory, engine, tiers)
+        self._control = SlotControl(self._ticks, states, make_saved_slots(settings, engine, path))
+        self._link = Link(settings, self.card, self._blob, preparer, self._ticks, self._telemetry, self._control)
         self._signals = 0
 
     def _describe(self, model: str) -> WorkerCard:
@@ -154,6 +158,7 @@ class WorkerProcess:
         for job in self._scheduler.close():
             log.info("job.unfinished id=%s", job.id)
         self._link.close()
+        self._control.close()
         self._scheduler.save(SAVE_S)  # after the jobs were handed back: others go on with them meanwhile
         self._warden.close()
         self._engine.close()

@@ -73,7 +73,7 @@ class CacheSettings(BaseModel):
         None, ge=0, le=MAX_SEQUENCES, description="kept sequences at most; what llama.cpp allows when not given"
     )
     held_cells: int | None = Field(
-        None, ge=0, description="KV cells that kept sequences may hold while jobs run; 512 when not given (see docs)"
+        None, ge=0, description="KV cells that kept sequences may hold while jobs run; 256 when not given (see docs)"
     )
     cache_ram_mb: int = Field(2048, ge=0, description="host memory for prefixes that left the device, in MiB")
     cache_dir: Path | None = Field(None, description="folder for prefixes that left host memory, and for saved slots")

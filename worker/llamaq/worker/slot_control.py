@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llamaq.common.errors import InvalidRequest, OrderRefused
 from llamaq.common.orders import Order, OrderAction, OrderReply, SlotFile
@@ -42,18 +42,20 @@ class SlotControl:
 
     async def carry_out(self, order: Order) -> OrderReply:
         """Do what is asked. Raises `OrderRefused`, `InvalidRequest`, and `OSError` of a disk."""
-        slot, name = order.slot, order.name
         if order.action is OrderAction.LIST:
             return await self._list()
-        if order.action is OrderAction.SAVE and slot is not None and name is not None:
-            return OrderReply(files=(await self._save(slot, name),))
-        if order.action is OrderAction.RESTORE and slot is not None and name is not None:
-            return OrderReply(files=(await self._restore(slot, name),))
-        if slot is not None:
-            self._need_folder()
-            return OrderReply(n_tokens=await self._between_ticks(partial(self._states.erase, slot)))
-        await self._on_disk(partial(self._need_folder().erase_named, name or ""))
-        return OrderReply()
+        saved = self._need_folder()
+        match order:
+            case Order(action=OrderAction.SAVE, slot=int(slot), name=str(name)):
+                return OrderReply(files=(await self._save(saved, slot, name),))
+            case Order(action=OrderAction.RESTORE, slot=int(slot), name=str(name)):
+                return OrderReply(files=(await self._restore(saved, slot, name),))
+            case Order(action=OrderAction.ERASE, slot=int(slot)):
+                return OrderReply(n_tokens=await self._between_ticks(partial(self._states.erase, slot)))
+            case Order(action=OrderAction.ERASE, name=str(name)):
+                await self._on_disk(partial(saved.erase_named, name))
+                return OrderReply()
+        raise LookupError(f"nothing is done for {order!r}")
 
     def close(self) -> None:
         """Give up what is under way, once the engine thread makes no more ticks."""
@@ -65,8 +67,8 @@ class SlotControl:
         saved = await self._on_disk(self._saved.list_named) if self._saved else []
         return OrderReply(slots=slots, files=tuple(map(_describe, saved)))
 
-    async def _save(self, slot: int, name: str) -> SlotFile:
-        saved, reader = self._need_folder(), self._states.reader
+    async def _save(self, saved: SavedSlots, slot: int, name: str) -> SlotFile:
+        reader = self._states.reader
         reading = await self._between_ticks(partial(self._states.begin_reading, slot))
         while not reading.is_complete:
             coming = await self._between_ticks(partial(reader.step, reading))
@@ -79,8 +81,8 @@ class SlotControl:
 
         return _describe(await self._on_disk(write))
 
-    async def _restore(self, slot: int, name: str) -> SlotFile:
-        state = await self._on_disk(partial(self._need_folder().read_named, name))
+    async def _restore(self, saved: SavedSlots, slot: int, name: str) -> SlotFile:
+        state = await self._on_disk(partial(saved.read_named, name))
         scope, parts = _read(state)
         putting = await self._await_room(partial(self._states.begin_putting, slot, state.tokens, scope, parts))
         try:
@@ -93,7 +95,7 @@ class SlotControl:
     async def _await_room(self, begin: Callable[[], Putting | None]) -> Putting:
         try:
             async with asyncio.timeout(ROOM_TIMEOUT_S):
-                while (putting := await self._between_ticks(begin)) is None:
+                while (putting := await self._between_ticks(begin)) is None:  # noqa: ASYNC110 - entries are leaving
                     await asyncio.sleep(ROOM_EVERY_S)
                 return putting
         except TimeoutError as exc:
@@ -129,6 +131,6 @@ def _read(state: SavedSlot) -> tuple[Scope, list[StatePart]]:
         key, public = bytes.fromhex(state.info.meta["namespace"]), int(state.info.meta["public"])
         if len(key) != KEY_BYTES or public < 0:
             raise ValueError("no scope")
-        return Scope(key, public), split_parts(state.data, state.info.n_tokens)
+        return Scope(public=public, hashed=key), split_parts(state.data, state.info.n_tokens)
     except (KeyError, TypeError, ValueError) as exc:
         raise InvalidRequest(f"slot state {state.info.name!r} is damaged: {exc}") from exc

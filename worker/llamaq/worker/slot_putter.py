@@ -125,7 +125,7 @@ class SlotPutter:
             putting.n_held = self._mover.copy(found.source.seq_id, seq_id, found.n_tokens)
             self._pool.share(found.source.seq_id, seq_id, putting.n_held)
         self._pool.hold(seq_id, putting.n_tokens)
-        self._memory.keep(seq_id, putting.tokens, Scope(secrets.token_bytes(32)))
+        self._memory.keep(seq_id, putting.tokens, Scope(hashed=secrets.token_bytes(32)))
         putting.entry = self._memory.cache.entries()[-1]
         putting.entry.leaving = True
         self._puttings.append(putting)

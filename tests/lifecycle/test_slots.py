@@ -1,0 +1,126 @@
+"""Slots' states with a real worker on the demo model: they outlive it, and come back by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.servers import Nodes
+
+from llamaq.producer import Client, InvalidRequest, OrderRefused
+
+if TYPE_CHECKING:
+    from tests.lifecycle.conftest import Command, Stage
+
+STORY = "Once upon a time there was a little fox who lived in a deep green forest near a quiet river. " * 6
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+def start_worker(stage: Stage, **variables: Any) -> Command:
+    """A worker that keeps states of slots on disk, and nothing else."""
+    return stage.start_worker(LLAMAQ_CACHE_DIR=str(stage.folder / "cache"), LLAMAQ_CACHE_DISK_MB="0", **variables)
+
+
+def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(stage: Stage) -> None:
+    worker = start_worker(stage)
+    with stage.client() as client:
+        first = client.generate(STORY, slot=1, **GREEDY)
+        more = STORY + first.text + " The fox said"
+        expected = client.generate(more, slot=0, cache_prompt=False, **GREEDY)
+        assert expected.stats.prefix_cache_tokens == 0
+        saved = client.save_slot(1, "fox")
+        assert saved.n_tokens == first.stats.prompt_tokens + len(first.tokens) - 1
+        worker.signal(signal.SIGTERM)
+        assert worker.end() == 0
+
+        worker = start_worker(stage)
+        [listed] = client.slots()
+        assert listed.worker == worker.worker_id
+        assert listed.files == (saved,)
+        assert [slot.content_tokens for slot in listed.slots] == [0, 0, 0, 0]
+        assert client.restore_slot(2, "fox") == saved
+        [listed] = client.slots(worker=worker.worker_id)
+        assert [slot.content_tokens for slot in listed.slots] == [0, 0, saved.n_tokens, 0]
+        result = client.generate(more, **GREEDY)
+        assert result.stats.prefix_cache_tokens >= first.stats.prompt_tokens
+        assert (result.stats.slot, result.stats.prefix_cache_tier) == (2, "device")
+        assert result.text == expected.text
+
+        assert client.erase_slot(2) == result.stats.prompt_tokens + len(result.tokens)
+        assert client.generate(more, **GREEDY).stats.prefix_cache_tokens == 0
+        client.erase_saved_slot("fox")
+        with pytest.raises(OrderRefused, match="no slot state is saved as 'fox'"):
+            client.restore_slot(2, "fox")
+        with pytest.raises(InvalidRequest, match="name"):
+            client.save_slot(2, "../fox")
+
+
+def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(stage: Stage) -> None:
+    start_worker(stage)
+    with stage.client() as client:
+        with pytest.raises(OrderRefused, match="slot 0 has no state"):
+            client.save_slot(0, "fox")
+        with pytest.raises(OrderRefused, match="no slot 4: the worker has 4"):
+            client.save_slot(4, "fox")
+        job = client.submit(STORY, slot=3, **(GREEDY | {"max_tokens": 2000}))
+        stream = job.stream()
+        next(stream)
+        running = client.save_slot(3, "running")
+        assert running.n_tokens >= job.status().generated_tokens > 0
+        [listed] = client.slots()
+        assert (listed.slots[3].job_id, listed.slots[3].state) == (job.id, "decode")
+        for refused in (lambda: client.erase_slot(3), lambda: client.restore_slot(3, "running")):
+            with pytest.raises(OrderRefused, match=f"slot 3 is running job {job.id}"):
+                refused()
+        assert client.restore_slot(1, "running") == running
+        assert client.cancel(job.id)
+        path = stage.folder / "cache" / "slots" / "running.slot"
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(OrderRefused, match="'running' is damaged"):
+            client.restore_slot(1, "running")
+        path.write_bytes(whole)
+
+        stage.end_commands()
+        other_salt = start_worker(stage, LLAMAQ_CACHE_SALT="another")
+        assert [file.is_usable for file in client.slots()[0].files] == [False]
+        with pytest.raises(OrderRefused, match="another model or other settings"):
+            client.restore_slot(1, "running")
+        shutil.rmtree(path.parent)
+        assert client.slots()[0].files == ()
+        listing = stage.start("slots", "list", "--json", LLAMAQ_REDIS_URL=stage.redis_url, LLAMAQ_QUEUE=stage.queue)
+        assert listing.end() == 0
+        assert json.loads(listing.output)["worker"] == other_salt.worker_id
+
+
+def test_orders_find_their_worker_in_a_cluster(stage: Stage) -> None:
+    with Nodes(stage.folder) as nodes:
+        stage.redis_url = nodes.url
+        try:
+            start_worker(stage, LLAMAQ_PARTITIONS="4")
+            with Client(nodes.url, stage.queue, partitions=4, timeout_s=20) as client:
+                client.generate(STORY, slot=0, **GREEDY)
+                saved = client.save_slot(0, "fox")
+                assert client.erase_slot(0) > saved.n_tokens
+                assert client.restore_slot(1, "fox") == saved
+                again = client.generate(STORY, **GREEDY)
+                assert (again.stats.slot, again.stats.prefix_cache_ratio > 0.9) == (1, True)
+        finally:
+            stage.end_commands()
+
+
+def test_a_worker_without_a_folder_refuses_and_says_what_it_needs(stage: Stage) -> None:
+    stage.start_worker()
+    with stage.client() as client:
+        client.generate(STORY, slot=0, **GREEDY)
+        assert client.slots()[0].slots[0].content_tokens > 0
+        for refused in (
+            lambda: client.save_slot(0, "fox"),
+            lambda: client.restore_slot(0, "fox"),
+            lambda: client.erase_saved_slot("fox"),
+        ):
+            with pytest.raises(OrderRefused, match="--cache-dir"):
+                refused()
