@@ -70,12 +70,19 @@ DECIDING = [
         "endings",
         "stats",
         "memory",
+        "ways",
+        "room",
+        "pool",
         "slots",
         "batch",
         "jobs",
         "prefix_cache",
         "prefix_index",
         "cells",
+        "tiers",
+        "block",
+        "blocks",
+        "block_index",
     )
 ]
 

@@ -17,9 +17,10 @@ from llamaq.worker.block import Scope
 from llamaq.worker.block_tiers import BlockTiers
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.jobs import Job, JobEnded, NewToken
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import Entry, RadixPrefixCache
 from llamaq.worker.scheduler import Scheduler
-from llamaq.worker.slots import Run, SlotPool
+from llamaq.worker.slots import Run
 from llamaq.worker.testing import FakeEngine, ManualClock, make_job, next_letter, run_tick
 
 N_OPERATIONS = int(os.environ.get("CACHE_OPERATIONS", "6000"))

@@ -27,12 +27,12 @@ from llamaq.producer.cli import build_app, main
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.block import Scope
 from llamaq.worker.orders import MAX_ORDER_BYTES, Orders
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import RadixPrefixCache
 from llamaq.worker.saved_slots import SavedSlots
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.slot_control import SlotControl
 from llamaq.worker.slot_states import SlotStates
-from llamaq.worker.slots import SlotPool
 from llamaq.worker.telemetry import Telemetry
 from llamaq.worker.testing import FakeEngine, make_job
 from llamaq.worker.ticks import TickLoop

@@ -6,9 +6,9 @@ from llamaq.common.messages import FinishReason
 from llamaq.worker.block_tiers import BlockTiers
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.jobs import JobEnded, NewToken, Output
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import RadixPrefixCache
 from llamaq.worker.scheduler import Scheduler
-from llamaq.worker.slots import SlotPool
 from llamaq.worker.testing import FakeEngine, GreedySampler, ManualClock, make_job, run_tick, run_to_end
 from llamaq.worker.waiting import MAX_PASSED, TURN_TOKENS
 

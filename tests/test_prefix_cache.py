@@ -9,10 +9,11 @@ from llamaq.worker.block import Scope
 from llamaq.worker.block_tiers import BlockTiers
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.jobs import Job, JobEnded, NewToken, Output
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import Entry, NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.prefix_index import pack
 from llamaq.worker.scheduler import Scheduler
-from llamaq.worker.slots import Run, SlotPool
+from llamaq.worker.slots import Run
 from llamaq.worker.testing import FakeEngine, GreedySampler, ManualClock, make_job, run_tick, run_to_end
 
 

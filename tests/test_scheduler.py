@@ -6,8 +6,8 @@ from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.messages import FinishReason, JobStats
 from llamaq.worker.batch import Batch, SlotResult
 from llamaq.worker.jobs import Job, JobEnded, NewToken, Output
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.scheduler import Scheduler
-from llamaq.worker.slots import SlotPool
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,

@@ -13,9 +13,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from llamaq.common.messages import FinishReason
 from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.jobs import Job, JobEnded, NewToken
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import NullPrefixCache
 from llamaq.worker.scheduler import Scheduler
-from llamaq.worker.slots import Slot, SlotPool
+from llamaq.worker.slots import Slot
 from llamaq.worker.strategy import BUILT_IN, BatchStrategy
 from llamaq.worker.testing import ByteVocab, FakeEngine, GreedySampler, ManualClock, make_job, next_letter, run_tick
 

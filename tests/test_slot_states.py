@@ -14,13 +14,13 @@ from llamaq.worker.block import Scope, namespace_key
 from llamaq.worker.block_tiers import BlockTiers
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.jobs import Job, JobEnded
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import RadixPrefixCache
 from llamaq.worker.prefix_index import TOKEN_BYTES, pack
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.slot_putter import Putting
 from llamaq.worker.slot_reader import Reading
 from llamaq.worker.slot_states import SlotStates
-from llamaq.worker.slots import SlotPool
 from llamaq.worker.state_parts import StatePart, join_parts, split_parts
 from llamaq.worker.testing import FakeEngine, make_job, run_tick, run_to_end
 from llamaq.worker.tiers import NoTiers, Tiers

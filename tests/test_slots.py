@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from llamaq.common.messages import Priority
-from llamaq.worker.slots import TRANSITIONS, Slot, SlotPool, SlotState
+from llamaq.worker.pool import SlotPool
+from llamaq.worker.slots import TRANSITIONS, Slot, SlotState
 from llamaq.worker.testing import make_job
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.plan import PlanFault, Planner, check_plan
-from llamaq.worker.slots import Slot, SlotPool, SlotState
+from llamaq.worker.pool import SlotPool
+from llamaq.worker.slots import Slot, SlotState
 from llamaq.worker.strategy import (
     BUILT_IN,
     Balanced,

@@ -17,9 +17,9 @@ from llamaq.worker.blocks import BlockTree
 from llamaq.worker.engine import Engine
 from llamaq.worker.jobs import Job, JobEnded
 from llamaq.worker.llama import ContextOptions, Model
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.scheduler import Scheduler
-from llamaq.worker.slots import SlotPool
 from llamaq.worker.testing import GreedySampler, make_job
 
 NOISE = 0.02

@@ -16,11 +16,11 @@ from llamaq.worker.blocks import BlockTree
 from llamaq.worker.engine import Engine
 from llamaq.worker.jobs import JobEnded
 from llamaq.worker.llama import ContextOptions, Model
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import RadixPrefixCache
 from llamaq.worker.prefix_index import pack
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.slot_states import SlotStates
-from llamaq.worker.slots import SlotPool
 from llamaq.worker.state_parts import join_parts, split_parts
 from llamaq.worker.testing import GreedySampler, make_job
 

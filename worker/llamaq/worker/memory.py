@@ -11,9 +11,10 @@ from typing import Protocol
 from llamaq.common.messages import CacheSnapshot, CacheTier
 from llamaq.worker.block import Chain, Scope
 from llamaq.worker.jobs import Job
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import Entry, PrefixCache
 from llamaq.worker.prefix_index import TOKEN_BYTES
-from llamaq.worker.slots import Run, Slot, SlotPool, SlotState
+from llamaq.worker.slots import Run, Slot, SlotState
 from llamaq.worker.tiers import NoTiers, Tiers
 
 MIN_GAIN = 16

@@ -28,12 +28,12 @@ from llamaq.worker.link import Link
 from llamaq.worker.llama import ContextOptions, Model
 from llamaq.worker.models import resolve_model
 from llamaq.worker.plugins import load_hooks
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prepare import Preparer
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_control import SlotControl
 from llamaq.worker.slot_states import SlotStates
-from llamaq.worker.slots import SlotPool
 from llamaq.worker.strategy import load_strategy
 from llamaq.worker.telemetry import Telemetry
 from llamaq.worker.ticks import TickLoop

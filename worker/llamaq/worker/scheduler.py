@@ -27,8 +27,9 @@ from llamaq.worker.endings import Ending, ending_before_start, reason_to_end
 from llamaq.worker.jobs import Job, JobEnded, NewToken, Output
 from llamaq.worker.memory import Memory, Room, Sequences
 from llamaq.worker.plan import Planner
+from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache
-from llamaq.worker.slots import WORKING, Slot, SlotPool, SlotState
+from llamaq.worker.slots import WORKING, Slot, SlotState
 from llamaq.worker.stats import measure
 from llamaq.worker.strategy import BatchStrategy, DecodeMaximal
 from llamaq.worker.tiers import Tiers
