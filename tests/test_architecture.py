@@ -71,7 +71,7 @@ DECIDING = [
         "stats",
         "memory",
         "ways",
-        "room",
+        "eviction",
         "pool",
         "slots",
         "batch",

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from llamaq.common.messages import CacheSnapshot, CacheTier
-from llamaq.worker.block import Chain, Scope
+from llamaq.worker.block import Scope
+from llamaq.worker.eviction import Eviction, Room
 from llamaq.worker.jobs import Job
 from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import Entry, PrefixCache
-from llamaq.worker.prefix_index import TOKEN_BYTES
 from llamaq.worker.slots import Run, Slot, SlotState
 from llamaq.worker.tiers import NoTiers, Tiers
-
-MIN_GAIN = 16
-"""Tokens. For fewer than these nobody waits for another's prefill or for a transfer."""
-ADOPTED_SHARE = 0.5
-"""A job goes on in an entry's own sequence only if it needs at least this share of it: the rest is lost."""
+from llamaq.worker.ways import Way, Ways
 
 
 class Sequences(Protocol):
@@ -44,29 +38,6 @@ class Sequences(Protocol):
         """Keep the first `n_tokens` cells of a sequence; returns how many it truly holds then."""
 
 
-class Room(Enum):
-    """Whether a job can enter."""
-
-    NOW = "now"
-    SOON = "soon"
-    """Entries are leaving for it."""
-    NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a prompt's first tokens get into a sequence without being computed there."""
-
-    n_held: int = 0
-    source: Entry | Run | None = None
-    """Copy `n_held` cells of it now,"""
-    leader: Run | None = None
-    n_coming: int = 0
-    """or wait until it has computed so many, and look again,"""
-    stored: Chain | None = None
-    """and load what goes on from there."""
-
-
 class Memory:
     """Brings together who decides about KV memory (pool, prefix cache, tiers) and what does it (the sequences)."""
 
@@ -84,34 +55,24 @@ class Memory:
         self.cache = cache
         self._sequences = sequences
         self._tiers = NoTiers() if tiers is None else tiers
-        self._held_cells = pool.n_cells if held_cells is None else held_cells
-        self._is_trimmed = True
-        self._hits = self._misses = self._hit_tokens = self._evictions = 0
+        self._ways = Ways(cache, self._tiers, in_blocks=sequences.in_blocks)
+        self.eviction = Eviction(pool, cache, self._tiers, self._drop, held_cells=held_cells)
+        self._hits = self._misses = self._hit_tokens = 0
 
     # ---- a job comes
 
     def gain(self, job: Job) -> int:
         """How many tokens of the job need not be computed if it enters now."""
-        way = self._way(job)
-        return max(way.n_held, way.n_coming, way.stored.n_tokens if way.stored else 0)
+        return self._ways.find(job).n_tokens
 
     def make_room(self, job: Job) -> Room:
         """Whether the job can enter; entries give way to it where that helps."""
-        if not self.pool.has_slot(job):
-            return Room.NONE
-        way = self._way(job)
-        if self._can_enter(job, way):
-            return Room.NOW
-        if not self._could_enter(job, way):
-            return Room.NONE
-        while not self._can_enter(job, way) and not self._is_enough_leaving(self.pool.missing_cells(job, way.n_held)):
-            self._let_coldest_go()
-        return Room.NOW if self._can_enter(job, way) else Room.SOON
+        return self.eviction.make_room(job, self._ways.find(job))
 
     def enter(self, job: Job, now_s: float) -> Slot:
         """Give the job a slot, a sequence, and what is there of its prompt; call when `make_room` says NOW."""
-        way = self._way(job)
-        adopted = self._adoptable(way)
+        way = self._ways.find(job)
+        adopted = self.eviction.adoptable(way)
         slot = self.pool.acquire(job, now_s, adopted.seq_id if adopted else None)
         if adopted:
             self._go_on_in(slot.active, adopted, way.n_held)
@@ -119,7 +80,7 @@ class Memory:
         self._follow(slot, way)
         if job.request.cache_prompt:
             self.cache.begin(slot.active)
-        self._is_trimmed = False
+        self.eviction.is_trimmed = False
         return slot
 
     def settle(self) -> None:
@@ -130,23 +91,7 @@ class Memory:
             if run.leader is None or run.leader.has_left or run.leader.n_past >= run.shared_tokens:
                 run.leader = None
                 slot.move(SlotState.PREFILL)
-                self._follow(slot, self._way(run.job, run.order))
-
-    def _way(self, job: Job, order: int | None = None) -> Way:
-        """The best way for a job's prompt, all but the last token: its logits give the next one."""
-        if not job.request.cache_prompt:
-            return Way()
-        tokens = job.packed[:-TOKEN_BYTES]
-        found = self.cache.match(tokens, job.scope, order)
-        stored = self._tiers.find(tokens, job.scope)
-        n_stored = stored.n_tokens if stored else 0
-        if found.leader and found.n_coming >= max(found.n_tokens + MIN_GAIN, n_stored):
-            return Way(leader=found.leader, n_coming=found.n_coming)
-        if n_stored < found.n_tokens + MIN_GAIN:
-            stored = None
-        elif not self._sequences.in_blocks:
-            return Way(stored=stored)  # all of it, which nothing goes before
-        return Way(found.n_tokens, found.source, stored=stored)
+                self._follow(slot, self._ways.find(run.job, run.order))
 
     def _follow(self, slot: Slot, way: Way) -> None:
         run = slot.active
@@ -170,90 +115,18 @@ class Memory:
             self.pool.share(source.seq_id, run.seq_id, copied)
             run.take_over(copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
 
-    def _adoptable(self, way: Way) -> Entry | None:
-        """The entry in whose own sequence the job goes on: where no other is free, and most of it is needed."""
-        entry = way.source
-        if self.pool.n_free or not isinstance(entry, Entry) or entry.leaving:
-            return None
-        return entry if way.n_held >= ADOPTED_SHARE * entry.n_tokens else None
-
     def _go_on_in(self, run: Run, entry: Entry, n_tokens: int) -> None:
         self.cache.remove(entry)
         n_kept = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
         self.pool.hold(run.seq_id, n_kept)
         run.take_over(n_kept, CacheTier.DEVICE)
 
-    # ---- room
-
-    def _can_enter(self, job: Job, way: Way) -> bool:
-        has_sequence = self.pool.n_free > 0 or self._adoptable(way) is not None
-        return has_sequence and self.pool.missing_cells(job, way.n_held) == 0
-
-    def _could_enter(self, job: Job, way: Way) -> bool:
-        """Whether there would be room without the entries."""
-        gone = self.pool.ledger.owned_together(self.pool.kept)
-        return self.pool.could_acquire(job) or self.pool.missing_cells(job, way.n_held) <= gone
-
-    def _is_enough_leaving(self, n_missing: int) -> bool:
-        """Whether nothing more has to be evicted: what is leaving makes the room, or there is nothing else."""
-        leaving = {entry.seq_id for entry in self.cache.entries() if entry.leaving}
-        cells = self.pool.ledger.owned_together(leaving)
-        enough = bool(leaving or self.pool.n_free) and cells >= n_missing
-        return enough or self.cache.coldest() is None
-
-    def _let_coldest_go(self) -> None:
-        if (entry := self.cache.coldest()) is not None:
-            self._evictions += 1
-            entry.leaving = True
-            if not self._tiers.keep(entry):
-                self._drop(entry)
-
-    def _trim(self) -> None:
-        """Let entries go beyond what may be held beside running jobs.
-
-        They cost nothing while no job runs, and the next one may be their conversation's: then they stay.
-        """
-        if self._is_trimmed or not self.pool.active:
-            return
-        self._is_trimmed = True
-        while self.cache.coldest() is not None and (self._excess_cells() > 0 or self._lacks_sequences()):
-            self._let_coldest_go()
-
-    def _excess_cells(self) -> int:
-        staying = {entry.seq_id for entry in self.cache.entries() if not entry.leaving}
-        return self.pool.ledger.owned_together(staying) - self._held_cells
-
-    def _lacks_sequences(self) -> bool:
-        """Whether idle slots would have to wait for a sequence; where there is none to spare they adopt one."""
-        n_leaving = sum(entry.leaving for entry in self.cache.entries())
-        return self.pool.has_spare_sequences and self.pool.n_free + n_leaving < self.pool.n_idle
-
-    def drop_coldest(self) -> bool:
-        """Forget an entry at once, for cells that are needed now; False when there is none."""
-        entry = next(iter(self.cache.entries()), None)
-        if entry is not None:
-            self._evictions += 1
-            self._drop(entry)
-        return entry is not None
-
     # ---- what is asked for explicitly, see `SlotStates`
-
-    def make_way(self, n_cells: int) -> Room:
-        """Whether one more sequence can be kept, with so many cells of its own; entries give way to it."""
-        pool = self.pool
-        while True:
-            n_missing = max(0, pool.ledger.used + pool.promised_cells + n_cells - pool.n_cells)
-            if pool.n_free and not n_missing:
-                return Room.NOW
-            if self._is_enough_leaving(n_missing):
-                break
-            self._let_coldest_go()
-        return Room.SOON if any(entry.leaving for entry in self.cache.entries()) else Room.NONE
 
     def keep(self, seq_id: int, tokens: bytes, scope: Scope) -> None:
         """A kept sequence holds exactly these tokens: offer it to the prefix cache."""
         self._remove(self.cache.insert(seq_id, tokens, scope))
-        self._is_trimmed = False
+        self.eviction.is_trimmed = False
 
     def forget(self, entry: Entry) -> None:
         """Remove an entry's sequence, and save nothing of it."""
@@ -276,7 +149,7 @@ class Memory:
         if not 0 < run.n_past < len(run.tokens):
             return
         if self.pool.n_free <= self.pool.n_idle:
-            self._let_coldest_go()  # for the next state
+            self.eviction.let_coldest_go()  # for the next state
             return
         seq_id = self.pool.keep_another()
         copied = self._sequences.copy(run.seq_id, seq_id, run.n_past)
@@ -295,7 +168,7 @@ class Memory:
             self._count(run)
         if reusable and run.job.request.cache_prompt and run.n_past:
             self._remove(self.cache.insert(run.seq_id, run.packed_history(run.n_past), run.job.scope))
-            self._is_trimmed = False
+            self.eviction.is_trimmed = False
         else:
             self._remove([run.seq_id])
 
@@ -315,7 +188,7 @@ class Memory:
 
     def move(self, budget_s: float) -> None:
         """Go on moving between the tiers, for about so long."""
-        self._trim()
+        self.eviction.trim()
         done = self._tiers.step(budget_s)
         for run, n_tokens, tier in done.loaded:
             self.pool.hold(run.seq_id, n_tokens)
@@ -354,7 +227,7 @@ class Memory:
             hits=self._hits,
             misses=self._misses,
             hit_tokens=self._hit_tokens,
-            evictions=self._evictions,
+            evictions=self.eviction.n_evicted,
         )
 
     def check_integrity(self) -> None:

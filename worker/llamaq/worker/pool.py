@@ -78,7 +78,11 @@ class SlotPool:
 
     def missing_cells(self, job: Job, n_shared: int = 0) -> int:
         """How many cells too few are left for a job that shares its first `n_shared`, 0 when there are enough."""
-        return max(0, self.ledger.used + self.promised_cells + job.reservation - n_shared - self.n_cells)
+        return self.missing(job.reservation - n_shared)
+
+    def missing(self, n_cells: int) -> int:
+        """How many cells too few are left for so many new ones, 0 when there are enough."""
+        return max(0, self.ledger.used + self.promised_cells + n_cells - self.n_cells)
 
     def has_slot(self, job: Job) -> bool:
         """Whether the job's slot, or any slot, is idle."""

@@ -24,8 +24,9 @@ from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.messages import CacheSnapshot, FinishReason, Priority, SlotSnapshot
 from llamaq.worker.batch import Batch, SlotResult
 from llamaq.worker.endings import Ending, ending_before_start, reason_to_end
+from llamaq.worker.eviction import Room
 from llamaq.worker.jobs import Job, JobEnded, NewToken, Output
-from llamaq.worker.memory import Memory, Room, Sequences
+from llamaq.worker.memory import Memory, Sequences
 from llamaq.worker.plan import Planner
 from llamaq.worker.pool import SlotPool
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache
@@ -290,7 +291,7 @@ class Scheduler:
 
         False when there is only one job.
         """
-        if self._memory.drop_coldest():
+        if self._memory.eviction.drop_coldest():
             return True
         if len(self._pool.active) < 2:
             return False

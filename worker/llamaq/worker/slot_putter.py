@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from llamaq.common.errors import OrderRefused
 from llamaq.worker.block import Scope
-from llamaq.worker.memory import Memory, Room
+from llamaq.worker.eviction import Room
+from llamaq.worker.memory import Memory
 from llamaq.worker.prefix_cache import Entry
 from llamaq.worker.prefix_index import TOKEN_BYTES
 from llamaq.worker.slot_mover import Mover
@@ -67,7 +68,7 @@ class SlotPutter:
             self._settle(putting)
             return putting
         n_shareable = self._n_shareable(putting)
-        room = self._memory.make_way(putting.n_tokens - n_shareable)
+        room = self._memory.eviction.make_way(putting.n_tokens - n_shareable)
         if room is Room.NONE:
             raise OrderRefused(f"there is no room for {putting.n_tokens} tokens beside the jobs that run")
         if room is Room.SOON or self._n_shareable(putting) < n_shareable:  # the latter: what was shared had to go
