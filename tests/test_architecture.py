@@ -67,6 +67,7 @@ DECIDING = [
         "strategy",
         "plan",
         "waiting",
+        "preemption",
         "endings",
         "stats",
         "memory",

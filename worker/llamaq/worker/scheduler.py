@@ -29,6 +29,7 @@ from llamaq.worker.jobs import Job, JobEnded, NewToken, Output
 from llamaq.worker.memory import Memory, Sequences
 from llamaq.worker.plan import Planner
 from llamaq.worker.pool import SlotPool
+from llamaq.worker.preemption import Preemption
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache
 from llamaq.worker.slots import WORKING, Slot, SlotState
 from llamaq.worker.stats import measure
@@ -79,8 +80,8 @@ class Scheduler:
         self._worker = worker
         self._clock = clock
         self._waiting = WaitingLine()
+        self._preemption = Preemption(self._memory, self._waiting)
         self._outputs: list[Output] = []
-        self._preemptions = 0
 
     # ---- jobs come and go
 
@@ -165,7 +166,7 @@ class Scheduler:
         self._memory.settle()
         while (job := self._next_job()) is not None:
             room = self._memory.make_room(job)
-            if room is Room.NONE and self._preempt_for(job):
+            if room is Room.NONE and self._preemption.make_way_for(job):
                 continue
             if room is not Room.NOW:
                 return
@@ -191,7 +192,7 @@ class Scheduler:
                 without_room = result.slot
         if without_room:
             self._relieve(without_room)
-        while self._pool.is_overdrawn and self._make_one_go():
+        while self._pool.is_overdrawn and self._preemption.free_cells():
             pass  # cells were lost that were shared: they have to be there twice
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -228,7 +229,7 @@ class Scheduler:
 
     def cache_snapshot(self) -> CacheSnapshot:
         """The cells as they are given now, and how often a job found a prefix of its prompt."""
-        return self._memory.snapshot().model_copy(update={"preemptions": self._preemptions})
+        return self._memory.snapshot().model_copy(update={"preemptions": self._preemption.n_preempted})
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` when jobs, slots, sequences, cells and cache contradict each other."""
@@ -258,45 +259,11 @@ class Scheduler:
             return self._waiting.first_interactive
         return self._waiting.next(self._pool.has_slot, self._memory.gain) or self._waiting.first_interactive
 
-    def _preempt_for(self, job: Job) -> bool:
-        """Take the slot from the youngest job of a lower priority, if that and more of its kind make enough room."""
-        if job.request.priority is not Priority.INTERACTIVE:
-            return False
-        lower = [slot for slot in self._pool.active if slot.priority is Priority.BULK and slot.active.may_be_preempted]
-        if not lower or not self._pool.could_acquire(job, without=lower):
-            return False
-        pinned = [slot for slot in lower if slot.index == job.request.slot and not self._pool.has_slot(job)]
-        self._preempt(max(pinned or lower, key=lambda slot: slot.active.order))
-        return True
-
-    def _preempt(self, slot: Slot) -> None:
-        """Send a job back to the head of its line; it goes on later from what it had."""
-        run = slot.active
-        job = run.job
-        log.info("job.preempted id=%s slot=%d generated_tokens=%d", job.id, slot.index, run.n_generated)
-        job.resumed = run.tokens[run.n_prompt :]
-        job.packed = run.packed_history(len(run.tokens))
-        self._memory.leave(slot, reusable=True)
-        self._waiting.put_back(job)
-        self._preemptions += 1
-
     def _relieve(self, slot: Slot) -> None:
         """llama.cpp found no room for the slot, so more is used than was counted. A job that is alone cannot fit."""
-        if not self._make_one_go():
+        if not self._preemption.free_cells():
             message = f"there is no room in KV memory (--n-ctx) after {slot.active.n_past} tokens, with nobody else"
             self._end(slot, JobRejected(ErrorCode.DECODE_FAILED, message))
-
-    def _make_one_go(self) -> bool:
-        """Free cells at once: a kept sequence's, else those of the youngest job of the lowest priority.
-
-        False when there is only one job.
-        """
-        if self._memory.eviction.drop_coldest():
-            return True
-        if len(self._pool.active) < 2:
-            return False
-        self._preempt(max(self._pool.active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.order)))
-        return True
 
     def _apply(self, result: SlotResult) -> None:
         slot = result.slot
