@@ -179,6 +179,15 @@ class Watched(Arrangement):
             place: Any = client.sentinel_get_master_addr_by_name(SERVICE)
         return next(server for server in self.data if server.port == int(place[1]))
 
+    def agree_on(self, server: Server) -> bool:
+        """Whether every Sentinel says that this is the master."""
+        for sentinel in self.sentinels:
+            with sentinel.client() as client:
+                place: Any = client.sentinel_get_master_addr_by_name(SERVICE)
+            if int(place[1]) != server.port:
+                return False
+        return True
+
     def await_master(self, server: Server) -> None:
         """Wait until the Sentinels name this one, and it says so itself."""
 

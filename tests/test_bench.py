@@ -119,8 +119,8 @@ def test_the_cost_of_the_cache_is_measured_where_nothing_is_shared() -> None:
         assert one["tick_ms"] > one["scheduler_ms"] > one["memory_ms"] > one["moves_ms"] > 0
         assert 0 < one["bookkeeping_share"] < 1
     assert sides["null"]["vs_null"] == 1
-    assert sides["null"]["cache"]["entries"] == sides["held-0"]["cache"]["entries"] == 0
-    assert sides["held-256"]["cache"]["entries"] > 0
+    assert sides["null"]["cache"]["entries"] == 0
+    assert sides["held-256"]["cache"]["entries"] > sides["held-0"]["cache"]["entries"]  # what an idle worker keeps
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")

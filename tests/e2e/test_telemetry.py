@@ -48,8 +48,7 @@ def test_a_job_that_waited_says_how_long(slow: ServedQueue, slow_client: Client,
     blockers = [slow_client.submit("the world", max_tokens=5000) for _ in range(n_claimed)]
     wait_for(lambda: slow_client.queue_depth().running == n_claimed)
     late = slow_client.submit("the world", max_tokens=2)
-    for blocker in blockers:
-        assert blocker.status().state is JobState.RUNNING
+    wait_for(lambda: all(blocker.status().state is JobState.RUNNING for blocker in blockers))
     with Redis.from_url(slow.url) as redis:
         seconds, microseconds = redis.time()
     submitted_ms = late.status().submitted_ms

@@ -70,6 +70,7 @@ def test_streams_go_on_when_another_was_made_master(stage: Stage, watched: Watch
             execute: Any = sentinel.execute_command
             execute("SENTINEL FAILOVER", SERVICE)
         await_that(lambda: watched.master is not old, "another master")
+        await_that(lambda: watched.agree_on(watched.master), "Sentinels that agree")
         time.sleep(2 * ASK_EVERY_S)  # so long what is written to the old one may be lost
         assert all(reader.is_alive() for reader in readers), "the jobs ended before they could move"
         later = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))
