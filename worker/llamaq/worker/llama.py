@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import llama_cpp
 import numpy as np
@@ -29,6 +29,15 @@ VERSION = str(llama_cpp.__version__)
 """Of llama-cpp-python, which names the llama.cpp inside."""
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1  # what llama_decode returns
+
+
+FlashAttention = Literal["auto", "on", "off"]
+
+_FLASH_ATTENTION: dict[FlashAttention, int] = {
+    "auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,8 @@ class ContextOptions:
     and `n_ctx` is made as large as all of them."""
     has_scratch: bool = True
     """One of the sequences is for moving parts of others about; without it they are saved and loaded whole."""
+    flash_attn: FlashAttention = "auto"
+    """Whether attention is computed in one pass over the cells; `auto` leaves it to llama.cpp."""
     swa_full: bool = True
     """Sliding-window layers keep what left the window, so that sequences can be cut and shared in the middle."""
 
@@ -272,7 +283,7 @@ def _context_params(options: ContextOptions) -> Any:
     params.n_outputs_max = options.n_seq_max
     params.n_threads = options.n_threads
     params.n_threads_batch = options.n_threads_batch
-    params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
+    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attn]
     params.no_perf = True
     params.swa_full = options.swa_full
     params.kv_unified = options.kv_unified

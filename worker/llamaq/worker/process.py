@@ -178,6 +178,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         n_threads=settings.n_threads,
         n_threads_batch=settings.n_threads,
         kv_unified=settings.kv_unified,
+        flash_attn=settings.flash_attn,
     )
     return Engine(model, options)
 

@@ -38,6 +38,9 @@ class ModelSettings(BaseModel):
     n_threads: int = Field(
         default_factory=usable_cores, ge=1, description="threads of llama.cpp; the cores it may use when not given"
     )
+    flash_attn: Literal["auto", "on", "off"] = Field(
+        "auto", description="auto, on or off; off is faster for short batches of small models on a CPU"
+    )
     device: int | None = Field(None, ge=0, description="GPU to use alone; all when not given")
     devices: Annotated[tuple[int, ...], NoDecode] = Field(
         (), description="0,1,…: one process for each of these GPUs, under a supervisor"
