@@ -1,7 +1,8 @@
 """Redis Sentinel: connections that find the master when they connect, and leave it when another one was made master.
 
 Sentinel closes the connections of a master that it demotes, but some seconds after it has named the new one, and what
-is written to the old one until then is lost. So a connection in use has the Sentinels asked again every second.
+is written to the old one until then is lost. So a connection in use has the Sentinels asked again every second, and
+one that was idle waits for their answer before it sends anything.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ C = TypeVar("C", bound=AbstractConnection)
 TIMEOUT_S = 1.0
 """For one Sentinel to answer; then the next one is asked."""
 ASK_EVERY_S = 1.0
+STALE_S = 2.0
+"""An older answer is not relied on."""
 
 
 class Sentinels:
@@ -47,11 +50,13 @@ class Sentinels:
             self._master = master
             return master
 
-    def is_master(self, place: tuple[str, int]) -> bool:
-        """Whether this was the master when they were last asked; they are asked again meanwhile."""
-        now = asyncio.get_running_loop().time()
-        if now - self._asked_s >= ASK_EVERY_S and (self._asking is None or self._asking.done()):
+    async def is_master(self, place: tuple[str, int]) -> bool:
+        """Whether this was the master when they were last asked, a moment ago; they are asked again meanwhile."""
+        age_s = asyncio.get_running_loop().time() - self._asked_s
+        if age_s >= ASK_EVERY_S and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask())
+        if age_s >= STALE_S and self._asking is not None:
+            await asyncio.shield(self._asking)
         return self._master is None or place == self._master
 
     async def _ask(self) -> None:
@@ -69,7 +74,7 @@ def at_master(kind: type[C], target: RedisUrl) -> type[C]:
             await super()._connect()
 
         async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
-            if self.is_connected and not sentinels.is_master((self.host, self.port)):
+            if self.is_connected and not await sentinels.is_master((self.host, self.port)):
                 await self.disconnect(nowait=True)
                 raise RedisConnectionError(f"{self.host}:{self.port} is not the master any more")
             await super().send_packed_command(*args, **kwargs)
