@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -103,16 +104,16 @@ class Server:
         return f"<Server port={self.port} pid={self.process.pid if self.process else None}>"
 
 
-class Arrangement:
+class Arrangement(ABC):
     """Servers that start and end together."""
 
     servers: list[Server]
     url: str
     """What llamaq connects to."""
 
+    @abstractmethod
     def start(self) -> None:
         """Start all of them, and return when they serve."""
-        raise NotImplementedError
 
     def stop(self) -> None:
         """End all of them at once."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from llamaq.common.orders import SlotFile
 from llamaq.producer import cli_views as views
 from llamaq.producer.cli_options import AsJson, Queue, RedisUrl
 from llamaq.producer.sync import Client
@@ -48,11 +49,7 @@ def save(
 ) -> None:
     """Save what a slot holds, under a name: of the job that runs there, or ran there last."""
     with Client(redis_url, queue, timeout_s=wait_s) as client:
-        saved = client.save_slot(slot, name, worker=worker)
-        if as_json:
-            views.show_json(saved)
-        else:
-            typer.echo(f"saved {saved.n_tokens} tokens, {saved.n_bytes} bytes")
+        _tell("saved", client.save_slot(slot, name, worker=worker), as_json)
 
 
 def restore(
@@ -66,11 +63,14 @@ def restore(
 ) -> None:
     """Bring a saved state back into an idle slot; jobs that begin like it do not compute it again."""
     with Client(redis_url, queue, timeout_s=wait_s) as client:
-        restored = client.restore_slot(slot, name, worker=worker)
-        if as_json:
-            views.show_json(restored)
-        else:
-            typer.echo(f"restored {restored.n_tokens} tokens, {restored.n_bytes} bytes")
+        _tell("restored", client.restore_slot(slot, name, worker=worker), as_json)
+
+
+def _tell(what: str, file: SlotFile, as_json: bool) -> None:
+    if as_json:
+        views.show_json(file)
+    else:
+        typer.echo(f"{what} {file.n_tokens} tokens, {file.n_bytes} bytes")
 
 
 def erase(

@@ -8,9 +8,7 @@ from enum import Enum
 from llamaq.common.messages import CacheTier, Priority, SlotSnapshot
 from llamaq.worker.block import Scope
 from llamaq.worker.jobs import Job
-from llamaq.worker.prefix_index import pack
-
-TOKEN_BYTES = 4
+from llamaq.worker.prefix_index import TOKEN_BYTES, pack
 
 
 class SlotState(Enum):
