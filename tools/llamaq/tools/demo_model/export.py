@@ -1,7 +1,8 @@
 """Write a checkpoint as GGUF: `python -m llamaq.tools.demo_model.export --run build/demo_model --out llamaq-demo.gguf`.
 
-Weights are stored as F16, norms as F32. If llama-cpp-python is there, the file is loaded and compared with PyTorch:
-the same tokens for the same text, the same logits for the same tokens.
+Weights are stored as F16, norms as F32, and heads are as wide as llama.cpp is fast with (`wide_heads.py`). If
+llama-cpp-python is there, the file is loaded and compared with PyTorch: the same tokens for the same text, the same
+logits for the same tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from llamaq.tools.demo_model.dialogues import CHAT_TEMPLATE
 from llamaq.tools.demo_model.grammar import BOS, END, EOS, PAD, SPECIALS
 from llamaq.tools.demo_model.model import DemoModel, ModelShape
+from llamaq.tools.demo_model.wide_heads import HEAD_WIDTH, widen
 
 NAME: Final = "llamaq-demo"
 
@@ -43,7 +45,9 @@ def add_shape(writer: gguf.GGUFWriter, shape: ModelShape) -> None:
     writer.add_feed_forward_length(shape.feed_forward)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.heads)
-    writer.add_rope_dimension_count(shape.head_width)
+    writer.add_key_length(HEAD_WIDTH)
+    writer.add_value_length(HEAD_WIDTH)
+    writer.add_rope_dimension_count(HEAD_WIDTH)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_layer_norm_rms_eps(shape.norm_epsilon)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
@@ -75,7 +79,7 @@ def write_gguf(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
     add_shape(writer, model.shape)
     add_tokenizer(writer, tokenizer)
     for name, weight in model.state_dict().items():
-        array = weight.detach().float().numpy()
+        array = widen(name, weight.detach().float().numpy(), model.shape.heads)
         writer.add_tensor(name, array.astype(np.float16) if array.ndim == 2 else array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

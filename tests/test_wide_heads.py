@@ -1,0 +1,63 @@
+"""The demo model's heads as they are written to its file compute what they computed as they were trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from llamaq.tools.demo_model.wide_heads import HEAD_WIDTH, widen
+
+HEADS, WIDTH, ROPE_BASE = 3, 20, 1e6
+NARROW = HEAD_WIDTH // 2
+
+Matrix = npt.NDArray[Any]
+
+
+def turned(x: Matrix, position: int) -> Matrix:
+    """Rotary positions on adjacent pairs of each row, one row a head."""
+    width = x.shape[1]
+    angles = position * ROPE_BASE ** -(np.arange(0, width, 2) / width)
+    pairs = (x[:, 0::2] + 1j * x[:, 1::2]) * np.exp(1j * angles)
+    return np.stack((pairs.real, pairs.imag), axis=-1).reshape(x.shape)
+
+
+def attention(weights: dict[str, Matrix], stream: Matrix) -> Matrix:
+    """What attention adds at the last position."""
+
+    def heads(name: str, at: int) -> Matrix:
+        rows: Matrix = (weights[f"blk.0.attn_{name}.weight"] @ stream[at]).reshape(HEADS, -1)
+        return rows
+
+    last = len(stream) - 1
+    query = turned(heads("q", last), last)
+    keys = np.stack([turned(heads("k", at), at) for at in range(len(stream))])
+    values = np.stack([heads("v", at) for at in range(len(stream))])
+    scores = np.exp(np.einsum("hd,thd->ht", query, keys) / np.sqrt(query.shape[1]))
+    mixed = np.einsum("ht,thd->hd", scores / scores.sum(axis=1, keepdims=True), values)
+    added: Matrix = weights["blk.0.attn_output.weight"] @ mixed.reshape(-1)
+    return added
+
+
+def random_weights() -> dict[str, Matrix]:
+    rng = np.random.default_rng(1)
+    shapes = dict.fromkeys("qkv", (HEADS * NARROW, WIDTH)) | {"output": (WIDTH, HEADS * NARROW)}
+    return {f"blk.0.attn_{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("length", [1, 2, 700])
+def test_wide_heads_attend_as_narrow_ones(length: int) -> None:
+    narrow = random_weights()
+    wide = {name: widen(name, weight, HEADS) for name, weight in narrow.items()}
+    assert wide["blk.0.attn_q.weight"].shape == (HEADS * HEAD_WIDTH, WIDTH)
+    assert wide["blk.0.attn_output.weight"].shape == (WIDTH, HEADS * HEAD_WIDTH)
+    stream = np.random.default_rng(2).normal(size=(length, WIDTH)).astype(np.float32) / 8
+    np.testing.assert_allclose(attention(wide, stream), attention(narrow, stream), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "blk.0.ffn_up.weight", "blk.0.attn_norm.weight"])
+def test_what_is_not_of_attention_stays(name: str) -> None:
+    weight = np.ones((4, 4), np.float32)
+    assert widen(name, weight, 2) is weight
