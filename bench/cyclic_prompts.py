@@ -2,8 +2,9 @@
 
 11 prompts of 512 random tokens over 10 slots, one after the other, 16 tokens out each, greedy, streamed; three cycles,
 in each of which every side gets all prompts, one side after the other. Prompts are new in every round. Once with cells
-for all of them (`all_in_cells`), once with cells for half of them, so that the rest has to come back from host memory
-(`half_in_cells`); a worker may hold all its cells (`held_cells`), and both have room for all in host memory.
+for all of them (`all_in_cells`), once with cells for half of them
+(`half_in_cells`). Both sides have host memory for all of them, and use it in either case: llama-server empties idle
+slots when a task begins, a worker keeps only so many idle cells beside running jobs (`held_cells`, its default here).
 `reused` is the share of the prompts' tokens that needed no computing, `vs_peer` the ratio of the times: in the first
 cycle nobody can reuse anything, so it says there what the two builds of llama.cpp differ by.
 """
@@ -68,7 +69,7 @@ def measure_pool(plan: Plan, pool: Pool, sizes: Sizes) -> Figures:
     """Figures by cycle, with one number of cells."""
     # All: and one more, for the prompt that runs while the others are held.
     n_ctx = sizes.n_ctx(sizes.n_prompts + 1 if pool.share == 1 else sizes.n_prompts * pool.share)
-    settings = plan.settings(n_parallel=sizes.n_slots, n_ctx=n_ctx, held_cells=n_ctx)
+    settings = plan.settings(n_parallel=sizes.n_slots, n_ctx=n_ctx)
     note(f"{pool.name}: {n_ctx} cells")
     with sides({QUEUE: settings}) as over:
         prompts = Prompts(plan.seed, over.n_vocab)

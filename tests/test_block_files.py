@@ -27,6 +27,7 @@ from llamaq.worker.block_files import BlockFiles
 from llamaq.worker.block_format import HEADER, block_header, checksum, fingerprint_key
 from llamaq.worker.blocks import Block, BlockTree, Scope, Write
 from llamaq.worker.plain_files import write_file
+from llamaq.worker.saved_bytes import Data
 
 ROOMY = 10**9
 SCOPE = Scope("tenant of ours", 2)
@@ -54,7 +55,7 @@ class Disk:
     def blocks(self, tokens: Sequence[int], scope: Scope = SCOPE) -> tuple[Block, ...]:
         return self.tree.match(pack(tokens), scope).blocks
 
-    def read(self, tokens: Sequence[int], scope: Scope = SCOPE) -> list[bytes | None]:
+    def read(self, tokens: Sequence[int], scope: Scope = SCOPE) -> list[Data | None]:
         return [self.files.read(block).result(LIMIT_S) for block in self.blocks(tokens, scope)]
 
     def flush(self) -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamaq.worker.block import BLOCK_BYTES, FILE_BYTES, PUBLIC, Block, Siblings, StoredBlock, namespace_key
 from llamaq.worker.blocks import BlockTree, Chain, Scope, Write
+from llamaq.worker.saved_bytes import Data
 
 ROOMY = 10**9
 
@@ -79,7 +80,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.host, self.disk = host, disk
         self.model = Model(block_tokens, can_cut, set())
         self.tree = self.empty_tree()
-        self.files: dict[bytes, tuple[Block, bytes]] = {}
+        self.files: dict[bytes, tuple[Block, Data]] = {}
         self.pinned: list[Chain] = []
         self.is_whole = ROOMY in (host, disk)
         self.clock = 0.0

@@ -440,3 +440,28 @@ def test_a_slot_that_is_not_there_is_refused() -> None:
     (end,) = run_all(scheduler, engine, make_job(slot=2)).values()
     assert end.error is not None
     assert "slot: 2, but this worker has slots 0 to 1" in end.error.message
+
+
+def test_what_is_held_beyond_the_setting_leaves_before_a_new_prompt_takes_cells() -> None:
+    scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([7] * 40, max_tokens=2))
+    assert engine.used_cells == 41
+    scheduler.submit(make_job([255] * 100, max_tokens=2))
+    scheduler.admit()
+    for _ in range(3):  # blocks of 16
+        scheduler.move(0.0)
+    assert engine.used_cells == 0
+    run_to_end(scheduler, engine)
+
+
+def test_what_came_from_host_memory_is_computed_on_in_the_same_tick() -> None:
+    scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([7] * 40, max_tokens=2))
+    let_a_stranger_run(scheduler, engine)
+    scheduler.submit(make_job([7] * 30, max_tokens=1))
+    scheduler.admit()
+    assert not scheduler.plan()
+    while not scheduler.plan():
+        assert scheduler.move(0.0)
+    assert scheduler.plan().n_prefill == 1
+    run_to_end(scheduler, engine)

@@ -57,13 +57,13 @@ class Rig:
             if not self.scheduler.has_work:
                 return ended
             self.scheduler.admit()
+            self.scheduler.move(0.001)
             batch = self.scheduler.plan()
             results = self.engine.run(batch) if batch else []
             for output in self.scheduler.apply(batch, results):
                 if isinstance(output, JobEnded):
                     assert output.error is None
                     ended[output.job.id] = output.stats
-            self.scheduler.move(0.001)
             self.scheduler.check_integrity()
         raise AssertionError(f"{self.scheduler!r} does not come to an end")
 

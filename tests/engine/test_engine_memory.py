@@ -423,7 +423,7 @@ def damaged(data: bytes, how: str, at: int, value: int | None) -> bytes:
 def test_damaged_data_are_refused_or_harmless_and_lose_no_cells(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name), prompt(30)
     compute(engine, 1, tokens)
-    data = engine.save(1, 0, 30)
+    data = bytes(engine.save(1, 0, 30))
     tail = data[-4000:]
 
     @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -21,6 +21,7 @@ from llamaq.worker.block import Scope
 from llamaq.worker.block_tiers import BlockTiers
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.engine import Engine
+from llamaq.worker.host_memory import HostMemory
 from llamaq.worker.jobs import Job, JobEnded, NewToken
 from llamaq.worker.llama import ContextOptions, Model
 from llamaq.worker.pool import SlotPool
@@ -71,7 +72,7 @@ class Rig:
             chunk_size=48,
             end_tokens=engine.vocab.end_tokens,
             cache=RadixPrefixCache() if cache else NullPrefixCache(),
-            tiers=BlockTiers(tree, engine) if cache else None,
+            tiers=BlockTiers(tree, engine, memory=HostMemory(3 * 2**20, 32)) if cache else None,
             held_cells=N_CTX // 4,
         )
         self.said: dict[str, list[int]] = {}
@@ -79,6 +80,7 @@ class Rig:
 
     def tick(self) -> None:
         self.scheduler.admit()
+        self.scheduler.move(0.0005)
         batch = self.scheduler.plan()
         results = self.engine.run(batch) if batch else []
         for output in self.scheduler.apply(batch, results):
@@ -86,7 +88,6 @@ class Rig:
                 self.said.setdefault(output.job.id, []).append(output.token)
             else:
                 self.ended[output.job.id] = output
-        self.scheduler.move(0.0005)
         self.scheduler.check_integrity()
 
     def finish(self) -> None:

@@ -67,9 +67,9 @@ class Rig:
 
     def tick(self) -> list[JobEnded]:
         self.scheduler.admit()
+        self.scheduler.move(0.001)
         batch = self.scheduler.plan()
         outputs = self.scheduler.apply(batch, self.engine.run(batch) if batch else [])
-        self.scheduler.move(0.001)
         self.scheduler.check_integrity()
         return [output for output in outputs if isinstance(output, JobEnded)]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from llamaq.worker.prefix_index import TOKEN_BYTES, common_prefix
+from llamaq.worker.saved_bytes import Data, footprint
 
 ROOT_NAME = bytes(32)
 """The name of the root of the tree, the parent of first blocks."""
@@ -79,7 +80,7 @@ class Block:
     name: bytes
     n_bytes: int
     """Length of the data."""
-    data: bytes | None = None
+    data: Data | None = None
     on_disk: bool = False
     pins: int = 0
     """Transfers that use it: with any, it loses neither data nor file."""
@@ -88,8 +89,8 @@ class Block:
 
     @property
     def host_bytes(self) -> int:
-        """What it takes of the host's memory while its data lies there."""
-        return self.n_bytes + BLOCK_BYTES
+        """What it takes of the host's memory, or would if its data lay there."""
+        return (self.n_bytes if self.data is None else footprint(self.data)) + BLOCK_BYTES
 
     @property
     def file_bytes(self) -> int:
@@ -160,7 +161,7 @@ class Write:
     """To be done: write the block's file. Memory may have given up the data meanwhile, so it comes along."""
 
     block: Block
-    data: bytes
+    data: Data
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +220,10 @@ class Siblings:
     def nearest(self, tokens: bytes) -> tuple[int, Block]:
         """The block that has the most tokens in common with these at the beginning, and how many."""
         at = bisect_left(self._keys, tokens)
-        return max(
-            ((common_prefix(key, tokens), self._blocks[key]) for key in self._keys[max(0, at - 1) : at + 1]),
-            key=lambda found: found[0],
-        )
+        neighbours = self._keys[max(0, at - 1) : at + 1]
+        in_common = [common_prefix(key, tokens) for key in neighbours]
+        most = max(in_common)
+        return most, self._blocks[neighbours[in_common.index(most)]]
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())

@@ -25,6 +25,7 @@ from llamaq.worker.block import Block, Order, StoredBlock, Write
 from llamaq.worker.block_format import Fault, block_header, checksum, fingerprint_key, read_data, read_header
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.plain_files import LOCK, TEMPORARY, claim_folder, open_file, write_file
+from llamaq.worker.saved_bytes import Data
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +92,13 @@ class BlockFiles:
             failed.append(self._bad.popleft())
         return failed
 
-    def read(self, block: Block) -> Future[bytes | None]:
+    def read(self, block: Block) -> Future[Data | None]:
         """The block's data, verified, or None when its file is not good, which `failures` tells too.
 
         Reads go before writes. The block is to be pinned meanwhile.
         """
         if order := self._pending.get(block.name):
-            done: Future[bytes | None] = Future()
+            done: Future[Data | None] = Future()
             done.set_result(order.data)
             return done
         return self.background.submit(partial(self._read, block), urgent=True)
@@ -157,7 +158,7 @@ class BlockFiles:
             self._is_failing = False
             self._written.append((order, True))
 
-    def _read(self, block: Block) -> bytes | None:
+    def _read(self, block: Block) -> Data | None:
         try:
             with open_file(self._path(block.name)) as file:
                 found = read_data(file, block, self._fingerprint)

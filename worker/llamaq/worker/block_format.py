@@ -21,6 +21,7 @@ from typing import BinaryIO
 from llamaq.worker.block import FILE_BYTES, Block, StoredBlock, block_name
 from llamaq.worker.plain_files import read_exactly, size_of
 from llamaq.worker.prefix_index import TOKEN_BYTES
+from llamaq.worker.saved_bytes import Data
 
 MAGIC = b"llamaqKV"
 FORMAT = 1
@@ -56,7 +57,7 @@ def block_header(block: Block, fingerprint: bytes) -> bytes:
     return fixed + block.tokens
 
 
-def checksum(*parts: bytes) -> bytes:
+def checksum(*parts: Data) -> bytes:
     """What ends a file of these parts."""
     crc = 0
     for part in parts:

@@ -107,11 +107,13 @@ class BlockIndex:
                 if block is not None and len(siblings) == 1:
                     nodes.append(block)
                     continue
+                if block is None:
+                    common, nearest = siblings.nearest(window)
+                    if not common:
+                        continue
+                    if self.can_cut and node.end + common > covered:
+                        best, covered = nearest, node.end + common
                 nodes += siblings.within(window)
-                if block is None and self.can_cut:
-                    common, block = siblings.nearest(window)
-                    if node.end + common > covered:
-                        best, covered = block, node.end + common
         return Chain(tuple(best.path()), covered)
 
     def _window(self, tokens: bytes, start: int, limit: int) -> bytes:

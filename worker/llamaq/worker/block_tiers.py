@@ -18,7 +18,9 @@ from llamaq.common.errors import EngineError
 from llamaq.common.messages import CacheTier
 from llamaq.worker.block import Block, Chain, Scope, Span
 from llamaq.worker.blocks import BlockTree, Order
+from llamaq.worker.host_memory import HostMemory
 from llamaq.worker.prefix_cache import Entry
+from llamaq.worker.saved_bytes import Allocate, Data, nothing_ready
 from llamaq.worker.slots import Run
 from llamaq.worker.tiers import Done
 
@@ -33,10 +35,10 @@ MIN_TOKENS = 16
 class StateMover(Protocol):
     """What of the engine is needed here."""
 
-    def save(self, seq_id: int, start: int, end: int) -> bytes:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
         """The cells [start, end) of a sequence; raises `EngineError`."""
 
-    def load(self, seq_id: int, start: int, end: int, data: bytes, first: int) -> bool:
+    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
         """Append [start, end) of `data`, which was saved from `first` on, to the `start` cells of a sequence."""
 
 
@@ -46,7 +48,7 @@ class Files(Protocol):
     def carry_out(self, orders: Iterable[Order]) -> None:
         """Write and erase, in this order, sometime."""
 
-    def read(self, block: Block) -> Future[bytes | None]:
+    def read(self, block: Block) -> Future[Data | None]:
         """The block's data; None when its file is not good."""
 
     def failures(self) -> list[Block]:
@@ -62,7 +64,7 @@ class NoFiles:
     def carry_out(self, orders: Iterable[Order]) -> None:
         """Nothing is ordered without a disk."""
 
-    def read(self, block: Block) -> Future[bytes | None]:
+    def read(self, block: Block) -> Future[Data | None]:
         raise LookupError(f"{block!r} has no file")
 
     def failures(self) -> list[Block]:
@@ -88,7 +90,7 @@ class Loading:
     chain: Chain
     blocks: deque[Block]
     """Those that are still to be loaded."""
-    read: Future[bytes | None] | None = None
+    read: Future[Data | None] | None = None
     """The first one's data, coming from disk."""
 
     @property
@@ -118,8 +120,12 @@ class Pace:
 class BlockTiers:
     """Host memory, and disk where `files` are given."""
 
-    def __init__(self, tree: BlockTree, mover: StateMover, files: Files | None = None) -> None:
+    def __init__(
+        self, tree: BlockTree, mover: StateMover, files: Files | None = None, memory: HostMemory | None = None
+    ) -> None:
+        """Blocks are written into `memory` that is ready, where there is some."""
         self.tree = tree
+        self._memory = memory
         self._mover = mover
         self._files = files or NoFiles()
         self._savings: deque[Saving] = deque()
@@ -158,10 +164,10 @@ class BlockTiers:
             self.tree.touch(self.tree.match(entry.tokens, entry.scope))
         return bool(spans)
 
-    def read(self, block: Block) -> Future[bytes | None]:
+    def read(self, block: Block) -> Future[Data | None]:
         if block.data is None:
             return self._files.read(block)
-        done: Future[bytes | None] = Future()
+        done: Future[Data | None] = Future()
         done.set_result(block.data)
         return done
 
@@ -195,6 +201,8 @@ class BlockTiers:
         self.tree.spill()
         self._files.carry_out(self.tree.take_orders())
         self._files.close(max(0.0, until_s - time.monotonic()))
+        if self._memory:
+            self._memory.close()
 
     def check_integrity(self) -> None:
         self.tree.check_integrity()
@@ -219,13 +227,16 @@ class BlockTiers:
     def _save_one(self, saving: Saving) -> None:
         entry, span = saving.entry, saving.spans.popleft()
         try:
-            data = self._mover.save(entry.seq_id, span.start, span.end)
+            data = self._mover.save(entry.seq_id, span.start, span.end, lambda n_bytes: self._ready(n_bytes, span))
         except EngineError as exc:
             log.warning("cache.not_saved entry=%r error=%s", entry, exc)
             saving.spans.clear()
             return
         if self.tree.put(entry.tokens, entry.scope, span, data) is None:
             saving.spans.clear()  # no room for what comes after it either
+
+    def _ready(self, n_bytes: int, span: Span) -> memoryview | None:
+        return self._memory.take(n_bytes, span.end - span.start) if self._memory else None
 
     # ---- in
 

@@ -17,6 +17,7 @@ from operator import attrgetter
 from llamaq.worker.block import PUBLIC, Block, Chain, Erase, Order, Scope, Span, StoredBlock, Write
 from llamaq.worker.block_index import BlockIndex
 from llamaq.worker.prefix_index import TOKEN_BYTES
+from llamaq.worker.saved_bytes import Data
 from llamaq.worker.tier import Tier
 
 __all__ = ["Block", "BlockTree", "Chain", "Erase", "Order", "Scope", "Span", "StoredBlock", "Write"]
@@ -66,7 +67,7 @@ class BlockTree:
         """The spans that are to be saved, in this order, before all of `tokens` is stored. Mutates nothing."""
         return self._index.missing(tokens, scope)
 
-    def put(self, tokens: bytes, scope: Scope, span: Span, data: bytes) -> Block | None:
+    def put(self, tokens: bytes, scope: Scope, span: Span, data: Data) -> Block | None:
         """Store the data of one of the missing spans of `tokens`; others may be evicted for it.
 
         Returns the block that holds it now, perhaps a longer one, or None when it was not kept: larger than all
@@ -113,7 +114,7 @@ class BlockTree:
                 if block.on_disk:
                     self._disk.release(block)
 
-    def loaded(self, block: Block, data: bytes) -> None:
+    def loaded(self, block: Block, data: Data) -> None:
         """The block's file was read: keep its data in memory too, if there is room."""
         fits = len(data) == block.n_bytes and block.host_bytes <= self._host.max_bytes
         if block in self and block.data is None and fits:
@@ -175,7 +176,7 @@ class BlockTree:
             self._leave_disk(oldest)
         return orphans
 
-    def _keep(self, parent: Block, namespace: bytes, tokens: bytes, data: bytes) -> Block | None:
+    def _keep(self, parent: Block, namespace: bytes, tokens: bytes, data: Data) -> Block | None:
         """A new block, in memory if it can be there at all, else on disk."""
         block = self._index.add(parent, namespace, tokens, len(data))
         in_host = block.host_bytes <= self._host.max_bytes
@@ -232,7 +233,7 @@ class BlockTree:
 
     def _to_disk(self, block: Block) -> bool:
         """Order the files of the block and of its ancestors that have none; others go for them. False: no room."""
-        new: list[tuple[Block, bytes]] = []
+        new: list[tuple[Block, Data]] = []
         n_bytes = 0
         above: Block | None = block
         while above is not None and above.data is not None and not above.on_disk:

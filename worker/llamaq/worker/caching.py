@@ -9,6 +9,7 @@ from llamaq.worker.block_tiers import BLOCK_TOKENS, BlockTiers
 from llamaq.worker.blocks import BlockTree
 from llamaq.worker.engine import Engine
 from llamaq.worker.fingerprint import fingerprint
+from llamaq.worker.host_memory import HostMemory
 from llamaq.worker.llama import MAX_SEQUENCES, Model, has_gpu
 from llamaq.worker.prefix_cache import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.saved_slots import SavedSlots
@@ -61,12 +62,13 @@ def _make_tiers(settings: WorkerSettings, engine: Engine, model: Path) -> Tiers:
         return NoTiers()
     ram_bytes, disk_bytes = settings.cache_ram_mb * MIB, settings.cache_disk_mb * MIB
     block_tokens = BLOCK_TOKENS if engine.in_blocks else None
+    memory = HostMemory(ram_bytes, BLOCK_TOKENS) if ram_bytes and engine.in_blocks else None
     if settings.cache_dir is None:
-        return BlockTiers(BlockTree(block_tokens, ram_bytes, can_cut=engine.can_cut), engine)
+        return BlockTiers(BlockTree(block_tokens, ram_bytes, can_cut=engine.can_cut), engine, memory=memory)
     tree = BlockTree(block_tokens, ram_bytes, disk_bytes, can_cut=engine.can_cut)
     files = BlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
     files.restore(tree)
-    return BlockTiers(tree, engine, files)
+    return BlockTiers(tree, engine, files, memory)
 
 
 def make_saved_slots(settings: WorkerSettings, engine: Engine, model: Path) -> SavedSlots | None:

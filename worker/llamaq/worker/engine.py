@@ -17,6 +17,7 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.vocab import Vocab
 from llamaq.worker.batch import Batch, DecodeToken, PrefillChunk, SlotResult
 from llamaq.worker.llama import NO_ROOM, SUCCESS, Context, ContextOptions, Model
+from llamaq.worker.saved_bytes import Allocate, Data, nothing_ready
 from llamaq.worker.sequences import KvSequences
 
 logger = logging.getLogger(__name__)
@@ -92,11 +93,11 @@ class Engine:
         """Keep the first `n_tokens` cells of a sequence; returns how many it holds then, 0 where it cannot be cut."""
         return self._sequences.cut(seq_id, n_tokens)
 
-    def save(self, seq_id: int, start: int, end: int) -> bytes:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
         """The cells [start, end) of a sequence. Raises `EngineError`; `KvSequences.save` says more."""
-        return self._sequences.save(seq_id, start, end)
+        return self._sequences.save(seq_id, start, end, allocate)
 
-    def load(self, seq_id: int, start: int, end: int, data: bytes, first: int) -> bool:
+    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
         """Append the cells [start, end) of what was saved from `first` on; `KvSequences.load` says more."""
         return self._sequences.load(seq_id, start, end, data, first)
 

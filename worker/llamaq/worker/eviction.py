@@ -49,9 +49,7 @@ class Eviction:
     # ---- for a job that waits
 
     def make_room(self, job: Job, way: Way) -> Room:
-        """Whether the job can enter by this way; entries give way to it where that helps."""
-        if not self._pool.has_slot(job):
-            return Room.NONE
+        """Whether the job, whose slot is idle, can enter by this way; entries give way to it where that helps."""
         if self._can_enter(job, way):
             return Room.NOW
         if not self._could_enter(job, way):

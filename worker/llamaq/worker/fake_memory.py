@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamaq.common.errors import EngineError
+from llamaq.worker.saved_bytes import Allocate, Data, nothing_ready
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"fake"
@@ -106,7 +107,7 @@ class FakeMemory:
         self._keep(seq_id, n_tokens)
         return n_tokens
 
-    def save(self, seq_id: int, start: int, end: int) -> bytes:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
         """Positions and tokens of the cells [start, end)."""
         n_held = self.n_held(seq_id)
         if not 0 <= start < end <= n_held:
@@ -118,9 +119,13 @@ class FakeMemory:
             raise EngineError("told to fail")
         self.calls.append(("save", seq_id, start, end))
         tokens = self.tokens(seq_id)[start:end]
-        return _HEADER.pack(_MAGIC, start, end) + struct.pack(f"<{len(tokens)}i", *tokens)
+        data = _HEADER.pack(_MAGIC, start, end) + struct.pack(f"<{len(tokens)}i", *tokens)
+        if (ready := allocate(len(data))) is None:
+            return data
+        ready[:] = data
+        return ready
 
-    def load(self, seq_id: int, start: int, end: int, data: bytes, first: int) -> bool:
+    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
         """As the engine's; a wrong range is an error, wrong data and want of room are not."""
         if self.n_held(seq_id) != start or not 0 <= first <= start < end:
             raise AssertionError(
@@ -172,7 +177,7 @@ class FakeMemory:
         return f"<{type(self).__name__} {len(self.memory)} sequences, {self.used_cells}/{self.n_ctx} cells>"
 
 
-def _parse(data: bytes, first: int) -> tuple[int, ...] | None:
+def _parse(data: Data, first: int) -> tuple[int, ...] | None:
     if len(data) < _HEADER.size:
         return None
     magic, start, end = _HEADER.unpack_from(data)

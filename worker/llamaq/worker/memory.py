@@ -67,6 +67,8 @@ class Memory:
 
     def make_room(self, job: Job) -> Room:
         """Whether the job can enter; entries give way to it where that helps."""
+        if not self.pool.has_slot(job):
+            return Room.NONE
         return self.eviction.make_room(job, self._ways.find(job))
 
     def enter(self, job: Job, now_s: float) -> Slot:
@@ -186,8 +188,8 @@ class Memory:
         """Whether something is on its way between the tiers."""
         return self._tiers.is_busy
 
-    def move(self, budget_s: float) -> None:
-        """Go on moving between the tiers, for about so long."""
+    def move(self, budget_s: float) -> bool:
+        """Go on moving between the tiers, for about so long. True when cells came for somebody."""
         self.eviction.trim()
         done = self._tiers.step(budget_s)
         for run, n_tokens, tier in done.loaded:
@@ -197,6 +199,7 @@ class Memory:
             next(slot for slot in self.pool.active if slot.run is run).move(SlotState.PREFILL)
         for entry in done.kept:
             self._drop(entry)
+        return bool(done.loaded)
 
     def close(self, timeout_s: float) -> None:
         """Save what a later worker may use, for about so long, and stop moving."""

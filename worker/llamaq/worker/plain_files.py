@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+from llamaq.worker.saved_bytes import Data
+
 TEMPORARY = ".tmp"
 """How the names of unfinished files end."""
 
@@ -40,7 +42,7 @@ def claim_folder(folder: Path, key: str) -> tuple[Path, int]:
     raise OSError(f"{MAX_FOLDERS} other workers use {folder}")
 
 
-def write_file(path: Path, *parts: bytes, is_synced: bool = False) -> None:
+def write_file(path: Path, *parts: Data, is_synced: bool = False) -> None:
     """Write the parts into a file of mode 0600 that takes `path`'s place at once. `OSError` leaves nothing behind.
 
     Without `is_synced` a power failure may leave a torn file under the final name: readers verify a checksum.

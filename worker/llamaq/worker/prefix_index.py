@@ -34,17 +34,16 @@ def common_prefix(a: bytes, b: bytes) -> int:
 def _agreeing_bytes(edge: bytes, tokens: bytes, at: int) -> int:
     """Bytes of whole tokens, from the beginning of `edge`, that `tokens` has at `at`.
 
-    Bisection, in which only what is still in doubt is compared, by memcmp on views: no byte is copied.
+    In steps that double until one goes too far, for most prompts part soon, and by halves from there. Only what is
+    still in doubt is compared, by memcmp on views: no byte is copied.
     """
     view = memoryview(edge)
-    low, high = 0, min(len(edge), len(tokens) - at) // TOKEN_BYTES
-    if tokens.startswith(view[: high * TOKEN_BYTES], at):
-        return high * TOKEN_BYTES
+    low, high, step = 0, min(len(edge), len(tokens) - at) // TOKEN_BYTES + 1, 1
     while high - low > 1:  # the first `low` tokens agree, and not all of the first `high`
-        middle = (low + high) // 2
+        middle = low + step if low + step < high else (low + high) // 2
         start = low * TOKEN_BYTES
         if tokens.startswith(view[start : middle * TOKEN_BYTES], at + start):
-            low = middle
+            low, step = middle, 2 * step
         else:
             high = middle
     return low * TOKEN_BYTES

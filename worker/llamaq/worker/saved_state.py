@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from llamaq.worker.saved_bytes import Allocate, Data, nothing_ready
+
 _HEADER = struct.Struct("<4sI")
 _PART = struct.Struct("<IIQ")
 _MAGIC = b"LQS1"
@@ -55,7 +57,7 @@ class SavedPart:
 class SavedState:
     """Saved cells [start, end), in parts that follow one another. Its addresses are those of `data`."""
 
-    data: bytes
+    data: Data
     parts: tuple[SavedPart, ...]
 
     @property
@@ -67,7 +69,7 @@ class SavedState:
         return self.parts[-1].end
 
     @classmethod
-    def parse(cls, data: bytes, *, is_recurrent: bool) -> SavedState | None:
+    def parse(cls, data: Data, *, is_recurrent: bool) -> SavedState | None:
         """None when they are not what `allot` and llama.cpp made of a memory with or without recurrent layers."""
         try:
             parts = tuple(_parts(data))
@@ -82,25 +84,31 @@ class SavedState:
         return cls(data, parts)
 
 
-def allot(borders: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[bytes, list[int]]:
-    """Bytes with the header of parts of these cells and sizes, and the addresses that the parts are to be written to.
+def allot(
+    borders: Sequence[tuple[int, int]], sizes: Sequence[int], allocate: Allocate = nothing_ready
+) -> tuple[Data, list[int]]:
+    """Memory with the header of parts of these cells and sizes, and the addresses that the parts are to be written to.
 
-    They are written in place, though bytes never change: nobody else has them yet, and a copy would cost as much again.
+    Bytes are made where there is none to be had. They are written in place, though bytes never change: nobody else has
+    them yet, and a copy would cost as much again.
     """
     header = _HEADER.pack(_MAGIC, len(sizes))
     header += b"".join(_PART.pack(*border, size) for border, size in zip(borders, sizes, strict=True))
-    data: bytes = _new_bytes(None, len(header) + sum(sizes))
+    n_bytes = len(header) + sum(sizes)
+    data: Data | None = allocate(n_bytes)
+    if data is None:
+        data = _new_bytes(None, n_bytes)
     address = _address(data)
     ctypes.memmove(address, header, len(header))
     addresses = address + len(header) + np.cumsum([0, *sizes[:-1]])
     return data, addresses.tolist()
 
 
-def _address(data: bytes) -> int:
+def _address(data: Data) -> int:
     return np.frombuffer(data, np.uint8).ctypes.data
 
 
-def _parts(data: bytes) -> Iterator[SavedPart]:
+def _parts(data: Data) -> Iterator[SavedPart]:
     magic, n_parts = _HEADER.unpack_from(data)
     if magic != _MAGIC or not 1 <= n_parts <= _MAX_PARTS:
         raise ValueError("no saved cells")

@@ -4,10 +4,10 @@ It decides, on plain data; the engine does. One tick of a worker is
 
     scheduler.expire()
     scheduler.admit()
+    scheduler.move(budget_s)
     batch = scheduler.plan()
     results = engine.run(batch)
     outbox.put(scheduler.apply(batch, results))
-    scheduler.move(budget_s)
 
 All calls come from one thread, and nothing is called between `plan` and `apply`. Whatever happens to a job
 between two ticks leaves through `apply`, in order: tokens first, its end last. A job given to `submit` leaves in
@@ -197,9 +197,13 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def move(self, budget_s: float) -> None:
-        """Go on moving cells between the device and the tiers behind it, for about so long."""
-        self._memory.move(budget_s)
+    def move(self, budget_s: float) -> bool:
+        """Go on moving cells between the device and the tiers behind it, for about so long.
+
+        Before `plan`: what is loaded is computed on in the same tick, and what makes room for a new prompt's cells
+        leaves before they are laid out. True when cells came for somebody.
+        """
+        return self._memory.move(budget_s)
 
     # ---- what others see
 
@@ -217,6 +221,13 @@ class Scheduler:
     def free_slots(self) -> int:
         """How many more jobs may be claimed: idle slots that no job here waits for."""
         return max(0, self._pool.n_idle - self.n_waiting)
+
+    @property
+    def n_prefill_next(self) -> int:
+        """How many prompt tokens the next tick may read, at most."""
+        chunk_size, budget = self.planner.chunk_size, self.planner.budget
+        waiting = (slot.n_pending for slot in self._pool if slot.state is SlotState.PREFILL)
+        return min(budget, sum(min(chunk_size, n_pending) for n_pending in waiting))
 
     @property
     def has_work(self) -> bool:

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from llamaq.common.errors import EngineError
 from llamaq.worker.llama import Context, Model
+from llamaq.worker.saved_bytes import Allocate, Data, nothing_ready
 from llamaq.worker.saved_state import SavedPart, SavedState, allot
 
 
@@ -66,7 +67,7 @@ class KvSequences:
             self._context.share(source, target, 0, n_tokens)
         return n_tokens if self.holds(target, n_tokens) else self.cut(target, n_tokens)
 
-    def save(self, seq_id: int, start: int, end: int) -> bytes:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
         """The cells [start, end) of a sequence; all that it holds where memory is not saved in parts.
 
         Raises `EngineError` when it does not hold them, or llama.cpp refuses.
@@ -76,12 +77,12 @@ class KvSequences:
         if any(seq_id == target for _, target in self._context.waiting_copies):
             self._make_copies(self._empty_sequence())
         if self.in_blocks:
-            return self._save_parts(seq_id, start, end)
+            return self._save_parts(seq_id, start, end, allocate)
         if start or not self.holds(seq_id, end):
             raise EngineError(f"sequence {seq_id} can only be saved whole, and does not hold [{start}, {end}) exactly")
-        return self._save_whole(seq_id, end)
+        return self._save_whole(seq_id, end, allocate)
 
-    def load(self, seq_id: int, start: int, end: int, data: bytes, first: int) -> bool:
+    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
         """Append the cells [start, end) of `data`, which `save` made from `first` on, to the `start` cells held.
 
         False when there is no room or the data are not right; the sequence is then as before, or empty.
@@ -114,20 +115,20 @@ class KvSequences:
         finally:
             self._context.remove(self._scratch, 0)
 
-    def _save_parts(self, seq_id: int, start: int, end: int) -> bytes:
+    def _save_parts(self, seq_id: int, start: int, end: int, allocate: Allocate) -> Data:
         borders, sizes = self._borders(start, end), []
         for border in borders:
             with self._part(seq_id, *border) as part:
                 sizes.append(self._context.state_size(part))
-        data, addresses = allot(borders, sizes)
+        data, addresses = allot(borders, sizes, allocate)
         for border, address, size in zip(borders, addresses, sizes, strict=True):
             with self._part(seq_id, *border) as part:
                 self._write(part, address, size)
         return data
 
-    def _save_whole(self, seq_id: int, end: int) -> bytes:
+    def _save_whole(self, seq_id: int, end: int, allocate: Allocate) -> Data:
         size = self._context.state_size(seq_id)
-        data, [address] = allot([(0, end)], [size])
+        data, [address] = allot([(0, end)], [size], allocate)
         self._write(seq_id, address, size)
         return data
 

@@ -86,7 +86,7 @@ class SlotPutter:
             if entry is None or entry not in self._memory.cache.entries():
                 raise OrderRefused("the state had to give way to jobs that run: there is no room for it")
             part = next(part for part in putting.parts if part.end > putting.n_held)
-            if not self._mover.load(entry.seq_id, putting.n_held, part.end, bytes(part.data), part.first):
+            if not self._mover.load(entry.seq_id, putting.n_held, part.end, part.data, part.first):
                 raise OrderRefused("llama.cpp does not take this state")
             putting.n_held = part.end
             if self._clock() >= until_s:

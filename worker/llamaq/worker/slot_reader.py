@@ -18,6 +18,7 @@ from llamaq.worker.block_tiers import BLOCK_TOKENS
 from llamaq.worker.memory import Memory
 from llamaq.worker.prefix_cache import Entry
 from llamaq.worker.prefix_index import TOKEN_BYTES
+from llamaq.worker.saved_bytes import Data
 from llamaq.worker.slot_mover import Mover
 from llamaq.worker.slots import Run, Slot
 from llamaq.worker.state_parts import StatePart
@@ -51,7 +52,7 @@ class Reading:
     def is_complete(self) -> bool:
         return self.n_read == self.n_tokens
 
-    def take(self, data: bytes | None) -> None:
+    def take(self, data: Data | None) -> None:
         """What was waited for has come; raises `OrderRefused` when it has gone."""
         if data is None:
             raise _gone()
@@ -83,7 +84,7 @@ class SlotReader:
             self._read_from_device(reading)  # now: after the next tick it holds more, and cannot be read in part
         return reading
 
-    def step(self, reading: Reading) -> Future[bytes | None] | None:
+    def step(self, reading: Reading) -> Future[Data | None] | None:
         """Go on reading. The next part may have to come from disk: then it is to be waited for, and taken."""
         until_s = self._clock() + STEP_S
         while not reading.is_complete:
@@ -131,7 +132,7 @@ class SlotReader:
             raise OrderRefused(f"the state could not be read: {exc}") from exc
         return True
 
-    def _read_from_tiers(self, reading: Reading) -> Future[bytes | None]:
+    def _read_from_tiers(self, reading: Reading) -> Future[Data | None]:
         stored = self._tiers.find(reading.tokens, reading.scope)
         for block in stored.blocks if stored else ():
             end = min(block.end, reading.n_tokens)

@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from llamaq.worker.saved_bytes import Data
+
 _PART = struct.Struct("<QQQ")
 
 
@@ -21,12 +23,12 @@ class StatePart:
 
     first: int
     end: int
-    data: bytes | memoryview = field(repr=False)
+    data: Data = field(repr=False)
 
 
 def join_parts(parts: Iterable[StatePart]) -> bytes:
     """The parts in one."""
-    pieces: list[bytes | memoryview] = []
+    pieces: list[Data] = []
     for part in parts:
         pieces += [_PART.pack(part.first, part.end, len(part.data)), part.data]
     return b"".join(pieces)

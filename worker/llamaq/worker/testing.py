@@ -118,9 +118,10 @@ def run_tick(scheduler: Scheduler, engine: FakeEngine) -> list[Output]:
     scheduler.expire()
     scheduler.admit()
     scheduler.check_integrity()
+    scheduler.move(0.0)
+    scheduler.check_integrity()
     batch = scheduler.plan()
     outputs = scheduler.apply(batch, engine.run(batch))
-    scheduler.move(0.0)
     scheduler.check_integrity()
     return outputs
 

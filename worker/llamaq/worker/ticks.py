@@ -19,6 +19,7 @@ from llamaq.worker.batch import Batch, SlotResult
 from llamaq.worker.jobs import Job, Output
 from llamaq.worker.scheduler import Scheduler
 from llamaq.worker.telemetry import Telemetry
+from llamaq.worker.tick_times import TickTimes
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,6 @@ IDLE_WAIT_S = 1.0
 SNAPSHOT_EVERY_S = 0.25
 DISK_WAIT_S = 0.0005
 """A pause where nothing can be computed before something is read from disk, or has left the device."""
-IDLE_MOVE_S = 0.05
-"""How long cells are moved between the tiers before commands are looked at again, when no job computes."""
 SLOW_TICKS = 4
 """A tick is a hang only when it takes longer than this many of the slowest ticks seen."""
 
@@ -75,6 +74,7 @@ class TickLoop:
         self.stamp_s = clock()
         """When the last tick began, or the idle engine last woke up."""
         self._slowest_tick_s = 0.0
+        self._times = TickTimes()
         self._shown_s = -SNAPSHOT_EVERY_S
         self.queue_depth = 0
         """Jobs that wait in Redis, as the I/O thread last saw it."""
@@ -162,16 +162,17 @@ class TickLoop:
         scheduler.admit()
         if self._capacity is not None:
             self.give_up(scheduler.shed(self._capacity))
+        has_loaded = scheduler.move(self._times.guess(scheduler.n_prefill_next))
         batch = scheduler.plan(self.queue_depth)
         started_s = self._clock()
         results = self._engine.run(batch) if batch else []
         eval_s = self._clock() - started_s
+        self._times.saw(batch, eval_s)
         outputs = scheduler.apply(batch, results)
         if batch:  # before the outputs leave: hooks hear of a job's end after its last tick
             self._telemetry.tick(self._measure(batch, eval_s))
         self.put(outputs)
-        scheduler.move(eval_s if batch else IDLE_MOVE_S)
-        if not batch and not outputs:
+        if not (batch or outputs or has_loaded):
             time.sleep(DISK_WAIT_S)
         if not scheduler.has_work or self._clock() - self._shown_s >= SNAPSHOT_EVERY_S:
             self.snapshot = self._look()

@@ -10,6 +10,7 @@ from typing import Protocol
 from llamaq.common.messages import CacheTier
 from llamaq.worker.block import Block, Chain, Scope
 from llamaq.worker.prefix_cache import Entry
+from llamaq.worker.saved_bytes import Data
 from llamaq.worker.slots import Run
 
 
@@ -47,7 +48,7 @@ class Tiers(Protocol):
     def keep(self, entry: Entry) -> bool:
         """Begin to save the entry; False when there is nothing to do, and it may go at once."""
 
-    def read(self, block: Block) -> Future[bytes | None]:
+    def read(self, block: Block) -> Future[Data | None]:
         """The data of a block that `find` gave just now; None when its file is not good."""
 
     def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
@@ -81,7 +82,7 @@ class NoTiers:
     def keep(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
         return False
 
-    def read(self, block: Block) -> Future[bytes | None]:
+    def read(self, block: Block) -> Future[Data | None]:
         raise LookupError(f"{block!r} is not stored")
 
     def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:

@@ -67,8 +67,9 @@ class WaitingLine:
         first = able[0]
         if len(able) == 1 or self._passed.get(first.id, 0) >= MAX_PASSED:
             return first
-        best = max(able, key=gain)  # the first of equals
-        return best if gain(best) >= gain(first) + MIN_LEAD else first
+        gains = [gain(job) for job in able]
+        most = max(gains)
+        return able[gains.index(most)] if most >= gains[0] + MIN_LEAD else first
 
     @property
     def first_interactive(self) -> Job | None:
