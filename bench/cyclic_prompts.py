@@ -2,11 +2,11 @@
 
 11 prompts of 512 random tokens over 10 slots, one after the other, 16 tokens out each, greedy, streamed; three cycles,
 in each of which every side gets all prompts, one side after the other. Prompts are new in every round. Once with cells
-for all of them (`all_in_cells`), once with cells for half of them
-(`half_in_cells`). Both sides have host memory for all of them, and use it in either case: llama-server empties idle
-slots when a task begins, a worker keeps only so many idle cells beside running jobs (`held_cells`, its default here).
-`reused` is the share of the prompts' tokens that needed no computing, `vs_peer` the ratio of the times: in the first
-cycle nobody can reuse anything, so it says there what the two builds of llama.cpp differ by.
+for all of them (`all_in_cells`), once with cells for half of them (`half_in_cells`). Both sides have host memory for
+all of them and use it either way: llama-server empties idle slots when a task begins, and a worker keeps no more than
+`held_cells` beside running jobs, which is its default here. `reused` is the share of the prompts' tokens that needed no
+computing, `vs_peer` the ratio of the times: in the first cycle nobody can reuse anything, so it says there what the two
+builds of llama.cpp differ by.
 """
 
 from __future__ import annotations
