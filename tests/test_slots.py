@@ -5,9 +5,15 @@ import itertools
 import pytest
 
 from llamaq.common.messages import Priority
+from llamaq.worker.jobs import Job
 from llamaq.worker.pool import SlotPool
 from llamaq.worker.slots import TRANSITIONS, Slot, SlotState
 from llamaq.worker.testing import make_job
+
+
+def can_acquire(pool: SlotPool, job: Job) -> bool:
+    """Whether a slot is idle, a sequence free, and there are cells for the job."""
+    return pool.n_free > 0 and pool.has_slot(job) and pool.missing_cells(job) == 0
 
 
 def test_the_table_of_transitions_is_obeyed_and_no_state_goes_to_itself() -> None:
@@ -66,8 +72,8 @@ def test_a_job_is_acquired_only_when_prompt_and_answer_can_be_reserved() -> None
     pool.acquire(make_job([7] * 40, max_tokens=30, priority="bulk"), 0.0)
     assert pool.promised_cells == 70
     assert pool.slots[0].priority is Priority.BULK
-    assert pool.can_acquire(make_job([7] * 10, max_tokens=20))
-    assert not pool.can_acquire(make_job([7] * 10, max_tokens=21))
+    assert can_acquire(pool, make_job([7] * 10, max_tokens=20))
+    assert not can_acquire(pool, make_job([7] * 10, max_tokens=21))
     assert pool.missing_cells(make_job([7] * 10, max_tokens=25)) == 5
 
 
@@ -79,7 +85,7 @@ def test_a_reservation_ends_at_the_context_limit() -> None:
 def test_without_an_idle_slot_nothing_is_acquired() -> None:
     pool = SlotPool(1, 1000, 4)
     pool.acquire(make_job(max_tokens=1), 0.0)
-    assert not pool.can_acquire(make_job(max_tokens=1))
+    assert not can_acquire(pool, make_job(max_tokens=1))
     assert not pool.could_acquire(make_job(max_tokens=1))
 
 
@@ -94,10 +100,10 @@ def test_a_released_sequence_is_kept_with_its_cells_until_it_is_reclaimed() -> N
     assert (slot.state, slot.run) == (SlotState.IDLE, None)
     assert (pool.kept, pool.ledger.used, pool.promised_cells) == ({run.seq_id}, 45, 0)
     other = make_job([7] * 5, max_tokens=5)
-    assert not pool.can_acquire(other)  # no sequence is free, though a slot is idle
+    assert not can_acquire(pool, other)  # no sequence is free, though a slot is idle
     assert pool.could_acquire(other)
     pool.reclaim(run.seq_id)
-    assert pool.can_acquire(other)
+    assert can_acquire(pool, other)
     pool.check_integrity()
 
 

@@ -65,6 +65,7 @@ class HostMemory:
             self._thread.submit(lambda: self._lay_out(n_slots))
 
     def _lay_out(self, n_slots: int) -> None:
+        """Add slots one by one as they are there. A `MemoryError` here ends all growing."""
         slab = np.empty((n_slots, self._slot_bytes), np.uint8)
         for slot in slab:
             slot.fill(0)  # without the interpreter's lock

@@ -106,12 +106,8 @@ class SlotPool:
         likeness = common_prefix(slot.content, job.packed) / max(1, len(job.prompt) + len(job.resumed))
         return likeness if likeness >= self._similarity else 0.0
 
-    def can_acquire(self, job: Job, n_shared: int = 0) -> bool:
-        """Whether the job's slot is idle, a sequence free, and the job's cells can be reserved now."""
-        return bool(self._free) and self.has_slot(job) and self.missing_cells(job, n_shared) == 0
-
     def could_acquire(self, job: Job, without: Sequence[Slot] = ()) -> bool:
-        """Whether `can_acquire` would be true if every kept sequence were reclaimed, and these slots were idle."""
+        """Whether the job could enter if every kept sequence were reclaimed, and these slots were idle."""
         reserved = sum(slot.active.job.reservation for slot in self.active if slot not in without)
         has_slot = self.has_slot(job) or any(job.request.slot in (None, slot.index) for slot in without)
         return has_slot and reserved + job.reservation <= self.n_cells

@@ -39,7 +39,7 @@ class ModelSettings(BaseModel):
         default_factory=usable_cores, ge=1, description="threads of llama.cpp; the cores it may use when not given"
     )
     flash_attn: Literal["auto", "on", "off"] = Field(
-        "auto", description="auto, on or off; on a CPU off is faster for a few new tokens, and slower with many cells"
+        "auto", description="auto, on or off; on a CPU neither is faster everywhere"
     )
     device: int | None = Field(None, ge=0, description="GPU to use alone; all when not given")
     devices: Annotated[tuple[int, ...], NoDecode] = Field(
