@@ -54,3 +54,9 @@ def test_what_is_no_url_of_redis_says_why(url: str, complaint: str) -> None:
     with pytest.raises(InvalidSettings, match=complaint) as error:
         read_url(url)
     assert "LLAMAQ_REDIS_URL" in str(error.value)
+
+
+def test_a_list_of_nodes_may_have_an_ipv6_address_anywhere() -> None:
+    url = read_url("redis+cluster://one:7000,[::1]:7001/0?socket_timeout=3#nothing")
+    assert url.hosts == (("one", 7000), ("::1", 7001))
+    assert url.options == {"socket_timeout": 3.0}

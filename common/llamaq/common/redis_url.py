@@ -62,32 +62,40 @@ def read_url(url: str) -> RedisUrl:
         raise InvalidSettings(f"--redis-url (LLAMAQ_REDIS_URL): {exc}") from exc
 
 
+def _split(url: str) -> tuple[str, str, str]:
+    """Net location, path and query. `urlsplit` takes one host: newer ones refuse a list with an IPv6 address in it."""
+    rest = url.partition("://")[2].partition("#")[0]
+    place, _, query = rest.partition("?")
+    netloc, _, path = place.partition("/")
+    return netloc, path, query
+
+
 def _read_sentinel(url: str, scheme: str) -> RedisUrl:
-    parts = urlsplit(url)
-    service, _, db = parts.path.removeprefix("/").partition("/")
+    netloc, path, text = _split(url)
+    service, _, db = path.partition("/")
     if db and not db.isdecimal():
         raise ValueError(f"{db!r} is not the number of a database")
     if not service:
         raise ValueError("the name that the Sentinels give the master is missing: redis+sentinel://host:26379/NAME")
-    query = dict(parse_qsl(parts.query))
+    query = dict(parse_qsl(text))
     login = {name: query.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    options = _options(scheme, parts.netloc, db, query)
+    options = _options(scheme, netloc, db, query)
     own = {name: value for name, value in options.items() if name.startswith("ssl_")} | {"ssl": scheme == "rediss"}
     return RedisUrl(
         Kind.SENTINEL,
         options,
-        _hosts(parts.netloc, SENTINEL_PORT),
+        _hosts(netloc, SENTINEL_PORT),
         unquote(service),
         own | {name: value for name, value in login.items() if value is not None},
     )
 
 
 def _read_cluster(url: str, scheme: str) -> RedisUrl:
-    parts = urlsplit(url)
-    if parts.path not in ("", "/", "/0"):
+    netloc, path, query = _split(url)
+    if path not in ("", "0"):
         raise ValueError("a Redis Cluster has no database but 0")
-    options = _options(scheme, parts.netloc, "", dict(parse_qsl(parts.query)))
-    return RedisUrl(Kind.CLUSTER, options, _hosts(parts.netloc, CLUSTER_PORT))
+    options = _options(scheme, netloc, "", dict(parse_qsl(query)))
+    return RedisUrl(Kind.CLUSTER, options, _hosts(netloc, CLUSTER_PORT))
 
 
 def _hosts(netloc: str, port: int) -> tuple[tuple[str, int], ...]:
