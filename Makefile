@@ -98,8 +98,8 @@ soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 10 minutes, and rep
 
 .PHONY: soak-cache
 soak-cache: $(VENV)/dev.stamp ## 100,000 random operations on the prefix cache, and 500 recall jobs under pressure (4 minutes)
-	@CACHE_OPERATIONS=100000 RECALL_JOBS=500 $(BIN)/pytest -q tests/test_cache_random.py \
-		tests/engine/test_recall_under_pressure.py --log-cli-level=INFO
+	@CACHE_OPERATIONS=100000 RECALL_JOBS=500 $(BIN)/pytest -q tests/worker/kv_cache/test_random_operations.py \
+		tests/worker/kv_cache/test_recall_under_pressure.py --log-cli-level=INFO
 
 .PHONY: venv
 venv: $(VENV)/dev.stamp ## .venv with everything that the other targets need

@@ -2,8 +2,8 @@
 
 `hooks=("bookkeeping:record",)` and `watched()` around the start of the workers; `read_totals` then says what the engine
 thread of one of them did so far. Stopwatches stand around every public method of `Scheduler` (what is decided), of
-`Memory` (the part of it that is about KV cells: slots, sequences, prefix cache, tiers), around `Engine.run` (llama.cpp
-and sampling), and around the other methods of `Engine`, which move cells about: copy, cut, remove, save, load.
+`KvMemory` (the part of it that is about KV cells: slots, sequences, prefix cache, tiers), around `Engine.run`
+(llama.cpp and sampling), and around the other methods of `Engine`, which move cells: copy, cut, remove, save, load.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llamaq.worker.engine import Engine
-from llamaq.worker.memory import Memory
-from llamaq.worker.scheduler import Scheduler
+from llamaq.worker.engine.engine import Engine
+from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.scheduling.scheduler import Scheduler
 
 HOOK = "bookkeeping:record"
 FOLDER = "BENCH_TOTALS_FOLDER"
@@ -88,7 +88,7 @@ class Watch:
         self._totals = Totals()
         self._scheduler, self._memory, self._moves, self._engine = (Stopwatch() for _ in range(4))
         self._scheduler.stand_around(Scheduler, *_public(Scheduler))
-        self._memory.stand_around(Memory, *_public(Memory))
+        self._memory.stand_around(KvMemory, *_public(KvMemory))
         self._engine.stand_around(Engine, "run")
         self._moves.stand_around(Engine, *(_public(Engine) - {"run", "close"}))
 

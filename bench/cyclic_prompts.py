@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness import Figures, Plan, note, run, show
-from sides import Round, Sides, over_rounds, said, sides, verdict, whole_blocks
+from systems import Round, Sides, over_rounds, said, sides, verdict, whole_blocks
 from workload import Prompts
 
 QUEUE = "llamaq"

@@ -29,13 +29,13 @@ from rich.table import Table
 
 import models
 from llamaq.common.errors import LlamaqError, ModelError
-from llamaq.common.messages import Worker
+from llamaq.common.protocol.queue_state import Worker
 from llamaq.producer import AsyncClient
-from llamaq.worker.embedded import EmbeddedRedis, find_server
-from llamaq.worker.models import demo_model
+from llamaq.worker.engine.model_files import demo_model
+from llamaq.worker.local.embedded_redis import EmbeddedRedis, find_server
+from llamaq.worker.local.local_stack import end_on_sigterm
+from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings, usable_cores
-from llamaq.worker.stack import end_on_sigterm
-from llamaq.worker.supervisor import Supervisor
 
 START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 900.0

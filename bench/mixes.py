@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamaq.common.messages import JobOptions
+from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer import AsyncClient
 from workload import Prompt, Timeline, follow, greedy, summarize
 

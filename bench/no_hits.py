@@ -21,10 +21,10 @@ from typing import Any
 
 from bookkeeping import HOOK, Totals, read_totals, watched
 from harness import Figures, Plan, Stack, note, run, show
-from llamaq.common.messages import CacheSnapshot
+from llamaq.common.protocol.queue_state import CacheSnapshot
 from llamaq.producer import AsyncClient
 from llamaq.worker.settings import WorkerSettings
-from sides import Round, Side, Sides, figures_of, over_rounds, said, sides, verdict
+from systems import Round, Side, Sides, figures_of, over_rounds, said, sides, verdict
 from workload import CpuClock, Prompts
 
 NULL, DEFAULT = "null", "default"

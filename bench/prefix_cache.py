@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from harness import Figures, Plan, note, run, show
-from sides import PEER, Side, Sides, range_of, sides, verdict
+from systems import PEER, Side, Sides, range_of, sides, verdict
 from workload import Answer, Prompts, median_of
 
 N_FIRST, QUICK_N_FIRST = 256, 64

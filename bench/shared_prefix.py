@@ -10,7 +10,7 @@ takes out what the two builds of llama.cpp differ by.
 from __future__ import annotations
 
 from harness import Figures, Plan, note, run, show
-from sides import Round, Sides, distinct_tokens, over_rounds, said, sides, verdict, whole_blocks
+from systems import Round, Sides, distinct_tokens, over_rounds, said, sides, verdict, whole_blocks
 from workload import Prompts
 
 QUEUE = "llamaq"

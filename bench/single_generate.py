@@ -13,7 +13,7 @@ from typing import Any
 
 from bare_loop import BareLoop, BareRun
 from harness import Figures, Plan, Stack, note, run, show, stack
-from llamaq.common.messages import JobOptions
+from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer import AsyncClient
 from workload import CpuClock, Prompts, Timeline, follow, greedy, median_of, spread, summarize
 

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from harness import Figures, Plan, Stack, note, run, show, stack
-from llamaq.worker.strategy import BUILT_IN
+from llamaq.worker.plugins import BUILT_IN
 from mixes import Bulk, Interactive
 from workload import CpuClock, Prompts, median_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from bare_loop import BareLoop
 from harness import Figures, Plan, Stack, note, run, show, stack
-from llamaq.common.messages import JobOptions
+from llamaq.common.protocol.job_request import JobOptions
 from workload import CpuClock, Prompts, follow_all, greedy, median_of, sampled, summarize
 
 N_PARALLEL = 32

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from harness import Stack
-from llamaq.common.messages import JobOptions
+from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer import AsyncClient, Tokenizer
 
 Prompt = str | list[int]

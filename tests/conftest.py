@@ -7,10 +7,16 @@ import inspect
 import secrets
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from llamaq.worker.embedded import EmbeddedRedis
+import llamaq.worker
+from llamaq.common.vocab.vocab import Vocab
+from llamaq.tools.random_gguf import CHATML, MEMORY_KINDS, PLAIN, write_model
+from llamaq.worker.engine.gguf_vocab import extract
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 ASYNC_TEST_TIMEOUT_S = 60
 
@@ -54,3 +60,36 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The small trained model."""
+    return Path(next(iter(llamaq.worker.__path__))) / "model" / "llamaq-demo.gguf"
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, and a template that neither writes BOS nor trims contents."""
+    return write_model(tmp_path_factory.mktemp("chat") / "chat.gguf", replace(PLAIN, chat_template=CHATML))
+
+
+@pytest.fixture(scope="session", params=sorted(MEMORY_KINDS))
+def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, once for each kind of memory."""
+    kind: str = request.param
+    return write_model(tmp_path_factory.mktemp("kinds") / f"{kind}.gguf", MEMORY_KINDS[kind], seed=3)
+
+
+@pytest.fixture(scope="session")
+def vocab(demo_model: Path) -> Iterator[Vocab]:
+    vocab = Vocab.from_blob(extract(demo_model))
+    yield vocab
+    vocab.close()
+
+
+@pytest.fixture(scope="session")
+def chat_vocab(chat_model: Path) -> Iterator[Vocab]:
+    vocab = Vocab.from_blob(extract(chat_model))
+    yield vocab
+    vocab.close()

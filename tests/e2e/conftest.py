@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from llamaq.common.keys import Keys
-from llamaq.common.messages import Priority
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import Keys
 from llamaq.producer import Client, InvalidRequest, JobNotFound
 from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
-from llamaq.worker.embedded import EmbeddedRedis
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.settings import WorkerSettings
 
 DEMO_MODEL = Path(__file__).parents[2] / "worker" / "llamaq" / "worker" / "model" / "llamaq-demo.gguf"
@@ -148,7 +148,7 @@ def _spawn(settings: WorkerSettings, folder: Path) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
     with (folder / "worker.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "llamaq.worker.child"],
+            [sys.executable, "-m", "llamaq.worker.process.supervised_child"],
             cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,

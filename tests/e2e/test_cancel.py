@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis import Redis
 
-from llamaq.common.keys import JobId, Keys
-from llamaq.common.messages import FinishReason, JobState, SlotSnapshot
+from llamaq.common.protocol.job_outcome import FinishReason, JobState
+from llamaq.common.protocol.keys import JobId, Keys
+from llamaq.common.protocol.queue_state import SlotSnapshot
 from llamaq.producer import AsyncClient, Client, JobNotFound, ResultTimeout
 from llamaq.producer.sync import Job
 

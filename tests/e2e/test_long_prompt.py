@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 
-from llamaq.common.keys import GROUP, Keys
-from llamaq.common.messages import Priority
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.producer import Client
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from llamaq.common import codec
 from llamaq.common.errors import ErrorCode
-from llamaq.common.keys import GROUP, JobId, Keys
-from llamaq.common.messages import FinishReason, JobState, Priority
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_outcome import FinishReason, JobState
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.producer import Client, InvalidRequest, JobFailed
 from llamaq.tools.random_gguf import PLAIN, write_model
 

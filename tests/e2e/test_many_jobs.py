@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llamaq.common.messages import FinishReason, JobState, Result
+from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
 from llamaq.producer import Client, JobFailed
 from llamaq.producer.sync import Job
 from llamaq.tools.demo_model.recall import Probe, recall_probe

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from redis import Redis
 
-from llamaq.common import codec
-from llamaq.common.keys import Keys
-from llamaq.common.messages import FinishReason, JobState
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_outcome import FinishReason, JobState
+from llamaq.common.protocol.keys import Keys
 from llamaq.producer import AsyncClient, Client, InvalidRequest, JobFailed
 from llamaq.producer.tokenizer import Tokenizer
 

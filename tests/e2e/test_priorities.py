@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamaq.common.messages import FinishReason
+from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llamaq.common.messages import CacheTier
+from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.producer import Client, JobFailed, Result
 from llamaq.tools.demo_model.recall import recall_probe
 

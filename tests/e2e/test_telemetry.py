@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from redis import Redis
 
-from llamaq.common import codec
-from llamaq.common.keys import Keys
-from llamaq.common.messages import JobState, JobStats, TickStats, Worker
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_outcome import JobState, JobStats
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_state import TickStats, Worker
 from llamaq.producer import Client, NoWorker
 
 if TYPE_CHECKING:

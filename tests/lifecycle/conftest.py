@@ -23,12 +23,12 @@ from typing import Any
 
 import pytest
 
-from llamaq.common import codec
-from llamaq.common.connection import connect
-from llamaq.common.keys import Keys
-from llamaq.common.messages import Event, Failed, Finished, Tokens
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Event, Failed, Finished, Tokens
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.connect import connect
 from llamaq.producer import Chunk, Client, Job, Result
-from llamaq.worker.embedded import EmbeddedRedis
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
 TIMEOUT_S = 30.0
@@ -38,7 +38,7 @@ OUTPUT_TAIL_CHARS = 6000
 
 PACED = """
 import time
-from llamaq.worker.strategy import DecodeMaximal
+from llamaq.worker import DecodeMaximal
 
 class Paced(DecodeMaximal):
     def build_batch(self, *args, **kwargs):
@@ -101,7 +101,7 @@ class Command:
 
 
 @dataclass
-class Stage:
+class Environment:
     """The folder of one test, and the processes in it."""
 
     folder: Path
@@ -264,7 +264,7 @@ class Reader(threading.Thread):
         return result
 
 
-_stages: list[Stage] = []
+_stages: list[Environment] = []
 
 
 @pytest.hookimpl(wrapper=True)
@@ -292,9 +292,9 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def stage(redis_server: EmbeddedRedis, folder: Path) -> Iterator[Stage]:
+def stage(redis_server: EmbeddedRedis, folder: Path) -> Iterator[Environment]:
     """Starts commands; when the test is over it ends them, and fails if a process is left behind."""
-    opened = Stage(folder, redis_server.url, f"life-{secrets.token_hex(4)}")
+    opened = Environment(folder, redis_server.url, f"life-{secrets.token_hex(4)}")
     _stages.append(opened)
     try:
         yield opened

@@ -12,13 +12,13 @@ from redis.exceptions import NoPermissionError
 from llamaq.producer import Client
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Stage
+    from tests.lifecycle.conftest import Environment
 
 RULES = ["~llamaq:*", "resetchannels", "&llamaq:*", "+@all", "-@admin", "-@dangerous", "+client|setname"]
 """As docs/protocol.md gives them."""
 
 
-def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(stage: Stage, redis_url: str) -> None:
+def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(stage: Environment, redis_url: str) -> None:
     name, password = f"user{secrets.token_hex(4)}", secrets.token_hex(8)
     with Redis.from_url(redis_url) as admin:
         admin.execute_command("ACL", "SETUSER", name, "on", f">{password}", *RULES)

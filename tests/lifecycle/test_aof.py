@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
-from tests.servers import HOST, Server, free_ports
+from tests.support.redis_servers import HOST, Server, free_ports
 
 from llamaq.producer import Client, Job, QueueFull
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Stage
+    from tests.lifecycle.conftest import Environment
 
 N_KILLS = 3
 SUBMITTERS = 3
@@ -44,7 +44,7 @@ class Submitter(threading.Thread):
         return self.jobs
 
 
-def test_every_acknowledged_job_ends_though_redis_is_killed_under_load(stage: Stage, folder: Path) -> None:
+def test_every_acknowledged_job_ends_though_redis_is_killed_under_load(stage: Environment, folder: Path) -> None:
     server = Server(folder, free_ports(1)[0], DURABLE)
     server.start()
     stage.redis_url = f"redis://{HOST}:{server.port}/0"

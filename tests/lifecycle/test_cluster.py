@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis.crc import key_slot
-from tests.servers import Nodes, await_that
+from tests.support.redis_servers import Nodes, await_that
 
-from llamaq.common.connection import connect
-from llamaq.common.keys import JobId, Keys
-from llamaq.common.messages import JobState, Started
+from llamaq.common.protocol.job_events import Started
+from llamaq.common.protocol.job_outcome import JobState
+from llamaq.common.protocol.keys import JobId, Keys
+from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient, Client, Job
-from llamaq.worker.streams import JobStreams
+from llamaq.worker.broker.job_streams import JobStreams
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Reader, Stage
+    from tests.lifecycle.conftest import Command, Environment, Reader
 
     Read = Callable[[Job], Reader]
 
@@ -39,25 +40,25 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def clustered(nodes: Nodes, stage: Stage) -> Iterator[Stage]:
+def clustered(nodes: Nodes, stage: Environment) -> Iterator[Environment]:
     stage.redis_url = nodes.url
     yield stage
     stage.end_commands()
 
 
 @pytest.fixture
-def replicated(folder: Path, stage: Stage) -> Iterator[Nodes]:
+def replicated(folder: Path, stage: Environment) -> Iterator[Nodes]:
     with Nodes(folder, n_replicas=1) as servers:
         stage.redis_url = servers.url
         yield servers
         stage.end_commands()
 
 
-def client_of(stage: Stage) -> Client:
+def client_of(stage: Environment) -> Client:
     return Client(stage.redis_url, stage.queue, timeout_s=30, partitions=PARTITIONS)
 
 
-def start_worker(stage: Stage, *arguments: str) -> Command:
+def start_worker(stage: Environment, *arguments: str) -> Command:
     return stage.start_worker(*arguments, LLAMAQ_PARTITIONS=str(PARTITIONS), LLAMAQ_LEASE_S=LEASE_S)
 
 
@@ -82,7 +83,7 @@ def submit_to_each(client: Client, **options: Any) -> list[Job]:
     return list(jobs.values())
 
 
-def test_fifty_jobs_over_four_partitions_and_all_that_a_client_asks(clustered: Stage, read: Read) -> None:
+def test_fifty_jobs_over_four_partitions_and_all_that_a_client_asks(clustered: Environment, read: Read) -> None:
     with client_of(clustered) as client:
         keyed = [client.submit(PROMPT, max_tokens=8, idempotency_key="one") for _ in range(2)]
         assert keyed[0].id == keyed[1].id
@@ -114,7 +115,7 @@ def test_fifty_jobs_over_four_partitions_and_all_that_a_client_asks(clustered: S
         assert client.tokenizer().encode(PROMPT)
 
 
-def test_the_commands_know_a_cluster(clustered: Stage) -> None:
+def test_the_commands_know_a_cluster(clustered: Environment) -> None:
     start_worker(clustered)
     settings = clustered.worker_variables(LLAMAQ_PARTITIONS=str(PARTITIONS))
     commands = [
@@ -124,7 +125,7 @@ def test_the_commands_know_a_cluster(clustered: Stage) -> None:
     assert [command.end() for command in commands] == [0] * len(commands), [one.output for one in commands]
 
 
-def test_a_job_that_lost_its_reader_is_noticed_on_every_node(clustered: Stage) -> None:
+def test_a_job_that_lost_its_reader_is_noticed_on_every_node(clustered: Environment) -> None:
     start_worker(clustered, "--disconnect-s", "1")
 
     async def leave_half() -> None:
@@ -149,7 +150,7 @@ def test_a_job_that_lost_its_reader_is_noticed_on_every_node(clustered: Stage) -
     asyncio.run(leave_half())
 
 
-def test_an_idle_worker_hears_of_a_job_in_any_partition_at_once(clustered: Stage) -> None:
+def test_an_idle_worker_hears_of_a_job_in_any_partition_at_once(clustered: Environment) -> None:
     start_worker(clustered)
     with client_of(clustered) as client:
         client.generate(PROMPT, max_tokens=1)
@@ -160,7 +161,9 @@ def test_an_idle_worker_hears_of_a_job_in_any_partition_at_once(clustered: Stage
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-def test_streams_go_on_when_a_node_is_replaced(stage: Stage, replicated: Nodes, read: Read, is_planned: bool) -> None:
+def test_streams_go_on_when_a_node_is_replaced(
+    stage: Environment, replicated: Nodes, read: Read, is_planned: bool
+) -> None:
     start_worker(stage, "--n-parallel", "8", "--disconnect-s", "1")
     with client_of(stage) as client:
         readers = [read(job) for job in submit_to_each(client, cancel_on_disconnect=True, **LONG)]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 from redis import Redis
 
-from llamaq.common.messages import Started
+from llamaq.common.protocol.job_events import Started
 from llamaq.producer import Job, RedisFull
-from llamaq.worker.embedded import EmbeddedRedis
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Reader, Stage
+    from tests.lifecycle.conftest import Environment, Reader
 
     Read = Callable[[Job], Reader]
 
@@ -26,7 +26,7 @@ BALLAST_BYTES = 20_000_000
 
 
 @pytest.fixture
-def redis(stage: Stage) -> Iterator[Redis]:
+def redis(stage: Environment) -> Iterator[Redis]:
     """A Redis for this test alone, whose memory it may bound."""
     with EmbeddedRedis() as server:
         stage.redis_url = server.url
@@ -42,7 +42,7 @@ def fill(redis: Redis) -> None:
 
 
 def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were(
-    stage: Stage, read: Read, redis: Redis
+    stage: Environment, read: Read, redis: Redis
 ) -> None:
     options = ("--n-parallel", "2", "--inbox-window", "0", "--lease-s", str(LEASE_S))
     worker = stage.start_worker(*options)

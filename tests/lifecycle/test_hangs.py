@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llamaq.common.messages import Started
+from llamaq.common.protocol.job_events import Started
 from llamaq.producer import Job
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Reader, Stage
+    from tests.lifecycle.conftest import Command, Environment, Reader
 
     Read = Callable[[Job], Reader]
 
@@ -28,7 +28,7 @@ import ctypes
 import time
 from pathlib import Path
 
-from llamaq.worker.engine import Engine
+from llamaq.worker.engine.engine import Engine
 from paced import Paced as Troubled
 
 ORDERS = Path("orders")
@@ -52,25 +52,25 @@ Engine.run = troubled
 interpreter away, as llama_decode does, or be `stuck` in some that does not."""
 
 
-def start_troubled(stage: Stage, *, supervised: bool = False) -> Command:
+def start_troubled(stage: Environment, *, supervised: bool = False) -> Command:
     (stage.folder / "troubled.py").write_text(TROUBLED)
     return stage.start_worker(
         supervised=supervised, LLAMAQ_BATCH_STRATEGY="troubled:Troubled", LLAMAQ_HANG_S=str(HANG_S)
     )
 
 
-def order(stage: Stage, *words: str) -> None:
+def order(stage: Environment, *words: str) -> None:
     written = stage.folder / "orders.new"
     written.write_text(" ".join(words))
     written.rename(stage.folder / "orders")
 
 
-def workers_of(stage: Stage, job: Job) -> list[str]:
+def workers_of(stage: Environment, job: Job) -> list[str]:
     """Those that started the job, in order."""
     return [event.worker for event in stage.events_of(job) if isinstance(event, Started)]
 
 
-def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(stage: Stage, read: Read) -> None:
+def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(stage: Environment, read: Read) -> None:
     first = start_troubled(stage)
     with stage.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
@@ -93,7 +93,7 @@ def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(stage: Stage, rea
     first.signal(signal.SIGKILL)
 
 
-def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(stage: Stage, read: Read) -> None:
+def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(stage: Environment, read: Read) -> None:
     first = start_troubled(stage)
     with stage.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
@@ -109,7 +109,7 @@ def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(stage: Stage, read:
 
 
 @pytest.mark.parametrize("what", ["hang", "stuck"])
-def test_a_child_whose_engine_hangs_is_killed_and_another_goes_on(stage: Stage, read: Read, what: str) -> None:
+def test_a_child_whose_engine_hangs_is_killed_and_another_goes_on(stage: Environment, read: Read, what: str) -> None:
     supervisor = start_troubled(stage, supervised=True)
     with stage.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=200, ignore_eos=True))

@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Stage
+    from tests.lifecycle.conftest import Environment
 
 MAX_AGE_S = 3.0
 """More than a heartbeat and an idle engine's second together."""
 
 
-def test_health_is_green_while_the_worker_ticks_and_red_when_it_does_not(stage: Stage) -> None:
+def test_health_is_green_while_the_worker_ticks_and_red_when_it_does_not(stage: Environment) -> None:
     options = ["--queue", stage.queue, "--redis-url", stage.redis_url, "--max-age-s", str(MAX_AGE_S)]
 
     def health() -> int:

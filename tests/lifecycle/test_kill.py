@@ -13,13 +13,14 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llamaq.common.messages import JobState, Started, Tokens
+from llamaq.common.protocol.job_events import Started, Tokens
+from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import Client, Job, JobNotFound, Result
-from llamaq.worker.embedded import EmbeddedRedis
-from llamaq.worker.models import demo_model
+from llamaq.worker.engine.model_files import demo_model
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Reader, Stage
+    from tests.lifecycle.conftest import Command, Environment, Reader
 
     Read = Callable[[Job], Reader]
 
@@ -65,12 +66,12 @@ def kill_process(worker: Command) -> None:
     worker.end()
 
 
-def attempts_of(stage: Stage, job: Job) -> list[str]:
+def attempts_of(stage: Environment, job: Job) -> list[str]:
     """The workers that started the job, in order."""
     return [event.worker for event in stage.events_of(job) if isinstance(event, Started)]
 
 
-def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(stage: Stage, read: Read) -> None:
+def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(stage: Environment, read: Read) -> None:
     first = stage.start_worker("--n-parallel", "8")
     with stage.client() as client:
         readers = [read(job) for job in submit_stories(client)]
@@ -96,7 +97,7 @@ def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(stage: 
             assert_equal_where_it_is_no_close_call(client, prompt, result, other)
 
 
-def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(stage: Stage, read: Read) -> None:
+def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(stage: Environment, read: Read) -> None:
     checkpoints = ("--checkpoint-tokens", "20", "--checkpoint-s", "1000")
     first = stage.start_worker(*checkpoints)
     with stage.client() as client:
@@ -123,7 +124,7 @@ def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(stage: 
             assert_equal_where_it_is_no_close_call(client, prompt, result, other)
 
 
-def test_a_job_survives_one_worker_after_another(stage: Stage, read: Read) -> None:
+def test_a_job_survives_one_worker_after_another(stage: Environment, read: Read) -> None:
     with stage.client() as client:
         workers = [stage.start_worker()]
         reader = read(client.submit(PROMPTS[0], max_tokens=150, ignore_eos=True, temperature=0))
@@ -135,7 +136,7 @@ def test_a_job_survives_one_worker_after_another(stage: Stage, read: Read) -> No
         assert attempts_of(stage, reader.job) == [worker.worker_id for worker in workers]
 
 
-def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(stage: Stage, read: Read) -> None:
+def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(stage: Environment, read: Read) -> None:
     first = stage.start_worker()
     with stage.client() as client:
         reader = read(client.submit(PROMPTS[0], max_tokens=250, ignore_eos=True, temperature=0))
@@ -158,7 +159,7 @@ def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(stage:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_streams_go_on_after_redis_was_restarted(
-    stage: Stage, read: Read, folder: Path, free_port: int, number: signal.Signals
+    stage: Environment, read: Read, folder: Path, free_port: int, number: signal.Signals
 ) -> None:
     server = EmbeddedRedis(port=free_port, data_dir=folder / "data")
     server.start()
@@ -184,7 +185,7 @@ def test_streams_go_on_after_redis_was_restarted(
             assert worker.end() == 0
 
 
-def test_worker_and_client_live_on_when_redis_forgot_everything(stage: Stage, read: Read, free_port: int) -> None:
+def test_worker_and_client_live_on_when_redis_forgot_everything(stage: Environment, read: Read, free_port: int) -> None:
     server = EmbeddedRedis(port=free_port)
     server.start()
     stage.redis_url = server.url
@@ -202,7 +203,7 @@ def test_worker_and_client_live_on_when_redis_forgot_everything(stage: Stage, re
             assert worker.end() == 0
 
 
-def test_a_job_keeps_its_lease_while_its_grammar_is_tried(stage: Stage, read: Read) -> None:
+def test_a_job_keeps_its_lease_while_its_grammar_is_tried(stage: Environment, read: Read) -> None:
     worker = stage.start_worker()
     with stage.client() as client:
         client.generate("Count:", max_tokens=4, grammar=COUNTING)

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llamaq.common.messages import Started
+from llamaq.common.protocol.job_events import Started
 from llamaq.producer import Job, JobFailed
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Stage
+    from tests.lifecycle.conftest import Environment
 
 POISONED = """
 import os
 import signal
 
-from llamaq.worker.engine import Engine
-from llamaq.worker.strategy import DecodeMaximal
+from llamaq.worker.engine.engine import Engine
+from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
 
 run = Engine.run
 
@@ -35,12 +35,12 @@ class Poisoned(DecodeMaximal):
 N_JOBS = 20
 
 
-def attempts_of(stage: Stage, job: Job) -> list[str]:
+def attempts_of(stage: Environment, job: Job) -> list[str]:
     return [event.worker for event in stage.events_of(job) if isinstance(event, Started)]
 
 
 @pytest.mark.parametrize("die", ["os.kill(os.getpid(), signal.SIGKILL)", "raise RuntimeError('a defect')"])
-def test_one_poison_job_among_20_is_given_up_alone_and_the_others_finish(stage: Stage, die: str) -> None:
+def test_one_poison_job_among_20_is_given_up_alone_and_the_others_finish(stage: Environment, die: str) -> None:
     (stage.folder / "poisoned.py").write_text(POISONED.replace("DIE", die))
     with stage.client() as client:
         jobs = [client.submit("Once upon a time", max_tokens=20, ignore_eos=True, seed=seed) for seed in range(N_JOBS)]

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.proxy import Proxy
+from tests.support.tcp_proxy import Proxy
 
-from llamaq.common.connection import SOCKET_TIMEOUT_S
-from llamaq.common.messages import Started
+from llamaq.common.protocol.job_events import Started
+from llamaq.common.redis.connect import SOCKET_TIMEOUT_S
 from llamaq.producer import Job
-from llamaq.producer.line import PING_S
+from llamaq.producer.streaming.pubsub_connection import PING_S
 from llamaq.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Reader, Stage
+    from tests.lifecycle.conftest import Environment, Reader
 
     Read = Callable[[Job], Reader]
 
@@ -28,7 +28,7 @@ N_CUTS = 25
 
 
 @pytest.fixture
-def proxy(stage: Stage) -> Iterator[Proxy]:
+def proxy(stage: Environment) -> Iterator[Proxy]:
     """Between this stage's commands and clients, and Redis."""
     with Proxy(stage.redis_url) as opened:
         stage.redis_url = opened.url
@@ -36,7 +36,7 @@ def proxy(stage: Stage) -> Iterator[Proxy]:
         stage.end_commands()
 
 
-def test_connections_cut_again_and_again_cost_no_token(stage: Stage, proxy: Proxy, read: Read) -> None:
+def test_connections_cut_again_and_again_cost_no_token(stage: Environment, proxy: Proxy, read: Read) -> None:
     stage.start_worker("--n-parallel", "8", LLAMAQ_LEASE_S="4")
     pause = random.Random(7)
     with stage.client() as client:
@@ -55,7 +55,7 @@ def test_connections_cut_again_and_again_cost_no_token(stage: Stage, proxy: Prox
         assert client.queue_depth().running == 0
 
 
-def test_connections_that_fall_silent_are_noticed_and_made_again(stage: Stage, proxy: Proxy, read: Read) -> None:
+def test_connections_that_fall_silent_are_noticed_and_made_again(stage: Environment, proxy: Proxy, read: Read) -> None:
     stage.start_worker("--n-parallel", "4", LLAMAQ_LEASE_S=str(WorkerSettings.model_fields["lease_s"].default))
     with stage.client() as client:
         readers = [read(client.submit(PROMPT, max_tokens=1200, ignore_eos=True)) for _ in range(3)]
@@ -74,7 +74,7 @@ def test_connections_that_fall_silent_are_noticed_and_made_again(stage: Stage, p
             assert sum(isinstance(event, Started) for event in stage.events_of(reader.job)) == 1
 
 
-def test_a_client_goes_on_when_redis_was_away_for_a_while(stage: Stage, proxy: Proxy, read: Read) -> None:
+def test_a_client_goes_on_when_redis_was_away_for_a_while(stage: Environment, proxy: Proxy, read: Read) -> None:
     stage.start_worker()
     with stage.client() as client:
         reader = read(client.submit(PROMPT, cancel_on_disconnect=True, **LONG))

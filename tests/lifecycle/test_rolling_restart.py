@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llamaq.common.messages import FinishReason, Started
+from llamaq.common.protocol.job_events import Started
+from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.producer import Job
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Reader, Stage
+    from tests.lifecycle.conftest import Command, Environment, Reader
 
     Read = Callable[[Job], Reader]
 
@@ -52,7 +53,9 @@ class Stalls(threading.Thread):
                 self.longest_s[index] = max(self.longest_s[index], now - since_s)
 
 
-def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for_long(stage: Stage, read: Read) -> None:
+def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for_long(
+    stage: Environment, read: Read
+) -> None:
     # With a long lease: what goes on soon was handed back.
     def start() -> Command:
         return stage.start_worker(supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2")

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from tests.proxy import Proxy
-from tests.servers import HOST, IN_MEMORY, SERVICE, Server, Watched, await_that, free_ports
+from tests.support.redis_servers import HOST, IN_MEMORY, SERVICE, Server, Watched, await_that, free_ports
+from tests.support.tcp_proxy import Proxy
 
-from llamaq.common.keys import Keys
-from llamaq.common.messages import JobState, Started
-from llamaq.common.sentinels import STALE_S
+from llamaq.common.protocol.job_events import Started
+from llamaq.common.protocol.job_outcome import JobState
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.sentinel import STALE_S
 from llamaq.producer import Job, JobNotFound
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Reader, Stage
+    from tests.lifecycle.conftest import Environment, Reader
 
     Read = Callable[[Job], Reader]
 
@@ -30,18 +31,18 @@ LEASE_S = "6"
 
 
 @pytest.fixture
-def watched(folder: Path, stage: Stage) -> Iterator[Watched]:
+def watched(folder: Path, stage: Environment) -> Iterator[Watched]:
     with Watched(folder) as servers:
         stage.redis_url = servers.url
         yield servers
         stage.end_commands()  # while there is somebody to say goodbye to
 
 
-def attempts_of(stage: Stage, job: Job) -> int:
+def attempts_of(stage: Environment, job: Job) -> int:
     return sum(isinstance(event, Started) for event in stage.events_of(job))
 
 
-def test_streams_go_on_when_the_master_died(stage: Stage, watched: Watched, read: Read) -> None:
+def test_streams_go_on_when_the_master_died(stage: Environment, watched: Watched, read: Read) -> None:
     worker = stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
     with stage.client() as client:
         readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
@@ -59,7 +60,7 @@ def test_streams_go_on_when_the_master_died(stage: Stage, watched: Watched, read
         assert client.queue_depth().running == 0
 
 
-def test_streams_go_on_when_another_was_made_master(stage: Stage, watched: Watched, read: Read) -> None:
+def test_streams_go_on_when_another_was_made_master(stage: Environment, watched: Watched, read: Read) -> None:
     stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
     with stage.client() as client:
         readers = [read(client.submit(prompt, max_tokens=N_PLANNED, ignore_eos=True)) for prompt in PROMPTS]
@@ -120,7 +121,7 @@ class Switched:
 
 
 @pytest.fixture
-def switched(folder: Path, stage: Stage) -> Iterator[Switched]:
+def switched(folder: Path, stage: Environment) -> Iterator[Switched]:
     with Switched(folder) as servers:
         stage.redis_url = servers.address.url
         yield servers
@@ -128,7 +129,7 @@ def switched(folder: Path, stage: Stage) -> Iterator[Switched]:
 
 
 def test_what_a_failover_lost_is_written_again_and_no_reader_sees_it_twice(
-    stage: Stage, switched: Switched, read: Read
+    stage: Environment, switched: Switched, read: Read
 ) -> None:
     stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
     with stage.client() as client:
@@ -151,7 +152,7 @@ def test_what_a_failover_lost_is_written_again_and_no_reader_sees_it_twice(
             lost.status()
 
 
-def test_a_start_that_a_failover_lost_is_made_again(stage: Stage, switched: Switched, read: Read) -> None:
+def test_a_start_that_a_failover_lost_is_made_again(stage: Environment, switched: Switched, read: Read) -> None:
     stage.start_worker("--n-parallel", "1", "--inbox-window", "0", LLAMAQ_LEASE_S="2")
     with stage.client() as client:
         first = client.submit(PROMPTS[0], **LONG)

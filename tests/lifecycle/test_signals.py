@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llamaq.common.messages import JobState
+from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import Job, QueueDepth
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Reader, Stage
+    from tests.lifecycle.conftest import Environment, Reader
 
     Read = Callable[[Job], Reader]
 
@@ -22,7 +22,9 @@ SOON_S = 3.0
 """Far less than the drain, far more than an end at once needs."""
 
 
-def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest(stage: Stage, read: Read) -> None:
+def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest(
+    stage: Environment, read: Read
+) -> None:
     first = stage.start_worker("--n-parallel", "2", "--inbox-window", "0")
     with stage.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=60, ignore_eos=True, seed=seed) for seed in range(5)]
@@ -43,7 +45,7 @@ def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest
         stage.events_of(job)
 
 
-def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(stage: Stage, read: Read) -> None:
+def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(stage: Environment, read: Read) -> None:
     first = stage.start_worker("--drain-s", "0.2")
     with stage.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
@@ -63,7 +65,7 @@ def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(stage
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_worker_at_once_and_hands_its_jobs_back(
-    stage: Stage, read: Read, number: signal.Signals
+    stage: Environment, read: Read, number: signal.Signals
 ) -> None:
     first = stage.start_worker()
     with stage.client() as client:
@@ -85,7 +87,7 @@ def test_a_second_signal_ends_a_worker_at_once_and_hands_its_jobs_back(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_worker_that_waits_for_redis_can_be_told_to_stop(
-    stage: Stage, free_port: int, number: signal.Signals
+    stage: Environment, free_port: int, number: signal.Signals
 ) -> None:
     worker = stage.start_worker(wait=False, LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
     worker.await_output("redis.unreachable")
@@ -96,7 +98,7 @@ def test_a_worker_that_waits_for_redis_can_be_told_to_stop(
     assert "Traceback" not in worker.output
 
 
-def test_an_idle_worker_stops_at_once(stage: Stage) -> None:
+def test_an_idle_worker_stops_at_once(stage: Environment) -> None:
     worker = stage.start_worker()
     told_s = time.monotonic()
     worker.signal(signal.SIGTERM)

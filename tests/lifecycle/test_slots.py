@@ -8,23 +8,23 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.servers import Nodes
+from tests.support.redis_servers import Nodes
 
-from llamaq.producer import Client, InvalidRequest, OrderRefused
+from llamaq.producer import Client, InvalidRequest, SlotCommandRefused
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Stage
+    from tests.lifecycle.conftest import Command, Environment
 
 STORY = "Once upon a time there was a little fox who lived in a deep green forest near a quiet river. " * 6
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
 
-def start_worker(stage: Stage, **variables: Any) -> Command:
+def start_worker(stage: Environment, **variables: Any) -> Command:
     """A worker that keeps states of slots on disk, and nothing else."""
     return stage.start_worker(LLAMAQ_CACHE_DIR=str(stage.folder / "cache"), LLAMAQ_CACHE_DISK_MB="0", **variables)
 
 
-def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(stage: Stage) -> None:
+def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(stage: Environment) -> None:
     worker = start_worker(stage)
     with stage.client() as client:
         first = client.generate(STORY, slot=1, **GREEDY)
@@ -52,18 +52,18 @@ def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(stage: Stage
         assert client.erase_slot(2) == result.stats.prompt_tokens + len(result.tokens)
         assert client.generate(more, **GREEDY).stats.prefix_cache_tokens == 0
         client.erase_saved_slot("fox")
-        with pytest.raises(OrderRefused, match="no slot state is saved as 'fox'"):
+        with pytest.raises(SlotCommandRefused, match="no slot state is saved as 'fox'"):
             client.restore_slot(2, "fox")
         with pytest.raises(InvalidRequest, match="name"):
             client.save_slot(2, "../fox")
 
 
-def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(stage: Stage) -> None:
+def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(stage: Environment) -> None:
     start_worker(stage)
     with stage.client() as client:
-        with pytest.raises(OrderRefused, match="slot 0 has no state"):
+        with pytest.raises(SlotCommandRefused, match="slot 0 has no state"):
             client.save_slot(0, "fox")
-        with pytest.raises(OrderRefused, match="no slot 4: the worker has 4"):
+        with pytest.raises(SlotCommandRefused, match="no slot 4: the worker has 4"):
             client.save_slot(4, "fox")
         job = client.submit(STORY, slot=3, **(GREEDY | {"max_tokens": 2000}))
         stream = job.stream()
@@ -73,21 +73,21 @@ def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(stage: Stage) -> 
         [listed] = client.slots()
         assert (listed.slots[3].job_id, listed.slots[3].state) == (job.id, "decode")
         for refused in (lambda: client.erase_slot(3), lambda: client.restore_slot(3, "running")):
-            with pytest.raises(OrderRefused, match=f"slot 3 is running job {job.id}"):
+            with pytest.raises(SlotCommandRefused, match=f"slot 3 is running job {job.id}"):
                 refused()
         assert client.restore_slot(1, "running") == running
         assert client.cancel(job.id)
         path = stage.folder / "cache" / "slots" / "running.slot"
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(OrderRefused, match="'running' is damaged"):
+        with pytest.raises(SlotCommandRefused, match="'running' is damaged"):
             client.restore_slot(1, "running")
         path.write_bytes(whole)
 
         stage.end_commands()
         other_salt = start_worker(stage, LLAMAQ_CACHE_SALT="another")
         assert [file.is_usable for file in client.slots()[0].files] == [False]
-        with pytest.raises(OrderRefused, match="another model or other settings"):
+        with pytest.raises(SlotCommandRefused, match="another model or other settings"):
             client.restore_slot(1, "running")
         shutil.rmtree(path.parent)
         assert client.slots()[0].files == ()
@@ -96,7 +96,7 @@ def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(stage: Stage) -> 
         assert json.loads(listing.output)["worker"] == other_salt.worker_id
 
 
-def test_orders_find_their_worker_in_a_cluster(stage: Stage) -> None:
+def test_orders_find_their_worker_in_a_cluster(stage: Environment) -> None:
     with Nodes(stage.folder) as nodes:
         stage.redis_url = nodes.url
         try:
@@ -112,7 +112,7 @@ def test_orders_find_their_worker_in_a_cluster(stage: Stage) -> None:
             stage.end_commands()
 
 
-def test_a_worker_without_a_folder_refuses_and_says_what_it_needs(stage: Stage) -> None:
+def test_a_worker_without_a_folder_refuses_and_says_what_it_needs(stage: Environment) -> None:
     stage.start_worker()
     with stage.client() as client:
         client.generate(STORY, slot=0, **GREEDY)
@@ -122,5 +122,5 @@ def test_a_worker_without_a_folder_refuses_and_says_what_it_needs(stage: Stage) 
             lambda: client.restore_slot(0, "fox"),
             lambda: client.erase_saved_slot("fox"),
         ):
-            with pytest.raises(OrderRefused, match="--cache-dir"):
+            with pytest.raises(SlotCommandRefused, match="--cache-dir"):
                 refused()

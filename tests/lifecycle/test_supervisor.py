@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING
 import pytest
 from redis import Redis
 
-from llamaq.common.messages import JobState
+from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import Job
-from llamaq.worker.embedded import EmbeddedRedis
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
+from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
-from llamaq.worker.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Reader, Stage
+    from tests.lifecycle.conftest import Command, Environment, Reader
 
     Read = Callable[[Job], Reader]
 
 PROMPT = "Once upon a time"
 SUPERVISE = """
 import sys
-from llamaq.worker.logs import configure_logging
+from llamaq.worker.process.logging_setup import configure_logging
 from llamaq.worker.settings import load_settings
-from llamaq.worker.supervisor import Supervisor
+from llamaq.worker.process.supervisor import Supervisor
 
 configure_logging("info")
 sys.exit(Supervisor([load_settings() for _ in range(int(sys.argv[1]))]).run())
@@ -39,7 +39,7 @@ sys.exit(Supervisor([load_settings() for _ in range(int(sys.argv[1]))]).run())
 """A supervisor of several workers on the CPU; `--devices` wants as many GPUs."""
 
 
-def supervise(stage: Stage, n_children: int, **variables: str) -> Command:
+def supervise(stage: Environment, n_children: int, **variables: str) -> Command:
     """Start it, and wait until its workers are ready."""
     supervisor = stage.run([sys.executable, "-c", SUPERVISE, str(n_children)], **stage.worker_variables(**variables))
     supervisor.await_output("worker.ready", n_children)
@@ -59,7 +59,7 @@ def children_of(pid: int) -> dict[int, str]:
     return found
 
 
-def test_a_killed_child_is_started_again_after_a_while_that_doubles(stage: Stage) -> None:
+def test_a_killed_child_is_started_again_after_a_while_that_doubles(stage: Environment) -> None:
     supervisor = supervise(stage, 2)
     untouched, victim = sorted(children_of(supervisor.pid))
     for round_number in range(2):
@@ -79,7 +79,7 @@ def test_a_killed_child_is_started_again_after_a_while_that_doubles(stage: Stage
     assert supervisor.end() == 0
 
 
-def test_a_worker_is_supervised_unless_it_is_told_otherwise(stage: Stage) -> None:
+def test_a_worker_is_supervised_unless_it_is_told_otherwise(stage: Environment) -> None:
     worker = stage.start("worker", **stage.worker_variables())
     worker.await_output("worker.ready")
     (child,) = children_of(worker.pid)
@@ -88,12 +88,12 @@ def test_a_worker_is_supervised_unless_it_is_told_otherwise(stage: Stage) -> Non
     worker.signal(signal.SIGTERM)
     assert worker.end() == 0
     alone = stage.start_worker()
-    assert not [line for line in stage.living().values() if "llamaq.worker.child" in line]
+    assert not [line for line in stage.living().values() if "llamaq.worker.process.supervised_child" in line]
     alone.signal(signal.SIGTERM)
     assert alone.end() == 0
 
 
-def test_a_job_of_a_killed_child_goes_on(stage: Stage, read: Read) -> None:
+def test_a_job_of_a_killed_child_goes_on(stage: Environment, read: Read) -> None:
     supervisor = supervise(stage, 1)
     with stage.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=100, ignore_eos=True))
@@ -104,7 +104,7 @@ def test_a_job_of_a_killed_child_goes_on(stage: Stage, read: Read) -> None:
         stage.events_of(reader.job)
 
 
-def test_sigterm_lets_every_child_finish_what_it_runs(stage: Stage, read: Read) -> None:
+def test_sigterm_lets_every_child_finish_what_it_runs(stage: Environment, read: Read) -> None:
     supervisor = supervise(stage, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0")
     with stage.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=80, ignore_eos=True) for _ in range(3)]
@@ -120,7 +120,7 @@ def test_sigterm_lets_every_child_finish_what_it_runs(stage: Stage, read: Read) 
         assert not stage.living()
 
 
-def test_a_second_signal_ends_all_children_at_once(stage: Stage, read: Read) -> None:
+def test_a_second_signal_ends_all_children_at_once(stage: Environment, read: Read) -> None:
     supervisor = supervise(stage, 2)
     with stage.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
@@ -136,7 +136,7 @@ def test_a_second_signal_ends_all_children_at_once(stage: Stage, read: Read) -> 
         assert not stage.living()
 
 
-def test_children_end_when_their_supervisor_is_killed_and_hand_their_jobs_back(stage: Stage, read: Read) -> None:
+def test_children_end_when_their_supervisor_is_killed_and_hand_their_jobs_back(stage: Environment, read: Read) -> None:
     supervisor = supervise(stage, 2)
     with stage.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
@@ -148,7 +148,9 @@ def test_children_end_when_their_supervisor_is_killed_and_hand_their_jobs_back(s
         assert reader.job.status().state is JobState.QUEUED
 
 
-def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(stage: Stage, free_port: int) -> None:
+def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(
+    stage: Environment, free_port: int
+) -> None:
     variables = stage.worker_variables(LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
     supervisor = stage.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
     supervisor.await_output("redis.unreachable")
@@ -165,7 +167,7 @@ def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(
     ],
 )
 def test_a_child_that_cannot_start_ends_its_supervisor_with_one_line(
-    stage: Stage, variable: str, value: str, said: str
+    stage: Environment, variable: str, value: str, said: str
 ) -> None:
     variables = stage.worker_variables(**{variable: value})
     supervisor = stage.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
@@ -178,7 +180,7 @@ def test_a_child_that_cannot_start_ends_its_supervisor_with_one_line(
 
 
 @pytest.fixture
-def settings(stage: Stage) -> WorkerSettings:
+def settings(stage: Environment) -> WorkerSettings:
     return WorkerSettings(redis_url=stage.redis_url, queue=stage.queue, n_threads=1)
 
 
@@ -190,7 +192,7 @@ def test_devices_are_given_one_child_each(settings: WorkerSettings) -> None:
     assert [child.settings.device for child in Supervisor.of_devices(settings).children] == [None]
 
 
-def test_a_supervisor_may_also_be_used_without_signals(settings: WorkerSettings, stage: Stage) -> None:
+def test_a_supervisor_may_also_be_used_without_signals(settings: WorkerSettings, stage: Environment) -> None:
     with (stage.folder / "log").open("w+b") as log:
         supervisor = Supervisor([settings], log)
         supervisor.start()
@@ -204,13 +206,13 @@ def test_a_supervisor_may_also_be_used_without_signals(settings: WorkerSettings,
         assert b"worker.stopped" in (stage.folder / "log").read_bytes()
 
 
-def test_a_password_in_the_url_shows_in_no_process_list(stage: Stage) -> None:
+def test_a_password_in_the_url_shows_in_no_process_list(stage: Environment) -> None:
     with EmbeddedRedis() as server:
         with Redis.from_url(server.url) as redis:
             redis.config_set("requirepass", "hunter2")
         supervisor = supervise(stage, 1, LLAMAQ_REDIS_URL=server.url.replace("unix://", "unix://:hunter2@"))
         listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        assert "llamaq.worker.child" in listed
+        assert "llamaq.worker.process.supervised_child" in listed
         assert "hunter2" not in listed
         assert "hunter2" not in supervisor.output
         supervisor.signal(signal.SIGTERM)

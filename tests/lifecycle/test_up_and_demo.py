@@ -22,21 +22,21 @@ import pytest
 from redis import Redis
 
 from llamaq.producer import Client
-from llamaq.worker.embedded import EmbeddedRedis
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Stage
+    from tests.lifecycle.conftest import Command, Environment
 
 
 @pytest.fixture
-def up(stage: Stage, free_port: int) -> Command:
+def up(stage: Environment, free_port: int) -> Command:
     """`llamaq up` on a port of its own, when its worker is ready."""
     started = stage.start("up", "--port", str(free_port), "--queue", stage.queue)
     started.await_output("worker.ready")
     return started
 
 
-def generate(stage: Stage, url: str) -> str:
+def generate(stage: Environment, url: str) -> str:
     command = stage.start(
         "generate", "Once upon a time", "--max-tokens", "8", "--queue", stage.queue, "--redis-url", url
     )
@@ -44,7 +44,7 @@ def generate(stage: Stage, url: str) -> str:
     return command.output
 
 
-def test_up_serves_another_process_and_tells_how(stage: Stage, up: Command) -> None:
+def test_up_serves_another_process_and_tells_how(stage: Environment, up: Command) -> None:
     told = up.await_output(r"Try: +(llamaq generate .*)")[1]
     command = stage.run(["bash", "-c", f"PATH={Path(sys.executable).parent}:$PATH; {told} --max-tokens 8"])
     assert command.end() == 0, command.output
@@ -60,7 +60,7 @@ def test_up_serves_another_process_and_tells_how(stage: Stage, up: Command) -> N
     ids=["a terminal's Ctrl-C", "SIGINT", "SIGTERM"],
 )
 def test_up_ends_with_all_it_started(
-    stage: Stage, up: Command, tell: Callable[[int, int], None], number: signal.Signals
+    stage: Environment, up: Command, tell: Callable[[int, int], None], number: signal.Signals
 ) -> None:
     tell(up.pid, number)
     assert up.end() == 0
@@ -69,14 +69,14 @@ def test_up_ends_with_all_it_started(
     assert "Traceback" not in up.output
 
 
-def test_nothing_outlives_an_up_that_is_killed(stage: Stage, up: Command) -> None:
+def test_nothing_outlives_an_up_that_is_killed(stage: Environment, up: Command) -> None:
     assert len(stage.living()) >= 3
     up.signal(signal.SIGKILL)
     up.end()
     stage.await_silence(timeout_s=10)
 
 
-def test_up_keeps_its_data_where_it_is_told_to(stage: Stage, free_port: int) -> None:
+def test_up_keeps_its_data_where_it_is_told_to(stage: Environment, free_port: int) -> None:
     arguments = ("up", "--port", str(free_port), "--queue", stage.queue, "--data-dir", "data")
     url = f"redis://127.0.0.1:{free_port}/0"
     first = stage.start(*arguments)
@@ -93,7 +93,7 @@ def test_up_keeps_its_data_where_it_is_told_to(stage: Stage, free_port: int) -> 
 
 
 @pytest.mark.parametrize("by", ["flag", "variable"])
-def test_up_starts_no_redis_where_one_is_named(stage: Stage, by: str) -> None:
+def test_up_starts_no_redis_where_one_is_named(stage: Environment, by: str) -> None:
     arguments, variables = (
         (["--redis-url", stage.redis_url], {}) if by == "flag" else ([], {"LLAMAQ_REDIS_URL": stage.redis_url})
     )
@@ -108,7 +108,7 @@ def test_up_starts_no_redis_where_one_is_named(stage: Stage, by: str) -> None:
         assert redis.ping()
 
 
-def test_a_port_that_is_in_use_is_said_in_one_line(stage: Stage, free_port: int) -> None:
+def test_a_port_that_is_in_use_is_said_in_one_line(stage: Environment, free_port: int) -> None:
     with EmbeddedRedis(port=free_port):
         up = stage.start("up", "--port", str(free_port))
         assert up.end() == 1
@@ -117,14 +117,14 @@ def test_a_port_that_is_in_use_is_said_in_one_line(stage: Stage, free_port: int)
     assert f"--redis-url redis://127.0.0.1:{free_port}/0" in line
 
 
-def test_up_ends_with_its_worker_when_that_cannot_start(stage: Stage, free_port: int) -> None:
+def test_up_ends_with_its_worker_when_that_cannot_start(stage: Environment, free_port: int) -> None:
     up = stage.start("up", "--port", str(free_port), "--model", "no-such-file.gguf")
     assert up.end() == 2
     assert "--model: there is no file 'no-such-file.gguf'" in up.output
     assert not stage.living()
 
 
-def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(stage: Stage) -> None:
+def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(stage: Environment) -> None:
     began_s = time.monotonic()
     demo = stage.start("demo", COLUMNS="80")
     assert demo.end(timeout_s=60) == 0
@@ -147,7 +147,7 @@ def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(stage: Stage
 class Terminal:
     """A pseudo-terminal with a command in it, and all that the command draws."""
 
-    def __init__(self, stage: Stage, arguments: list[str], columns: int, lines: int) -> None:
+    def __init__(self, stage: Environment, arguments: list[str], columns: int, lines: int) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         environment = stage.environment({"TERM": "xterm-256color"})
@@ -189,13 +189,13 @@ class Terminal:
 
 
 @pytest.fixture
-def demo_in_terminal(stage: Stage) -> Callable[..., Terminal]:
+def demo_in_terminal(stage: Environment) -> Callable[..., Terminal]:
     llamaq = str(Path(sys.executable).with_name("llamaq"))
     return lambda *options: Terminal(stage, [llamaq, "demo", *options], columns=80, lines=24)
 
 
 def test_the_demo_draws_panels_that_fit_a_small_terminal(
-    stage: Stage, demo_in_terminal: Callable[..., Terminal]
+    stage: Environment, demo_in_terminal: Callable[..., Terminal]
 ) -> None:
     terminal = demo_in_terminal()
     assert terminal.end() == 0
@@ -212,7 +212,9 @@ def test_the_demo_draws_panels_that_fit_a_small_terminal(
     assert max(up.count("\x1b[1A") for up in ups) < 24, "a frame that does not fit would leave its top behind"
 
 
-def test_an_interrupted_demo_leaves_nothing_behind(stage: Stage, demo_in_terminal: Callable[..., Terminal]) -> None:
+def test_an_interrupted_demo_leaves_nothing_behind(
+    stage: Environment, demo_in_terminal: Callable[..., Terminal]
+) -> None:
     terminal = demo_in_terminal("--jobs", "64")
     terminal.await_drawing("tokens/s")
     os.killpg(terminal.process.pid, signal.SIGINT)
@@ -223,7 +225,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(stage: Stage, demo_in_termina
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_a_demo_that_is_stopped_from_outside(stage: Stage, number: signal.Signals) -> None:
+def test_nothing_outlives_a_demo_that_is_stopped_from_outside(stage: Environment, number: signal.Signals) -> None:
     demo = stage.start("demo", "--jobs", "64")
     demo.await_output(r" \| ")
     demo.signal(number)
@@ -232,7 +234,7 @@ def test_nothing_outlives_a_demo_that_is_stopped_from_outside(stage: Stage, numb
     assert "Traceback" not in demo.output
 
 
-def test_a_demo_whose_model_cannot_be_loaded_says_why(stage: Stage) -> None:
+def test_a_demo_whose_model_cannot_be_loaded_says_why(stage: Environment) -> None:
     (stage.folder / "broken.gguf").write_bytes(b"this is no model")
     demo = stage.start("demo", "--model", "broken.gguf")
     assert demo.end() == 1

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tests.soak.checker import Verdict
 from tests.soak.report import ROOT, Outcome, Tell, write_report
 from tests.soak.scenarios.cancels import cancels
 from tests.soak.scenarios.kills import kills, recall
@@ -23,7 +24,6 @@ from tests.soak.scenarios.outages import cuts, restarts
 from tests.soak.scenarios.poison import poison
 from tests.soak.scenarios.subscribers import subscribers
 from tests.soak.scenarios.takeover import stopped, takeover
-from tests.soak.witness import Verdict
 
 EXIT_STOPPED = 130
 LINE_EVERY_S = 5.0

@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from llamaq.common.scripts import Attempt, Increment, Scripts
-from llamaq.worker import child
-from llamaq.worker.batch import Batch, PrefillChunk
-from llamaq.worker.engine import Engine
-from llamaq.worker.inbox import Inbox
-from llamaq.worker.scheduler import Scheduler
-from llamaq.worker.ticks import TickLoop
+from llamaq.common.protocol.scripts import Attempt, Increment, Scripts
+from llamaq.worker.broker.inbox import Inbox
+from llamaq.worker.core.batch import Batch, PrefillChunk
+from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.process import supervised_child
+from llamaq.worker.scheduling.scheduler import Scheduler
 
 MARK = "soak"
 """The field of a job's metadata that a poisoned job carries."""
@@ -166,7 +166,7 @@ def main() -> int:
     arm_io(arms)
     arm_engine(arms)
     record_cancels(arms)
-    return child.main()
+    return supervised_child.main()
 
 
 if __name__ == "__main__":

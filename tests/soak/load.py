@@ -10,13 +10,15 @@ from typing import Any
 
 from redis.exceptions import RedisError
 from tests.soak.chaos import JobShape
-from tests.soak.stage import POLL_S
-from tests.soak.witness import STORED, Witness
+from tests.soak.checker import STORED, Checker
+from tests.soak.environment import POLL_S
 
-from llamaq.common import codec
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, ProtocolError
-from llamaq.common.messages import Failed, Finished, FinishReason, JobStats, Priority, Tokens
-from llamaq.common.tasks import end_tasks
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Failed, Finished, Tokens
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.common.protocol.job_request import Priority
 from llamaq.producer import AsyncClient, AsyncJob
 
 WIRE = "wire"
@@ -25,14 +27,14 @@ JOBS_A_LOOK = 200
 DRAIN_S = 20.0
 
 
-async def submit(client: AsyncClient, witness: Witness, shape: JobShape) -> AsyncJob:
+async def submit(client: AsyncClient, witness: Checker, shape: JobShape) -> AsyncJob:
     """Submit a job and tell the witness."""
     job = await client.submit(**shape.options)
     witness.accept(job.id, streams=shape.streams, **shape.demands)
     return job
 
 
-async def read(job: AsyncJob, witness: Witness, reader: str) -> None:
+async def read(job: AsyncJob, witness: Checker, reader: str) -> None:
     """Read a job's whole stream, from now on; what goes wrong is for the witness to say."""
     witness.began(reader, job.id)
     n_chars = 0
@@ -50,7 +52,7 @@ async def read(job: AsyncJob, witness: Witness, reader: str) -> None:
         witness.saw(reader, job.id, Finished(finish_reason=FinishReason.STOP, stats=JobStats()))
 
 
-async def run_job(client: AsyncClient, witness: Witness, shape: JobShape) -> AsyncJob:
+async def run_job(client: AsyncClient, witness: Checker, shape: JobShape) -> AsyncJob:
     """Submit a job and read it to its end with all its readers."""
     job = await submit(client, witness, shape)
     handles = [job, *(client.job(job.id) for _ in range(shape.n_readers - 1))]
@@ -78,7 +80,7 @@ async def run_jobs(
             for task in done:
                 await task
     finally:
-        await end_tasks(*open_jobs)
+        await cancel_tasks(*open_jobs)
 
 
 async def beside(background: Coroutine[Any, Any, object], work: Coroutine[Any, Any, object]) -> None:
@@ -89,11 +91,11 @@ async def beside(background: Coroutine[Any, Any, object], work: Coroutine[Any, A
         for task in done:
             await task
     finally:
-        await end_tasks(*tasks)
+        await cancel_tasks(*tasks)
 
 
 @asynccontextmanager
-async def tapped(client: AsyncClient, witness: Witness) -> AsyncIterator[None]:
+async def tapped(client: AsyncClient, witness: Checker) -> AsyncIterator[None]:
     """Tell the witness of every message that is published on the queue meanwhile."""
     channel = client.keys.of_job(f"{client.queue}.0.{32 * '0'}").channel
     pattern = channel.rpartition(":")[0] + ":*"
@@ -111,11 +113,11 @@ async def tapped(client: AsyncClient, witness: Witness) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await end_tasks(listening)
+        await cancel_tasks(listening)
         await tap.aclose()
 
 
-async def collect(client: AsyncClient, witness: Witness) -> None:
+async def collect(client: AsyncClient, witness: Checker) -> None:
     """Tell the witness what is stored of every accepted job, and what is left in the queue that should not be."""
     job_ids = list(witness.accepted)
     left = await _left_in_queue(client)
@@ -141,7 +143,7 @@ async def _left_in_queue(client: AsyncClient) -> int:
         await asyncio.sleep(POLL_S)
 
 
-def _take_stored(witness: Witness, job_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+def _take_stored(witness: Checker, job_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
     witness.began(STORED, job_id, is_whole=witness.accepted[job_id].streams)
     for entry_id, fields in entries:
         try:
@@ -150,7 +152,7 @@ def _take_stored(witness: Witness, job_id: str, entries: list[tuple[bytes, dict[
             witness.complain(f"{job_id}: event {entry_id.decode()}: {exc}")
 
 
-async def _take_result(client: AsyncClient, witness: Witness, job_id: str) -> None:
+async def _take_result(client: AsyncClient, witness: Checker, job_id: str) -> None:
     if not any(isinstance(end, Finished) for end in witness.ends_of(job_id)):
         return
     with suppress(JobFailed):

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.soak.witness import Verdict
+from tests.soak.checker import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("llama-cpp-python", "llamaq", "redis")

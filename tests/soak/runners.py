@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.soak.chaos import VOCABULARY, JobShape
+from tests.soak.checker import Checker
+from tests.soak.environment import POLL_S, Environment, WorkerProcess
 from tests.soak.load import collect, run_job, run_jobs, tapped
-from tests.soak.stage import POLL_S, Stage, WorkerProcess
-from tests.soak.witness import Witness
 
-from llamaq.common import codec
-from llamaq.common.messages import Started
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Started
 from llamaq.producer import AsyncClient
 
 MAX_TOKENS = 1000
@@ -30,9 +30,9 @@ N_SLOTS = 8
 class Runners:
     """Some jobs at any time, each read by one reader."""
 
-    stage: Stage
+    stage: Environment
     client: AsyncClient
-    witness: Witness
+    witness: Checker
     rng: random.Random
     width: int
     is_over: bool = False
@@ -103,7 +103,7 @@ class Runners:
 
 
 @asynccontextmanager
-async def long_jobs(stage: Stage, witness: Witness, rng: random.Random, width: int) -> AsyncIterator[Runners]:
+async def long_jobs(stage: Environment, witness: Checker, rng: random.Random, width: int) -> AsyncIterator[Runners]:
     """Long jobs on a worker's random model until the context ends; then what is stored of them is collected."""
     stage.use_random_model()
     stage.settings |= {"n_parallel": N_SLOTS, "n_ctx": 2 * N_SLOTS * MAX_TOKENS, "max_crashes": 1000}

@@ -122,7 +122,7 @@ class DeadLetterNotFound(LlamaqError, KeyError):
         return f"no dead letter {self.letter_id!r}: the id is wrong, or it was retried or purged"
 
 
-class OrderRefused(LlamaqError):
+class SlotCommandRefused(LlamaqError):
     """A worker would not, or could not, do what was asked with one of its slots; the message says why."""
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.messages import QUEUE_PATTERN
+from llamaq.common.protocol.job_request import QUEUE_PATTERN
 
 ENV_PREFIX = "LLAMAQ_"
 DEFAULT_URL = "redis://localhost:6379/0"

@@ -11,28 +11,17 @@ from llamaq.common.errors import (
     LlamaqError,
     MissingExtra,
     NoWorker,
-    OrderRefused,
     ProtocolError,
     QueueFull,
     RedisFull,
     ResultTimeout,
+    SlotCommandRefused,
 )
-from llamaq.common.messages import (
-    DeadLetter,
-    DeadLetterDetails,
-    FinishReason,
-    JobOptions,
-    JobState,
-    JobStats,
-    JobStatus,
-    Message,
-    Priority,
-    QueueDepth,
-    QueueStats,
-    Result,
-    Worker,
-)
-from llamaq.common.orders import SlotFile, WorkerSlots
+from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
+from llamaq.common.protocol.job_request import JobOptions, Message, Priority
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
+from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.sync import Client, Job
@@ -60,7 +49,6 @@ __all__ = [
     "Message",
     "MissingExtra",
     "NoWorker",
-    "OrderRefused",
     "Priority",
     "ProtocolError",
     "QueueDepth",
@@ -69,6 +57,7 @@ __all__ = [
     "RedisFull",
     "Result",
     "ResultTimeout",
+    "SlotCommandRefused",
     "SlotFile",
     "Tokenizer",
     "Worker",

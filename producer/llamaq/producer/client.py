@@ -12,9 +12,6 @@ from typing import Any, Self, Unpack
 
 from redis.exceptions import RedisError, ResponseError
 
-from llamaq.common import codec
-from llamaq.common.connection import connect
-from llamaq.common.depth import queue_depth
 from llamaq.common.errors import (
     DeadLetterNotFound,
     InvalidRequest,
@@ -26,25 +23,21 @@ from llamaq.common.errors import (
     RedisFull,
     ResultTimeout,
 )
-from llamaq.common.keys import JobId, Keys
-from llamaq.common.messages import (
-    DeadLetter,
-    DeadLetterDetails,
-    JobOptions,
-    JobRequest,
-    Message,
-    QueueDepth,
-    QueueStats,
-    Result,
-    Worker,
-)
-from llamaq.common.orders import Order, OrderAction, OrderReply, SlotFile, WorkerSlots
-from llamaq.common.refusals import is_full
-from llamaq.common.scripts import Refused, Scripts
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_outcome import Result
+from llamaq.common.protocol.job_request import JobOptions, JobRequest, Message
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
+from llamaq.common.protocol.keys import JobId, Keys
+from llamaq.common.protocol.queue_depth import queue_depth
+from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
+from llamaq.common.protocol.scripts import Refused, Scripts
+from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFile, SlotReply, WorkerSlots
+from llamaq.common.redis.connect import connect
+from llamaq.common.redis.redis_errors import is_full
 from llamaq.common.settings import client_settings
-from llamaq.producer import dead, orders, snapshots
 from llamaq.producer.job import AsyncJob, Chunk
-from llamaq.producer.subscriber import Subscriber
+from llamaq.producer.queries import dead_letters, queue_snapshots, slot_commands
+from llamaq.producer.streaming.subscriber import Subscriber
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -185,25 +178,25 @@ class AsyncClient:
 
     async def workers(self) -> tuple[Worker, ...]:
         """The live workers of the queue: their cards and last heartbeats."""
-        return await snapshots.read_workers(self.redis, self.keys, self.queue)
+        return await queue_snapshots.read_workers(self.redis, self.keys, self.queue)
 
     async def stats(self) -> QueueStats:
         """Depth, workers, and the stats of the jobs that ended last, newest first."""
         depth, workers, recent = await asyncio.gather(
-            self.queue_depth(), self.workers(), snapshots.read_recent(self.redis, self.keys, self.queue)
+            self.queue_depth(), self.workers(), queue_snapshots.read_recent(self.redis, self.keys, self.queue)
         )
         return QueueStats(queue=self.queue, depth=depth, workers=workers, recent=recent)
 
     async def dead_letters(self) -> tuple[DeadLetter, ...]:
         """What was given up, newest first: jobs that workers died of, and entries that were no job."""
-        return await dead.read_all(self.redis, self.keys, self.queue, self.settings.partitions)
+        return await dead_letters.read_all(self.redis, self.keys, self.queue, self.settings.partitions)
 
     async def dead_letter(self, letter_id: str) -> DeadLetterDetails:
         """All that is kept of a dead letter: its request, and what was generated.
 
         Raises `DeadLetterNotFound`, `InvalidRequest`.
         """
-        return await dead.read_details(self.redis, self.keys, letter_id)
+        return await dead_letters.read_details(self.redis, self.keys, letter_id)
 
     async def retry_dead_letter(self, letter_id: str) -> AsyncJob:
         """Submit the job of a dead letter again, from its beginning, and take the letter out.
@@ -213,18 +206,18 @@ class AsyncClient:
         when the request has expired, `InvalidRequest` for an entry that was no job, `DeadLetterNotFound`,
         `QueueFull`, `RedisFull`.
         """
-        queue, letter = await dead.find(self.redis, self.keys, letter_id)
+        queue, letter = await dead_letters.find(self.redis, self.keys, letter_id)
         if letter.job_id is None:
             raise InvalidRequest(f"{letter.id} was no job ({letter.reason}): there is nothing to retry, only to purge")
-        request = await dead.read_request(self.redis, self.keys, letter.job_id)
-        new_id = dead.id_of_retry(letter, JobId.parse(letter.job_id))
+        request = await dead_letters.read_request(self.redis, self.keys, letter.job_id)
+        new_id = dead_letters.id_of_retry(letter, JobId.parse(letter.job_id))
         job = await self._submit(request.model_copy(update={"idempotency_key": None}), new_id)
         await self._scripts.purge(queue, letter.partition, letter.entry, letter.job_id)
         return job
 
     async def purge_dead_letter(self, letter_id: str) -> None:
         """Take a dead letter out; its job then expires like any other. Raises `DeadLetterNotFound`."""
-        queue, letter = await dead.find(self.redis, self.keys, letter_id)
+        queue, letter = await dead_letters.find(self.redis, self.keys, letter_id)
         if not await self._scripts.purge(queue, letter.partition, letter.entry, letter.job_id):
             raise DeadLetterNotFound(letter_id)
 
@@ -234,12 +227,12 @@ class AsyncClient:
         Here and below `timeout` is how many seconds the answer may take (None: the client's `timeout_s`); after that
         it is a `ResultTimeout`.
         """
-        order = orders.check_order(OrderAction.LIST)
+        order = slot_commands.check_order(SlotAction.LIST)
         workers = await self.workers()
         if worker is None and workers:
             ids = [one.card.worker for one in workers]
         else:
-            ids = [orders.choose_worker(workers, self.queue, worker)]
+            ids = [slot_commands.choose_worker(workers, self.queue, worker)]
         replies = await asyncio.gather(*(self._ask(one, order, timeout) for one in ids))
         return tuple(
             WorkerSlots(worker=one, slots=reply.slots, files=reply.files)
@@ -254,7 +247,7 @@ class AsyncClient:
         A state that has the name already is replaced. Where several workers serve the queue, `worker` names one.
         Raises `OrderRefused`, `InvalidRequest`, `NoWorker`, `ResultTimeout`.
         """
-        order = orders.check_order(OrderAction.SAVE, slot, name)
+        order = slot_commands.check_order(SlotAction.SAVE, slot, name)
         return (await self._ask_one(worker, order, timeout)).files[0]
 
     async def restore_slot(
@@ -265,7 +258,7 @@ class AsyncClient:
         Jobs that begin like it, and have the salt of the job that it was saved from, do not compute it again. Raises
         what `save_slot` raises.
         """
-        order = orders.check_order(OrderAction.RESTORE, slot, name)
+        order = slot_commands.check_order(SlotAction.RESTORE, slot, name)
         return (await self._ask_one(worker, order, timeout)).files[0]
 
     async def erase_slot(self, slot: int, *, worker: str | None = None, timeout: float | None = None) -> int:
@@ -273,12 +266,12 @@ class AsyncClient:
 
         Raises what `save_slot` raises.
         """
-        order = orders.check_order(OrderAction.ERASE, slot)
+        order = slot_commands.check_order(SlotAction.ERASE, slot)
         return (await self._ask_one(worker, order, timeout)).n_tokens
 
     async def erase_saved_slot(self, name: str, *, worker: str | None = None, timeout: float | None = None) -> None:
         """Delete a saved state. Raises what `save_slot` raises."""
-        order = orders.check_order(OrderAction.ERASE, name=name)
+        order = slot_commands.check_order(SlotAction.ERASE, name=name)
         await self._ask_one(worker, order, timeout)
 
     async def tokenizer(self) -> Tokenizer:
@@ -291,13 +284,13 @@ class AsyncClient:
             raise NoWorker(self.queue)
         return await load_tokenizer(self.redis, self.keys, workers[0].card)
 
-    async def _ask_one(self, worker: str | None, order: Order, timeout: float | None) -> OrderReply:
-        chosen = orders.choose_worker(await self.workers(), self.queue, worker)
+    async def _ask_one(self, worker: str | None, order: SlotCommand, timeout: float | None) -> SlotReply:
+        chosen = slot_commands.choose_worker(await self.workers(), self.queue, worker)
         return await self._ask(chosen, order, timeout)
 
-    async def _ask(self, worker: str, order: Order, timeout: float | None) -> OrderReply:
+    async def _ask(self, worker: str, order: SlotCommand, timeout: float | None) -> SlotReply:
         timeout_s = self.settings.timeout_s if timeout is None else timeout
-        return await orders.ask(self.redis, self.keys, worker, order, timeout_s)
+        return await slot_commands.ask(self.redis, self.keys, worker, order, timeout_s)
 
     def _request(self, options: JobOptions, **more: Any) -> JobRequest:
         """`more` are a prompt, and defaults that `options` may override."""
@@ -324,7 +317,7 @@ class AsyncClient:
         """For a job behind `depth` others of its partition; the rate is that of all partitions."""
         n_ahead = depth * self.settings.partitions
         with suppress(RedisError, OSError):  # that the queue is full is known all the same
-            return await snapshots.estimate_wait(self.redis, self.keys, self.queue, n_ahead)
+            return await queue_snapshots.estimate_wait(self.redis, self.keys, self.queue, n_ahead)
         return None
 
     async def _submit_owned(self, request: JobRequest) -> AsyncJob:

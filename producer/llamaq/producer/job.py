@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llamaq.common.errors import JobFailed, ResultTimeout
-from llamaq.common.messages import Failed, Finished, JobState, JobStatus, Result, Tokens
-from llamaq.producer.readers import EndWaiter, EventReader, Position
-from llamaq.producer.records import read_result, read_status
+from llamaq.common.protocol.job_events import Failed, Finished, Tokens
+from llamaq.common.protocol.job_outcome import JobState, Result
+from llamaq.common.protocol.job_status import JobStatus
+from llamaq.producer.queries.job_records import read_result, read_status
+from llamaq.producer.streaming.event_readers import EndWaiter, EventReader, Position
 
 if TYPE_CHECKING:
     from llamaq.producer.client import AsyncClient

@@ -9,26 +9,20 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
-from llamaq.common.keys import JobId
-from llamaq.common.messages import (
-    DeadLetter,
-    DeadLetterDetails,
-    JobOptions,
-    JobStatus,
-    QueueDepth,
-    QueueStats,
-    Result,
-    Worker,
-)
-from llamaq.common.orders import SlotFile, WorkerSlots
+from llamaq.common.protocol.job_outcome import Result
+from llamaq.common.protocol.job_request import JobOptions
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
+from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.settings import client_settings
+from llamaq.producer.blocking_portal import BlockingPortal
 from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import AsyncJob, Chunk
-from llamaq.producer.portal import Portal
 from llamaq.producer.tokenizer import Tokenizer
 
 _starting = threading.Lock()
-_left_behind: list[Portal] = []
+_left_behind: list[BlockingPortal] = []
 """Portals of a parent process. Never collected: closing their loops here would take the parent's sockets away."""
 
 
@@ -74,7 +68,7 @@ class Client:
         )
         self.queue = self.settings.queue
         self._make_client()  # so that a bad URL is an error here, not at the first call
-        self._portal: Portal | None = None
+        self._portal: BlockingPortal | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -222,7 +216,7 @@ class Client:
         portal = self._enter()
         return portal.run(portal.client.tokenizer())
 
-    def _iterate(self, portal: Portal, chunks: AsyncGenerator[Chunk, None]) -> Generator[Chunk, None, None]:
+    def _iterate(self, portal: BlockingPortal, chunks: AsyncGenerator[Chunk, None]) -> Generator[Chunk, None, None]:
         # A method, so that the iterator keeps this client alive: `for chunk in Client().stream(...)`.
         yield from portal.iterate(chunks)
 
@@ -230,7 +224,7 @@ class Client:
         others = self.settings.model_dump(exclude={"redis_url", "queue"})
         return AsyncClient(self.settings.redis_url, self.settings.queue, **others)
 
-    def _enter(self) -> Portal:
+    def _enter(self) -> BlockingPortal:
         """The running portal of this process. The finalizer also runs when the interpreter exits."""
         if self._is_closed:
             raise RuntimeError("this client is closed")
@@ -240,7 +234,7 @@ class Client:
             if self._portal is None or not self._portal.is_of_this_process:
                 if self._portal is not None:
                     _left_behind.append(self._portal)
-                self._portal = Portal(self._make_client)
+                self._portal = BlockingPortal(self._make_client)
                 weakref.finalize(self, self._portal.stop)
         return self._portal
 
@@ -277,6 +271,6 @@ class Job:
         portal, job = self._enter()
         return self._client._iterate(portal, job.stream(timeout=timeout))
 
-    def _enter(self) -> tuple[Portal, AsyncJob]:
+    def _enter(self) -> tuple[BlockingPortal, AsyncJob]:
         portal = self._client._enter()
         return portal, AsyncJob(portal.client, self.id, is_new=self.is_new)

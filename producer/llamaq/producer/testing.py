@@ -21,22 +21,15 @@ from typing import Any, Self
 
 from redis.exceptions import ResponseError
 
-from llamaq.common import codec
-from llamaq.common.connection import connect
-from llamaq.common.keys import GROUP, Keys
-from llamaq.common.messages import (
-    CacheSnapshot,
-    Failed,
-    Finished,
-    FinishReason,
-    JobRequest,
-    JobStats,
-    Priority,
-    Worker,
-    WorkerCard,
-)
-from llamaq.common.scripts import Attempt, Claim, Ending, Flushed, Increment, Scripts
-from llamaq.common.tasks import end_tasks
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Failed, Finished
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.common.protocol.job_request import JobRequest, Priority
+from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.queue_state import CacheSnapshot, Worker, WorkerCard
+from llamaq.common.protocol.scripts import Attempt, Claim, Flushed, Increment, Scripts, TerminalWrite
+from llamaq.common.redis.connect import connect
 
 Answer = Callable[[JobRequest], Sequence[str]]
 """From a request to the pieces of its answer, each of which becomes one token."""
@@ -177,7 +170,9 @@ class FakeAttempt:
             "stats": codec.encode_model(stats),
             "output": codec.encode_output(self.text, self.tokens),
         }
-        outcome = await self.worker.scripts.finish(last, Ending(Finished(finish_reason=reason, stats=stats), fields))
+        outcome = await self.worker.scripts.finish(
+            last, TerminalWrite(Finished(finish_reason=reason, stats=stats), fields)
+        )
         stream = self.worker.keys.stats(self.worker.queue)
         await self.worker.redis.xadd(stream, {"stats": codec.encode_model(stats)}, maxlen=1000)
         return outcome
@@ -185,7 +180,9 @@ class FakeAttempt:
     async def fail(self, code: str = "internal", message: str = "broken on purpose") -> str | int:
         """End the job with an error."""
         event = Failed(code=code, message=message)
-        return await self.worker.scripts.finish(self.increment(), Ending(event, {"error": codec.encode_event(event)}))
+        return await self.worker.scripts.finish(
+            self.increment(), TerminalWrite(event, {"error": codec.encode_event(event)})
+        )
 
     async def answer(self, pieces: Sequence[str]) -> None:
         """Generate one token for each piece, 0, 1, 2, …, and finish; stops early when the job was cancelled."""
@@ -214,7 +211,7 @@ def serving(url: str, queue: str, answer: Answer, *, key_prefix: str = "llamaq")
             task = asyncio.create_task(worker.serve(answer))
             ready.set()
             await stopping.wait()
-            await end_tasks(task)
+            await cancel_tasks(task)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:

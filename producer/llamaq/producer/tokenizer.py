@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from redis.asyncio import Redis
 
 from llamaq.common.errors import MissingExtra, NoWorker, ProtocolError
-from llamaq.common.keys import Keys
-from llamaq.common.messages import Message, WorkerCard
+from llamaq.common.protocol.job_request import Message
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_state import WorkerCard
 
 if TYPE_CHECKING:
-    from llamaq.common.vocab import Vocab
+    from llamaq.common.vocab.vocab import Vocab
 
 MAX_VOCAB_BYTES = 256 * 1024 * 1024
 
@@ -62,7 +63,7 @@ async def load_tokenizer(redis: Redis, keys: Keys, card: WorkerCard) -> Tokenize
 
 
 def _build(packed: bytes, card: WorkerCard) -> Tokenizer:
-    from llamaq.common.vocab import Vocab
+    from llamaq.common.vocab.vocab import Vocab
 
     return Tokenizer(Vocab.from_blob(_unpack(packed, card.vocab_hash)), card.model)
 

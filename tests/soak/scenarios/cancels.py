@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.soak.chaos import VOCABULARY, JobShape, dice
+from tests.soak.checker import Checker
+from tests.soak.environment import POLL_S, Environment
 from tests.soak.load import collect, read, run_jobs, submit, tapped
 from tests.soak.report import Outcome, Tell, percentiles
-from tests.soak.stage import POLL_S, Stage
-from tests.soak.witness import Witness
 
-from llamaq.common.messages import JobState
+from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob
 
 QUEUED, WAITING, PREFILL, DECODE = STATES = ("queued", "waiting", "prefill", "decode")
@@ -70,7 +70,7 @@ class Canceller:
     """Submits jobs and cancels each of them when it is about in the state that was drawn for it."""
 
     client: AsyncClient
-    witness: Witness
+    witness: Checker
     rng: random.Random
     n_each: int
     aims: Counter[str] = field(default_factory=Counter)
@@ -115,8 +115,8 @@ class Canceller:
 
 async def cancels(seed: int, tell: Tell, *, n_each: int = 40) -> Outcome:
     """About `n_each` cancels of jobs in each of the four states."""
-    witness, rng, started_s = Witness(), dice(seed, "cancels"), time.monotonic()
-    async with Stage(settings=SETTINGS) as stage:
+    witness, rng, started_s = Checker(), dice(seed, "cancels"), time.monotonic()
+    async with Environment(settings=SETTINGS) as stage:
         stage.use_random_model()
         file = stage.folder / "record.jsonl"
         await stage.start_ready(1, {"tick_s": TICK_S, "record": str(file)})
@@ -135,7 +135,7 @@ async def cancels(seed: int, tell: Tell, *, n_each: int = 40) -> Outcome:
     )
 
 
-def _judge(witness: Witness, canceller: Canceller, record: Record) -> Witness:
+def _judge(witness: Checker, canceller: Canceller, record: Record) -> Checker:
     idle = canceller.never_claimed | {job_id for job_id, state in record.states.items() if state == WAITING}
     for job_id in idle:
         if record.computed[job_id] or any(event.type == "tokens" for event in witness.events_of(job_id)):

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from tests.soak.chaos import JobShape, KillPlan, dice, draw_job
-from tests.soak.crew import Crew
+from tests.soak.checker import Checker
+from tests.soak.environment import Environment
 from tests.soak.load import beside, collect, run_job, run_jobs, tapped
 from tests.soak.report import Outcome, Tell
-from tests.soak.stage import Stage
-from tests.soak.witness import Witness
+from tests.soak.worker_pool import WorkerPool
 
 from llamaq.tools.demo_model.recall import INLINE_FRAMES, Probe, recall_probe
 
@@ -33,8 +33,8 @@ TICK_S = 0.01
 
 async def kills(seed: int, tell: Tell, *, n_kills: int = 200, n_jobs: int = 5000, n_workers: int = 3) -> Outcome:
     """Small random jobs; kills spread evenly over admit, prefill, decode, publish, reclaim, and from outside."""
-    rng, witness, started_s = dice(seed, "jobs"), Witness(), time.monotonic()
-    async with Stage(settings=SETTINGS) as stage:
+    rng, witness, started_s = dice(seed, "jobs"), Checker(), time.monotonic()
+    async with Environment(settings=SETTINGS) as stage:
         stage.use_random_model()
         plan = KillPlan(dice(seed, "kills"), n_kills)
         await _under_kills(stage, plan, witness, lambda: draw_job(rng), n_jobs, n_workers, tell)
@@ -45,9 +45,9 @@ async def recall(
     seed: int, tell: Tell, *, n_kills: int = 40, n_jobs: int = 400, n_workers: int = 3, n_probes: int = 40
 ) -> Outcome:
     """Questions with one right answer to the demo model: their text is that of a run that nobody disturbed."""
-    rng, witness, started_s = dice(seed, "recall"), Witness(), time.monotonic()
+    rng, witness, started_s = dice(seed, "recall"), Checker(), time.monotonic()
     probes = [recall_probe(rng.getrandbits(32), DISTANCE_WORDS, INLINE_FRAMES[1]) for _ in range(n_probes)]
-    async with Stage(settings=SETTINGS) as stage:
+    async with Environment(settings=SETTINGS) as stage:
         undisturbed = await _undisturbed(stage, probes)
         plan = KillPlan(dice(seed, "kills"), n_kills)
         shapes = [replace(shape_of(probe), demands={"text": undisturbed[probe.prompt]}) for probe in probes]
@@ -62,7 +62,7 @@ def shape_of(probe: Probe) -> JobShape:
     return JobShape({"prompt": probe.prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "stop": ["\n"]})
 
 
-async def _undisturbed(stage: Stage, probes: list[Probe]) -> dict[str, str]:
+async def _undisturbed(stage: Environment, probes: list[Probe]) -> dict[str, str]:
     """The answer to each prompt, by a worker that is left alone."""
     (worker,) = await stage.start_ready()
     async with stage.client() as client:
@@ -72,9 +72,9 @@ async def _undisturbed(stage: Stage, probes: list[Probe]) -> dict[str, str]:
 
 
 async def _under_kills(
-    stage: Stage,
+    stage: Environment,
     plan: KillPlan,
-    witness: Witness,
+    witness: Checker,
     draw: Callable[[], JobShape],
     n_jobs: int,
     n_workers: int,
@@ -96,7 +96,7 @@ async def _under_kills(
         n_ended += 1
         tell(plan.n_done, plan.n_kills, f"kills, {n_ended} jobs")
 
-    crew = Crew(stage, plan, n_workers, pace=lambda: n_ended / n_jobs, tick_s=tick_s)
+    crew = WorkerPool(stage, plan, n_workers, pace=lambda: n_ended / n_jobs, tick_s=tick_s)
     async with stage.client() as client, tapped(client, witness):
         await beside(crew.run(), run_jobs(one_job, width=WIDTH, wants_more=wants_more))
         await collect(client, witness)
@@ -104,7 +104,7 @@ async def _under_kills(
         witness.complain(f"kills that did not happen: {+plan.left}")
 
 
-def figures_of(plan: KillPlan, witness: Witness, started_s: float) -> dict[str, Any]:
+def figures_of(plan: KillPlan, witness: Checker, started_s: float) -> dict[str, Any]:
     """How many kills there were, where, and what they cost."""
     attempts = [sum(event.type == "started" for event in witness.events_of(job_id)) for job_id in witness.accepted]
     return {

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redis.exceptions import RedisError
-from tests.proxy import Proxy
-from tests.servers import Server, free_ports
 from tests.soak.chaos import dice, draw_job
+from tests.soak.checker import Checker
+from tests.soak.environment import Environment
 from tests.soak.load import collect, read, run_jobs, submit
 from tests.soak.report import Outcome, Tell
-from tests.soak.stage import Stage
-from tests.soak.witness import Witness
+from tests.support.redis_servers import Server, free_ports
+from tests.support.tcp_proxy import Proxy
 
 from llamaq.producer import AsyncClient
 
@@ -39,7 +39,7 @@ class Load:
     """Jobs that are submitted and read until `is_over`, whatever becomes of the connection."""
 
     client: AsyncClient
-    witness: Witness
+    witness: Checker
     rng: random.Random
     is_over: bool = False
     n_refused: int = 0
@@ -60,7 +60,7 @@ class Load:
 
 
 @asynccontextmanager
-async def loaded(stage: Stage, witness: Witness, rng: random.Random, url: str) -> AsyncIterator[Load]:
+async def loaded(stage: Environment, witness: Checker, rng: random.Random, url: str) -> AsyncIterator[Load]:
     """Workers, and a load that runs until the context ends; all of it reaches Redis by `url`."""
     stage.use_random_model()
     await stage.start_ready(N_WORKERS, {"tick_s": TICK_S}, redis_url=url)
@@ -75,14 +75,14 @@ async def loaded(stage: Stage, witness: Witness, rng: random.Random, url: str) -
 
 async def restarts(seed: int, tell: Tell, *, n_restarts: int = 20) -> Outcome:
     """Redis is killed and started again under load; it writes to disk what it acknowledges."""
-    witness, rng, started_s = Witness(), dice(seed, "restarts"), time.monotonic()
+    witness, rng, started_s = Checker(), dice(seed, "restarts"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
         server = Server(Path(folder), free_ports(1)[0], DURABLE)
         server.start()
         try:
             url = f"redis://127.0.0.1:{server.port}/0"
             async with (
-                Stage(redis_url=url, settings={"lease_s": 2.0}) as stage,
+                Environment(redis_url=url, settings={"lease_s": 2.0}) as stage,
                 loaded(stage, witness, dice(seed, "jobs"), url) as load,
             ):
                 for number in range(n_restarts):
@@ -99,8 +99,8 @@ async def restarts(seed: int, tell: Tell, *, n_restarts: int = 20) -> Outcome:
 
 async def cuts(seed: int, tell: Tell, *, n_cuts: int = 200) -> Outcome:
     """All connections of workers and clients are reset again and again."""
-    witness, rng, started_s = Witness(), dice(seed, "cuts"), time.monotonic()
-    async with Stage(settings={"lease_s": 2.0}) as stage:
+    witness, rng, started_s = Checker(), dice(seed, "cuts"), time.monotonic()
+    async with Environment(settings={"lease_s": 2.0}) as stage:
         with Proxy(stage.redis_url) as proxy:
             async with loaded(stage, witness, dice(seed, "jobs"), proxy.url) as load:
                 n_done = 0

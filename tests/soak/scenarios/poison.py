@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from tests.soak.chaos import VOCABULARY, JobShape, KillPlan, dice, draw_job
+from tests.soak.checker import Checker
 from tests.soak.child import MARK, POISON
-from tests.soak.crew import Crew
+from tests.soak.environment import Environment
 from tests.soak.load import beside, collect, read, submit, tapped
 from tests.soak.report import Outcome, Tell
-from tests.soak.stage import Stage
-from tests.soak.witness import Witness
+from tests.soak.worker_pool import WorkerPool
 
 from llamaq.common.errors import ErrorCode
 from llamaq.producer import AsyncClient
@@ -26,7 +26,7 @@ TICK_S = 0.005
 
 async def poison(seed: int, tell: Tell, *, n_jobs: int = 100, lease_s: float = 1.0) -> Outcome:
     """`n_jobs` good jobs, all at once, and a poisonous one among them."""
-    witness, rng, started_s = Witness(), dice(seed, "poison"), time.monotonic()
+    witness, rng, started_s = Checker(), dice(seed, "poison"), time.monotonic()
     shapes = [replace(draw_job(rng), n_readers=1) for _ in range(n_jobs)]
     poisonous = JobShape(
         {"tokens": rng.choices(VOCABULARY, k=40), "max_tokens": 8, "seed": 1, "metadata": {MARK: POISON}},
@@ -35,10 +35,10 @@ async def poison(seed: int, tell: Tell, *, n_jobs: int = 100, lease_s: float = 1
     shapes.insert(rng.randrange(n_jobs // 2), poisonous)
     settings = {"lease_s": lease_s, "max_crashes": MAX_CRASHES, "n_parallel": 4, "n_ctx": 4096, "chunk_size": 32}
     plan = KillPlan(rng, 0)
-    async with Stage(settings=settings) as stage:
+    async with Environment(settings=settings) as stage:
         stage.use_random_model()
         async with stage.client() as client, tapped(client, witness):
-            crew = Crew(stage, plan, N_WORKERS, pace=lambda: 0.0, tick_s=TICK_S)
+            crew = WorkerPool(stage, plan, N_WORKERS, pace=lambda: 0.0, tick_s=TICK_S)
             await beside(crew.run(), _run_all(client, witness, shapes, tell))
             await collect(client, witness)
             buried: Any = await client.redis.xrange(client.keys.dead(client.queue, 0))
@@ -52,7 +52,7 @@ async def poison(seed: int, tell: Tell, *, n_jobs: int = 100, lease_s: float = 1
     return Outcome("poison", witness.judge(), figures, time.monotonic() - started_s)
 
 
-async def _run_all(client: AsyncClient, witness: Witness, shapes: list[JobShape], tell: Tell) -> None:
+async def _run_all(client: AsyncClient, witness: Checker, shapes: list[JobShape], tell: Tell) -> None:
     """Submit them in their order, and read each to its end."""
     readings: list[Task[None]] = []
     async with asyncio.TaskGroup() as tasks:

@@ -8,12 +8,12 @@ import time
 from contextlib import aclosing
 
 from tests.soak.chaos import VOCABULARY, JobShape, dice
+from tests.soak.checker import Checker
+from tests.soak.environment import Environment
 from tests.soak.load import beside, collect, read, submit
 from tests.soak.report import Outcome, Tell
-from tests.soak.stage import Stage
-from tests.soak.witness import Witness
 
-from llamaq.common.messages import Tokens
+from llamaq.common.protocol.job_events import Tokens
 from llamaq.producer import AsyncClient, AsyncJob
 
 N_CLIENTS = 10
@@ -30,9 +30,9 @@ async def subscribers(
     seed: int, tell: Tell, *, n_subscribers: int = 1000, n_jobs: int = 20, n_tokens: int = 150
 ) -> Outcome:
     """Each of `n_subscribers` reads one whole stream exactly once, or a part and then the whole."""
-    witness, rng, started_s = Witness(), dice(seed, "subscribers"), time.monotonic()
+    witness, rng, started_s = Checker(), dice(seed, "subscribers"), time.monotonic()
     cut: list[int] = []
-    async with Stage(settings={"n_parallel": n_jobs, "n_ctx": 8192}) as stage:
+    async with Environment(settings={"n_parallel": n_jobs, "n_ctx": 8192}) as stage:
         stage.use_random_model()
         await stage.start_ready(1, {"tick_s": TICK_S})
         clients = [stage.client() for _ in range(N_CLIENTS)]
@@ -57,13 +57,13 @@ async def subscribers(
     return Outcome("subscribers", witness.judge(), figures, time.monotonic() - started_s)
 
 
-async def _submit(client: AsyncClient, witness: Witness, rng: random.Random, n_tokens: int) -> AsyncJob:
+async def _submit(client: AsyncClient, witness: Checker, rng: random.Random, n_tokens: int) -> AsyncJob:
     tokens = rng.choices(VOCABULARY, k=20)
     options = {"tokens": tokens, "max_tokens": n_tokens, "ignore_eos": True, "seed": 1}
     return await submit(client, witness, JobShape(options, demands={"n_tokens": n_tokens, "ending": "length"}))
 
 
-async def _subscribe(job: AsyncJob, witness: Witness, rng: random.Random, number: int, n_tokens: int) -> None:
+async def _subscribe(job: AsyncJob, witness: Checker, rng: random.Random, number: int, n_tokens: int) -> None:
     await asyncio.sleep(rng.uniform(0, n_tokens * TICK_S + LATE_S))
     if rng.random() < SHARE_AGAIN:
         await _read_some(job, witness, f"subscriber {number} at first", rng.randint(1, n_tokens // 2))
@@ -71,7 +71,7 @@ async def _subscribe(job: AsyncJob, witness: Witness, rng: random.Random, number
     await read(job, witness, f"subscriber {number}")
 
 
-async def _read_some(job: AsyncJob, witness: Witness, reader: str, n_chunks: int) -> None:
+async def _read_some(job: AsyncJob, witness: Checker, reader: str, n_chunks: int) -> None:
     """Read the beginning and go."""
     witness.began(reader, job.id, is_whole=False)
     n_chars = 0

@@ -9,10 +9,10 @@ import time
 from typing import Any
 
 from tests.soak.chaos import dice
+from tests.soak.checker import Checker
+from tests.soak.environment import Environment, WorkerProcess, until
 from tests.soak.report import Outcome, Tell, percentiles
 from tests.soak.runners import TICK_S, Runners, long_jobs
-from tests.soak.stage import Stage, WorkerProcess, until
-from tests.soak.witness import Witness
 
 N_WORKERS = 3
 JOBS_A_WORKER = 4
@@ -24,10 +24,10 @@ LOST = re.compile(r"job\.lost id=(\S+) attempt=(\d+)")
 
 async def takeover(seed: int, tell: Tell, *, n_kills: int = 30, lease_s: float = 3.0) -> Outcome:
     """From the kill of a worker to the start of the next attempt, of every job that it was running."""
-    witness, rng, started_s = Witness(), dice(seed, "takeover"), time.monotonic()
+    witness, rng, started_s = Checker(), dice(seed, "takeover"), time.monotonic()
     waits_s: list[float] = []
     async with (
-        Stage(settings={"lease_s": lease_s}) as stage,
+        Environment(settings={"lease_s": lease_s}) as stage,
         long_jobs(stage, witness, rng, N_WORKERS * JOBS_A_WORKER) as runners,
     ):
         await stage.start_ready(N_WORKERS, {"tick_s": TICK_S})
@@ -57,10 +57,10 @@ async def _kill_one(runners: Runners, lease_s: float) -> list[float]:
 
 async def stopped(seed: int, tell: Tell, *, n_stops: int = 12, lease_s: float = 1.0) -> Outcome:
     """Workers are stopped until others have their jobs, and then go on: everything they write is refused."""
-    witness, rng, started_s = Witness(), dice(seed, "stopped"), time.monotonic()
+    witness, rng, started_s = Checker(), dice(seed, "stopped"), time.monotonic()
     n_held = n_refused = 0
     async with (
-        Stage(settings={"lease_s": lease_s}) as stage,
+        Environment(settings={"lease_s": lease_s}) as stage,
         long_jobs(stage, witness, rng, N_WORKERS * JOBS_A_WORKER) as runners,
     ):
         await stage.start_ready(N_WORKERS, {"tick_s": TICK_S})

@@ -1,0 +1,1 @@
+"""What producers and workers exchange through Redis: messages, keys and scripts."""

@@ -1,0 +1,132 @@
+"""Models to bytes and back. The only place that knows the wire is msgpack; nothing is ever unpickled.
+
+Everything that comes from Redis is bounded in size before it is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import msgpack
+from pydantic import BaseModel, ValidationError
+
+from llamaq.common.errors import InvalidRequest, ProtocolError
+from llamaq.common.protocol.job_events import EVENT, Event
+from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.queue_state import Worker
+from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
+
+M = TypeVar("M", bound=BaseModel)
+
+MAX_EVENT_BYTES = 64 * 1024 * 1024
+"""An event or an output is written by a worker: bounded only against nonsense."""
+
+
+def _pack(value: object) -> bytes:
+    return cast(bytes, msgpack.packb(value, use_bin_type=True))
+
+
+def _unpack(data: bytes, limit: int) -> Any:
+    """Plain values out of msgpack bytes; raises `ProtocolError`."""
+    if len(data) > limit:
+        raise ProtocolError(f"{len(data)} bytes are more than the {limit} that are allowed")
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as exc:
+        raise ProtocolError(f"not msgpack: {exc or type(exc).__name__}") from exc
+
+
+def encode_values(values: Sequence[int | str | bytes]) -> bytes:
+    """A flat list as one argument of a script; Redis' own msgpack knows no binary type and takes bytes as strings."""
+    return cast(bytes, msgpack.packb(values, use_bin_type=False))
+
+
+def explain(exc: ValidationError) -> str:
+    """A validation error in one line, naming each field; the input itself is left out, it may be private."""
+    problems = []
+    for error in exc.errors(include_input=False, include_url=False, include_context=False):
+        place = ".".join(str(part) for part in error["loc"])
+        message = error["msg"].removeprefix("Value error, ")
+        problems.append(f"{place}: {message}" if place else message)
+    return "; ".join(problems[:8])
+
+
+def build_request(values: dict[str, Any]) -> JobRequest:
+    """Validate a request's fields; raises `InvalidRequest` that names the fields."""
+    try:
+        return JobRequest.model_validate(values)
+    except ValidationError as exc:
+        raise InvalidRequest(explain(exc)) from exc
+    except RecursionError as exc:
+        raise InvalidRequest("a parameter is nested too deeply") from exc
+
+
+def encode_request(request: JobRequest, max_bytes: int) -> bytes:
+    """The request as bytes; raises `InvalidRequest` when it is larger than `max_bytes` or is no valid text."""
+    try:
+        data = _pack(request.model_dump(mode="python", exclude_defaults=True))
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest(f"a text of the request is not valid Unicode: {exc.reason}") from exc
+    except (ValueError, OverflowError, TypeError) as exc:
+        raise InvalidRequest(f"the request cannot be encoded: {exc}") from exc
+    if len(data) > max_bytes:
+        raise InvalidRequest(f"the request has {len(data)} bytes, more than max_request_bytes={max_bytes}")
+    return data
+
+
+def decode_request(data: bytes, max_bytes: int) -> JobRequest:
+    """The request in these bytes; raises `InvalidRequest` for anything else."""
+    try:
+        values = _unpack(data, max_bytes)
+    except ProtocolError as exc:
+        raise InvalidRequest(f"the request does not decode: {exc}") from exc
+    if not isinstance(values, dict):
+        raise InvalidRequest("the request is not a map of parameters")
+    return build_request(values)
+
+
+def encode_event(event: Event) -> bytes:
+    """One event as bytes."""
+    return _pack(event.model_dump())
+
+
+def encode_tokens(offset: int, tokens: Sequence[int], text_offset: int, text: str) -> bytes:
+    """A `tokens` event as bytes, without the detour over a model: a worker makes one per job and tick."""
+    return _pack({"type": "tokens", "offset": offset, "tokens": tokens, "text_offset": text_offset, "text": text})
+
+
+def decode_event(data: bytes) -> Event:
+    """The event in these bytes; raises `ProtocolError`."""
+    try:
+        return EVENT.validate_python(_unpack(data, MAX_EVENT_BYTES))
+    except ValidationError as exc:
+        raise ProtocolError(f"not an event: {explain(exc)}") from exc
+
+
+def encode_output(text: str, tokens: Sequence[int]) -> bytes:
+    """All that a job generated, as it lies in the job's hash."""
+    return _pack({"text": text, "tokens": tokens})
+
+
+def decode_output(data: bytes) -> tuple[str, tuple[int, ...]]:
+    """Text and tokens out of a job's hash; raises `ProtocolError`."""
+    values = _unpack(data, MAX_EVENT_BYTES)
+    try:
+        return str(values["text"]), tuple(int(token) for token in values["tokens"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError("not a job's output") from exc
+
+
+def encode_model(model: JobStats | Worker | SlotCommand | SlotReply) -> bytes:
+    """A snapshot, measurement, order or answer as bytes."""
+    return _pack(model.model_dump(mode="json"))
+
+
+def decode_model(kind: type[M], data: bytes, max_bytes: int = MAX_EVENT_BYTES) -> M:
+    """A snapshot, measurement, order or answer; raises `ProtocolError`."""
+    try:
+        return kind.model_validate(_unpack(data, max_bytes))
+    except ValidationError as exc:
+        raise ProtocolError(f"not a {kind.__name__}: {explain(exc)}") from exc

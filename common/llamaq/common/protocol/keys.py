@@ -1,0 +1,140 @@
+"""Every Redis key and channel, as functions. Nothing else in llamaq spells one.
+
+With prefix `llamaq`, queue `q` and partition `p` (the braces are Redis Cluster's hash tag, so one script may touch
+all keys of a job):
+
+| key                              | type             | life                                               |
+| -------------------------------- | ---------------- | -------------------------------------------------- |
+| llamaq:{q:p}:jobs:<priority>     | stream, group    | an entry goes when its job ends                    |
+| llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
+| llamaq:{q:p}:events:<id>         | stream of events | the same                                           |
+| llamaq:{q:p}:tokens:<id>         | pub/sub channel  | the same events                                    |
+| llamaq:{q:p}:key:<sha256>        | string: job id   | as long as that job; by `idempotency_key`          |
+| llamaq:{q:p}:config              | hash             | what submit has to respect (`max_queue`)           |
+| llamaq:{q:p}:dead                | stream, capped   | jobs given up, and entries that were no job        |
+| llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
+| llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
+| llamaq:worker:<id>               | hash             | a worker's card and heartbeat; expires without one |
+| llamaq:worker:<id>:orders        | list             | what is asked of it; empty but for moments         |
+| llamaq:reply:<order id>          | list             | the answer; expires after a minute                 |
+| llamaq:vocab:<sha256>            | string           | a vocabulary; expires without a worker that has it |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_request import JOB_ID_PATTERN, QUEUE_PATTERN, Priority
+
+GROUP = "workers"
+"""The consumer group of every job stream."""
+
+_JOB_ID = re.compile(JOB_ID_PATTERN)
+_QUEUE = re.compile(QUEUE_PATTERN)
+
+
+@dataclass(frozen=True, slots=True)
+class JobId:
+    """A job's id, which names its queue and partition: `default.0.5f0c…`."""
+
+    queue: str
+    partition: int
+    token: str
+
+    @classmethod
+    def new(cls, queue: str, partitions: int = 1, idempotency_key: str | None = None) -> Self:
+        """A fresh id. Jobs with the same idempotency key always meet in one partition."""
+        if idempotency_key is None:
+            partition = secrets.randbelow(partitions)
+        else:
+            partition = int.from_bytes(hashlib.sha256(idempotency_key.encode()).digest()[:8]) % partitions
+        return cls(queue, partition, secrets.token_hex(16))
+
+    @classmethod
+    def parse(cls, job_id: str) -> Self:
+        """Read an id that came from outside; raises `InvalidRequest`."""
+        if not _JOB_ID.fullmatch(job_id):
+            raise InvalidRequest(f"{job_id[:100]!r} is not a job id (QUEUE.PARTITION.32 hexadecimal digits)")
+        queue, partition, token = job_id.split(".")
+        return cls(queue, int(partition), token)
+
+    def __str__(self) -> str:
+        return f"{self.queue}.{self.partition}.{self.token}"
+
+
+def check_queue(queue: str) -> str:
+    """Return the name of a queue if it is one; raises `InvalidRequest`."""
+    if not _QUEUE.fullmatch(queue):
+        raise InvalidRequest(f"queue {queue[:100]!r} is not a name: 1 to 64 letters, digits, '_' or '-'")
+    return queue
+
+
+@dataclass(frozen=True, slots=True)
+class JobKeys:
+    """The keys of one job."""
+
+    job: str
+    events: str
+    channel: str
+    interactive: str
+    bulk: str
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The key space under one prefix."""
+
+    prefix: str = "llamaq"
+
+    def _partition(self, queue: str, partition: int) -> str:
+        return f"{self.prefix}:{{{queue}:{partition}}}"
+
+    def jobs(self, queue: str, partition: int, priority: Priority) -> str:
+        return f"{self._partition(queue, partition)}:jobs:{priority.value}"
+
+    def config(self, queue: str, partition: int) -> str:
+        return f"{self._partition(queue, partition)}:config"
+
+    def dead(self, queue: str, partition: int) -> str:
+        return f"{self._partition(queue, partition)}:dead"
+
+    def idempotency(self, queue: str, partition: int, key: str) -> str:
+        """Hashed, so that a user's key cannot be long or confusing here."""
+        return f"{self._partition(queue, partition)}:key:{hashlib.sha256(key.encode()).hexdigest()}"
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # by value; a worker asks for the same jobs in every flush
+    def of_job(self, job_id: str) -> JobKeys:
+        """All keys of one job; raises `InvalidRequest` for what is no job id."""
+        parsed = JobId.parse(job_id)
+        tag = self._partition(parsed.queue, parsed.partition)
+        return JobKeys(
+            job=f"{tag}:job:{job_id}",
+            events=f"{tag}:events:{job_id}",
+            channel=f"{tag}:tokens:{job_id}",
+            interactive=self.jobs(parsed.queue, parsed.partition, Priority.INTERACTIVE),
+            bulk=self.jobs(parsed.queue, parsed.partition, Priority.BULK),
+        )
+
+    def stats(self, queue: str) -> str:
+        return f"{self.prefix}:{{{queue}}}:stats"
+
+    def workers(self, queue: str) -> str:
+        return f"{self.prefix}:{{{queue}}}:workers"
+
+    def worker(self, worker_id: str) -> str:
+        return f"{self.prefix}:worker:{worker_id}"
+
+    def orders(self, worker_id: str) -> str:
+        return f"{self.prefix}:worker:{worker_id}:orders"
+
+    def reply(self, order_id: str) -> str:
+        return f"{self.prefix}:reply:{order_id}"
+
+    def vocab(self, vocab_hash: str) -> str:
+        return f"{self.prefix}:vocab:{vocab_hash}"

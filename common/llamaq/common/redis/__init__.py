@@ -1,0 +1,1 @@
+"""Connects to a single Redis, Sentinel or Cluster, and classifies their errors."""

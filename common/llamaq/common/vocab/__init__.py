@@ -1,0 +1,1 @@
+"""Turns text and chat messages into tokens, and tokens into text."""

@@ -1,0 +1,1 @@
+"""Reads the state of jobs, workers and dead letters from Redis."""

@@ -1,0 +1,92 @@
+"""A job's hash and event stream, read into a `JobStatus` or a `Result`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.asyncio import Redis
+
+from llamaq.common.errors import ErrorCode, JobFailed, JobNotFound
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Failed, Tokens
+from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
+from llamaq.common.protocol.job_status import JobStatus
+from llamaq.common.protocol.keys import JobKeys
+from llamaq.producer.streaming.event_readers import Position
+
+_STATUS_FIELDS = (
+    "status", "attempt", "crashes", "worker", "generated", "submitted_ms", "started_ms", "finished_ms", "cancel",
+    "finish_reason", "error",
+)  # fmt: skip
+_RESULT_FIELDS = ("status", "request", "output", "stats", "finish_reason", "error")
+
+
+async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
+    """A snapshot of a job. Raises `JobNotFound`."""
+    values: Any = await redis.hmget(keys.job, *_STATUS_FIELDS)
+    fields = {name: value for name, value in zip(_STATUS_FIELDS, values, strict=True) if value is not None}
+    if "status" not in fields:
+        raise JobNotFound(job_id)
+    text = {name: fields[name].decode() for name in fields if name != "error"}
+    return JobStatus(
+        job_id=job_id,
+        state=JobState(text["status"]),
+        attempt=int(text.get("attempt", 0)),
+        crashes=int(text.get("crashes", 0)),
+        worker=text.get("worker"),
+        generated_tokens=int(text.get("generated", 0)),
+        submitted_ms=_int_or_none(text.get("submitted_ms")),
+        started_ms=_int_or_none(text.get("started_ms")),
+        finished_ms=_int_or_none(text.get("finished_ms")),
+        cancel_requested="cancel" in text,
+        finish_reason=FinishReason(text["finish_reason"]) if "finish_reason" in text else None,
+        error=_decode_error(fields["error"]) if "error" in fields else None,
+    )
+
+
+async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
+    """What an ended job gave. Raises `JobNotFound`, `JobFailed`."""
+    values: Any = await redis.hmget(keys.job, *_RESULT_FIELDS)
+    status, request, output, stats, finish_reason, error = values
+    if status is None:
+        raise JobNotFound(job_id)
+    if status == JobState.FAILED.value.encode():
+        failed = _decode_error(error)
+        raise JobFailed(failed.code, failed.message, job_id)
+    text, tokens = codec.decode_output(output) if output is not None else await read_output(redis, keys)
+    asked = codec.decode_request(request, codec.MAX_EVENT_BYTES)
+    return Result(
+        job_id=job_id,
+        text=text,
+        tokens=tokens,
+        finish_reason=FinishReason(finish_reason.decode()),
+        stats=codec.decode_model(JobStats, stats) if stats is not None else JobStats(),
+        seed=asked.seed or 0,
+        metadata=asked.metadata,
+    )
+
+
+async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]]:
+    """Text and tokens out of the events: a job cancelled between two attempts has no other record of them."""
+    position = Position()
+    texts: list[str] = []
+    tokens: list[int] = []
+    entries: Any = await redis.xrange(keys.events)
+    for _, fields in entries:
+        event = codec.decode_event(fields[b"e"])
+        new = position.advance(event) if isinstance(event, Tokens) else None
+        if new is not None:
+            texts.append(new.text)
+            tokens += new.tokens
+    return "".join(texts), tuple(tokens)
+
+
+def _decode_error(data: bytes | None) -> Failed:
+    event = codec.decode_event(data) if data is not None else None
+    if isinstance(event, Failed):
+        return event
+    return Failed(code=ErrorCode.INTERNAL, message="the job failed, and its worker gave no reason")
+
+
+def _int_or_none(text: str | None) -> int | None:
+    return None if text is None else int(text)

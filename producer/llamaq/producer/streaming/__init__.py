@@ -1,0 +1,1 @@
+"""Delivers the events of jobs to their readers."""

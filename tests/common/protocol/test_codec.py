@@ -1,0 +1,150 @@
+"""Bytes from outside become a model, an `InvalidRequest` or a `ProtocolError`, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llamaq.common.errors import InvalidRequest, ProtocolError
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.common.protocol.job_request import JobParams, JobRequest
+from llamaq.common.protocol.queue_state import Worker
+
+LIMIT = 1 << 20
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text() | st.binary()
+map_keys = st.text() | st.integers(-5, 2**40)
+values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(map_keys, inner))
+fields = st.sampled_from(sorted(JobRequest.model_fields))
+requests = st.dictionaries(fields, values, max_size=4).map(lambda found: {"prompt": "x", **found})
+packed = st.one_of(st.binary(), (values | requests).map(msgpack.packb))
+
+DEEP = b"\x91" * 100_000
+TIMESTAMP = msgpack.packb({"prompt": msgpack.Timestamp(0)})
+LONE_SURROGATE = b"\x81\xa6prompt\xa3\xed\xa0\x80"
+SHORT_MAP = b"\x81"
+LIST_AS_KEY = b"\x81\x90\x01"
+HUGE_ARRAY = b"\xdd\xff\xff\xff\xff"
+
+
+@given(packed)
+@example(DEEP)
+@example(TIMESTAMP)
+@example(LONE_SURROGATE)
+@example(SHORT_MAP)
+@example(LIST_AS_KEY)
+@example(HUGE_ARRAY)
+@example(msgpack.packb({"prompt": "x", "metadata": {"a": b"bytes"}}))
+def test_any_bytes_are_a_request_or_an_invalid_request(data: bytes) -> None:
+    try:
+        request = codec.decode_request(data, LIMIT)
+    except InvalidRequest:
+        return
+    assert isinstance(request, JobRequest)
+
+
+@given(packed)
+@example(DEEP)
+@example(TIMESTAMP)
+@example(LONE_SURROGATE)
+@example(SHORT_MAP)
+@example(LIST_AS_KEY)
+@example(HUGE_ARRAY)
+def test_any_bytes_are_an_event_an_output_a_model_or_a_protocol_error(data: bytes) -> None:
+    for decode in (
+        codec.decode_event,
+        codec.decode_output,
+        lambda data: codec.decode_model(JobStats, data),
+        lambda data: codec.decode_model(Worker, data),
+    ):
+        try:
+            decode(data)
+        except ProtocolError:
+            continue
+
+
+offsets = st.integers(0, 2**40)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+good_requests = st.builds(
+    JobRequest,
+    prompt=st.text(),
+    temperature=st.none() | st.floats(0, 100),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-1e9, 1e9), max_size=5),
+    stop=st.lists(st.text(min_size=1, max_size=10), max_size=4).map(tuple),
+    metadata=st.dictionaries(st.text(), json_values, max_size=3),
+)
+
+
+@given(good_requests)
+def test_a_request_comes_back_as_it_was(request: JobRequest) -> None:
+    assert codec.decode_request(codec.encode_request(request, LIMIT), LIMIT) == request
+
+
+@given(
+    st.one_of(
+        st.builds(Started, attempt=st.integers(1, 2**31), worker=st.text()),
+        st.builds(
+            Tokens,
+            offset=offsets,
+            text_offset=offsets,
+            tokens=st.lists(st.integers(0, 2**31 - 1)).map(tuple),
+            text=st.text(),
+        ),
+        st.builds(Finished, finish_reason=st.sampled_from(FinishReason), stats=st.builds(JobStats)),
+        st.builds(Failed, code=st.text(), message=st.text()),
+    )
+)
+def test_an_event_comes_back_as_it_was(event: Any) -> None:
+    assert codec.decode_event(codec.encode_event(event)) == event
+
+
+@given(st.text(), st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31), st.integers(0, 2**31))
+def test_tokens_and_outputs_come_back_as_they_were(text: str, tokens: list[int], offset: int, chars: int) -> None:
+    event = Tokens(offset=offset, tokens=tuple(tokens), text_offset=chars, text=text)
+    assert codec.decode_event(codec.encode_tokens(offset, tokens, chars, text)) == event
+    assert codec.decode_output(codec.encode_output(text, tokens)) == (text, tuple(tokens))
+
+
+def test_defaults_do_not_travel() -> None:
+    request = JobRequest(prompt="x")
+    assert codec.encode_request(request, LIMIT) == msgpack.packb({"prompt": "x"})
+    assert codec.decode_request(msgpack.packb({"prompt": "x"}), LIMIT).max_tokens == JobParams().max_tokens
+
+
+def test_sizes_are_checked_before_anything_is_decoded() -> None:
+    with pytest.raises(InvalidRequest, match="more than the 16"):
+        codec.decode_request(b"\xc1" * 17, 16)
+    with pytest.raises(InvalidRequest, match="max_request_bytes=16"):
+        codec.encode_request(JobRequest(prompt="x" * 17), 16)
+
+
+def test_a_text_that_is_no_unicode_is_an_invalid_request() -> None:
+    with pytest.raises(InvalidRequest, match="Unicode"):
+        codec.encode_request(JobRequest(prompt="\ud800"), LIMIT)
+
+
+def test_numbers_and_depths_that_msgpack_cannot_carry_are_invalid_requests() -> None:
+    nested: Any = 1
+    for _ in range(2000):
+        nested = [nested]
+    for metadata in ({"n": 2**70}, {"n": nested}):
+        with pytest.raises(InvalidRequest):
+            codec.encode_request(codec.build_request({"prompt": "x", "metadata": metadata}), LIMIT)
+
+
+def test_fields_that_a_newer_version_added_are_ignored_in_events_and_refused_in_requests() -> None:
+    newer = msgpack.packb({"type": "failed", "code": "internal", "message": "m", "hint": "new"})
+    assert codec.decode_event(newer) == Failed(code="internal", message="m")
+    with pytest.raises(InvalidRequest, match="hint"):
+        codec.decode_request(msgpack.packb({"prompt": "x", "hint": "new"}), LIMIT)

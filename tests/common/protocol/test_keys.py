@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import JobId, Keys, check_queue
+
+names = st.from_regex(r"[A-Za-z0-9_\-]{1,64}", fullmatch=True)
+
+
+@given(names, st.integers(1, 1024), st.none() | st.text(max_size=300))
+def test_a_job_id_names_its_queue_and_partition(queue: str, partitions: int, key: str | None) -> None:
+    job_id = JobId.new(queue, partitions, key)
+    assert JobId.parse(str(job_id)) == job_id
+    assert job_id.queue == queue
+    assert 0 <= job_id.partition < partitions
+
+
+@given(st.text(max_size=300))
+def test_one_idempotency_key_always_leads_to_one_partition(key: str) -> None:
+    assert JobId.new("q", 64, key).partition == JobId.new("q", 64, key).partition
+    assert JobId.new("q", 64, key).token != JobId.new("q", 64, key).token
+
+
+@given(st.text() | st.from_regex(r"[a-z]{1,3}\.[0-9]{1,5}\.[0-9a-f]{31,33}\n?"))
+def test_an_id_from_outside_is_a_job_id_or_an_invalid_request(text: str) -> None:
+    try:
+        parsed = JobId.parse(text)
+    except InvalidRequest:
+        return
+    assert str(parsed).rpartition(".")[2] == text.rpartition(".")[2]
+    assert len(parsed.token) == 32
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "a.b", "{a}", "a:b", "x" * 65, "a\n", "ä"])
+def test_what_is_no_queue_name_is_refused(bad: str) -> None:
+    with pytest.raises(InvalidRequest, match="queue"):
+        check_queue(bad)
+
+
+def test_all_keys_of_a_job_share_one_hash_tag() -> None:
+    keys = Keys("pre")
+    job_id = str(JobId("q", 7, "0" * 32))
+    of_job = dataclasses.asdict(keys.of_job(job_id)).values()
+    others = [keys.config("q", 7), keys.dead("q", 7), keys.idempotency("q", 7, "{x}"), keys.jobs("q", 7, Priority.BULK)]
+    for key in [*of_job, *others]:
+        assert key.startswith("pre:{q:7}:")
+        assert key.count("{") == 1
+
+
+def test_every_key_is_its_own() -> None:
+    keys = Keys()
+    job_id = str(JobId("q", 0, "0" * 32))
+    made = [*dataclasses.asdict(keys.of_job(job_id)).values(), keys.config("q", 0), keys.dead("q", 0)]
+    made += [keys.stats("q"), keys.workers("q"), keys.worker("w"), keys.vocab("v"), keys.idempotency("q", 0, "k")]
+    made += [keys.orders("w"), keys.reply("0" * 32)]
+    assert len(set(made)) == len(made)
+    assert all(key.startswith("llamaq:") for key in made)
+
+
+def test_a_users_idempotency_key_does_not_show_in_redis() -> None:
+    assert "secret" not in Keys().idempotency("q", 0, "secret")

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import pytest
+from pydantic import ValidationError
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, SamplingDefaults, SamplingParams
+
+
+def test_the_typed_keywords_are_the_fields_of_the_parameters() -> None:
+    assert get_type_hints(JobOptions).keys() == JobParams.model_fields.keys()
+
+
+def test_every_sampling_parameter_has_a_worker_default() -> None:
+    assert SamplingParams.model_fields.keys() == SamplingDefaults.model_fields.keys()
+
+
+def test_a_jobs_own_sampling_goes_over_the_defaults_also_when_it_is_zero() -> None:
+    defaults = SamplingDefaults(temperature=0.7, top_k=30)
+    resolved = defaults.resolve(SamplingParams(temperature=0, min_p=0.2))
+    assert (resolved.temperature, resolved.top_k, resolved.min_p) == (0, 30, 0.2)
+
+
+def test_the_defaults_of_a_job_are_those_of_the_documentation() -> None:
+    params = JobParams()
+    assert (params.max_tokens, params.cache_prompt, params.stream) == (256, True, True)
+    assert (params.priority, params.grammar_root, params.ignore_eos) == ("interactive", "root", False)
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({}, "exactly one"),
+        ({"prompt": "a", "tokens": [1]}, "exactly one"),
+        ({"tokens": []}, "tokens is empty"),
+        ({"messages": []}, "messages is empty"),
+        ({"tokens": [-1]}, "tokens.0"),
+        ({"tokens": [2**31]}, "tokens.0"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature"),
+        ({"prompt": "a", "timeout_s": float("inf")}, "timeout_s"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "seed": 2**63}, "seed"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "a", "logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": dict.fromkeys(range(4097), 1.0)}, "logit_bias"),
+        ({"prompt": "a", "priority": "urgent"}, "priority"),
+        ({"prompt": "a", "grammar": "root ::= [a]", "json_schema": {}}, "exclude each other"),
+        ({"prompt": "a", "grammar": "root ::= [a]", "ignore_eos": True}, "ignore_eos"),
+        ({"prompt": "a", "grammar": "x" * 65537}, "larger than 65536"),
+        ({"prompt": "a", "grammar_root": "1"}, "grammar_root"),
+        ({"prompt": "a", "idempotency_key": ""}, "idempotency_key"),
+        ({"prompt": "a", "max_new_tokens": 5}, "max_new_tokens"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "A B", "content": ""}]}, "messages.0.role"),
+        ({"prompt": "a", "metadata": {"x": object()}}, "metadata"),
+    ],
+)
+def test_a_bad_request_names_its_field(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        codec.build_request(values)
+
+
+def test_a_complaint_does_not_show_the_private_input() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        codec.build_request({"prompt": ["my secret prompt"], "metadata": {"name": {"secret"}}})
+    assert "secret" not in str(caught.value)
+
+
+def test_an_empty_text_is_a_prompt() -> None:
+    assert codec.build_request({"prompt": ""}).prompt == ""
+
+
+def test_requests_do_not_change() -> None:
+    request = JobRequest(prompt="x")
+    with pytest.raises(ValidationError):
+        request.prompt = "y"  # type: ignore[misc]

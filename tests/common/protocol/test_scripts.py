@@ -1,0 +1,351 @@
+"""Each Lua script on a real Redis: its fence, and that running it twice does no more than running it once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
+from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
+from llamaq.common.protocol.keys import GROUP, JobId
+from llamaq.common.protocol.scripts import Attempt, Claim, Refused, Submitted, TerminalWrite
+from llamaq.producer import AsyncClient, AsyncJob
+from llamaq.producer.testing import FakeAttempt, FakeWorker
+
+
+async def stored_events(worker: FakeWorker, job_id: str) -> list[Any]:
+    entries: Any = await worker.redis.xrange(worker.keys.of_job(job_id).events)
+    return [codec.decode_event(fields[b"e"]) for _, fields in entries]
+
+
+async def field(worker: FakeWorker, job_id: str, name: str) -> bytes | None:
+    value: Any = await worker.redis.hget(worker.keys.of_job(job_id).job, name)
+    return value if isinstance(value, bytes) else None
+
+
+async def start(client: AsyncClient, worker: FakeWorker, **options: Any) -> tuple[AsyncJob, FakeAttempt]:
+    job = await client.submit("hello", **options)
+    return job, await worker.start_next()
+
+
+def ending(reason: FinishReason = FinishReason.STOP) -> TerminalWrite:
+    return TerminalWrite(Finished(finish_reason=reason, stats=JobStats()), {"finish_reason": reason.value})
+
+
+# submit
+
+
+async def test_the_same_submit_sent_twice_puts_one_job_into_the_queue(redis_url: str, queue: str) -> None:
+    async with FakeWorker(redis_url, queue) as worker:
+        request = codec.build_request({"prompt": "hello"})
+        payload = codec.encode_request(request, 1024)
+        job_id = JobId.new(queue)
+        for _ in range(2):
+            outcome = await worker.scripts.submit(job_id, request, payload, result_ttl_s=60)
+            assert outcome == Submitted(str(job_id), existing=False)
+        assert await worker.redis.xlen(worker.keys.of_job(str(job_id)).interactive) == 1
+
+
+async def test_fifty_submits_with_one_idempotency_key_make_one_job(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, partitions=4) as client:
+        jobs = await asyncio.gather(*(client.submit("hello", idempotency_key="order 7") for _ in range(50)))
+        assert len({job.id for job in jobs}) == 1
+        assert [job.is_new for job in jobs].count(True) == 1
+        assert (await client.queue_depth()).waiting == 1
+        other = await client.submit("hello", idempotency_key="order 8")
+        assert other.is_new
+        assert other.id != jobs[0].id
+
+
+async def test_an_idempotency_key_is_free_again_when_the_result_has_expired(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, result_ttl_s=0.05) as client:
+        first = await client.submit("hello", idempotency_key="key")
+        await first.cancel()
+        key = client.keys.idempotency(queue, 0, "key")
+        while await client.redis.exists(key, client.keys.of_job(first.id).job):  # noqa: ASYNC110  # Redis expires it
+            await asyncio.sleep(0.01)
+        second = await client.submit("hello", idempotency_key="key")
+        assert second.is_new
+
+
+async def test_max_queue_holds_under_concurrent_submits_of_both_priorities(redis_url: str, queue: str) -> None:
+    async with FakeWorker(redis_url, queue) as worker:
+        await worker.redis.hset(worker.keys.config(queue, 0), "max_queue", "5")
+
+        async def submit(number: int) -> Submitted | Refused:
+            request = codec.build_request({"prompt": "x", "priority": ("bulk", "interactive")[number % 2]})
+            payload = codec.encode_request(request, 1024)
+            return await worker.scripts.submit(JobId.new(queue), request, payload, result_ttl_s=60)
+
+        outcomes = await asyncio.gather(*(submit(number) for number in range(40)))
+        assert sum(isinstance(outcome, Submitted) for outcome in outcomes) == 5
+        assert {outcome for outcome in outcomes if isinstance(outcome, Refused)} == {Refused(depth=5, max_queue=5)}
+
+
+async def test_jobs_that_run_do_not_count_for_max_queue(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await worker.redis.hset(worker.keys.config(queue, 0), "max_queue", "1")
+        await start(client, worker)
+        job = await client.submit("fits")
+        assert (await job.status()).state is JobState.QUEUED
+
+
+async def test_an_entry_of_the_other_stream_with_the_same_id_starts_nothing(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, _ = await start(client, worker)
+        keys = worker.keys.of_job(job.id)
+        entry = (await field(worker, job.id, "entry") or b"").decode()
+        await worker.redis.xadd(keys.bulk, {"id": job.id}, id=entry)
+        assert await worker.scripts.start(Claim(job.id, keys.bulk, entry), "another") == "done"
+        assert await worker.redis.xlen(keys.bulk) == 0
+        assert (await job.status()).attempt == 1
+
+
+# start
+
+
+async def test_each_start_is_a_new_attempt_and_knows_what_the_earlier_ones_stored(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        assert attempt.number == 1
+        await attempt.emit([1, 2, 3], "abc")
+        again = await worker.scripts.start(attempt.claim, "other")
+        assert isinstance(again, Attempt)
+        assert (again.number, again.generated) == (2, 3)
+        status = await job.status()
+        assert (status.attempt, status.worker, status.state) == (2, "other", JobState.RUNNING)
+        assert [e.attempt for e in await stored_events(worker, job.id) if isinstance(e, Started)] == [1, 2]
+
+
+async def test_starting_what_is_no_job_is_gone_and_what_has_ended_is_done(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await attempt.finish()
+        assert await worker.scripts.start(attempt.claim, "fake") == "done"
+        nobody = Claim(str(JobId.new(queue)), attempt.claim.stream, "1-1")
+        assert await worker.scripts.start(nobody, "fake") == "gone"
+        assert (await job.status()).attempt == 1
+
+
+async def test_an_entry_that_is_not_the_jobs_own_is_dropped(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        forged: Any = await worker.redis.xadd(attempt.claim.stream, {"id": job.id})
+        claim = await worker.claim()
+        assert claim == Claim(job.id, attempt.claim.stream, forged.decode())
+        assert await worker.scripts.start(claim, "fake") == "done"
+        assert (await client.queue_depth()).running == 1
+
+
+async def test_a_job_whose_queue_timeout_has_passed_ends_with_deadline_at_its_start(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("late", queue_timeout_s=0.001)
+        claim = await worker.claim()
+        assert claim is not None
+        await asyncio.sleep(0.01)  # the deadline itself, by the clock of Redis
+        assert await worker.scripts.start(claim, "fake") == "ended"
+        result = await job.result(timeout=5)
+        assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())
+
+
+async def test_the_queue_timeout_does_not_count_for_a_second_attempt(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("in time", queue_timeout_s=1000)
+        attempt = await worker.start_next()
+        await worker.redis.hset(client.keys.of_job(job.id).job, "queue_deadline_ms", "1")
+        assert isinstance(await worker.scripts.start(attempt.claim, "other"), Attempt)
+
+
+# flush
+
+
+async def test_a_flush_sent_twice_stores_once(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        increment = attempt.increment([1, 2], "ab")
+        for _ in range(2):
+            reply = (await worker.scripts.flush("fake", [increment], renew=False))[0]
+            assert (reply.code, reply.stored) == ("ok", 2)
+        assert [e.tokens for e in await stored_events(worker, job.id) if isinstance(e, Tokens)] == [(1, 2)]
+
+
+async def test_a_flush_behind_a_gap_is_refused_with_the_length_to_send_again_from(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        ahead = attempt.increment([3], "c", offset=2)
+        reply = (await worker.scripts.flush("fake", [ahead], renew=False))[0]
+        assert (reply.code, reply.stored) == ("ok", 0)
+        assert not [e for e in await stored_events(worker, job.id) if isinstance(e, Tokens)]
+
+
+async def test_only_the_newest_attempt_writes(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, old = await start(client, worker)
+        await worker.scripts.start(old.claim, "other")
+        assert (await old.emit([1], "a")).code == "lost"
+        assert await old.finish() == "lost"
+        assert await worker.scripts.requeue(old.claim, old.number) is False
+        assert (await job.status()).state is JobState.RUNNING
+        assert not [e for e in await stored_events(worker, job.id) if not isinstance(e, Started)]
+
+
+async def test_a_flush_for_many_jobs_answers_for_each_of_them(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        runs = [await start(client, worker) for _ in range(3)]
+        await runs[1][0].cancel()
+        await runs[2][1].finish()
+        increments = [attempt.increment([1], "a") for _, attempt in runs]
+        replies = await worker.scripts.flush("fake", increments, renew=True)
+        assert [(reply.code, reply.stored) for reply in replies] == [("ok", 1), ("cancel", 1), ("lost", 0)]
+
+
+async def test_renewing_resets_the_idle_time_and_nothing_else(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        _, attempt = await start(client, worker)
+        stream = attempt.claim.stream
+        await worker.scripts.requeue(Claim(attempt.claim.job_id, stream, attempt.claim.entry_id), None)
+        before: Any = await worker.redis.xpending_range(stream, GROUP, "-", "+", 10)
+        await worker.scripts.flush("fake", [attempt.increment()], renew=True)
+        after: Any = await worker.redis.xpending_range(stream, GROUP, "-", "+", 10)
+        assert before[0]["time_since_delivered"] > 10**11
+        assert after[0]["time_since_delivered"] < 60_000
+        assert after[0]["consumer"] == b"fake"
+        assert after[0]["times_delivered"] == before[0]["times_delivered"] == 1
+
+
+async def test_a_flush_tells_how_many_listen(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        assert (await attempt.emit([], "")).listeners == 0
+        async with worker.redis.pubsub() as pubsub:
+            await pubsub.subscribe(client.keys.of_job(job.id).channel)
+            await pubsub.get_message(timeout=5)
+            assert (await attempt.emit([], "")).listeners == 1
+            assert (await attempt.emit([1], "a")).listeners == 1
+
+
+# finish
+
+
+async def test_a_finish_sent_twice_ends_once(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        last = attempt.increment([1], "a")
+        assert await worker.scripts.finish(last, ending()) == "ok"
+        assert await worker.scripts.finish(last, ending()) == "lost"
+        kinds = [event.type for event in await stored_events(worker, job.id)]
+        assert kinds == ["started", "tokens", "finished"]
+        assert await worker.redis.xlen(attempt.claim.stream) == 0
+        assert (await worker.redis.xpending(attempt.claim.stream, GROUP))["pending"] == 0
+
+
+async def test_a_finish_that_redis_is_behind_of_asks_for_the_rest(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await attempt.emit([1], "a")
+        assert await worker.scripts.finish(attempt.increment([4], "d", offset=3), ending()) == 1
+        assert (await job.status()).state is JobState.RUNNING
+
+
+async def test_everything_of_an_ended_job_expires_together(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, result_ttl_s=100) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker, idempotency_key="k")
+        keys = client.keys.of_job(job.id)
+        owned = [keys.job, keys.events, client.keys.idempotency(queue, 0, "k")]
+        assert [await worker.redis.pttl(key) for key in owned] == [-1, -1, -1]
+        await attempt.finish()
+        for key in owned:
+            assert 90_000 < await worker.redis.pttl(key) <= 100_000
+
+
+# cancel
+
+
+async def test_cancelling_a_waiting_job_ends_it_and_empties_its_place(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello", priority="bulk")
+        assert await worker.scripts.cancel(job.id) == "cancelled"
+        assert await worker.scripts.cancel(job.id) == "done"
+        assert [event.type for event in await stored_events(worker, job.id)] == ["finished"]
+        assert (await client.queue_depth()).waiting == 0
+
+
+async def test_cancelling_a_claimed_job_that_has_not_started_ends_it_too(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        claim = await worker.claim()
+        assert claim is not None
+        assert await worker.scripts.cancel(job.id) == "cancelled"
+        assert await worker.scripts.start(claim, "fake") == "done"
+        assert (await client.queue_depth()).running == 0
+
+
+async def test_cancelling_a_running_job_is_told_to_its_worker(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        assert await worker.scripts.cancel(job.id) == "requested"
+        assert await worker.scripts.cancel(job.id) == "requested"
+        assert (await attempt.emit([1], "a")).code == "cancel"
+        assert (await job.status()).cancel_requested
+        await attempt.finish(FinishReason.CANCELLED)
+        assert await worker.scripts.cancel(job.id) == "done"
+
+
+async def test_a_job_cancelled_after_its_worker_died_ends_at_the_next_start(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await attempt.emit([1], "a")
+        await job.cancel()
+        assert await worker.scripts.start(attempt.claim, "other") == "ended"
+        result = await job.result(timeout=5)
+        assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
+
+
+async def test_cancelling_what_is_no_job_is_gone(redis_url: str, queue: str) -> None:
+    async with FakeWorker(redis_url, queue) as worker:
+        assert await worker.scripts.cancel(str(JobId.new(queue))) == "gone"
+
+
+# requeue
+
+
+@pytest.mark.parametrize("was_started", [True, False])
+async def test_a_job_handed_back_can_be_taken_at_once_by_another_worker(
+    redis_url: str, queue: str, was_started: bool
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        claim = await worker.claim()
+        assert claim is not None
+        if was_started:
+            assert isinstance(await worker.scripts.start(claim, "fake"), Attempt)
+        assert await worker.scripts.requeue(claim, 1 if was_started else None) is True
+        assert (await job.status()).state is JobState.QUEUED
+        taken: Any = await worker.redis.xautoclaim(claim.stream, GROUP, "other", min_idle_time=3600_000, count=10)
+        assert [entry_id.decode() for entry_id, _ in taken[1]] == [claim.entry_id]
+        again = await worker.scripts.start(claim, "other")
+        assert isinstance(again, Attempt)
+        assert again.number == (3 if was_started else 1)
+
+
+async def test_who_handed_a_job_back_writes_no_more_and_a_second_hand_back_does_nothing(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        assert await worker.scripts.requeue(attempt.claim, attempt.number)
+        assert not await worker.scripts.requeue(attempt.claim, attempt.number)
+        assert (await attempt.emit([1], "a")).code == "lost"
+        assert await field(worker, job.id, "attempt") == b"2"
+
+
+async def test_a_failed_job_keeps_its_error(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await attempt.fail("invalid_grammar", "no rule is called root")
+        status = await job.status()
+        assert status.state is JobState.FAILED
+        assert status.error == Failed(code="invalid_grammar", message="no rule is called root")

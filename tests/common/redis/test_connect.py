@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.support.redis_servers import HOST, IN_MEMORY, Server, free_ports
+from tests.support.tcp_proxy import Proxy
+
+from llamaq.common.errors import InvalidSettings
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.keys import JobId, Keys
+from llamaq.common.protocol.scripts import Increment, Scripts
+from llamaq.common.redis.connect import connect
+from llamaq.common.redis.retry import RetryUntilDeadline
+
+
+async def test_a_cancellation_arrives_whenever_it_comes(redis_url: str) -> None:
+    redis = connect(redis_url, name="test")
+    for _ in range(3):
+        for turns in range(40):
+            task = asyncio.ensure_future(redis.get("nothing"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+                assert task.cancelled(), f"a cancellation after {turns} turns of the event loop was swallowed"
+    assert await redis.set("after", "all") is True
+    assert await redis.getdel("after") == b"all"
+    await redis.aclose()
+
+
+async def test_more_commands_at_once_than_connections_wait_for_each_other(redis_url: str) -> None:
+    redis = connect(redis_url, name="test-many")
+    await asyncio.gather(*(redis.ping() for _ in range(500)))
+    listed = await redis.client_list()
+    assert 1 <= len([one for one in listed if one["name"] == "test-many"]) <= 32
+    await redis.aclose()
+
+
+def test_what_is_no_url_of_redis_names_the_setting() -> None:
+    with pytest.raises(InvalidSettings, match="LLAMAQ_REDIS_URL"):
+        connect("localhost:6379", name="test")
+
+
+async def test_a_server_that_was_demoted_is_a_broken_connection_and_no_fault_of_what_was_asked(tmp_path: Path) -> None:
+    server = Server(tmp_path, free_ports(1)[0], IN_MEMORY)
+    server.start()
+    redis = connect(f"redis://{HOST}:{server.port}/0", name="test-demoted")
+    scripts = Scripts(redis, Keys())
+    increment = Increment(str(JobId.new("q")), 1, "stream", "0-1", 0, 1, b"event")
+    try:
+        hash_fields: dict[Any, Any] = {"status": "running", "attempt": 1, "generated": 0, "worker": "me"}
+        await redis.hset(Keys().of_job(increment.job_id).job, mapping=hash_fields)
+        await redis.replicaof(HOST, str(server.port + 1))
+        with pytest.raises(RedisConnectionError, match="refuses to write"):
+            await redis.set("key", "value")
+        async with redis.pipeline(transaction=True) as pipe:
+            pipe.set("key", "value")
+            with pytest.raises(RedisConnectionError, match="refuses to write"):
+                await pipe.execute()
+        with pytest.raises(RedisConnectionError, match="refuses to write"):
+            await scripts.flush("me", [increment], renew=False)
+        with pytest.raises(RedisConnectionError, match="refuses to write"):
+            await scripts.submit(JobId.new("q"), JobRequest(prompt="x"), b"", result_ttl_s=1)
+        await redis.replicaof("NO", "ONE")
+        assert (await scripts.flush("me", [increment], renew=False))[0].stored == 1
+    finally:
+        await redis.aclose()
+        server.kill()
+
+
+async def test_after_one_connection_fell_silent_the_others_are_made_again(redis_url: str) -> None:
+    with Proxy(redis_url) as proxy:
+        redis = connect(f"{proxy.url}?socket_timeout=0.5", name="test-silent")
+        await asyncio.gather(*(redis.ping() for _ in range(5)))
+        n_connections = proxy.silence()
+        assert n_connections > 2
+        started_s = time.monotonic()
+        for _ in range(2 * n_connections):
+            await redis.ping()
+        assert time.monotonic() - started_s < 2  # one timeout, and not one after the other
+        await redis.aclose()
+
+
+async def test_patience_is_counted_by_the_clock_and_gives_a_second_try_in_any_case() -> None:
+    tries = 0
+
+    async def fail_slowly() -> None:
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(0.05)
+        raise RedisConnectionError("away")
+
+    async def ignore(_: Exception) -> None:
+        pass
+
+    with pytest.raises(RedisConnectionError):
+        await RetryUntilDeadline(0.01).call_with_retry(fail_slowly, ignore)
+    assert tries == 2
+    with pytest.raises(RedisConnectionError):
+        await RetryUntilDeadline(0.5).call_with_retry(fail_slowly, ignore)
+    assert 2 + 4 <= tries <= 2 + 8

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+from redis.asyncio.connection import SSLConnection
+
+from llamaq.common.errors import InvalidSettings
+from llamaq.common.redis.url import Kind, RedisUrl, read_url
+
+
+def test_a_plain_url_is_read_as_redis_py_reads_it() -> None:
+    assert read_url("redis://user:p%40ss@host:6380/2") == RedisUrl(
+        Kind.SERVER, {"username": "user", "password": "p@ss", "host": "host", "port": 6380, "db": 2}
+    )
+    assert read_url("unix:///run/redis+x.sock").options["path"] == "/run/redis+x.sock"
+
+
+def test_a_url_of_sentinels_names_them_the_master_and_its_login() -> None:
+    url = read_url("redis+sentinel://user:p%2Css@one,[::1]:5000,three:26380/my%2Dmaster/3")
+    assert url.kind is Kind.SENTINEL
+    assert url.hosts == (("one", 26379), ("::1", 5000), ("three", 26380))
+    assert url.service == "my-master"
+    assert url.options == {"username": "user", "password": "p,ss", "db": 3}
+    assert url.sentinel_options == {"ssl": False}
+
+
+def test_sentinels_have_a_login_of_their_own_and_the_same_tls() -> None:
+    url = read_url(
+        "rediss+sentinel://:secret@one/main?ssl_ca_certs=/ca.pem&sentinel_username=u&sentinel_password=p%26q"
+    )
+    assert url.options == {"password": "secret", "ssl_ca_certs": "/ca.pem", "connection_class": SSLConnection}
+    assert url.sentinel_options == {"ssl": True, "ssl_ca_certs": "/ca.pem", "username": "u", "password": "p&q"}
+
+
+def test_a_url_of_a_cluster_names_some_of_its_nodes() -> None:
+    url = read_url("redis+cluster://user:secret@one:7000,two?socket_timeout=3")
+    assert (url.kind, url.hosts) == (Kind.CLUSTER, (("one", 7000), ("two", 6379)))
+    assert url.options == {"username": "user", "password": "secret", "socket_timeout": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("localhost:6379", "schemes"),
+        ("redis+proxy://host", "is not known"),
+        ("http+cluster://host", "is not known"),
+        ("redis+sentinel://host:26379", "the name that the Sentinels give"),
+        ("redis+sentinel://host/main/zero", "number of a database"),
+        ("redis+sentinel://,/main", "is not a host"),
+        ("redis+cluster://host:many", "[Pp]ort"),
+        ("redis+cluster://host/1", "no database but 0"),
+    ],
+)
+def test_what_is_no_url_of_redis_says_why(url: str, complaint: str) -> None:
+    with pytest.raises(InvalidSettings, match=complaint) as error:
+        read_url(url)
+    assert "LLAMAQ_REDIS_URL" in str(error.value)
+
+
+def test_a_list_of_nodes_may_have_an_ipv6_address_anywhere() -> None:
+    url = read_url("redis+cluster://one:7000,[::1]:7001/0?socket_timeout=3#nothing")
+    assert url.hosts == (("one", 7000), ("::1", 7001))
+    assert url.options == {"socket_timeout": 3.0}

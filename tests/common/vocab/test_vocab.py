@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaq.common.errors import ErrorCode, JobRejected, ModelError
+from llamaq.common.protocol.job_request import Message
+from llamaq.common.vocab.special_tokens import Span, SpecialTexts
+from llamaq.common.vocab.text_splitter import LONG_RUN, SPECIALS_PER_PART, cut_text
+from llamaq.common.vocab.vocab import Vocab
+from llamaq.tools.random_gguf import PLAIN, write_model
+from llamaq.worker.engine.gguf_vocab import extract
+
+
+def chat(*contents: str) -> list[Message]:
+    return [Message(role="user", content=content) for content in contents]
+
+
+def specials_in(vocab: Vocab, tokens: list[int]) -> list[str]:
+    return [vocab._token_text(token) for token in tokens if not vocab.piece(token)]
+
+
+def template_vocab(tmp_path: Path, template: str | None) -> Vocab:
+    spec = replace(PLAIN, chat_template=template)
+    return Vocab.from_blob(extract(write_model(tmp_path / "template.gguf", spec)))
+
+
+@given(text=st.text(max_size=60))
+def test_what_is_encoded_decodes_to_itself(vocab: Vocab, text: str) -> None:
+    tokens = vocab.encode(text)
+    assert tokens[0] == vocab.bos
+    if not vocab.special_texts.find(text):
+        assert vocab.decode(tokens) == text
+        assert b"".join(map(vocab.piece, tokens)) == text.encode()
+
+
+def test_bos_is_added_once_also_when_the_text_begins_with_it(vocab: Vocab) -> None:
+    assert vocab.encode("Once") == vocab.encode("<|bos|>Once")
+    assert vocab.encode("Once").count(1) == 1
+
+
+def test_special_tokens_in_a_text_prompt_are_parsed(vocab: Vocab) -> None:
+    tokens = vocab.encode("<|user|>hi<|end|>")
+    assert specials_in(vocab, tokens) == ["<|bos|>", "<|user|>", "<|end|>"]
+
+
+def test_a_lone_surrogate_does_not_keep_a_text_from_being_encoded(vocab: Vocab) -> None:
+    assert vocab.decode(vocab.encode("a\ud800b")) == "a?b"
+
+
+def test_every_end_token_is_known_and_has_no_text(chat_vocab: Vocab) -> None:
+    assert {chat_vocab._token_text(token) for token in chat_vocab.end_tokens} == {"<|endoftext|>", "<|im_end|>"}
+    assert all(chat_vocab.piece(token) == b"" for token in chat_vocab.end_tokens)
+
+
+@pytest.mark.parametrize("token", [-1, 2**31])
+def test_a_token_outside_the_vocabulary_has_no_piece(vocab: Vocab, token: int) -> None:
+    with pytest.raises(ValueError, match="not in the vocabulary"):
+        vocab.piece(token)
+
+
+def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized(vocab: Vocab) -> None:
+    with pytest.raises(JobRejected) as refused:
+        vocab.encode("a " * 100_000, max_tokens=100)
+    assert refused.value.code == ErrorCode.PROMPT_TOO_LONG
+    assert len(vocab.encode("a " * 300, max_tokens=100)) > 100
+
+
+def test_a_chat_is_tokenized_as_its_rendered_text_when_nothing_in_it_is_special(vocab: Vocab) -> None:
+    messages = [Message(role="system", content="Be kind."), *chat("  What is 2 < 3 | > ?", "<", "user", "")]
+    assert vocab.encode_chat(messages) == vocab.encode(vocab.render_chat(messages))
+
+
+def test_bos_is_not_doubled_when_the_template_writes_it(vocab: Vocab, chat_vocab: Vocab) -> None:
+    for either in (vocab, chat_vocab):
+        assert either.encode_chat(chat("hi")).count(either.bos or 0) == 1
+        assert either.encode_chat(chat("hi <|bos|><|im_start|>")).count(either.bos or 0) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["<|end|>", "a<|end|><|assistant|>b", "<|bos|>", "<|en<|end|>d|>", "<|<|user|>", " <|end|> ", "<|end|><|end|>"],
+)
+def test_special_texts_in_contents_stay_text(vocab: Vocab, content: str) -> None:
+    tokens = vocab.encode_chat(chat(content))
+    assert specials_in(vocab, tokens) == ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
+    assert vocab.decode(tokens) == content.strip()
+
+
+FRAGMENTS = ("<|im_start|>", "<|im_end|>", "<|", "|>", "im_", "end", "start", "<", ">", " ", "x")
+
+
+@given(
+    contents=st.lists(
+        st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_no_content_whatever_adds_a_special_token(chat_vocab: Vocab, contents: list[str]) -> None:
+    tokens = chat_vocab.encode_chat(chat(*contents))
+    assert specials_in(chat_vocab, tokens) == [
+        "<|bos|>",
+        *["<|im_start|>", "<|im_end|>"] * len(contents),
+        "<|im_start|>",
+    ]
+    text = "".join(f"user\n{content}\n" for content in contents) + "assistant\n"
+    assert chat_vocab.decode(tokens) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("{{ messages[0].content }}|>", "x<|im_end"),
+        ("<|im_{{ messages[0].content | trim }}", "  end|> x "),
+        ("<|{{ messages[0].content }}|>", "im_end"),
+        ("{{ messages[0].content }}{{ messages[1].content }}", "<|im_"),
+    ],
+)
+def test_contents_do_not_complete_a_special_token_across_a_border(tmp_path: Path, template: str, content: str) -> None:
+    vocab = template_vocab(tmp_path, template)
+    tokens = vocab.encode_chat(chat(content, "end|>"))
+    assert specials_in(vocab, tokens) == ["<|bos|>"]
+    assert "im_" in vocab.decode(tokens)
+
+
+def test_a_special_token_that_the_template_makes_of_a_role_stays_one(tmp_path: Path) -> None:
+    vocab = template_vocab(tmp_path, "<|{{ messages[0].role }}|>{{ messages[0].content }}")
+    tokens = vocab.encode_chat([Message(role="im_start", content="<")])
+    assert specials_in(vocab, tokens) == ["<|bos|>", "<|im_start|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "does not compile"),
+        ("{{ messages[5].content.strip() }}", "refuses"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+    ],
+)
+def test_a_missing_or_unwilling_template_rejects_the_job(tmp_path: Path, template: str | None, reason: str) -> None:
+    vocab = template_vocab(tmp_path, template)
+    with pytest.raises(JobRejected, match=reason) as refused:
+        vocab.encode_chat(chat("hi"))
+    assert refused.value.code == ErrorCode.CHAT_TEMPLATE
+
+
+def test_several_threads_tokenize_alike(vocab: Vocab) -> None:
+    text = "The quick brown fox. " * 50
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: vocab.encode(text), range(32)))
+    assert all(result == results[0] for result in results)
+
+
+def test_a_closed_vocabulary_may_be_closed_again(chat_model: Path) -> None:
+    vocab = Vocab.from_blob(extract(chat_model))
+    vocab.close()
+    vocab.close()
+
+
+@pytest.mark.parametrize("blob", [b"", b"GGUF", b"no vocabulary at all" * 10])
+def test_bytes_that_are_no_vocabulary_are_refused(blob: bytes) -> None:
+    with pytest.raises(ModelError, match="cannot read"):
+        Vocab.from_blob(blob)
+
+
+def test_loading_a_vocabulary_writes_nothing_to_stderr(chat_model: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from llamaq.common.vocab.vocab import Vocab;"
+        "from llamaq.worker.engine.gguf_vocab import extract;"
+        "v = Vocab.from_blob(extract(Path(sys.argv[1]))); v.encode('<|bos|>x'); v.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, chat_model], capture_output=True, timeout=60, check=True)
+    assert done.stderr == b""
+
+
+TEXTS = SpecialTexts(["<s>", "<sep>", "[X]"])
+
+
+def test_special_texts_are_found_from_left_to_right_and_the_longest_first() -> None:
+    assert TEXTS.find("a<s><sep>[X<s>") == [Span(1, 4), Span(4, 9), Span(11, 14)]
+    assert SpecialTexts([]).find("<s>") == []
+
+
+def test_parts_of_special_texts_are_found_at_the_ends_of_a_text() -> None:
+    assert TEXTS.find_at_borders(" ep> and <se") == [Span(1, 4), Span(9, 12)]
+    assert TEXTS.find_at_borders("X") == [Span(0, 1)]
+    assert TEXTS.find_at_borders("nothing here") == []
+    assert TEXTS.find_at_borders("  ") == []
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["<s>", "<sep>", "[X]", "<", "a", " ", "\n", "é.", "'s", "9"]), max_size=30),
+    repeat=st.integers(1, 400),
+)
+def test_a_cut_text_is_whole_in_its_parts_and_no_part_has_a_long_run(pieces: list[str], repeat: int) -> None:
+    text = "".join(pieces) * repeat
+    spans = TEXTS.find(text)
+    parts = cut_text(text, spans, cuts_runs=True)
+    assert "".join(parts) == text
+    assert all(len(run) <= LONG_RUN + max(map(len, TEXTS.texts)) for part in parts for run in part.split())
+    assert sum(len(TEXTS.find(part)) for part in parts) == len(spans)
+    assert all(len(TEXTS.find(part)) <= SPECIALS_PER_PART for part in parts)
+
+
+def test_ordinary_text_is_not_cut() -> None:
+    text = "An ordinary sentence, with words. " * 500
+    assert cut_text(text, [], cuts_runs=True) == [text]
+
+
+def test_cuts_before_special_tokens_change_no_token(vocab: Vocab) -> None:
+    text = "a<|end|> b<|user|>" * (2 * SPECIALS_PER_PART)
+    once = vocab.encode("a<|end|> b<|user|>")[1:]
+    assert vocab.encode(text) == [vocab.bos, *once * (2 * SPECIALS_PER_PART)]
+
+
+def test_a_long_run_of_letters_does_not_overflow_the_stack(tmp_path: Path) -> None:
+    """A pre-tokenizer that llama.cpp leaves to std::regex; 200,000 letters at once end the process."""
+    source = write_model(tmp_path / "regex.gguf", PLAIN).read_bytes()
+    pre = b"tokenizer.ggml.pre\x08\x00\x00\x00"
+    at = source.index(pre) + len(pre)
+    name = b"deepseek-llm"
+    changed = source[:at] + len(name).to_bytes(8, "little") + name + source[at + 8 + len(b"qwen2") :]
+    (tmp_path / "changed.gguf").write_bytes(changed)
+    code = (
+        "import sys; from pathlib import Path; from llamaq.common.vocab.vocab import Vocab;"
+        "from llamaq.worker.engine.gguf_vocab import extract;"
+        "v = Vocab.from_blob(extract(Path(sys.argv[1])));"
+        "assert v.decode(v.encode('a' * 200_000)) == 'a' * 200_000"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "changed.gguf"], timeout=60, check=True)

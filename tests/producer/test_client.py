@@ -1,0 +1,439 @@
+"""The asyncio client on a real Redis, with a worker that has no model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing, suppress
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from llamaq.common.protocol.job_request import Message
+from llamaq.common.protocol.keys import JobId
+from llamaq.producer import (
+    AsyncClient,
+    Chunk,
+    FinishReason,
+    InvalidRequest,
+    InvalidSettings,
+    JobFailed,
+    JobNotFound,
+    JobState,
+    NoWorker,
+    Priority,
+    ProtocolError,
+    QueueDepth,
+    QueueFull,
+    ResultTimeout,
+)
+from llamaq.producer.testing import FakeAttempt, FakeWorker
+
+
+async def until_cancelled(attempt: FakeAttempt) -> None:
+    """Play a worker that notices a cancellation at its next flush."""
+    while (await attempt.emit([], "")).code != "cancel":  # noqa: ASYNC110  # as a worker polls
+        await asyncio.sleep(0.01)
+    await attempt.finish(FinishReason.CANCELLED)
+
+
+async def test_generate_submits_without_events_and_returns_the_result(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        waiting = asyncio.create_task(client.generate("hello", max_tokens=7, seed=5, metadata={"user": "u1"}))
+        attempt = await worker.start_next()
+        assert attempt.request.prompt == "hello"
+        assert (attempt.request.max_tokens, attempt.request.stream) == (7, False)
+        await attempt.answer(["a", "b", "c"])
+        result = await waiting
+        assert (result.text, result.tokens, result.finish_reason) == ("abc", (0, 1, 2), FinishReason.STOP)
+        assert (result.seed, result.metadata, result.job_id) == (5, {"user": "u1"}, attempt.claim.job_id)
+        assert result.stats.generated_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stream_joined_is_the_result_with_and_without_events(redis_url: str, queue: str, stream: bool) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        serving = asyncio.create_task(worker.serve(lambda _: ["é", "", "ßø", "d"]))
+        chunks = [chunk async for chunk in client.stream("x", stream=stream)]
+        assert "".join(chunk.text for chunk in chunks) == "éßød"
+        assert [token for chunk in chunks for token in chunk.tokens] == [0, 1, 2, 3]
+        assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+        assert [chunk.offset for chunk in chunks] == ([0, 1, 2, 3] if stream else [0])
+        serving.cancel()
+
+
+async def test_every_form_of_prompt_reaches_the_worker(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        chat = [{"role": "user", "content": "hi"}]
+        await client.submit("text")
+        await client.submit(tokens=[1, 2, 3])
+        await client.submit(messages=chat)
+        await client.submit(messages=[Message(role="user", content="hi")])
+        seen = [(await worker.start_next()).request for _ in range(4)]
+        assert seen[0].prompt == "text"
+        assert seen[1].tokens == (1, 2, 3)
+        assert seen[2].messages == seen[3].messages == (Message(role="user", content="hi"),)
+
+
+async def test_the_token_and_chat_variants_generate_and_stream(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        serving = asyncio.create_task(worker.serve(lambda request: [str(request.tokens or request.messages)]))
+        by_tokens = (await client.generate_tokens([4, 5])).text
+        assert by_tokens == "(4, 5)"
+        assert [chunk.text async for chunk in client.stream_tokens([4, 5])] == [by_tokens]
+        by_chat = (await client.chat([{"role": "user", "content": "hi"}])).text
+        assert "content='hi'" in by_chat
+        assert [chunk.text async for chunk in client.stream_chat([{"role": "user", "content": "hi"}])] == [by_chat]
+        serving.cancel()
+
+
+async def test_a_missing_seed_is_drawn_and_returned(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        serving = asyncio.create_task(worker.serve(lambda _: ["x"]))
+        first, second = await asyncio.gather(client.generate("x"), client.generate("x", seed=None))
+        assert first.seed != second.seed
+        serving.cancel()
+
+
+async def test_a_bad_parameter_is_refused_before_anything_is_sent(queue: str) -> None:
+    async with AsyncClient("redis://localhost:1", queue) as client:  # nobody listens there
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            await client.generate("x", max_tokens=0)
+        with pytest.raises(InvalidRequest, match="top_p"):
+            client.stream("x", top_p=2)
+        with pytest.raises(InvalidRequest, match="exactly one"):
+            await client.submit("x", tokens=[1])
+        with pytest.raises(InvalidRequest, match="exactly one"):
+            await client.submit()
+        with pytest.raises(InvalidRequest, match="role"):
+            await client.chat([{"role": "USER!", "content": "x"}])
+        with pytest.raises(InvalidRequest, match="not a job id"):
+            client.job("default.0.x")
+        with pytest.raises(InvalidRequest, match="Unicode"):
+            await client.submit("\ud800")
+
+
+async def test_a_request_larger_than_the_limit_is_refused(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, max_request_bytes=2048) as client:
+        with pytest.raises(InvalidRequest, match="max_request_bytes=2048"):
+            await client.submit("x" * 2048)
+        await client.submit("x" * 1500)
+
+
+def test_bad_settings_name_the_flag() -> None:
+    with pytest.raises(InvalidSettings, match="--queue"):
+        AsyncClient(queue="a b")
+    with pytest.raises(InvalidSettings, match="--redis-url"):
+        AsyncClient("http://localhost")
+
+
+async def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMAQ_QUEUE", "from-environment")
+    async with AsyncClient() as client, AsyncClient(queue="given") as other:
+        assert (client.queue, other.queue) == ("from-environment", "given")
+        assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
+
+
+async def test_generate_raises_no_worker_when_nobody_serves_the_queue_and_cancels(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        with pytest.raises(NoWorker, match=queue):
+            await client.generate("hello", timeout=0.05)
+        assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
+        with pytest.raises(NoWorker, match=queue):
+            async for _ in client.stream("hello", timeout=0.05):
+                pass
+        assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
+
+
+async def test_generate_raises_result_timeout_when_a_worker_is_slow_and_cancels(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        with pytest.raises(ResultTimeout) as caught:
+            await client.generate("hello", timeout=0.05)
+        assert isinstance(caught.value, TimeoutError)
+        assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
+
+
+async def test_the_clients_own_timeout_is_the_default(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, timeout_s=0.05) as client:
+        job = await client.submit("hello")
+        with pytest.raises(ResultTimeout, match=r"0\.05"):
+            await job.result()
+        assert (await job.status()).state is JobState.QUEUED
+
+
+async def test_a_cancelled_task_cancels_its_job(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        waiting = asyncio.create_task(client.generate("hello"))
+        attempt = await worker.start_next()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until_cancelled(attempt)
+        assert (await client.job(attempt.claim.job_id).result()).finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_task_cancelled_during_the_submit_leaves_no_job_behind(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        for turns in range(12):
+            waiting = asyncio.create_task(client.generate("hello"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+    async with AsyncClient(redis_url, queue) as client:
+        assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
+
+
+async def test_a_stream_closed_early_cancels_its_job(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        async with aclosing(client.stream("hello")) as chunks:
+            first = asyncio.ensure_future(anext(chunks))
+            attempt = await worker.start_next()
+            await attempt.emit([7], "x")
+            assert await first == Chunk("x", (7,), 0, 0)
+        await until_cancelled(attempt)
+        assert await client.job(attempt.claim.job_id).cancel() is False
+
+
+async def test_a_reader_of_a_job_that_leaves_does_not_cancel_it(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        attempt = await worker.start_next()
+        await attempt.emit([7], "x")
+        async with aclosing(client.job(job.id).stream()) as chunks:
+            assert (await anext(chunks)).text == "x"
+        assert (await attempt.emit([8], "y")).code == "ok"
+
+
+async def test_giving_up_on_a_job_that_an_idempotency_key_shares_does_not_cancel_it(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello", idempotency_key="k")
+        attempt = await worker.start_next()
+        with pytest.raises(NoWorker):
+            await client.generate("hello", idempotency_key="k", timeout=0.05)
+        assert (await attempt.emit([1], "a")).code == "ok"
+        await attempt.finish()
+        assert (await client.generate("hello", idempotency_key="k")).job_id == job.id
+
+
+async def test_a_failed_job_raises_from_result_stream_and_generate(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        waiting = asyncio.create_task(client.generate("hello"))
+        attempt = await worker.start_next()
+        await attempt.fail("prompt_too_long", "9 tokens are too many")
+        job = client.job(attempt.claim.job_id)
+        for failing in (waiting, job.result(), anext(job.stream())):
+            with pytest.raises(JobFailed, match="9 tokens are too many") as caught:
+                await failing
+            assert (caught.value.code, caught.value.job_id) == ("prompt_too_long", job.id)
+
+
+async def test_a_job_that_fails_in_the_middle_gives_its_chunks_first(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        attempt = await worker.start_next()
+        await attempt.emit([1], "a")
+        await attempt.fail()
+        chunks = job.stream()
+        assert (await anext(chunks)).text == "a"
+        with pytest.raises(JobFailed, match="broken on purpose"):
+            await anext(chunks)
+
+
+async def test_an_unknown_job_is_not_found_whatever_is_asked(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        job = client.job(str(JobId.new(queue)))
+        for asked in (job.status(), job.result(), job.cancel(), anext(job.stream())):
+            with pytest.raises(JobNotFound, match="result_ttl_s"):
+                await asked
+
+
+async def test_a_job_deleted_under_its_readers_is_not_found(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        job = await client.submit("hello")
+        waiting = [asyncio.ensure_future(job.result()), asyncio.ensure_future(anext(job.stream()))]
+        await asyncio.sleep(0.05)  # they listen, or soon will: either way they must notice
+        await client.redis.delete(client.keys.of_job(job.id).job)
+        for one in waiting:
+            with pytest.raises(JobNotFound):
+                await one
+
+
+async def test_a_job_can_be_followed_from_another_client_by_its_id(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        attempt = await worker.start_next()
+        await attempt.answer(["a", "b"])
+        async with AsyncClient(redis_url, "another-queue") as other:
+            again = other.job(job.id)
+            assert (await again.result()).text == "ab"
+            for _ in range(2):
+                assert [chunk.text async for chunk in again.stream()] == ["a", "b"]
+
+
+async def test_cancelling_a_waiting_job_gives_an_empty_result(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        job = await client.submit("hello", seed=3, metadata={"n": 1})
+        assert await job.cancel() is True
+        assert await client.cancel(job.id) is False
+        result = await job.result()
+        assert (result.text, result.tokens, result.finish_reason) == ("", (), FinishReason.CANCELLED)
+        assert (result.seed, result.metadata) == (3, {"n": 1})
+        assert [chunk async for chunk in job.stream()] == []
+
+
+async def test_a_job_cancelled_between_two_attempts_keeps_what_it_generated(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        attempt = await worker.start_next()
+        await attempt.emit([1, 2], "ab")
+        await attempt.emit([3], "c")
+        await worker.scripts.requeue(attempt.claim, attempt.number)
+        await job.cancel()
+        result = await job.result()
+        assert (result.text, result.tokens, result.finish_reason) == ("abc", (1, 2, 3), FinishReason.CANCELLED)
+        assert "".join([chunk.text async for chunk in job.stream()]) == "abc"
+
+
+async def test_status_follows_a_job_on_its_way(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        queued = await job.status()
+        assert (queued.state, queued.attempt, queued.started_ms) == (JobState.QUEUED, 0, None)
+        assert abs((queued.submitted_ms or 0) - time.time() * 1000) < 60_000
+        attempt = await worker.start_next()
+        await attempt.emit([1, 2], "ab")
+        running = await job.status()
+        assert (running.state, running.generated_tokens, running.worker) == (JobState.RUNNING, 2, "fake")
+        await attempt.finish()
+        ended = await job.status()
+        assert (ended.state, ended.finish_reason) == (JobState.FINISHED, FinishReason.STOP)
+        assert (ended.submitted_ms or 0) <= (ended.started_ms or 0) <= (ended.finished_ms or 0)
+
+
+async def test_queue_depth_counts_all_partitions_and_priorities(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, partitions=3) as client:
+        assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
+        for number in range(12):
+            await client.submit("x", priority=Priority.BULK if number % 2 else "interactive")
+        assert await client.queue_depth() == QueueDepth(waiting=12, running=0)
+        async with FakeWorker(redis_url, queue) as worker:
+            claimed = 0
+            while await worker.claim() is not None:
+                claimed += 1
+        assert await client.queue_depth() == QueueDepth(waiting=12 - claimed, running=claimed)
+
+
+async def test_a_full_queue_refuses_with_its_depth(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        await client.redis.hset(client.keys.config(queue, 0), "max_queue", "2")
+        await client.submit("x")
+        await client.submit("x")
+        for refused in (client.submit("x"), client.generate("x"), anext(client.stream("x"))):
+            with pytest.raises(QueueFull, match="2 jobs wait") as caught:
+                await refused
+            assert (caught.value.depth, caught.value.max_queue) == (2, 2)
+
+
+async def test_workers_lists_the_living_and_forgets_the_dead(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        assert await client.workers() == ()
+        async with FakeWorker(redis_url, queue, name=f"{queue}-b") as one:
+            await one.announce(now_ms=5)
+        async with FakeWorker(redis_url, queue, name=f"{queue}-a") as two:
+            await two.announce(now_ms=6)
+        await client.redis.zadd(client.keys.workers(queue), {"dead": 1})
+        await client.redis.hset(client.keys.worker(f"{queue}-strange"), "worker", b"\xc1")
+        await client.redis.zadd(client.keys.workers(queue), {f"{queue}-strange": 1})
+        listed = await client.workers()
+        assert [worker.card.worker for worker in listed] == [f"{queue}-a", f"{queue}-b"]
+        assert listed[0].heartbeat_ms == 6
+        assert await client.redis.zscore(client.keys.workers(queue), "dead") is None
+
+
+async def test_stats_shows_depth_workers_and_the_last_jobs_newest_first(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        for length in (1, 2, 3):
+            await client.submit("x")
+            await (await worker.start_next()).answer(["x"] * length)
+        await client.submit("waits")
+        stats = await client.stats()
+        assert (stats.queue, stats.depth) == (queue, QueueDepth(waiting=1, running=0))
+        assert [recent.generated_tokens for recent in stats.recent] == [3, 2, 1]
+        assert [one.card.worker for one in stats.workers] == ["fake"]
+
+
+async def test_tokenizer_needs_a_worker(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        with pytest.raises(NoWorker):
+            await client.tokenizer()
+
+
+async def test_queues_and_prefixes_do_not_see_each_other(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, AsyncClient(redis_url, queue, key_prefix="other") as other:
+        job = await client.submit("x")
+        assert (await other.queue_depth()).waiting == 0
+        with pytest.raises(JobNotFound):
+            await other.job(job.id).status()
+
+
+async def test_a_redis_that_cannot_be_reached_is_an_error_at_once(queue: str, free_port: int) -> None:
+    async with AsyncClient(f"redis://127.0.0.1:{free_port}", queue) as client:
+        some = str(JobId.new(queue))
+        calls: list[Any] = [client.submit("x"), client.generate("x"), client.queue_depth(), client.job(some).result()]
+        for call in [*calls, anext(client.job(some).stream())]:
+            with pytest.raises(RedisConnectionError):
+                await call
+
+
+async def test_hundreds_of_calls_at_once_share_a_few_connections(redis_url: str, queue: str) -> None:
+    async def connections() -> int:
+        clients: Any = await client.redis.client_list()
+        return len([one for one in clients if one["name"] == "llamaq-client"])
+
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        before = await connections()  # of other tests' clients, but for one
+        serving = asyncio.create_task(worker.serve(lambda request: [request.prompt or ""]))
+        results = await asyncio.gather(*(client.generate(f"job {number}") for number in range(200)))
+        assert [result.text for result in results] == [f"job {number}" for number in range(200)]
+        assert await connections() - before <= 40
+        serving.cancel()
+
+
+async def test_closing_sends_the_cancellations_that_are_on_their_way(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        waiting = asyncio.create_task(client.generate("hello"))
+        while (await client.queue_depth()).waiting == 0:  # noqa: ASYNC110  # Redis tells nobody
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+    async with AsyncClient(redis_url, queue) as client:
+        assert (await client.queue_depth()).waiting == 0
+
+
+async def test_repr_shows_live_state(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        assert repr(client) == f"<AsyncClient queue='{queue}' <Subscriber channels=0 confirmed=0>>"
+        job = await client.submit("x")
+        assert repr(job) == f"<AsyncJob {job.id}>"
+        async with aclosing(job.stream()) as chunks:
+            first = asyncio.ensure_future(anext(chunks))
+            await (await worker.start_next()).emit([1], "a")
+            await first
+            assert repr(client.subscriber) == "<Subscriber channels=1 confirmed=1>"
+        assert repr(client.subscriber).startswith("<Subscriber channels=0")
+
+
+async def test_a_result_that_another_version_wrote_is_a_protocol_error_not_a_crash(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("x")
+        await (await worker.start_next()).answer(["a"])
+        await client.redis.hset(client.keys.of_job(job.id).job, "output", b"\xc1")
+        with pytest.raises(ProtocolError):
+            await job.result()

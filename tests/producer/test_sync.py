@@ -1,0 +1,288 @@
+"""The client for threads: the same as the asyncio one, from any thread, and without traces."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from llamaq.producer import (
+    AsyncClient,
+    AsyncJob,
+    Client,
+    FinishReason,
+    InvalidRequest,
+    InvalidSettings,
+    Job,
+    JobFailed,
+    JobNotFound,
+    JobState,
+    NoWorker,
+    QueueDepth,
+    ResultTimeout,
+)
+from llamaq.producer.testing import FakeWorker, serving
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def served(redis_url: str, queue: str) -> Iterator[Client]:
+    """A client whose jobs are answered: each with the words of its prompt."""
+    with (
+        serving(redis_url, queue, lambda request: (request.prompt or "chat").split(" ")),
+        Client(redis_url, queue) as client,
+    ):
+        yield client
+
+
+_of_others: set[threading.Thread] = set()
+"""Threads of clients that other tests' fixtures keep open."""
+
+
+@pytest.fixture(autouse=True)
+def know_the_others() -> None:
+    _of_others.clear()
+    _of_others.update(client_threads())
+
+
+def client_threads() -> list[threading.Thread]:
+    named = [thread for thread in threading.enumerate() if thread.name == "llamaq-client"]
+    return [thread for thread in named if thread not in _of_others]
+
+
+def public_methods(kind: type) -> dict[str, Callable[..., object]]:
+    return {name: value for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
+
+
+@pytest.mark.parametrize(("blocking", "asynchronous"), [(Client, AsyncClient), (Job, AsyncJob)])
+def test_both_clients_have_the_same_methods_with_the_same_parameters(blocking: type, asynchronous: type) -> None:
+    ours, theirs = public_methods(blocking), public_methods(asynchronous)
+    theirs = {"close" if name == "aclose" else name: method for name, method in theirs.items()}
+    assert ours.keys() == theirs.keys()
+    for name, method in {**ours, "__init__": blocking.__init__}.items():  # type: ignore[misc]
+        other = asynchronous.__init__ if name == "__init__" else theirs[name]  # type: ignore[misc]
+        left, right = inspect.signature(method), inspect.signature(other)
+        same_client = {"client"} if blocking is Job else set()
+        assert [(p.name, p.kind, p.default) for p in left.parameters.values()] == [
+            (p.name, p.kind, p.default) for p in right.parameters.values()
+        ]
+        for parameter in left.parameters.keys() - same_client:
+            assert left.parameters[parameter].annotation == right.parameters[parameter].annotation
+
+
+def test_each_way_to_generate_gives_the_same(served: Client) -> None:
+    result = served.generate("one two three", seed=4)
+    assert (result.text, result.seed, result.finish_reason) == ("onetwothree", 4, FinishReason.STOP)
+    assert [chunk.text for chunk in served.stream("one two")] == ["one", "two"]
+    assert served.generate_tokens([1]).text == "chat"
+    assert [chunk.text for chunk in served.stream_tokens([1])] == ["chat"]
+    messages = [{"role": "user", "content": "hi"}]
+    assert served.chat(messages).text == "chat"
+    assert [chunk.text for chunk in served.stream_chat(messages)] == ["chat"]
+
+
+def test_a_job_can_be_followed_and_attached_to_again(served: Client) -> None:
+    job = served.submit("one two")
+    assert job.is_new
+    assert job.result(timeout=10).text == "onetwo"
+    again = served.job(job.id)
+    assert [chunk.text for chunk in again.stream()] == ["one", "two"]
+    assert again.status().state is JobState.FINISHED
+    assert again.cancel() is False
+    assert served.cancel(job.id) is False
+    assert repr(again) == f"<Job {job.id}>"
+
+
+def test_snapshots(served: Client) -> None:
+    served.generate("one")
+    assert served.queue_depth() == QueueDepth(waiting=0, running=0)
+    assert [worker.card.worker for worker in served.workers()] == ["fake"]
+    assert served.stats().queue == served.queue
+
+
+def test_errors_come_through(redis_url: str, queue: str) -> None:
+    with Client(redis_url, queue) as client:
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            client.generate("x", max_tokens=0)
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            client.stream("x", max_tokens=0)
+        with pytest.raises(InvalidRequest):
+            client.job("nonsense")
+        with pytest.raises(NoWorker):
+            client.generate("x", timeout=0.05)
+        with pytest.raises(NoWorker):
+            client.tokenizer()
+        job = client.submit("x")
+        with pytest.raises(ResultTimeout):
+            job.result(timeout=0.05)
+        with pytest.raises(ResultTimeout):
+            next(job.stream(timeout=0.05))
+        with pytest.raises(JobNotFound):
+            client.job(job.id[:-4] + "0000").status()
+    with pytest.raises(InvalidSettings):
+        Client("http://localhost")
+    with pytest.raises(InvalidSettings):
+        Client(queue="a b")
+
+
+def test_a_failed_job_raises(redis_url: str, queue: str) -> None:
+    with Client(redis_url, queue) as client:
+        job = client.submit("x")
+
+        async def fail() -> None:
+            async with FakeWorker(redis_url, queue) as worker:
+                await (await worker.start_next()).fail("internal", "it broke")
+
+        asyncio.run(fail())
+        with pytest.raises(JobFailed, match="it broke"):
+            job.result()
+        with pytest.raises(JobFailed, match="it broke"):
+            list(job.stream())
+
+
+def test_many_threads_share_one_client_and_one_thread(served: Client) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda number: served.generate(f"job {number}").text, range(64)))
+        streams = list(pool.map(lambda n: [chunk.text for chunk in served.stream(f"job {n}")], range(64)))
+    assert texts == [f"job{number}" for number in range(64)]
+    assert streams == [["job", str(number)] for number in range(64)]
+    assert len(client_threads()) == 1
+
+
+def test_a_stream_left_early_cancels_its_job(redis_url: str, queue: str) -> None:
+    with Client(redis_url, queue) as client:
+        chunks = client.stream("x")
+
+        async def emit_one() -> str:
+            async with FakeWorker(redis_url, queue) as worker:
+                attempt = await worker.start_next()
+                await attempt.emit([1], "a")
+                return attempt.claim.job_id
+
+        with ThreadPoolExecutor(1) as pool:
+            emitted = pool.submit(asyncio.run, emit_one())
+            assert next(chunks).text == "a"
+            job = client.job(emitted.result())
+        assert not job.status().cancel_requested
+        chunks.close()
+        assert job.status().cancel_requested
+
+
+def test_a_stream_keeps_its_client_alive(redis_url: str, queue: str) -> None:
+    with serving(redis_url, queue, lambda _: ["a", "b"]):
+        chunks = Client(redis_url, queue).stream("x")
+        gc.collect()
+        assert [chunk.text for chunk in chunks] == ["a", "b"]
+
+
+def test_a_closed_client_refuses_and_leaves_no_thread(redis_url: str, queue: str) -> None:
+    client = Client(redis_url, queue)
+    assert repr(client) == f"<Client queue='{queue}' idle>"
+    client.queue_depth()
+    assert "running=0" in repr(client)
+    assert len(client_threads()) == 1
+    client.close()
+    client.close()
+    assert client_threads() == []
+    assert repr(client) == f"<Client queue='{queue}' closed>"
+    with pytest.raises(RuntimeError, match="closed"):
+        client.queue_depth()
+
+
+def test_a_forgotten_client_leaves_no_thread(redis_url: str, queue: str) -> None:
+    client = Client(redis_url, queue)
+    client.queue_depth()
+    del client
+    gc.collect()
+    assert client_threads() == []
+
+
+def test_closing_ends_the_calls_of_other_threads_and_cancels_their_jobs(redis_url: str, queue: str) -> None:
+    client = Client(redis_url, queue)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.generate, "x")
+        with Client(redis_url, queue) as other:
+            while other.queue_depth().waiting == 0:
+                assert not waiting.done()
+            client.close()
+            with pytest.raises(RuntimeError, match="closed"):
+                waiting.result()
+            assert other.queue_depth().waiting == 0
+
+
+def run_script(code: str, *args: str) -> subprocess.Popen[str]:
+    paths = os.pathsep.join(str(ROOT / portion) for portion in ("common", "producer", "worker"))
+    return subprocess.Popen(
+        [sys.executable, "-X", "dev", "-c", code, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+def test_a_process_that_forgets_to_close_ends_at_once_and_without_a_word(redis_url: str, queue: str) -> None:
+    code = """
+import sys
+from llamaq.producer import Client
+client = Client(*sys.argv[1:])
+job = client.submit("x")
+chunks = client.stream("y")
+try:
+    client.generate("z", timeout=0.01)
+except Exception as exc:
+    print(type(exc).__name__)
+"""
+    process = run_script(code, redis_url, queue)
+    out, err = process.communicate(timeout=60)
+    assert (out, err, process.returncode) == ("NoWorker\n", "", 0)
+
+
+def test_an_interrupt_cancels_the_job_that_is_waited_for(redis_url: str, queue: str) -> None:
+    code = """
+import sys
+from llamaq.producer import Client
+client = Client(*sys.argv[1:])
+try:
+    client.generate("x")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    with Client(redis_url, queue) as client:
+        process = run_script(code, redis_url, queue)
+        while client.queue_depth().waiting == 0:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert (out, err, process.returncode) == ("interrupted\n", "", 0)
+        assert client.queue_depth().waiting == 0
+
+
+def test_a_client_made_before_a_fork_works_in_parent_and_child(redis_url: str, queue: str) -> None:
+    code = """
+import os, sys
+from llamaq.producer import Client
+with Client(*sys.argv[1:]) as client:
+    before = client.submit("parent")
+    child = os.fork()
+    print(client.submit("x").status().state, before.status().state, flush=True)
+    if child:
+        _, status = os.waitpid(child, 0)
+        print(client.queue_depth().waiting, os.waitstatus_to_exitcode(status), flush=True)
+"""
+    process = run_script(code, redis_url, queue)
+    out, err = process.communicate(timeout=60)
+    assert sorted(out.splitlines()) == ["3 0", "queued queued", "queued queued"]
+    assert [line for line in err.splitlines() if "Error" in line or "Traceback" in line] == []
+    assert process.returncode == 0

@@ -1,0 +1,111 @@
+"""`client.tokenizer()`: the vocabulary that a worker published, checked before llama.cpp sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from llamaq.common.errors import LlamaqError, ModelError, ProtocolError
+from llamaq.common.protocol.job_request import Message
+from llamaq.common.vocab.vocab import Vocab
+from llamaq.producer import AsyncClient, Client, MissingExtra, NoWorker, Tokenizer
+from llamaq.producer import tokenizer as tokenizer_module
+from llamaq.producer.testing import FakeWorker
+from llamaq.worker.engine.gguf_vocab import content_hash, extract
+from llamaq.worker.engine.model_files import demo_model
+
+
+@pytest.fixture(scope="module")
+def blob() -> bytes:
+    return extract(demo_model())
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    cache: dict[str, Tokenizer] = {}
+    monkeypatch.setattr(tokenizer_module, "_cache", cache)
+    yield
+    cache.clear()
+
+
+async def publish(url: str, queue: str, packed: bytes, vocab_hash: str) -> None:
+    async with FakeWorker(url, queue) as worker:
+        await worker.announce(vocab_hash=vocab_hash)
+        await worker.redis.set(worker.keys.vocab(vocab_hash), packed, ex=60)
+
+
+def test_tokens_are_those_of_the_model(redis_url: str, queue: str, blob: bytes) -> None:
+    asyncio.run(publish(redis_url, queue, zlib.compress(blob), content_hash(blob)))
+    vocab = Vocab.from_blob(blob)
+    with Client(redis_url, queue) as client:
+        tokenizer = client.tokenizer()
+        tokens = tokenizer.encode("Once upon a time")
+        assert tokens == vocab.encode("Once upon a time")
+        assert "Once upon a time" in tokenizer.decode(tokens)
+        chat = [{"role": "user", "content": "hi"}]
+        assert tokenizer.encode_chat(chat) == vocab.encode_chat([Message(role="user", content="hi")])
+        assert repr(tokenizer) == "<Tokenizer of 'fake'>"
+        assert client.tokenizer() is tokenizer
+
+
+async def test_it_is_fetched_once_for_all_clients_of_a_process(redis_url: str, queue: str, blob: bytes) -> None:
+    vocab_hash = content_hash(blob)
+    await publish(redis_url, queue, zlib.compress(blob), vocab_hash)
+    async with AsyncClient(redis_url, queue) as client, AsyncClient(redis_url, queue) as other:
+        first = await client.tokenizer()
+        await client.redis.delete(client.keys.vocab(vocab_hash))
+        assert await other.tokenizer() is first
+
+
+def sealed(data: bytes) -> tuple[bytes, str]:
+    return zlib.compress(data), hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("packed", "vocab_hash", "error", "complaint"),
+    [
+        (b"no zlib", "0" * 64, ProtocolError, "does not decompress"),
+        (zlib.compress(b"x" * 1000)[:-8], "0" * 64, ProtocolError, "cut off"),
+        (zlib.compress(b"x" * 1000), "0" * 64, ProtocolError, "not what its hash says"),
+        (*sealed(b"x" * 4097), ProtocolError, "larger than 4096 bytes"),
+        (*sealed(b"no GGUF"), ModelError, "cannot read"),
+        (*sealed(b"GGUF" + b"\xff" * 100), ModelError, "cannot read"),
+    ],
+)
+async def test_a_vocabulary_that_is_none_is_refused(
+    redis_url: str,
+    queue: str,
+    packed: bytes,
+    vocab_hash: str,
+    error: type[LlamaqError],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "MAX_VOCAB_BYTES", 4096)
+    await publish(redis_url, queue, packed, vocab_hash)
+    async with AsyncClient(redis_url, queue) as client:
+        with pytest.raises(error, match=complaint):
+            await client.tokenizer()
+
+
+async def test_a_worker_whose_vocabulary_has_expired_is_like_none(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await worker.announce(vocab_hash="1" * 64)
+        with pytest.raises(NoWorker):
+            await client.tokenizer()
+
+
+async def test_without_llama_cpp_the_extra_is_named(
+    redis_url: str, queue: str, blob: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(redis_url, queue, zlib.compress(blob), content_hash(blob))
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.delitem(sys.modules, "llamaq.common.vocab.vocab", raising=False)
+    async with AsyncClient(redis_url, queue) as client:
+        with pytest.raises(MissingExtra, match=r"llamaq\[tokenizer\]"):
+            await client.tokenizer()

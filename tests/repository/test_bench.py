@@ -1,0 +1,159 @@
+"""Every benchmark runs to its last line, which is JSON with all that a figure needs to be compared later."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 100
+
+
+def run_quickly(name: str) -> dict[str, Any]:
+    """The last line that `bench/<name>.py --quick` prints."""
+    command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), "--quick"]
+    alone = {name: value for name, value in os.environ.items() if name != "LLAMAQ_BENCH_PEER"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=alone)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result["benchmark"] == name
+    assert result["quick"] is True
+    assert {"date", "hardware", "versions", "commit", "seed", "n_threads", "figures"} <= result.keys()
+    assert result["versions"]["llama-cpp-python"]
+    assert result["hardware"]["cores"] >= 1
+    figures: dict[str, Any] = result["figures"]
+    return figures
+
+
+def assert_spread(figures: dict[str, float]) -> None:
+    assert 0 < figures["p50"] <= figures["p95"] <= figures["p99"] <= figures["max"]
+
+
+def test_the_bare_loop_generates_with_one_and_with_several_sequences() -> None:
+    figures = run_quickly("bare_loop")
+    assert all(figures[number]["tokens_per_s"] > 0 for number in ("1", "4"))
+
+
+def test_a_single_job_gives_the_tokens_of_the_bare_loop() -> None:
+    figures = run_quickly("single_generate")
+    assert figures["same_tokens"] == figures["jobs"]
+    assert figures["stream"]["tokens"] == figures["jobs"] * figures["tokens_out"]
+    assert figures["vs_bare"] > 0
+    assert_spread(figures["stream"]["ttft_ms"])
+    assert_spread(figures["generate_latency_ms"])
+
+
+def test_concurrent_jobs_are_all_streamed_to_their_ends() -> None:
+    figures = run_quickly("worker_concurrent")
+    for number, sides in figures["jobs"].items():
+        for side in ("greedy", "sampled"):
+            assert sides[side]["tokens"] == int(number) * figures["tokens_out"]
+            assert sides[side]["vs_bare"] > 0
+            assert_spread(sides[side]["ttft_ms"])
+
+
+def test_every_strategy_meets_the_same_work() -> None:
+    figures = run_quickly("strategies")
+    for mix in ("interactive", "bulk"):
+        assert set(figures[mix]) == {"decode-maximal", "prefill-priority", "balanced"}
+        assert len({one["all"]["tokens"] for one in figures[mix].values()}) == 1
+        assert len({one["all"]["jobs"] for one in figures[mix].values()}) == 1
+        for one in figures[mix].values():
+            assert_spread(one["all"]["ttft_ms"])
+
+
+def test_text_and_token_prompts_are_compared_beside_streams() -> None:
+    figures = run_quickly("tokenize_overhead")
+    assert figures["encode_ms"] > 0
+    assert figures["text"]["all"]["tokens"] == figures["ids"]["all"]["tokens"]
+    assert figures["text"]["long"]["jobs"] == 3
+    assert "long" not in figures["alone"]
+    for side in ("alone", "text", "ids"):
+        assert figures[side]["short"]["tokens_per_s"] > 0
+        assert_spread(figures[side]["short"]["ttft_ms"])
+
+
+def test_a_turn_of_a_chat_computes_its_new_tokens_and_at_most_one_more() -> None:
+    figures = run_quickly("prefix_cache")
+    sides = figures["sides"]["llamaq"]
+    assert set(sides["on"]) == set(sides["off"]) == {"1", "2", "3", "4"}
+    for turn in ("2", "3", "4"):
+        assert sides["on"][turn]["computed_tokens"] <= figures["tokens_next"] + 1
+        assert sides["off"][turn]["computed_tokens"] == sides["off"][turn]["prompt_tokens"]
+    assert figures["targets"]["most_extra_tokens"]["is_met"]
+    assert sides["speed_up"]["mean"] > 0
+
+
+def test_what_jobs_at_once_begin_with_is_computed_once() -> None:
+    figures = run_quickly("shared_prefix")
+    for number, sides in figures["shared"]["128"].items():
+        assert sides["llamaq"]["tokens"] == int(number) * figures["tokens_out"]
+        assert 1 <= sides["llamaq"]["computed_per_distinct"] <= 1.02
+        assert_spread(sides["llamaq"]["ttft_ms"])
+
+
+def test_one_prompt_more_than_slots_is_computed_in_the_first_cycle_only() -> None:
+    figures = run_quickly("cyclic_prompts")
+    for pool in ("all_in_cells", "half_in_cells"):
+        first, second = (figures[pool]["cycles"][number]["llamaq"] for number in ("1", "2"))
+        assert first["reused"] == 0
+        assert first["computed_tokens"] == figures["prompts"] * figures["tokens_in"]
+        assert second["reused"] >= 0.95
+        assert figures[pool]["targets"]["reused"]["is_met"]
+
+
+def test_the_cost_of_the_cache_is_measured_where_nothing_is_shared() -> None:
+    figures = run_quickly("no_hits")
+    sides = figures["sides"]
+    assert {"null", "default", "held-0", "held-256"} <= set(sides)
+    for one in sides.values():
+        assert one["tokens"] == figures["jobs"] * figures["tokens_out"]
+        assert one["reused"] == 0
+        assert one["tick_ms"] > one["scheduler_ms"] > one["memory_ms"] > one["moves_ms"] > 0
+        assert 0 < one["bookkeeping_share"] < 1
+    assert sides["null"]["vs_null"] == 1
+    assert sides["null"]["cache"]["entries"] == 0
+    assert sides["held-256"]["cache"]["entries"] > sides["held-0"]["cache"]["entries"]  # what an idle worker keeps
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
+    command = [sys.executable, str(ROOT / "bench" / "worker_concurrent.py"), "--model", "demo", "--rounds", "100"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert running.stderr is not None
+        assert "at once" in running.stderr.readline()  # its first progress: everything has been started
+        children = children_of(running.pid)
+        assert len(children) >= 2  # Redis and a worker
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=TIMEOUT_S)
+    finally:
+        running.kill()
+        running.wait()
+    assert running.returncode == 130
+    assert not [pid for pid in children if is_alive(pid)]
+
+
+def children_of(parent: int) -> list[int]:
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if (fields := stat_of(pid)) and int(fields[1]) == parent]
+
+
+def is_alive(pid: int) -> bool:
+    fields = stat_of(pid)
+    return fields is not None and fields[0] != "Z"
+
+
+def stat_of(pid: int) -> list[str] | None:
+    """State, parent and more of a process, None where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,235 @@
+"""What people run llamaq from: Makefile, CI, container image and compose file, checked without Docker."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llamaq.common.settings import QueueSettings
+from llamaq.worker.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """The compose file, with its merge keys resolved."""
+    loaded = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> list[list[str]]:
+    """The instructions of the Dockerfile: name and arguments, with continued lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    text = "\n".join(lines).replace("\\\n", " ")
+    return [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def llama_requirement() -> str:
+    """The range of llama-cpp-python that the worker extra asks for."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (requirement,) = (name for name in extras["worker"] if name.startswith("llama-cpp-python"))
+    assert requirement in extras["tokenizer"]
+    assert isinstance(requirement, str)
+    return requirement
+
+
+def arguments(dockerfile: list[list[str]], instruction: str) -> list[str]:
+    return [args for name, args in dockerfile if name == instruction]
+
+
+def make(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs make in the checkout as if by hand: a make around this test run hands nothing down."""
+    inherited = {"CMAKE_ARGS", "LLAMAQ_WHEEL_CACHE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON"}
+    return subprocess.run(
+        ["make", "--no-print-directory", *args],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in inherited} | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def wheel_dir(**env: str) -> str:
+    """Where make keeps the built wheel of llama-cpp-python."""
+    database = make("--print-data-base", "--question", "help", env=env).stdout
+    found = re.search(r"^WHEEL_DIR := (.*)$", database, re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def test_compose_starts_redis_and_one_cpu_worker_by_default(compose: dict[str, Any]) -> None:
+    assert {name for name, service in compose["services"].items() if "profiles" not in service} == {"redis", "worker"}
+
+
+def test_every_service_has_a_health_check_with_all_its_limits(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert {"test", "interval", "timeout", "retries"} <= service["healthcheck"].keys(), name
+
+
+def test_redis_is_new_enough_keeps_jobs_on_disk_and_never_evicts_them(compose: dict[str, Any]) -> None:
+    redis = compose["services"]["redis"]
+    major = re.match(r"redis:(\d+)", redis["image"])
+    assert major
+    assert int(major[1]) >= 7
+    command = " ".join(redis["command"])
+    assert "--appendonly yes" in command
+    assert "--maxmemory-policy noeviction" in command
+    assert "redis:/data" in redis["volumes"]
+    assert "redis-cli ping" in redis["healthcheck"]["test"][-1]
+
+
+def test_redis_is_reachable_from_this_host_alone(compose: dict[str, Any]) -> None:
+    assert all(port.startswith("127.0.0.1:") for port in compose["services"]["redis"]["ports"])
+
+
+@pytest.mark.parametrize("name", ["worker", "worker-gpu"])
+def test_a_worker_waits_for_redis_and_is_healthy_when_its_queue_is_served(compose: dict[str, Any], name: str) -> None:
+    worker = compose["services"][name]
+    assert worker["depends_on"]["redis"]["condition"] == "service_healthy"
+    assert worker["environment"]["LLAMAQ_REDIS_URL"].startswith("redis://redis:")
+    queue = worker["command"][worker["command"].index("--queue") + 1]
+    assert worker["healthcheck"]["test"] == ["CMD", "llamaq", "health", "--queue", queue]
+    assert worker["stop_grace_period"]
+
+
+def test_the_gpu_worker_is_a_profile_that_reserves_an_nvidia_device(compose: dict[str, Any]) -> None:
+    worker = compose["services"]["worker-gpu"]
+    assert worker["profiles"] == ["gpu"]
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia"
+    assert device["capabilities"] == ["gpu"]
+    assert "-DGGML_CUDA=ON" in worker["build"]["args"]["CMAKE_ARGS"]
+
+
+def test_every_named_volume_is_declared(compose: dict[str, Any]) -> None:
+    used = {
+        volume.split(":")[0]
+        for service in compose["services"].values()
+        for volume in service["volumes"]
+        if not volume.startswith(".")
+    }
+    assert used == set(compose["volumes"])
+
+
+def test_compose_passes_only_build_arguments_that_the_dockerfile_takes(
+    compose: dict[str, Any], dockerfile: list[list[str]]
+) -> None:
+    taken = {args.split("=")[0] for args in arguments(dockerfile, "ARG")}
+    assert set(compose["services"]["worker-gpu"]["build"]["args"]) <= taken
+
+
+def test_what_the_dockerfile_copies_exists_and_is_not_ignored(dockerfile: list[list[str]]) -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copies = [args.split() for args in arguments(dockerfile, "COPY") if not args.startswith("--from")]
+    sources = {source for *sources, _ in copies for source in sources}
+    assert {"common", "producer", "worker", "pyproject.toml"} <= sources
+    assert sources <= allowed
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+
+
+def test_the_image_is_not_built_for_the_cpu_that_built_it(dockerfile: list[list[str]]) -> None:
+    (build,) = (run for run in arguments(dockerfile, "RUN") if "LLAMA_CPP_PYTHON" in run)
+    assert "-DGGML_NATIVE=OFF" in build
+    assert "GGML_NATIVE=ON" not in build
+    # a user's own arguments come last, so that they win
+    assert build.index("-DGGML_NATIVE=OFF") < build.index("${CMAKE_ARGS}")
+
+
+def test_the_image_leaves_the_same_parts_of_llama_cpp_out_as_the_makefile(dockerfile: list[list[str]]) -> None:
+    (build,) = (run for run in arguments(dockerfile, "RUN") if "LLAMA_CPP_PYTHON" in run)
+    left_out = re.compile(r"-D(LLA[A-Z_]+)=OFF|set\((LLAMA_[A-Z_]+) OFF\)")
+    assert set(left_out.findall(build)) == set(left_out.findall((ROOT / "Makefile").read_text())) != set()
+
+
+def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[str]]) -> None:
+    for command in arguments(dockerfile, "RUN"):
+        subprocess.run(["sh", "-n", "-c", command], check=True, timeout=10)
+
+
+def test_the_image_builds_the_llama_cpp_python_that_the_worker_asks_for(
+    dockerfile: list[list[str]], llama_requirement: str
+) -> None:
+    (pinned,) = (args for args in arguments(dockerfile, "ARG") if args.startswith("LLAMA_CPP_PYTHON="))
+    assert shlex.split(pinned) == [f"LLAMA_CPP_PYTHON={llama_requirement}"]
+
+
+def test_the_image_runs_a_worker_as_an_ordinary_user_with_a_health_check(dockerfile: list[list[str]]) -> None:
+    last = [name for name, _ in dockerfile][::-1].index("FROM")
+    runtime = dockerfile[-last:]
+    assert arguments(runtime, "USER") == ["llamaq"]
+    assert "useradd" in arguments(runtime, "RUN")[0]
+    assert arguments(runtime, "ENTRYPOINT") == ['["llamaq"]']
+    assert arguments(runtime, "CMD") == ['["worker", "--queue", "default"]']
+    assert '["llamaq", "health", "--queue", "default"]' in arguments(runtime, "HEALTHCHECK")[0]
+
+
+def test_the_settings_named_in_the_compose_file_exist(compose: dict[str, Any]) -> None:
+    fields = {f"LLAMAQ_{name.upper()}" for name in (*QueueSettings.model_fields, *WorkerSettings.model_fields)}
+    assert set(compose["services"]["worker"]["environment"]) <= fields
+
+
+def test_ci_runs_what_a_developer_runs() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.search(r"^make test$", script.read_text(), re.MULTILINE)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+
+
+def test_make_help_lists_every_target_that_is_not_a_file() -> None:
+    phony = {
+        name
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if line.startswith(".PHONY:")
+        for name in line.split()[1:]
+    }
+    listed = set(re.findall(r"^  make ([a-z-]+)", make("help").stdout, re.MULTILINE))
+    assert listed == phony
+    assert {"demo", "test", "venv", "lint", "types", "bench", "bench-quick", "clean", "help"} <= listed
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "bench", "bench-quick", "clean"])
+def test_the_recipe_of_each_target_expands(target: str) -> None:
+    done = make("--dry-run", target)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_built_wheel_is_kept_apart_for_other_cmake_arguments_and_outside_the_checkout(tmp_path: Path) -> None:
+    plain, again = wheel_dir(), wheel_dir()
+    assert plain == again
+    assert wheel_dir(CMAKE_ARGS="-DGGML_CUDA=ON") != plain
+    assert ROOT not in Path(plain).parents
+    assert Path(wheel_dir(LLAMAQ_WHEEL_CACHE=str(tmp_path))).parent == tmp_path
+
+
+def test_without_a_compiler_make_says_what_to_install(tmp_path: Path) -> None:
+    done = make(
+        f"BIN={Path(sys.executable).parent}",
+        f"LLAMAQ_WHEEL_CACHE={tmp_path}",
+        f"WHEEL={tmp_path}/wheel",
+        f"{tmp_path}/wheel",
+        env={"CC": "no-such-compiler"},
+    )
+    assert done.returncode != 0
+    assert "no-such-compiler" in done.stderr
+    assert "apt-get install build-essential" in done.stderr
+
+
+def test_without_a_new_enough_python_make_says_so(tmp_path: Path) -> None:
+    done = make("PYTHON=/bin/false", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/bin/python")
+    assert done.returncode != 0
+    assert "python >= 3.11" in done.stderr

@@ -1,0 +1,281 @@
+"""The README's examples run as they are written; its commands parse; its tables say what the code does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pydantic import BaseModel, ValidationError
+
+from llamaq.cli.main import build_app
+from llamaq.common.protocol.job_outcome import JobStats, Result
+from llamaq.common.protocol.job_request import JobParams, JobRequest, SamplingDefaults
+from llamaq.common.protocol.queue_state import TickStats
+from llamaq.common.settings import ClientSettings
+from llamaq.producer import Client
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
+from llamaq.worker.process.supervisor import Supervisor
+from llamaq.worker.settings import WorkerSettings, usable_cores
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+JOBS = (ROOT / "docs" / "jobs.md").read_text()
+COMMANDS = (
+    *("generate", "chat", "submit", "stream", "result", "cancel", "status", "depth", "workers", "stats", "health"),
+    *("worker", "up", "demo"),
+)
+START_TIMEOUT_S = 60.0
+MINUS = "\u2212"
+"""As the documents print it."""
+
+
+def block(name: str) -> str:
+    """The Python block that the comment `<!-- test: NAME -->` stands before."""
+    (found,) = re.findall(rf"<!-- test: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
+    return str(found)
+
+
+def run_block(name: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(compile(block(name), f"README.md, {name}", "exec"), namespace)
+    return namespace
+
+
+def table_rows(text: str, header: str) -> list[list[str]]:
+    """The cells of the table that begins with this header line."""
+    lines = text.partition(header + "\n")[2].splitlines()[1:]
+    assert lines, header
+    end = next(place for place, line in enumerate(lines) if not line.startswith("|"))
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[:end]]
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`([a-z_]+)`", cell)
+
+
+def default_of(model: type[BaseModel], name: str) -> Any:
+    return model.model_fields[name].get_default(call_default_factory=True, validated_data={})
+
+
+def read_value(text: str) -> Any:
+    """What a table's cell means: a number, a name, MiB; None for nothing in particular."""
+    text = text.strip("` ").replace(MINUS, "-")
+    if text.endswith(" MiB"):
+        return int(text.removesuffix(" MiB")) * 1024 * 1024
+    if re.fullmatch(r"-?[\d.]+", text):
+        return float(text)
+    return {"": None, "none": None, "any": None, "empty": "", "true": True, "false": False, "{}": {}}.get(text, text)
+
+
+# ---- the examples
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a Redis with a worker of the demo model on the queue that everyone has who names none."""
+    folder = tmp_path_factory.mktemp("served")
+    with EmbeddedRedis() as redis, (folder / "log").open("wb") as log:
+        supervisor = Supervisor([WorkerSettings(redis_url=redis.url, n_threads=1)], log)
+        supervisor.start()
+        try:
+            await_worker(redis.url, "default")
+            yield redis.url
+        finally:
+            supervisor.stop()
+
+
+@pytest.fixture
+def environment(served: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in [name for name in os.environ if name.startswith("LLAMAQ_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", served)
+    return served
+
+
+def await_worker(url: str, queue: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with Client(url, queue) as client:
+        while not client.workers():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_every_python_block_has_a_test() -> None:
+    assert README.count("```python") == 5
+    assert re.findall(r"<!-- test: (\w+) -->\n```python", README) == ["backend", "sync", "attach", "strategy", "cache"]
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_backend_example_streams_and_then_shows_stats(capsys: pytest.CaptureFixture[str]) -> None:
+    example = run_block("backend")
+
+    async def use() -> list[str]:
+        pieces = [piece async for piece in example["answer"]("Once upon a time")]
+        await example["client"].aclose()
+        return pieces
+
+    pieces = asyncio.run(use())
+    assert len(pieces) > 3
+    assert len("".join(pieces)) > 40
+    assert re.fullmatch(r"(stop|length) \d+ \d+\.\d+", capsys.readouterr().out.strip())
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_blocking_example_prints_a_text_and_a_story(capsys: pytest.CaptureFixture[str]) -> None:
+    run_block("sync")
+    first, _, story = capsys.readouterr().out.partition("\n")
+    assert len(first) > 10
+    assert len(story) > 40
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_example_of_attaching_prints_all_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    run_block("attach")
+    printed = capsys.readouterr().out.strip()
+    assert printed.endswith("finished")
+    assert len(printed) > 20
+    assert "." not in printed, "the stop string"
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_example_of_the_cache_shares_the_system_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    run_block("cache")
+    reused = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
+    assert reused[0] == ["0", "None"]
+    assert all(int(n_tokens) > 10 and tier in ("running", "device") for n_tokens, tier in reused[1:])
+
+
+def test_the_example_of_a_strategy_runs_in_a_worker(environment: str, tmp_path: Path) -> None:
+    (tmp_path / "my_strategies.py").write_text(block("strategy"))
+    (line,) = (line for line in commands_of(README) if "my_strategies" in line)
+    options = [*shlex.split(line)[1:], "--queue", "own-strategy", "--n-threads", "1", "--n-parallel", "2"]
+    with (tmp_path / "log").open("wb") as log:
+        worker = subprocess.Popen([Path(sys.executable).with_name("llamaq"), *options], cwd=tmp_path, stderr=log)
+    try:
+        await_worker(environment, "own-strategy")
+        with Client(environment, "own-strategy") as client:
+            jobs = [client.submit("Once upon a time", max_tokens=10, ignore_eos=True) for _ in range(12)]
+            assert [len(job.result(timeout=60).tokens) for job in jobs] == [10] * 12
+    finally:
+        worker.terminate()
+        assert worker.wait(30) == 0
+    assert "strategy.refused" not in (tmp_path / "log").read_text(), "its plans were obeyed"
+
+
+# ---- the commands
+
+
+def commands_of(text: str) -> list[str]:
+    """Every `llamaq …` in the console blocks, without comments."""
+    lines = [line for found in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in found.splitlines()]
+    parts = [part for line in lines if line.startswith("$ ") for part in line[2:].partition("  #")[0].split(" ; ")]
+    return [part.strip() for part in parts if part.strip().startswith("llamaq ")]
+
+
+def command_named(name: str) -> Any:
+    group: Any = typer.main.get_command(build_app(name))
+    return group.commands[name]
+
+
+@pytest.mark.parametrize("line", commands_of(README))
+def test_every_command_of_the_readme_parses(line: str) -> None:
+    _, name, *options = shlex.split(line)
+    command_named(name).make_context(name, options)
+
+
+def test_every_flag_that_the_documents_name_exists() -> None:
+    commands = [*map(command_named, COMMANDS), *command_named("dead").commands.values()]
+    commands += command_named("slots").commands.values()
+    known = {flag for command in commands for param in command.params for flag in (*param.opts, *param.secondary_opts)}
+    documents = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
+    lines = [line for text in documents for line in text.splitlines() if "docker compose" not in line]
+    named = {flag for line in lines for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}
+    assert len(named) >= 10
+    assert named <= known
+
+
+# ---- the tables
+
+
+def test_the_table_of_options_has_the_real_defaults() -> None:
+    rows = table_rows(README, "| option | default | |")
+    seen: set[str] = set()
+    for option, default, _ in rows:
+        names, values = names_in(option), [default] if default.startswith("`") else default.split(", ")
+        model = ClientSettings if "(client)" in option else WorkerSettings
+        assert len(names) == len(values), option
+        for name, value in zip(names, values, strict=True):
+            known = {"the demo model": None, "`n_ctx`, at most 2048": None, "the cores it may use": usable_cores()}
+            assert default_of(model, name) == known.get(value, read_value(value)), name
+            seen.add(name)
+    assert seen >= set(SamplingDefaults.model_fields)
+    assert WorkerSettings(n_ctx=1024).batch_budget == 1024
+    assert WorkerSettings().batch_budget == 2048
+
+
+def test_the_readme_names_the_fields_of_results_and_measurements() -> None:
+    (fields,) = re.findall(r"`Result\((.*?)\)`", README)
+    assert set(fields.split(", ")) == set(Result.model_fields)
+    said = README.partition("Hooks get every measurement")[2].partition("\n\n")[0]
+    tick, _, done = said.partition("`request.done`")
+    assert set(TickStats.model_fields) <= set(names_in(tick))
+    assert set(names_in(done)) == set(JobStats.model_fields)
+
+
+def test_the_table_of_parameters_is_complete_and_has_the_real_defaults() -> None:
+    rows = table_rows(JOBS, "| parameter | default | bounds | meaning |")
+    seen: set[str] = set()
+    for parameter, default, _, _ in rows:
+        for name in names_in(parameter):
+            seen.add(name)
+            real = default_of(JobRequest, name)
+            if default.startswith("worker's: "):
+                assert real is None
+                assert default_of(SamplingDefaults, name) == read_value(default.removeprefix("worker's: ")), name
+            elif default == "drawn at submit":
+                assert real is None
+            else:
+                assert (None if real in ({}, ()) and name != "metadata" else real) == read_value(default), name
+    assert seen | {"grammar_root"} == set(JobRequest.model_fields)
+    assert f"`grammar_root` (`{default_of(JobParams, 'grammar_root')}`)" in JOBS
+
+
+def test_the_bounds_of_parameters_are_the_real_ones() -> None:
+    n_checked = 0
+    for parameter, _, bounds, _ in table_rows(JOBS, "| parameter | default | bounds | meaning |"):
+        plain = bounds.replace(MINUS, "-").replace("2⁶³-1", str(2**63 - 1))
+        match = re.fullmatch(r"(above )?(-?[\d,]+)(?: and up|,? to (-?[\d,]+))", plain)
+        for name in names_in(parameter) if match else ():
+            assert match is not None
+            lowest = int(match[2].replace(",", ""))
+            assert is_accepted(name, lowest) is not bool(match[1]), name
+            assert not is_accepted(name, lowest - 1), name
+            if match[3]:
+                highest = int(match[3].replace(",", ""))
+                assert is_accepted(name, highest), name
+                assert not is_accepted(name, highest + 1), name
+            n_checked += 1
+    assert n_checked >= 11
+
+
+def is_accepted(name: str, value: int) -> bool:
+    try:
+        JobParams.model_validate({name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def test_the_table_of_stats_is_complete() -> None:
+    rows = table_rows(JOBS, "## Stats\n\n| field | |")
+    assert {name for field, _ in rows for name in names_in(field)} == set(JobStats.model_fields)

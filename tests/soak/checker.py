@@ -1,0 +1,214 @@
+"""The witness: it is told what every reader of every job saw, and says in the end what was wrong with it.
+
+It knows nothing of llamaq's own bookkeeping: it compares what was seen with what was accepted, token by token. One
+reader of each job is the store, `STORED`: what lies in Redis in the end is what everybody else must have read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+from llamaq.common.protocol.job_events import Event, Failed, Finished, Started, Tokens
+from llamaq.common.protocol.job_outcome import Result
+
+STORED = "stored"
+"""The reader that is the job's event stream in Redis."""
+RESULT = "result"
+"""The reader that is the job's result."""
+SHOWN = 5
+"""Of each kind of violation, so many are told in full."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A job whose submit was acknowledged."""
+
+    n_tokens: int | None = None
+    """How many tokens it must give; None where the model decides."""
+    text: str | None = None
+    """The text it must give; None where the model decides."""
+    ending: str | None = None
+    """What it must end with: a finish reason, or `failed CODE`; None for any finish reason."""
+    may_be_short: bool = False
+    """Somebody cancels it, so that `n_tokens` is only its most."""
+    streams: bool = True
+    """False: its tokens need not be in its events, and its result is what readers are compared with."""
+
+
+@dataclass
+class Reading:
+    """What one reader saw of one job, in order."""
+
+    events: list[Event] = field(default_factory=list)
+    is_whole: bool = True
+    """False for a reader that left early, or looks at messages that may be lost: it need not see all."""
+
+
+@dataclass
+class Verdict:
+    """What was wrong, each as one line; all empty when nothing was."""
+
+    lost: list[str] = field(default_factory=list)
+    """Accepted jobs without an end, and ends that a reader never saw."""
+    second_ends: list[str] = field(default_factory=list)
+    """A second terminal event, or anything after the first."""
+    gaps: list[str] = field(default_factory=list)
+    """A token or a character is missing, in the middle or at the end."""
+    repeats: list[str] = field(default_factory=list)
+    """A token or a character came twice."""
+    changed: list[str] = field(default_factory=list)
+    """Two readers saw different tokens or texts at the same place."""
+    wrong_ends: list[str] = field(default_factory=list)
+    """The job ended otherwise than it had to."""
+    others: list[str] = field(default_factory=list)
+    """What a scenario itself found wrong: a target missed, an entry left in the queue."""
+    n_jobs: int = 0
+    n_readings: int = 0
+    n_events: int = 0
+    n_tokens: int = 0
+    """Distinct tokens of all jobs."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many violations there are of each kind."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: len(lines) for name, lines in found.items() if isinstance(lines, list)}
+
+    @property
+    def is_clean(self) -> bool:
+        return not any(self.counts.values())
+
+    def lines(self) -> Iterator[str]:
+        """The violations, the first ones of each kind."""
+        for name in self.counts:
+            found: list[str] = getattr(self, name)
+            yield from (f"{name}: {line}" for line in found[:SHOWN])
+            if len(found) > SHOWN:
+                yield f"{name}: … and {len(found) - SHOWN} more"
+
+
+class Checker:
+    """Collects what was seen; `judge` compares."""
+
+    def __init__(self) -> None:
+        self.accepted: dict[str, Accepted] = {}
+        self._readings: dict[tuple[str, str], Reading] = defaultdict(Reading)
+        self.complaints: list[str] = []
+        """What a scenario found wrong by itself."""
+
+    def accept(self, job_id: str, **demands: int | str | bool | None) -> None:
+        """A submit was acknowledged; `demands` are the fields of `Accepted`."""
+        self.accepted[job_id] = Accepted(**demands)  # type: ignore[arg-type]
+
+    def saw(self, reader: str, job_id: str, event: Event) -> None:
+        """A reader saw an event."""
+        self._readings[reader, job_id].events.append(event)
+
+    def began(self, reader: str, job_id: str, *, is_whole: bool = True) -> None:
+        """A reader reads; said even if it never sees anything."""
+        self._readings[reader, job_id].is_whole = is_whole
+
+    def saw_result(self, job_id: str, result: Result) -> None:
+        """The result of a job: as if somebody had read it in one piece."""
+        reading = self._readings[RESULT, job_id]
+        reading.events.append(Tokens(offset=0, tokens=result.tokens, text_offset=0, text=result.text))
+        reading.events.append(Finished(finish_reason=result.finish_reason, stats=result.stats))
+
+    def complain(self, text: str) -> None:
+        """Something is wrong that is no matter of streams."""
+        self.complaints.append(text)
+
+    def n_readers(self, job_id: str) -> int:
+        """How many readers the job had, the store and the result aside."""
+        return sum(job == job_id and reader not in (STORED, RESULT) for reader, job in self._readings)
+
+    def ends_of(self, job_id: str) -> list[Finished | Failed]:
+        """The terminal events that are stored of a job."""
+        events = self.events_of(job_id)
+        return [event for event in events if isinstance(event, Finished | Failed)]
+
+    def events_of(self, job_id: str) -> list[Event]:
+        """What is stored of a job."""
+        reading = self._readings.get((STORED, job_id))
+        return reading.events if reading else []
+
+    def judge(self) -> Verdict:
+        """What was wrong with all that was seen of accepted jobs."""
+        verdict = Verdict(others=list(self.complaints), n_jobs=len(self.accepted), n_readings=len(self._readings))
+        truths = {job_id: _truth(self._truthful(job_id, of.streams)) for job_id, of in self.accepted.items()}
+        for (reader, job_id), reading in self._readings.items():
+            if job_id in truths:
+                _judge_reading(verdict, f"{job_id} {reader}", reading, truths[job_id])
+        for job_id, accepted in self.accepted.items():
+            self._judge_job(verdict, job_id, accepted, truths[job_id])
+        verdict.n_events = sum(len(reading.events) for reading in self._readings.values())
+        verdict.n_tokens = sum(len(tokens) for tokens, _ in truths.values())
+        return verdict
+
+    def _truthful(self, job_id: str, streams: bool) -> list[Event]:
+        reading = self._readings.get((STORED if streams else RESULT, job_id))
+        return reading.events if reading else []
+
+    def _judge_job(self, verdict: Verdict, job_id: str, accepted: Accepted, truth: tuple[list[int], str]) -> None:
+        ends = [_ending(event) for event in self.ends_of(job_id)]
+        if not ends:
+            verdict.lost.append(f"{job_id}: accepted, and nothing says how it ended")
+            return
+        if accepted.ending is None and ends[0].startswith("failed"):
+            verdict.wrong_ends.append(f"{job_id}: {ends[0]}")
+        elif accepted.ending not in (None, ends[0]):
+            verdict.wrong_ends.append(f"{job_id}: {ends[0]} instead of {accepted.ending}")
+        if accepted.text not in (None, truth[1]):
+            verdict.changed.append(f"{job_id}: {truth[1]!r} instead of {accepted.text!r}")
+        n_tokens, wanted = len(truth[0]), accepted.n_tokens
+        if wanted is not None and (n_tokens > wanted or (n_tokens < wanted and not accepted.may_be_short)):
+            kind = verdict.gaps if n_tokens < wanted else verdict.repeats
+            kind.append(f"{job_id}: {n_tokens} tokens in all, there should be {wanted}")
+
+
+def _ending(event: Finished | Failed) -> str:
+    return f"failed {event.code}" if isinstance(event, Failed) else event.finish_reason.value
+
+
+def _truth(events: list[Event]) -> tuple[list[int], str]:
+    """All tokens and the whole text by these events, as far as they can be put together."""
+    tokens: list[int] = []
+    text = ""
+    for event in events:
+        if isinstance(event, Tokens):
+            tokens[event.offset : event.offset + len(event.tokens)] = event.tokens
+            text = text[: event.text_offset] + event.text
+    return tokens, text
+
+
+def _judge_reading(verdict: Verdict, name: str, reading: Reading, truth: tuple[list[int], str]) -> None:
+    n_tokens = n_chars = n_ends = 0
+    tokens, text = truth
+    for event in reading.events:
+        if n_ends and not isinstance(event, Finished | Failed):
+            verdict.second_ends.append(f"{name}: {event.type} after the end")
+        if isinstance(event, Tokens):
+            _judge_place(verdict, name, event, (n_tokens, n_chars), is_whole=reading.is_whole)
+            past, past_text = event.offset + len(event.tokens), event.text_offset + len(event.text)
+            if tokens[event.offset : past] != list(event.tokens) or text[event.text_offset : past_text] != event.text:
+                verdict.changed.append(f"{name}: not what is stored from token {event.offset} on")
+            n_tokens, n_chars = max(n_tokens, past), max(n_chars, past_text)
+        elif not isinstance(event, Started):
+            n_ends += 1
+    if n_ends > 1:
+        verdict.second_ends.append(f"{name}: {n_ends} terminal events")
+    if reading.is_whole and not n_ends:
+        verdict.lost.append(f"{name}: the reader saw no end after token {n_tokens}")
+    if n_ends and reading.is_whole and (n_tokens < len(tokens) or n_chars < len(text)):
+        verdict.gaps.append(f"{name}: ended at token {n_tokens} of {len(tokens)}, character {n_chars} of {len(text)}")
+
+
+def _judge_place(verdict: Verdict, name: str, event: Tokens, past: tuple[int, int], *, is_whole: bool) -> None:
+    """Whether an event goes on where the last one ended: `past` counts the tokens and characters seen so far."""
+    n_tokens, n_chars = past
+    if is_whole and (event.offset > n_tokens or event.text_offset > n_chars):
+        verdict.gaps.append(f"{name}: token {event.offset} follows token {n_tokens - 1}")
+    if (event.tokens and event.offset < n_tokens) or (event.text and event.text_offset < n_chars):
+        verdict.repeats.append(f"{name}: token {event.offset} came again, {n_tokens} were seen")

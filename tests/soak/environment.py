@@ -1,0 +1,194 @@
+"""The processes of a soak: workers that are started, killed and replaced, in a folder of their own, and their Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from llamaq.producer import AsyncClient
+from llamaq.tools.random_gguf import PLAIN, write_model
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
+from llamaq.worker.settings import WorkerSettings
+
+CHILD = Path(__file__).with_name("child.py")
+POLL_S = 0.02
+START_TIMEOUT_S = 60.0
+CLIENT_TIMEOUT_S = 90.0
+"""A stream that is silent for so long has lost its job."""
+READY = re.compile(r"worker\.ready id=(\S+)")
+KILLED = re.compile(r"^soak\.killed point=(\S+)$", re.MULTILINE)
+
+
+async def until(look: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
+    """What `look` gives as soon as that is true; raises `TimeoutError`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (seen := look()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        await asyncio.sleep(POLL_S)
+    return seen
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """A worker that was started, and the file that it writes to."""
+
+    process: subprocess.Popen[bytes]
+    log_file: Path
+    arms: dict[str, Any]
+    killed_from_outside: bool = False
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def worker_id(self) -> str | None:
+        """What it calls itself; None before it is ready."""
+        found = READY.search(self.log)
+        return found[1] if found else None
+
+    async def ready(self) -> str:
+        """Wait until it serves; returns its id. Raises `RuntimeError` when it ends before."""
+
+        def look() -> str | None:
+            if (worker_id := self.worker_id) is None and not self.is_running and not self.killed_at:
+                raise RuntimeError(f"a worker ended with {self.process.returncode}:\n{self.log[-3000:]}")
+            return worker_id
+
+        ready: str = await until(look, f"ready:\n{self.log[-3000:]}")
+        return ready
+
+    @property
+    def killed_at(self) -> str | None:
+        """The point at which it killed itself, once it has."""
+        found = KILLED.search(self.log[-200:])
+        return found[1] if found else None
+
+    def signal(self, number: int) -> None:
+        if self.is_running:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL from outside."""
+        self.killed_from_outside = True
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """Close the lifeline, and see that it is gone."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.signal(signal.SIGKILL)  # also ends one that is stopped
+        self.process.wait()
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess pid={self.process.pid} returncode={self.process.poll()} arms={self.arms}>"
+
+
+@dataclass(eq=False)
+class Environment:
+    """A folder, a Redis, a queue, and the workers on it. Closing it ends every process and removes the folder.
+
+    Without `redis_url` it has a Redis of its own, in memory.
+    """
+
+    redis_url: str = ""
+    model: Path | None = None
+    """None: the model that ships."""
+    queue: str = field(default_factory=lambda: f"soak-{secrets.token_hex(4)}")
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of every worker that is started."""
+    workers: list[WorkerProcess] = field(default_factory=list)
+    """All that were ever started."""
+    folder: Path = field(init=False)
+    _redis: EmbeddedRedis | None = None
+
+    async def __aenter__(self) -> Self:
+        self.folder = Path(tempfile.mkdtemp(prefix="lq-soak-"))
+        if not self.redis_url:
+            self._redis = EmbeddedRedis()
+            self._redis.start()
+            self.redis_url = self._redis.url
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            worker.close()
+        if self._redis is not None:
+            self._redis.stop()
+        shutil.rmtree(self.folder)
+
+    def use_random_model(self) -> None:
+        """Serve a model of random weights from now on: tiny, fast, and it never ends by itself."""
+        self.model = write_model(self.folder / "random.gguf", PLAIN, seed=1)
+
+    def start(self, arms: dict[str, Any] | None = None, **more: Any) -> WorkerProcess:
+        """Start a worker; `more` are settings of it alone."""
+        chosen: dict[str, Any] = {
+            "redis_url": self.redis_url,
+            "queue": self.queue,
+            "model": str(self.model) if self.model else None,
+            "n_threads": 1,
+            "heartbeat_s": 0.5,
+            **self.settings,
+            **more,
+        }
+        log_file = self.folder / f"worker-{len(self.workers)}.log"
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(CHILD), json.dumps(arms or {})],
+                cwd=self.folder,
+                env={name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        worker = WorkerProcess(process, log_file, arms or {})
+        self.workers.append(worker)
+        if process.stdin is None:
+            raise RuntimeError("a worker without a standard input")
+        process.stdin.write(WorkerSettings(**chosen).model_dump_json().encode() + b"\n")
+        process.stdin.flush()
+        return worker
+
+    async def start_ready(self, count: int = 1, arms: dict[str, Any] | None = None, **more: Any) -> list[WorkerProcess]:
+        """Start workers and wait until they serve."""
+        started = [self.start(arms, **more) for _ in range(count)]
+        for worker in started:
+            await worker.ready()
+        return started
+
+    @property
+    def living(self) -> list[WorkerProcess]:
+        return [worker for worker in self.workers if worker.is_running]
+
+    def worker(self, worker_id: str) -> WorkerProcess:
+        """The process of this id, whose middle part is its pid."""
+        pid = int(worker_id.rsplit("-", 2)[1])
+        return next(worker for worker in self.workers if worker.process.pid == pid)
+
+    def client(self, url: str | None = None) -> AsyncClient:
+        """A client of the queue, by another way to Redis if `url` names one."""
+        return AsyncClient(url or self.redis_url, self.queue, timeout_s=CLIENT_TIMEOUT_S)

@@ -1,0 +1,192 @@
+"""The demo model that ships: its grammar without it, and its three abilities in llama.cpp, on the held-out share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llamaq.tools.demo_model import lexicon
+from llamaq.tools.demo_model.corpus import Mixture, draw_document
+from llamaq.tools.demo_model.dialogues import conversation
+from llamaq.tools.demo_model.evaluate import (
+    gap,
+    measure_chat,
+    measure_noise,
+    measure_recall,
+    measure_stories,
+    recall_gaps,
+    story_gaps,
+    understood,
+)
+from llamaq.tools.demo_model.grammar import BOS, END, EOS, PREFERENCE, Role, Split, generator, is_held_out, skewed
+from llamaq.tools.demo_model.laboratory import Laboratory
+from llamaq.tools.demo_model.recall import recall_document, recall_probe
+from llamaq.tools.demo_model.stories import draw_hero, story_document
+
+MODEL_FOLDER = Path(__file__).resolve().parents[2] / "worker" / "llamaq" / "worker" / "model"
+MODEL = MODEL_FOLDER / "llamaq-demo.gguf"
+EVEN = Mixture(recall=1, stories=1, dialogues=1)
+
+
+@pytest.fixture(scope="module")
+def laboratory() -> Iterator[Laboratory]:
+    with Laboratory(MODEL) as opened:
+        yield opened
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another_one() -> None:
+    texts = [draw_document(Split.TRAIN, seed, EVEN, 256).text for seed in range(50)]
+    assert texts == [draw_document(Split.TRAIN, seed, EVEN, 256).text for seed in range(50)]
+    assert len(set(texts)) == 50
+
+
+def test_no_training_text_states_a_held_out_fact() -> None:
+    fact = re.compile(rf"\b({'|'.join(lexicon.NAMES)}|I) ha(?:s|ve) an? (\w+) (\w+)[.]")
+    stated = Counter(
+        is_held_out(*triple)
+        for seed in range(400)
+        for triple in fact.findall(draw_document(Split.TRAIN, seed, EVEN, 512).text)
+    )
+    assert stated[False] > 1000
+    assert stated[True] == 0
+
+
+def test_no_hero_is_in_both_shares() -> None:
+    heroes = {split: {draw_hero(generator(split, "test", seed), split) for seed in range(600)} for split in Split}
+    assert len(heroes[Split.TRAIN]) > 100
+    assert len(heroes[Split.HELD_OUT]) > 20
+    assert not heroes[Split.TRAIN] & heroes[Split.HELD_OUT]
+
+
+def test_every_probe_asks_a_held_out_fact_that_its_prompt_states_once() -> None:
+    for seed in range(50):
+        probe = recall_probe(seed, 100)
+        name, colour, thing = probe.answer.strip(" .").replace(" an ", " a ").split(" has a ")[0], *probe.value.split()
+        assert is_held_out(name, colour, thing)
+        assert probe.prompt.count(probe.answer.strip()) == 1
+        assert probe.prompt.count(f" {name} has ") <= 1
+
+
+def test_choices_are_skewed_towards_what_their_context_prefers() -> None:
+    rng = generator(Split.TRAIN, "test")
+    (_, most), *others = Counter(skewed(rng, lexicon.PLACES, "place", "Mia") for _ in range(2000)).most_common()
+    assert most / 2000 == pytest.approx(PREFERENCE + (1 - PREFERENCE) / len(lexicon.PLACES), abs=0.04)
+    assert max(count for _, count in others) < most / 20
+
+
+def test_facts_are_not_skewed_so_that_only_the_context_tells_them() -> None:
+    things = Counter(recall_probe(seed, 20).value for seed in range(300))
+    assert things.most_common(1)[0][1] < 10
+
+
+def test_documents_begin_and_end_as_the_model_must() -> None:
+    for seed in range(30):
+        text = draw_document(Split.TRAIN, seed, EVEN, 256).text
+        assert text.startswith(BOS)
+        assert text.endswith(EOS)
+        assert text.count(BOS) == text.count(EOS) == 1
+
+
+def test_the_answers_of_a_document_weigh_most_and_stand_in_its_facts() -> None:
+    assert Role.ANSWER.value > Role.TEXT.value > Role.GIVEN.value
+    for seed in range(20):
+        _, facts, *rest = recall_document(Split.TRAIN, seed, 128).segments
+        answers = [segment.text.strip(" .") for segment in rest if segment.role is Role.ANSWER]
+        assert facts.role is Role.GIVEN
+        assert answers
+        assert sum(answer in facts.text for answer in answers) >= len(answers) / 2  # the others turn the fact round
+
+
+def test_a_conversation_asks_back_what_was_told() -> None:
+    for seed in range(20):
+        assert any(turn.recalled is not None for turn in conversation(Split.HELD_OUT, seed))
+
+
+def test_the_grammar_understands_its_own_stories_and_nothing_else() -> None:
+    for seed in range(20):
+        text = story_document(Split.HELD_OUT, seed).text.removeprefix(BOS).removesuffix(EOS)
+        assert understood(text) > 0.99
+    assert understood("am am am am tell you tell. The the cat of is.") < 0.2
+
+
+def test_the_file_is_small_loads_fast_and_has_its_context(laboratory: Laboratory) -> None:
+    assert MODEL.stat().st_size <= 8_000_000
+    assert laboratory.load_s < 1
+    assert laboratory.training_context >= 2048
+    assert 2000 <= laboratory.vocabulary_size <= 4000
+
+
+def test_any_text_survives_tokenization(laboratory: Laboratory) -> None:
+    text = "Größe, 你好 🙂\n\n  two  spaces\tand\x00 a tab; it's 12345 o'clock" + "".join(map(chr, range(1, 256)))
+    assert laboratory.text(laboratory.tokenize(text, add_bos=False)) == text
+
+
+def test_text_prompts_and_rendered_chats_begin_with_one_bos(laboratory: Laboratory) -> None:
+    (bos,) = laboratory.tokenize(BOS, add_bos=False)
+    for ids in (laboratory.tokenize("Once"), laboratory.render([{"role": "user", "content": "hi"}])):
+        assert ids[0] == bos
+        assert ids.count(bos) == 1
+
+
+def test_both_end_tokens_end_a_generation(laboratory: Laboratory) -> None:
+    for special in (END, EOS):
+        (token,) = laboratory.tokenize(special, add_bos=False)
+        assert laboratory.is_end(token)
+
+
+@pytest.mark.parametrize("distance_tokens", [50, 100, 200])
+def test_it_recalls_held_out_facts(laboratory: Laboratory, distance_tokens: int) -> None:
+    assert measure_recall(laboratory, distance_tokens, 60).share >= 0.95
+
+
+@pytest.mark.parametrize("frame", [0, 2])
+def test_it_recalls_however_the_question_is_put(laboratory: Laboratory, frame: int) -> None:
+    assert measure_recall(laboratory, 80, 40, frame).share >= 0.95
+
+
+def test_it_goes_on_with_a_story_to_its_end(laboratory: Laboratory) -> None:
+    stories = measure_stories(laboratory, 8)
+    assert all(story.ended for story in stories)
+    assert all(story.tokens >= 60 for story in stories)
+    assert sum(story.tokens for story in stories) / len(stories) >= 100
+    assert sum(story.understood for story in stories) / len(stories) >= 0.95
+    assert len({story.text for story in stories}) == len(stories)
+
+
+def test_it_answers_from_earlier_turns(laboratory: Laboratory) -> None:
+    chat = measure_chat(laboratory, 8)
+    assert chat.turns >= 3
+    assert chat.share >= 0.95
+    assert chat.ended == chat.answers
+
+
+def test_greedy_output_does_not_hang_on_the_shape_of_the_batch(laboratory: Laboratory) -> None:
+    noise = measure_noise(laboratory)
+    largest_change = max(measured.largest_gap_change for measured in noise.values())
+    assert all(measured.changed_tokens == 0 for measured in noise.values())
+    for gaps in (recall_gaps(laboratory, 100, 20), story_gaps(laboratory, 4)):
+        assert sorted(gaps)[len(gaps) // 100] > largest_change
+
+
+def test_the_prompts_of_the_demo_fit_the_model_and_get_an_answer_that_ends(laboratory: Laboratory) -> None:
+    prompts = json.loads((MODEL_FOLDER / "demo_prompts.json").read_text())
+    assert len(prompts) == 8
+    for entry in prompts:
+        chat = "messages" in entry
+        ids = laboratory.render(entry["messages"]) if chat else laboratory.tokenize(entry["prompt"])
+        answer, ended = laboratory.greedy(ids, entry["max_tokens"])
+        assert answer
+        assert ended
+        assert entry["title"]
+
+
+def test_the_gap_is_that_of_the_two_best(laboratory: Laboratory) -> None:
+    laboratory.clear()
+    (row,) = laboratory.decode([(0, laboratory.tokenize("Once upon"))])
+    best, second = sorted(row[-1])[::-1][:2]
+    assert gap(row[-1]) == pytest.approx(best - second)

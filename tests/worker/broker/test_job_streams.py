@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.redis.connect import connect
+from llamaq.worker.broker.job_streams import JobStreams
+
+INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
+
+
+@asynccontextmanager
+async def opened(redis_url: str, queue: str, partitions: int) -> AsyncIterator[tuple[Redis, JobStreams]]:
+    redis = connect(redis_url, name="test-streams")
+    streams = JobStreams(redis, Keys(), queue=queue, partitions=partitions, consumer="me")
+    await streams.open()
+    try:
+        yield redis, streams
+    finally:
+        await redis.aclose()
+
+
+async def add(redis: Redis, queue: str, partition: int, priority: Priority, count: int) -> None:
+    for number in range(count):
+        await redis.xadd(Keys().jobs(queue, partition, priority), {"id": f"{partition}-{number}"})
+
+
+def counts(found: list[tuple[str, list[Any]]]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for stream, entries in found:
+        name = stream.partition("{")[2].rpartition(":")
+        key = f"{name[0].partition('}')[0].rpartition(':')[2]} {name[2]}"
+        totals[key] = totals.get(key, 0) + len(entries)
+    return totals
+
+
+async def test_no_more_is_read_than_asked_for_though_redis_counts_for_each_stream(redis_url: str, queue: str) -> None:
+    async with opened(redis_url, queue, 3) as (redis, streams):
+        for partition in range(3):
+            await add(redis, queue, partition, INTERACTIVE, 4)
+            await add(redis, queue, partition, BULK, 4)
+        assert sum(counts(await streams.read(5)).values()) == 5
+        assert sum(counts(await streams.read(2)).values()) == 2
+        # The rest of the interactive ones before any other, wherever they lie.
+        last = counts(await streams.read(6))
+        assert sum(n for name, n in last.items() if name.endswith("interactive")) == 5
+        assert sum(last.values()) == 6
+        assert sum(counts(await streams.read(100)).values()) == 11
+        assert await streams.read(100) == []
+
+
+async def test_one_full_partition_fills_the_worker_and_a_small_room_sees_all_partitions(
+    redis_url: str, queue: str
+) -> None:
+    async with opened(redis_url, queue, 4) as (redis, streams):
+        await add(redis, queue, 2, BULK, 9)
+        assert counts(await streams.read(8)) == {"2 bulk": 8}
+        assert counts(await streams.read(1)) == {"2 bulk": 1}
+
+
+async def test_partitions_take_turns(redis_url: str, queue: str) -> None:
+    async with opened(redis_url, queue, 4) as (redis, streams):
+        for partition in range(4):
+            await add(redis, queue, partition, INTERACTIVE, 3)
+        seen: dict[str, int] = {}
+        for _ in range(12):
+            for name, n in counts(await streams.read(1)).items():
+                seen[name] = seen.get(name, 0) + n
+        assert seen == {f"{partition} interactive": 3 for partition in range(4)}
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+async def test_a_silent_workers_entry_is_found_behind_many_that_are_well(
+    redis_url: str, queue: str, partitions: int
+) -> None:
+    async with opened(redis_url, queue, partitions) as (redis, streams):
+        await add(redis, queue, 0, INTERACTIVE, 40)
+        stream = Keys().jobs(queue, 0, INTERACTIVE)
+        await redis.xreadgroup(GROUP, "well", {stream: ">"}, count=39)
+        reply: Any = await redis.xreadgroup(GROUP, "silent", {stream: ">"})
+        entry = reply[0][1][0][0]
+        assert await streams.reclaim(1, 60_000) == []
+        await redis.xclaim(stream, GROUP, "silent", 0, [entry], idle=61_000, justid=True)
+        assert await streams.reclaim(1, 60_000) == [(stream, [(entry, {b"id": b"0-39"})])]
+        assert await streams.reclaim(1, 60_000) == []
+
+
+async def test_groups_that_somebody_deleted_are_made_again(redis_url: str, queue: str) -> None:
+    async with opened(redis_url, queue, 1) as (redis, streams):
+        for read in (streams.read(1), streams.reclaim(1, 1000)):
+            await redis.delete(*(Keys().jobs(queue, 0, priority) for priority in Priority))
+            assert await read == []
+        await add(redis, queue, 0, INTERACTIVE, 1)
+        assert counts(await streams.read(1)) == {"0 interactive": 1}

@@ -1,0 +1,366 @@
+"""The worker's writing end on a real Redis: checkpoints, hand-backs, and what happens when Redis takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+from redis.exceptions import ResponseError
+
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Failed, Started, Tokens
+from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
+from llamaq.common.protocol.keys import GROUP
+from llamaq.common.protocol.scripts import Attempt, Claim, Scripts
+from llamaq.common.redis.redis_errors import is_full
+from llamaq.producer import AsyncClient, AsyncJob, JobFailed
+from llamaq.producer.testing import FakeWorker
+from llamaq.worker.broker.job_progress import Checkpoints
+from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
+
+NEVER = Checkpoints(tokens=10**6, every_s=10**6)
+AT_ONCE = Checkpoints(tokens=10**6, every_s=0.0)
+
+
+@dataclass
+class Engine:
+    """What the outbox tells the engine thread."""
+
+    cancelled: list[str] = field(default_factory=list)
+    released: list[tuple[str, int]] = field(default_factory=list)
+    finished: list[JobStats] = field(default_factory=list)
+
+    def cancel(self, job_id: str) -> None:
+        self.cancelled.append(job_id)
+
+    def release(self, job_id: str, attempt: int) -> None:
+        self.released.append((job_id, attempt))
+
+    async def record(self, stats: JobStats) -> None:
+        self.finished.append(stats)
+
+
+@dataclass
+class Desk:
+    """An outbox on a queue with a client, and a worker that claims for it."""
+
+    client: AsyncClient
+    worker: FakeWorker
+    outbox: Outbox
+    engine: Engine
+    streams: bool
+
+    async def begin(self) -> tuple[AsyncJob, Job]:
+        """Submit a job, and start it here."""
+        job = await self.client.submit("hello", stream=self.streams)
+        attempt = await self.worker.start_next()
+        lease = Lease(job.id, 0, attempt.claim.stream, attempt.claim.entry_id, attempt.number)
+        nothing = cast(Any, None)
+        running = Job(lease, attempt.request, [1], sampler=nothing, detokenizer=nothing)
+        self.outbox.hold(lease, 0)
+        assert self.outbox.open(running, [])
+        return job, running
+
+    async def put(self, job: Job, *tokens: int) -> None:
+        """The engine generated these tokens, whose text is a letter each."""
+        self.outbox.put([NewToken(job, token, chr(ord("a") + token % 26)) for token in tokens])
+        await asyncio.sleep(0)
+
+    async def end(self, job: Job, n_tokens: int) -> None:
+        stats = JobStats(generated_tokens=n_tokens)
+        self.outbox.put([JobEnded(job, stats, reason=FinishReason.LENGTH)])
+        await asyncio.sleep(0)
+
+    async def events(self, job: AsyncJob) -> list[Any]:
+        return (await self._look(job))[0]
+
+    async def stored(self, job: AsyncJob) -> list[int]:
+        """The tokens of its events, whose offsets have neither gap nor repeat, and as many as its hash says."""
+        events, generated = await self._look(job)
+        tokens: list[int] = []
+        for event in events:
+            if isinstance(event, Tokens):
+                assert event.offset == len(tokens) == event.text_offset
+                tokens += event.tokens
+                assert len(event.text) == len(event.tokens)
+        assert generated == len(tokens)
+        return tokens
+
+    async def _look(self, job: AsyncJob) -> tuple[list[Any], int]:
+        """Its events, and the number of tokens that its hash has at the same moment."""
+        keys = self.client.keys.of_job(job.id)
+        look = "return {redis.call('XRANGE', KEYS[1], '-', '+'), redis.call('HGET', KEYS[2], 'generated')}"
+        entries, generated = await cast(Any, self.client.redis.eval(look, 2, keys.events, keys.job))
+        return [codec.decode_event(fields[1]) for _, fields in entries], int(generated)
+
+
+@asynccontextmanager
+async def desk(
+    url: str, queue: str, *, checkpoints: Checkpoints = NEVER, streams: bool = True, lease_s: float = 1000.0
+) -> AsyncIterator[Desk]:
+    async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
+        engine = Engine()
+        outbox = Outbox(
+            Scripts(worker.redis, worker.keys),
+            worker.name,
+            engine,
+            lease_s=lease_s,
+            disconnect_s=1000.0,
+            checkpoints=checkpoints,
+            is_alive=lambda: True,
+            on_finished=engine.record,
+        )
+        yield Desk(client, worker, outbox, engine, streams)
+
+
+# jobs without per-token events
+
+
+async def test_a_job_without_per_token_events_is_stored_every_so_many_tokens(redis_url: str, queue: str) -> None:
+    async with desk(redis_url, queue, checkpoints=Checkpoints(4, 10**6), streams=False) as at:
+        job, running = await at.begin()
+        for number in range(11):
+            await at.put(running, number)
+            await at.outbox.flush()
+            assert len(await at.stored(job)) == (number + 1) // 4 * 4
+        assert await at.stored(job) == list(range(8))
+        await at.end(running, 11)
+        await at.outbox.flush()
+        result = await job.result()
+        assert (result.text, result.tokens) == ("abcdefghijk", tuple(range(11)))
+        assert "".join([chunk.text async for chunk in job.stream()]) == result.text
+
+
+async def test_a_job_without_per_token_events_is_stored_every_so_many_seconds(redis_url: str, queue: str) -> None:
+    async with desk(redis_url, queue, checkpoints=AT_ONCE, streams=False) as at:
+        job, running = await at.begin()
+        await at.outbox.flush()
+        assert [event.type for event in await at.events(job)] == ["started"], "a checkpoint of nothing is none"
+        await at.put(running, 0, 1, 2)
+        await at.outbox.flush()
+        assert await at.stored(job) == [0, 1, 2]
+
+
+async def test_checkpoints_are_stored_and_not_published(redis_url: str, queue: str) -> None:
+    async with desk(redis_url, queue, checkpoints=AT_ONCE, streams=False) as at, at.client.redis.pubsub() as pubsub:
+        job, running = await at.begin()
+        await pubsub.subscribe(at.client.keys.of_job(job.id).channel)
+        await pubsub.get_message(timeout=5)
+        await at.put(running, 0, 1)
+        await at.outbox.flush()
+        await at.put(running, 2)
+        await at.end(running, 3)
+        await at.outbox.flush()
+        message = await pubsub.get_message(timeout=5)
+        assert message is not None
+        assert codec.decode_event(message["data"]).type == "finished"
+
+
+@pytest.mark.parametrize("way", ["give_up", "close"])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_what_was_generated_is_stored_before_a_job_is_handed_back(
+    redis_url: str, queue: str, streams: bool, way: str
+) -> None:
+    async with desk(redis_url, queue, streams=streams) as at:
+        job, running = await at.begin()
+        await at.put(running, 0, 1, 2)
+        if way == "give_up":
+            at.outbox.give_up([running])
+            await asyncio.sleep(0)
+            await at.outbox.flush()
+        else:
+            await at.outbox.close()
+        assert at.outbox.n_open == 0
+        assert await at.stored(job) == [0, 1, 2]
+        assert (await job.status()).state is JobState.QUEUED
+        again = await at.worker.scripts.start(Claim(job.id, running.lease.stream, running.lease.entry_id), "other")
+        assert isinstance(again, Attempt)
+        assert again.generated == 3
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_job_is_handed_back_only_when_redis_has_all_of_it_again(
+    redis_url: str, queue: str, streams: bool
+) -> None:
+    async with desk(redis_url, queue, checkpoints=AT_ONCE, streams=streams) as at:
+        job, running = await at.begin()
+        keys = at.client.keys.of_job(job.id)
+        await at.put(running, 0, 1, 2)
+        await at.outbox.flush()
+        await at.client.redis.delete(keys.events)  # a failover to a replica that was behind
+        await at.client.redis.hset(keys.job, "generated", "0")
+        await at.put(running, 3)
+        await at.outbox.close()
+        assert await at.stored(job) == [0, 1, 2, 3]
+        assert (await job.status()).state is JobState.QUEUED
+
+
+# what lies under a job's keys
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_overwritten_events_are_that_jobs_matter_and_are_written_again(
+    redis_url: str, queue: str, streams: bool
+) -> None:
+    async with desk(redis_url, queue, checkpoints=AT_ONCE, streams=streams) as at:
+        broken, first = await at.begin()
+        sound, second = await at.begin()
+        await at.put(first, 0, 1)
+        await at.outbox.flush()
+        await at.client.redis.set(at.client.keys.of_job(broken.id).events, "not a stream")
+        await at.put(first, 2)
+        await at.put(second, 7, 8)
+        await at.outbox.flush()
+        assert [event.tokens for event in await at.events(sound) if isinstance(event, Tokens)] == [(7, 8)]
+        await at.outbox.flush()
+        assert await at.stored(broken) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_events_overwritten_before_the_end_are_written_again_with_it(
+    redis_url: str, queue: str, streams: bool
+) -> None:
+    async with desk(redis_url, queue, streams=streams) as at:
+        job, running = await at.begin()
+        await at.put(running, 0, 1)
+        await at.outbox.flush()
+        await at.client.redis.set(at.client.keys.of_job(job.id).events, "not a stream")
+        await at.put(running, 2)
+        await at.end(running, 3)
+        for _ in range(2):
+            await at.outbox.flush()
+        assert at.outbox.n_open == 0
+        chunks = [chunk async for chunk in at.client.job(job.id).stream()]
+        assert "".join(chunk.text for chunk in chunks) == (await job.result()).text == "abc"
+        assert at.engine.finished == [JobStats(generated_tokens=3)]
+
+
+async def test_a_rejected_job_ends_though_its_events_were_overwritten(redis_url: str, queue: str) -> None:
+    async with desk(redis_url, queue) as at:
+        job, running = await at.begin()
+        await at.client.redis.delete(at.client.keys.of_job(job.id).events)
+        await at.client.redis.hset(at.client.keys.of_job(job.id).events, "not", "a stream")
+        at.outbox.reject(running.lease, JobRejected(ErrorCode.INVALID_GRAMMAR, "no root"))
+        for _ in range(2):
+            await at.outbox.flush()
+        assert [type(event) for event in await at.events(job)] == [Failed]
+        with pytest.raises(JobFailed, match="no root"):
+            await job.result()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_a_job_whose_hash_was_overwritten_is_lost_alone(redis_url: str, queue: str, has_ended: bool) -> None:
+    async with desk(redis_url, queue) as at:
+        broken, first = await at.begin()
+        sound, second = await at.begin()
+        await at.client.redis.set(at.client.keys.of_job(broken.id).job, "not a hash")
+        await at.put(first, 0)
+        await at.put(second, 7, 8)
+        if has_ended:
+            await at.end(first, 1)
+        await at.outbox.flush()
+        assert await at.stored(sound) == [7, 8]
+        assert at.outbox.n_open == 1
+        assert at.engine.released == [(broken.id, 1)]
+
+
+# a full Redis
+
+
+@asynccontextmanager
+async def full(redis: Any) -> AsyncIterator[None]:
+    """Redis takes no more than it holds, for the time of the block."""
+    used = (await redis.info("memory"))["used_memory"]
+    await redis.set("ballast", b"x" * 200_000)
+    await redis.config_set("maxmemory", used + 100_000)
+    try:
+        yield
+    finally:
+        await redis.config_set("maxmemory", 0)
+
+
+@pytest.fixture
+def own_url() -> Iterator[str]:
+    """A Redis for one test: `maxmemory` is the server's."""
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_jobs_wait_while_redis_is_full_keep_their_leases_and_go_on(
+    own_url: str, queue: str, streams: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "llamaq.worker.broker.outbox")
+    async with desk(own_url, queue, checkpoints=AT_ONCE, streams=streams, lease_s=0.1) as at:
+        job, running = await at.begin()
+        ending, last = await at.begin()
+        handed, leaving = await at.begin()
+        task = asyncio.create_task(at.outbox.run())
+        await at.put(running, 0, 1)
+        await until(at.stored, job, [0, 1])
+        redis = at.client.redis
+        async with full(redis):
+            await at.put(running, 2, 3)
+            await at.put(last, 5)
+            await at.end(last, 1)
+            await at.put(leaving, 9)
+            at.outbox.give_up([leaving])
+            idle = [await idle_ms(at, running)]
+            while "redis_full" not in caplog.text or n_renewals(idle) < 3:
+                await asyncio.sleep(0.005)
+                idle.append(await idle_ms(at, running))
+            assert await at.stored(job) == [0, 1]
+            assert at.outbox.n_open == 3
+        await until(at.stored, job, [0, 1, 2, 3])
+        await until(at.stored, handed, [9])
+        assert (await ending.result(timeout=5)).tokens == (5,)
+        await cancel_tasks(task)
+        told = [record.getMessage().split()[0] for record in caplog.records if "redis" in record.getMessage()]
+        assert told == ["outbox.redis_full", "outbox.redis_is_back"], "once each, however often it was tried"
+        assert "sent_again" not in caplog.text, "nothing was stored otherwise than thought"
+        assert at.engine.released == []
+
+
+async def until(look: Callable[[AsyncJob], Awaitable[list[int]]], job: AsyncJob, wanted: list[int]) -> None:
+    """Wait until that is what is seen."""
+    async with asyncio.timeout(10):
+        while await look(job) != wanted:  # noqa: ASYNC110  # it happens in Redis
+            await asyncio.sleep(0.01)
+
+
+def n_renewals(idle: list[int]) -> int:
+    """How often the idle time went back towards nothing."""
+    return sum(after < before for before, after in pairwise(idle))
+
+
+async def idle_ms(at: Desk, job: Job) -> int:
+    lease = job.lease
+    pending: Any = await at.client.redis.xpending_range(lease.stream, GROUP, lease.entry_id, lease.entry_id, 1)
+    return int(pending[0]["time_since_delivered"])
+
+
+async def test_a_flush_that_a_full_redis_refuses_changes_nothing_and_still_tells_of_cancels(
+    own_url: str, queue: str
+) -> None:
+    async with desk(own_url, queue) as at:
+        job, running = await at.begin()
+        await job.cancel()
+        await at.put(running, 0)
+        async with full(at.client.redis):
+            with pytest.raises(ResponseError) as caught:
+                await at.outbox.flush()
+            assert is_full(caught.value)
+            assert at.engine.cancelled == [job.id]
+            assert [type(event) for event in await at.events(job)] == [Started]
+        await at.outbox.flush()
+        assert await at.stored(job) == [0]

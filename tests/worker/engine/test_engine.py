@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from llamaq.common.errors import EngineError, ErrorCode, JobRejected, ModelError
+from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.slot import Run, Slot, SlotState
+from llamaq.worker.engine import abi_check
+from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine.llama_bindings import Context, ContextOptions, Model
+from llamaq.worker.testing.fake_engine import make_job
+
+OPTIONS = ContextOptions(n_ctx=1024, n_batch=128, n_ubatch=32, n_seq_max=8, n_threads=1, n_threads_batch=1)
+CHUNK = 23
+NOISE = 0.05
+"""Share of the logits' standard deviation that the shape of a batch may move them by."""
+
+
+class Greedy:
+    """Takes the most probable token, and remembers how much more probable it was than the next."""
+
+    def __init__(self) -> None:
+        self.margins: list[float] = []
+
+    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+        assert not logits[:0].flags.owndata
+        second, first = np.partition(logits, -2)[-2:]
+        self.margins.append(float((first - second) / logits.std()))
+        return int(logits.argmax())
+
+    def close(self) -> None:
+        pass
+
+
+class Failing(Greedy):
+    """Raises at the third token."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+        if len(history) - n_prompt == 2:
+            raise self._error
+        return super().sample(logits, history, n_prompt)
+
+
+def lane(index: int, prompt: Sequence[int], sampler: Greedy | None = None) -> Slot:
+    """A slot whose sequence has its own number."""
+    job = make_job(prompt, sampler=sampler or Greedy())  # type: ignore[arg-type]
+    return Slot(index, SlotState.PREFILL, Run(job, index, list(prompt)))
+
+
+def prompt(n: int, seed: int, n_vocab: int = 500) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, n_vocab, n).tolist()
+    return tokens
+
+
+def plan(slots: Iterable[Slot], budget: int) -> Batch:
+    """Decode tokens first, then chunks as far as the budget goes."""
+    slots = list(slots)
+    decode = tuple(DecodeToken(slot) for slot in slots if slot.state is SlotState.DECODE)
+    chunks, left = [], budget - len(decode)
+    for slot in slots:
+        if slot.state is SlotState.PREFILL and left:
+            chunks.append(PrefillChunk(slot, min(left, CHUNK, slot.n_pending)))
+            left -= chunks[-1].n_tokens
+    return Batch(decode, tuple(chunks))
+
+
+def tick(engine: Engine, slots: Iterable[Slot]) -> dict[int, JobRejected]:
+    """One batch; the errors by slot index."""
+    errors = {}
+    for result in engine.run(plan(slots, engine.n_batch)):
+        run = result.slot.active
+        run.n_past = result.n_past
+        if result.error is not None:
+            errors[result.slot.index] = result.error
+        elif result.token is not None:
+            run.tokens.append(result.token)
+            result.slot.state = SlotState.DECODE
+        elif run.n_pending > 1:
+            result.slot.state = SlotState.PREFILL
+    return errors
+
+
+def generated(slot: Slot) -> list[int]:
+    return slot.active.tokens[slot.active.n_prompt :]
+
+
+def generate(engine: Engine, slots: Sequence[Slot], n: int) -> dict[int, JobRejected]:
+    """Run until every slot has `n` tokens or an error; then forget the sequences."""
+    errors: dict[int, JobRejected] = {}
+    for _ in range(50 * n):
+        waiting = [slot for slot in slots if slot.index not in errors and len(generated(slot)) < n]
+        if not waiting:
+            break
+        errors |= tick(engine, waiting)
+    else:
+        raise AssertionError("no progress")
+    for slot in slots:
+        engine.remove(slot.active.seq_id)
+    return errors
+
+
+def assert_equal_output(slot: Slot, alone: Slot) -> None:
+    """Equal tokens, up to a place where two tokens were about equally probable."""
+    margins = alone.active.job.sampler.margins  # type: ignore[attr-defined]
+    for place, (token, expected) in enumerate(zip(generated(slot), generated(alone), strict=True)):
+        if token != expected:
+            assert margins[place] < NOISE, f"token {place} differs with a margin of {margins[place]:.3f}"
+            break
+
+
+def alone(engine: Engine, tokens: Sequence[int], n: int) -> Slot:
+    slot = lane(0, tokens)
+    assert not generate(engine, [slot], n)
+    return slot
+
+
+@pytest.fixture
+def engine(any_model: Path) -> Iterator[Engine]:
+    engine = Engine(Model(any_model, n_gpu_layers=0), OPTIONS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def demo(demo_model: Path) -> Iterator[Engine]:
+    engine = Engine(Model(demo_model, n_gpu_layers=0), OPTIONS)
+    yield engine
+    engine.close()
+
+
+def poison(engine: Engine, seq_id: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let llama.cpp abort in its third micro-batch, or its last, whenever the batch has this sequence.
+
+    Returns the statuses of all decodes from now on.
+    """
+    left: list[int] = []
+    statuses: list[int] = []
+
+    def abort(_data: Any) -> bool:
+        if not left:
+            return False
+        left[0] -= 1
+        return left[0] < 0
+
+    callback = llama_cpp.ggml_abort_callback(abort)
+    decode, batch = engine.context.decode, engine.context.batch
+
+    def counting() -> int:
+        left.clear()
+        if seq_id in batch._seq_ids[: len(batch)]:
+            left.append(5)
+        statuses.append(decode())
+        return statuses[-1]
+
+    monkeypatch.setattr(engine.context, "decode", counting)
+    monkeypatch.setattr(engine, "_abort_callback", callback, raising=False)
+    llama_cpp.llama_set_abort_callback(engine.context.pointer, callback, ctypes.c_void_p())
+    return statuses
+
+
+def test_batched_output_is_that_of_each_alone(engine: Engine) -> None:
+    prompts = [prompt(n, seed=n) for n in (5, 70, 33, 100)]
+    together = [lane(index, tokens) for index, tokens in enumerate(prompts)]
+    assert not generate(engine, together, 20)
+    for slot, tokens in zip(together, prompts, strict=True):
+        assert_equal_output(slot, alone(engine, tokens, 20))
+
+
+def test_the_trained_model_answers_alike_batched_and_alone(demo: Engine) -> None:
+    texts = ["Once upon a time", "The cat sat on", "<|user|>What colour is the sky?<|end|><|assistant|>"]
+    prompts = [demo.vocab.encode(text) for text in texts]
+    together = [lane(index, tokens) for index, tokens in enumerate(prompts)]
+    assert not generate(demo, together, 24)
+    for slot, tokens in zip(together, prompts, strict=True):
+        assert_equal_output(slot, alone(demo, tokens, 24))
+    assert demo.vocab.decode(generated(together[0])).isprintable()
+
+
+def test_a_sampler_that_fails_ends_its_own_job(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    refusal = JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, "nothing may follow")
+    slots = [
+        lane(0, prompt(9, seed=1)),
+        lane(1, prompt(9, seed=2), Failing(refusal)),
+        lane(2, prompt(9, seed=3), Failing(ZeroDivisionError("oops"))),
+    ]
+    errors = generate(engine, slots, 6)
+    assert errors[1] is refusal
+    assert errors[2].code == ErrorCode.INTERNAL
+    assert "oops" in errors[2].message
+    assert "ZeroDivisionError" in caplog.text
+    assert_equal_output(slots[0], alone(engine, prompt(9, seed=1), 6))
+
+
+@pytest.mark.parametrize("token", [-1, 512, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_ends_its_own_job(engine: Engine, token: int) -> None:
+    slots = [lane(0, prompt(40, seed=1)), lane(1, [*prompt(30, seed=2), token, 5])]
+    errors = generate(engine, slots, 5)
+    assert errors.keys() == {1}
+    assert errors[1].code == ErrorCode.INVALID_TOKEN
+    assert str(token) in errors[1].message
+    assert_equal_output(slots[0], alone(engine, prompt(40, seed=1), 5))
+
+
+def test_the_job_that_llama_cpp_cannot_decode_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt(n, seed=n) for n in (60, 50, 90)]
+    slots = [lane(index, tokens) for index, tokens in enumerate(prompts)]
+    while not all(slot.state is SlotState.DECODE for slot in slots[:2]):
+        assert not tick(engine, slots)
+    with monkeypatch.context() as patch:
+        statuses = poison(engine, 1, patch)
+        errors = generate(engine, slots, 12)
+        llama_cpp.llama_set_abort_callback(engine.context.pointer, llama_cpp.ggml_abort_callback(), ctypes.c_void_p())
+    assert errors.keys() == {1}
+    assert errors[1].code == ErrorCode.DECODE_FAILED
+    assert statuses.count(2) == 2
+    for slot in (slots[0], slots[2]):
+        assert_equal_output(slot, alone(engine, prompts[slot.index], 12))
+
+
+def test_cells_that_are_lost_are_computed_again(engine: Engine) -> None:
+    slots = [lane(0, prompt(60, seed=1)), lane(1, prompt(50, seed=2))]
+    while not all(generated(slot) for slot in slots):
+        assert not tick(engine, slots)
+    slots[1].active.n_past = 0
+    slots[1].state = SlotState.PREFILL
+    engine.remove(1)
+    assert not generate(engine, slots, 10)
+    assert_equal_output(slots[1], alone(engine, prompt(50, seed=2), 10))
+
+
+def test_without_room_in_kv_memory_what_fits_goes_on_and_the_rest_may_try_again(
+    chat_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(Model(chat_model, n_gpu_layers=0), ContextOptions(256, 128, 32, 3, 1, 1))
+    slots = [lane(0, prompt(200, seed=1)), lane(1, prompt(100, seed=2))]
+    while slots[0].state is not SlotState.DECODE:
+        assert not tick(engine, slots[:1])
+    while slots[1].active.n_past < 2 * CHUNK:
+        tick(engine, slots)
+    batch = plan(slots, engine.n_batch)
+    results = {result.slot.index: result for result in engine.run(batch)}
+    assert (results[0].no_room, results[0].error, results[0].token is None) == (False, None, False)
+    assert (results[1].no_room, results[1].error, results[1].n_past) == (True, None, 2 * CHUNK)
+    assert "decode_failed" not in caplog.text
+    engine.remove(0)
+    assert not generate(engine, slots[1:], 5)
+    assert_equal_output(slots[1], alone(engine, prompt(100, seed=2), 5))
+    engine.close()
+
+
+def test_a_shared_prefix_gives_what_the_whole_prompt_gives(engine: Engine) -> None:
+    prefix, rest = prompt(60, seed=1), prompt(20, seed=2)
+    holder = lane(5, prefix)
+    while not generated(holder):
+        assert not tick(engine, [holder])
+    assert engine.copy(5, 1, len(prefix)) == len(prefix)
+    slot = lane(1, [*prefix, *rest])
+    slot.active.n_past = len(prefix)
+    assert not generate(engine, [slot], 12)
+    assert_equal_output(slot, alone(engine, [*prefix, *rest], 12))
+    assert engine.context.last_position(5) == len(prefix) - 1
+
+
+def test_a_part_of_a_sequence_is_shared_where_memory_can_be_cut_and_otherwise_nothing(engine: Engine) -> None:
+    holder = lane(5, prompt(60, seed=1))
+    while not generated(holder):
+        assert not tick(engine, [holder])
+    expected = 0 if engine.model.is_recurrent else 30
+    assert engine.copy(5, 1, 30) == expected
+    assert engine.context.last_position(1) == expected - 1
+    assert engine.cut(5, 40) == (0 if engine.model.is_recurrent else 40)
+    assert engine.copy(5, 2, 0) == 0
+    assert engine.copy(6, 2, 10) == 0
+
+
+def test_an_empty_sequence_may_be_removed(engine: Engine) -> None:
+    engine.remove(3)
+    assert engine.context.last_position(3) == -1
+
+
+def test_what_the_engine_knows_of_its_model(demo: Engine) -> None:
+    assert (demo.n_ctx, demo.n_batch, demo.n_seq_max) == (1024, 128, 8)
+    assert demo.n_vocab == demo.vocab.n_tokens
+    assert demo.n_ctx_train >= 1024
+    assert demo.model.quantization in repr(demo)
+    assert repr(demo).endswith("n_ctx=1024 n_batch=128 seqs=8>")
+    demo.close()
+    demo.close()
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model file"):
+        Model(tmp_path / "missing.gguf", n_gpu_layers=0)
+    (tmp_path / "text.gguf").write_text("no model")
+    with pytest.raises(ModelError, match="cannot load"):
+        Model(tmp_path / "text.gguf", n_gpu_layers=0)
+
+
+@pytest.mark.parametrize("n_seq_max", [0, 65, 257])
+def test_more_sequences_than_llama_cpp_takes_are_refused(chat_model: Path, n_seq_max: int) -> None:
+    model = Model(chat_model, n_gpu_layers=0)
+    with pytest.raises(EngineError, match="sequences"):
+        Context(model, ContextOptions(512, 64, 64, n_seq_max, 1, 1))
+    model.close()
+
+
+def test_the_log_of_llama_cpp_goes_to_logging(chat_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "llamaq.worker.engine.llama_bindings"):
+        Model(chat_model, n_gpu_layers=0).close()
+    assert any("file format = GGUF V3" in record.getMessage() for record in caplog.records)
+    assert not any("\n" in record.getMessage() for record in caplog.records)
+
+
+def test_loading_a_model_writes_nothing_to_stderr(chat_model: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from llamaq.worker.engine.engine import Engine;"
+        "from llamaq.worker.engine.llama_bindings import ContextOptions, Model;"
+        "Engine(Model(Path(sys.argv[1]), n_gpu_layers=0), ContextOptions(4096, 64, 64, 2, 1, 1)).close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, chat_model], capture_output=True, timeout=60, check=True)
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda patch: patch.setattr(llama_cpp, "__version__", "0.2.90"), "llamaq needs >=0.3.36"),
+        (lambda patch: patch.setitem(abi_check._SIZES, "llama_batch", 64), "llama_batch has 56 bytes, not 64"),
+        (lambda patch: patch.setitem(abi_check._CONTEXT_DEFAULTS, "n_batch", 512), "n_batch is 2048 by default"),
+    ],
+    ids=["version", "size", "default"],
+)
+def test_another_llama_cpp_than_the_one_written_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None], message: str
+) -> None:
+    abi_check.check_abi.cache_clear()
+    change(monkeypatch)
+    with pytest.raises(EngineError, match=message):
+        abi_check.check_abi()

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llamaq.common.errors import ModelError
+from llamaq.common.vocab.vocab import Vocab
+from llamaq.worker.engine import gguf_vocab
+from llamaq.worker.engine.gguf_vocab import content_hash, extract
+from llamaq.worker.engine.llama_bindings import Model
+
+TEXTS = ("", "Hello, world!", "<|im_start|>user\n", "äöü 你好 😀", "  two  spaces\n\n", "x" * 500)
+
+
+def test_the_vocabulary_of_a_blob_is_the_models_own(any_model: Path) -> None:
+    model = Model(any_model, n_gpu_layers=0)
+    own, other = Vocab.of_model(model.pointer), Vocab.from_blob(extract(any_model))
+    assert other.n_tokens == own.n_tokens
+    assert (other.bos, other.eos, other.end_tokens) == (own.bos, own.eos, own.end_tokens)
+    for text in TEXTS:
+        assert other.encode(text) == own.encode(text)
+        assert other.decode(own.encode(text)) == own.decode(own.encode(text))
+    assert all(other.piece(token) == own.piece(token) for token in range(own.n_tokens))
+    model.close()
+
+
+def test_a_blob_is_small_and_has_no_tensors(demo_model: Path) -> None:
+    blob = extract(demo_model)
+    assert len(blob) < demo_model.stat().st_size / 10
+    assert struct.unpack_from("<4sIQ", blob) == (b"GGUF", 3, 0)
+
+
+def test_equal_vocabularies_have_equal_hashes(demo_model: Path, chat_model: Path) -> None:
+    assert content_hash(extract(demo_model)) == content_hash(extract(demo_model))
+    assert content_hash(extract(demo_model)) != content_hash(extract(chat_model))
+    assert len(content_hash(b"")) == 64
+
+
+def split_model(tmp_path: Path, index: int) -> Path:
+    path = tmp_path / f"split-{index}.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_uint16("split.no", index)
+    writer.add_uint16("split.count", 3)
+    writer.add_tokenizer_model("no_vocab")
+    for key in ("context_length", "embedding_length", "block_count"):
+        writer.add_uint32(f"llama.{key}", 32)
+    writer.add_tensor("x", np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_first_file_of_a_split_model_gives_a_vocabulary_that_needs_no_other_file(tmp_path: Path) -> None:
+    blob = extract(split_model(tmp_path, 0))
+    count_at = blob.index(b"split.count") + len(b"split.count") + 4
+    assert blob[count_at : count_at + 2] == b"\0\0"
+
+
+def test_another_file_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not the first file"):
+        extract(split_model(tmp_path, 2))
+
+
+def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot read"):
+        extract(tmp_path / "missing.gguf")
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(ModelError, match="cannot read"):
+        extract(tmp_path / "empty.gguf")
+    (tmp_path / "text.gguf").write_text("What is this? " * 10)
+    with pytest.raises(ModelError, match="no GGUF"):
+        extract(tmp_path / "text.gguf")
+
+
+def test_a_vocabulary_beyond_the_bound_is_refused(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_vocab, "MAX_BLOB_BYTES", 5000)
+    with pytest.raises(ModelError, match="5000 bytes"):
+        extract(chat_model)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(4, 11_000), junk=st.binary(min_size=1, max_size=16), end=st.none() | st.integers(0, 11_000))
+def test_damaged_metadata_ends_in_a_model_error_or_not_at_all(
+    chat_model: Path, tmp_path: Path, at: int, junk: bytes, end: int | None
+) -> None:
+    data = bytearray(chat_model.read_bytes()[:12_000])
+    data[at : at + len(junk)] = junk
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(data[:end])
+    with suppress(ModelError):
+        assert len(extract(path)) <= len(data)

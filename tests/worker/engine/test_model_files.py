@@ -1,0 +1,100 @@
+"""From what the user calls a model to a file: a path, `hf:OWNER/REPO/FILE.gguf`, or the demo model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from llamaq.common.errors import MissingExtra, ModelError
+from llamaq.worker.engine.model_files import demo_model, resolve_model
+
+
+class HfHubHTTPError(OSError):
+    """As huggingface_hub has it."""
+
+
+class LocalEntryNotFoundError(FileNotFoundError):
+    """As huggingface_hub has it."""
+
+
+class Hub(ModuleType):
+    """A huggingface_hub that has one file, or raises."""
+
+    def __init__(self, outcome: Path | Exception) -> None:
+        super().__init__("huggingface_hub")
+        self.asked: list[tuple[str, str]] = []
+        self._outcome = outcome
+
+    def hf_hub_download(self, repo_id: str, filename: str) -> str:
+        self.asked.append((repo_id, filename))
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return str(self._outcome)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, outcome: Path | Exception) -> Hub:
+    hub = Hub(outcome)
+    errors: Any = ModuleType("huggingface_hub.errors")
+    errors.HfHubHTTPError, errors.LocalEntryNotFoundError = HfHubHTTPError, LocalEntryNotFoundError
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
+    return hub
+
+
+def test_without_a_name_it_is_the_demo_model() -> None:
+    assert resolve_model(None) == demo_model()
+    assert demo_model().read_bytes()[:4] == b"GGUF"
+
+
+def test_a_path_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    assert resolve_model(str(model)) == model
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/model.gguf") == model
+
+
+@pytest.mark.parametrize("spec", ["no-such-file.gguf", ".", ""])
+def test_a_path_without_a_file_is_an_error_that_names_the_flag(spec: str) -> None:
+    with pytest.raises(ModelError, match="--model: there is no file"):
+        resolve_model(spec)
+
+
+@pytest.mark.parametrize("spec", ["hf:", "hf:owner/file.gguf", "hf:owner/repo/file.bin", "hf:owner/repo/../x y.gguf"])
+def test_a_malformed_name_of_the_hub_says_what_form_it_has(spec: str) -> None:
+    with pytest.raises(ModelError, match=r"--model: .* is not of the form hf:OWNER/REPO/FILE\.gguf"):
+        resolve_model(spec)
+
+
+def test_without_huggingface_hub_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'llamaq\[hub\]'"):
+        resolve_model("hf:owner/repo/file.gguf")
+
+
+def test_a_file_of_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = install(monkeypatch, tmp_path / "cached.gguf")
+    assert resolve_model("hf:own-er/re.po/folder/file-Q8_0.gguf") == tmp_path / "cached.gguf"
+    assert hub.asked == [("own-er/re.po", "folder/file-Q8_0.gguf")]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (LocalEntryNotFoundError("cannot connect"), "is not in the local cache and the hub cannot be reached"),
+        (HfHubHTTPError("404 Client Error"), "cannot be fetched: 404 Client Error"),
+        (OSError("no space left"), "cannot be fetched: no space left"),
+        (ValueError("a repo id must be …"), "cannot be fetched: a repo id must be …"),
+    ],
+)
+def test_what_goes_wrong_with_the_hub_is_a_model_error(
+    monkeypatch: pytest.MonkeyPatch, outcome: Exception, said: str
+) -> None:
+    install(monkeypatch, outcome)
+    with pytest.raises(ModelError, match=said) as caught:
+        resolve_model("hf:owner/repo/file.gguf")
+    assert "hf:owner/repo/file.gguf" in str(caught.value)

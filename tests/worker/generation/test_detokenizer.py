@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from llamaq.worker.generation.detokenizer import StopMatcher, StreamDetokenizer
+
+
+class Parts:
+    """A vocabulary whose tokens are the given bytes."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    def piece(self, token: int) -> bytes:
+        return self._parts[token]
+
+
+def stream(parts: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
+    """What each token released, then what the end released; and whether it was stopped."""
+    detokenizer = StreamDetokenizer(Parts(parts), stop)
+    released = [detokenizer.feed(token) for token in range(len(parts))]
+    return [*released, detokenizer.finish()], detokenizer.stopped
+
+
+def expected(text: str, stop: list[str]) -> tuple[str, bool]:
+    """The text up to the stop string that is complete first; the longest if several are."""
+    for end in range(1, len(text) + 1):
+        complete = [len(each) for each in stop if text[:end].endswith(each)]
+        if complete:
+            return text[: end - max(complete)], True
+    return text, False
+
+
+alphabet = st.sampled_from(["a", "b", "ab", "é", "€", "😀", "\ufffd"])
+texts = st.lists(alphabet, max_size=25).map("".join)
+stops = st.lists(st.lists(alphabet, min_size=1, max_size=5).map("".join), max_size=16)
+
+
+@given(text=texts, stop=stops, cuts=st.lists(st.integers(0, 60)), n_missing=st.integers(0, 2))
+@example(text="aab", stop=["aab", "b"], cuts=[1, 2], n_missing=0)
+@example(text="abab", stop=["abb", "ba"], cuts=[], n_missing=0)
+def test_the_released_text_ends_before_the_first_complete_stop_string(
+    text: str, stop: list[str], cuts: list[int], n_missing: int
+) -> None:
+    data = text.encode()[: len(text.encode()) - n_missing]
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parts = [data[start:end] for start, end in pairwise(places)]
+    released, stopped = stream(parts, stop)
+    assert ("".join(released), stopped) == expected(data.decode(errors="replace"), stop)
+    assert not any(each in "".join(released) for each in stop)
+
+
+@given(text=texts, stop=stops)
+def test_what_is_released_early_depends_on_the_tokens_alone(text: str, stop: list[str]) -> None:
+    data = text.encode()
+    single, _ = stream([bytes([byte]) for byte in data], stop)
+    for end in range(len(data)):
+        together, _ = stream([data[: end + 1]], stop)
+        assert together[0] == "".join(single[: end + 1])
+
+
+@given(data=st.binary(max_size=40), cuts=st.lists(st.integers(0, 40)))
+def test_bytes_that_are_no_utf8_come_out_as_replacement_characters(data: bytes, cuts: list[int]) -> None:
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parts = [data[start:end] for start, end in pairwise(places)]
+    released, _ = stream(parts, [])
+    assert "".join(released) == data.decode(errors="replace")
+
+
+def test_a_character_is_released_when_its_last_byte_comes() -> None:
+    released, _ = stream([b"\xf0", b"\x9f\x98", b"\x80!"], [])
+    assert released == ["", "", "😀!", ""]
+
+
+def test_a_stop_string_split_over_tokens_never_leaks() -> None:
+    released, stopped = stream([b"Hi", b" STO", b"P", b" more"], [" STOP"])
+    assert released == ["Hi", "", "", "", ""]
+    assert stopped
+
+
+def test_the_beginning_of_a_stop_string_is_released_when_it_goes_on_differently() -> None:
+    released, stopped = stream([b"a ST", b"ONE"], [" STOP"])
+    assert released == ["a", " STONE", ""]
+    assert not stopped
+
+
+def test_the_beginning_of_a_stop_string_is_released_at_the_end() -> None:
+    released, stopped = stream([b"a ST"], [" STOP"])
+    assert released == ["a", " ST"]
+    assert not stopped
+
+
+def test_nothing_follows_a_stop_string_that_ends_inside_a_token() -> None:
+    released, stopped = stream([b"one\ntwo", b"three"], ["\n"])
+    assert released == ["one", "", ""]
+    assert stopped
+
+
+def test_a_stop_string_may_be_completed_by_the_replacement_of_a_cut_off_character() -> None:
+    released, stopped = stream([b"ab\xc3"], ["b\ufffd"])
+    assert released == ["a", ""]
+    assert stopped
+
+
+def test_the_longest_stop_string_counts_where_several_end() -> None:
+    matcher = StopMatcher(["b", "ab"])
+    assert matcher.read("xab!") == (3, 2)

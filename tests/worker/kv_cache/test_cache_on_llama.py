@@ -1,0 +1,200 @@
+"""The prefix cache on the real library, for every kind of memory: what is reused gives the logits of a fresh run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from llamaq.common.protocol.job_outcome import CacheTier, JobStats
+from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
+from llamaq.worker.core.job import Job, JobEnded
+from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine.llama_bindings import ContextOptions, Model
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.testing.fake_engine import GreedySampler, make_job
+
+NOISE = 0.02
+"""Share of the logits' standard deviation that the shape of a batch may move them by."""
+KINDS = [(model, unified) for model in sorted(MEMORY_KINDS) for unified in (True, False)]
+
+
+class Witness(GreedySampler):
+    """Remembers the logits that it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[tuple[int, ...], npt.NDArray[np.float32]]] = []
+
+    def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
+        self.seen.append((tuple(history), logits.copy()))
+        return super().sample(logits, history, n_prompt)
+
+
+@dataclass
+class Rig:
+    """A scheduler on a real engine, without a worker around it."""
+
+    engine: Engine
+    scheduler: Scheduler
+    witnesses: dict[str, Witness] = field(default_factory=dict)
+
+    def run(self, *jobs: Job) -> dict[str, JobStats]:
+        """Run the jobs to their ends, and what is moved between tiers with them."""
+        ended: dict[str, JobStats] = {}
+        for job in jobs:
+            job.sampler = self.witnesses[job.id] = Witness()
+            self.scheduler.submit(job)
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                return ended
+            self.scheduler.admit()
+            self.scheduler.move(0.001)
+            batch = self.scheduler.plan()
+            results = self.engine.run(batch) if batch else []
+            for output in self.scheduler.apply(batch, results):
+                if isinstance(output, JobEnded):
+                    assert output.error is None
+                    ended[output.job.id] = output.stats
+            self.scheduler.check_integrity()
+        raise AssertionError(f"{self.scheduler!r} does not come to an end")
+
+    def history(self, job_id: str) -> list[int]:
+        """The tokens of an ended job, those that its sequence held."""
+        return list(self.witnesses[job_id].seen[-1][0])
+
+
+@pytest.fixture
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
+    engines: list[Engine] = []
+    folder = tmp_path_factory.getbasetemp() / "cache-kinds"
+    folder.mkdir(exist_ok=True)
+
+    def build(
+        model: str, unified: bool, *, cache: bool = True, host: bool = False, n_slots: int = 4, n_seq_max: int = 12
+    ) -> Rig:
+        path = folder / f"{model}.gguf"
+        if not path.exists():
+            write_model(path, MEMORY_KINDS[model], seed=3)
+        options = ContextOptions(
+            n_ctx=3072,
+            n_batch=256,
+            n_ubatch=64,
+            n_seq_max=n_seq_max,
+            n_threads=1,
+            n_threads_batch=1,
+            kv_unified=unified,
+        )
+        engine = Engine(Model(Path(path), n_gpu_layers=0), options)
+        engines.append(engine)
+        tree = BlockStore(BLOCK_TOKENS if engine.in_blocks else None, 10**8, can_cut=engine.can_cut)
+        scheduler = Scheduler(
+            SlotPool(n_slots, engine.n_ctx, engine.n_sequences, shares_cells=engine.kv_unified, similarity=0.1),
+            engine,
+            budget=256,
+            chunk_size=64,
+            end_tokens=frozenset(),
+            cache=RadixPrefixCache(can_cut=engine.can_cut) if cache else NullPrefixCache(),
+            tiers=BlockTransfers(tree, engine) if host else None,
+            held_cells=0 if host else None,
+        )
+        return Rig(engine, scheduler)
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def prompt(n_tokens: int, seed: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 500, n_tokens).tolist()
+    return tokens
+
+
+def assert_alike(rig: Rig, reference: Rig) -> None:
+    """Every token was drawn from the logits that a run without the cache has after the same history."""
+    n_compared = 0
+    for job_id, witness in rig.witnesses.items():
+        expected = dict(reference.witnesses[job_id].seen)
+        for history, logits in witness.seen:
+            if history in expected:
+                n_compared += 1
+                difference = np.abs(logits - expected[history]).max()
+                assert difference < NOISE * expected[history].std(), f"{job_id} after {len(history)} tokens"
+    assert n_compared >= 3 * len(rig.witnesses)
+
+
+@pytest.mark.parametrize(("model", "unified"), KINDS)
+def test_a_second_turn_computes_its_new_tokens_and_at_most_one_more(
+    make: Callable[..., Rig], model: str, unified: bool
+) -> None:
+    rig, reference = make(model, unified), make(model, unified, cache=False)
+    rig.run(make_job(prompt(150, 1), job_id="turn1", max_tokens=6))
+    second = [*rig.history("turn1"), *prompt(30, 2)]
+    stats = rig.run(make_job(second, job_id="turn2", max_tokens=6))["turn2"]
+    assert stats.prefix_cache_tokens >= len(second) - 31
+    assert stats.prefix_cache_tier is CacheTier.DEVICE
+    for job_id, tokens in (("turn1", prompt(150, 1)), ("turn2", second)):
+        reference.run(make_job(tokens, job_id=job_id, max_tokens=6))
+    assert_alike(rig, reference)
+
+
+@pytest.mark.parametrize(("model", "unified"), KINDS)
+def test_jobs_that_come_together_compute_what_they_share_once(
+    make: Callable[..., Rig], model: str, unified: bool
+) -> None:
+    rig, reference = make(model, unified), make(model, unified, cache=False)
+
+    def jobs() -> list[Job]:
+        return [make_job(prompt(170, 1) + prompt(9, 10 + at), job_id=f"j{at}", max_tokens=5) for at in range(4)]
+
+    stats = rig.run(*jobs())
+    assert sorted(stat.prefix_cache_tokens for stat in stats.values()) == [0, 170, 170, 170]
+    assert {stat.prefix_cache_tier for stat in stats.values()} <= {None, CacheTier.RUNNING, CacheTier.DEVICE}
+    reference.run(*jobs())
+    assert_alike(rig, reference)
+
+
+@pytest.mark.parametrize(("model", "unified"), KINDS)
+def test_what_left_the_device_comes_back_from_host_memory(make: Callable[..., Rig], model: str, unified: bool) -> None:
+    rig, reference = make(model, unified, host=True), make(model, unified, cache=False)
+    rig.run(*(make_job(prompt(150, at), job_id=f"turn1-{at}", max_tokens=6) for at in range(4)))
+    rig.run(make_job(prompt(3, 99), max_tokens=8, cache_prompt=False))  # what nobody needs leaves while others run
+    assert (rig.scheduler.cache_snapshot().entries, rig.scheduler.cache_snapshot().used_cells) == (0, 0)
+    rig.witnesses = {name: witness for name, witness in rig.witnesses.items() if name.startswith("turn")}
+    again = [make_job([*rig.history(f"turn1-{at}"), *prompt(9, 50 + at)], job_id=f"turn2-{at}") for at in range(4)]
+    stats = rig.run(*(make_job(job.prompt, job_id=job.id, max_tokens=5) for job in again))
+    assert {stat.prefix_cache_tier for stat in stats.values()} == {CacheTier.HOST}
+    assert all(stat.prompt_tokens - stat.prefix_cache_tokens <= 10 for stat in stats.values())
+    reference.run(*(make_job(prompt(150, at), job_id=f"turn1-{at}", max_tokens=6) for at in range(4)))
+    reference.run(*(make_job(job.prompt, job_id=job.id, max_tokens=5) for job in again))
+    assert_alike(rig, reference)
+
+
+@pytest.mark.parametrize("model", ["recurrent", "hybrid"])
+def test_a_state_is_kept_at_the_end_of_the_system_prompt_of_the_prompt_and_of_every_chunk(
+    make: Callable[..., Rig], model: str
+) -> None:
+    rig, reference = make(model, True), make(model, True, cache=False)
+    system = prompt(50, 1)
+    orders = {
+        "first": system + prompt(100, 2),
+        "same system": system + prompt(40, 3),
+        "same prompt": system + prompt(100, 2),
+        "same chunk": (system + prompt(100, 2))[:130] + prompt(30, 4),
+    }
+    hits = {}
+    for job_id, tokens in orders.items():
+        job = make_job(tokens, job_id=job_id, max_tokens=4)
+        job.system_tokens = len(system)
+        hits[job_id] = rig.run(job)[job_id].prefix_cache_tokens
+        reference.run(make_job(tokens, job_id=job_id, max_tokens=4))
+    assert hits == {"first": 0, "same system": 50, "same prompt": 149, "same chunk": 114}
+    assert_alike(rig, reference)

@@ -1,0 +1,467 @@
+"""The prefix cache decides, and the scheduler uses it: what is shared, what waits for whom, and what is kept apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
+from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.slot import Run
+from llamaq.worker.core.tokens import pack
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.prefix_cache import Entry, NullPrefixCache, PrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+from llamaq.worker.offload.block_transfers import BlockTransfers
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.testing.fake_engine import FakeEngine, GreedySampler, ManualClock, make_job, run_tick, run_to_end
+
+
+def scheduler_with(
+    cache: PrefixCache | None = None,
+    n_ctx: int = 400,
+    clock: ManualClock | None = None,
+    *,
+    n_slots: int = 2,
+    n_seq_max: int = 7,
+    host_bytes: int = 0,
+    held_cells: int | None = None,
+) -> tuple[Scheduler, FakeEngine]:
+    engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_seq_max)
+    scheduler = Scheduler(
+        SlotPool(n_slots, n_ctx, engine.n_sequences, similarity=0.1),
+        engine,
+        budget=64,
+        chunk_size=16,
+        end_tokens=engine.vocab.end_tokens,
+        cache=RadixPrefixCache() if cache is None else cache,
+        tiers=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), engine) if host_bytes else None,
+        held_cells=held_cells,
+        clock=clock or ManualClock(),
+    )
+    return scheduler, engine
+
+
+def run_all(scheduler: Scheduler, engine: FakeEngine, *jobs: Job) -> dict[str, JobEnded]:
+    for job in jobs:
+        scheduler.submit(job)
+    return {end.job.id: end for end in ended(run_to_end(scheduler, engine))}
+
+
+def let_a_stranger_run(scheduler: Scheduler, engine: FakeEngine) -> None:
+    """What is held beyond the setting leaves the device when somebody runs who does not need it."""
+    run_all(scheduler, engine, make_job([255] * 3, max_tokens=20, cache_prompt=False))
+
+
+def ended(outputs: list[Output]) -> list[JobEnded]:
+    return [output for output in outputs if isinstance(output, JobEnded)]
+
+
+def tokens_of(outputs: list[Output], job_id: str) -> list[int]:
+    return [output.token for output in outputs if isinstance(output, NewToken) and output.job.id == job_id]
+
+
+# ---- deciding
+
+
+def a_run(tokens: list[int], order: int = 1, n_past: int = 0, scope: Scope | None = None) -> Run:
+    job = make_job(tokens)
+    job.scope = scope or Scope()
+    return Run(job, 40 + order, tokens, n_past=n_past, order=order, packed=pack(tokens))
+
+
+def test_the_null_cache_keeps_nothing() -> None:
+    cache: PrefixCache = NullPrefixCache()
+    assert cache.insert(5, pack([1, 2, 3]), Scope()) == [5]
+    assert cache.match(pack([1, 2, 3]), Scope()).n_tokens == 0
+    assert (len(cache), cache.coldest(), cache.entries()) == (0, None, [])
+    cache.check_integrity()
+
+
+def test_the_longest_beginning_over_entries_and_runs_is_found() -> None:
+    cache = RadixPrefixCache()
+    cache.insert(1, pack([1, 2, 3]), Scope())
+    cache.insert(2, pack([1, 2, 9, 9, 9]), Scope())
+    cache.begin(run := a_run([1, 2, 3, 4, 5, 6], n_past=5))
+    found = cache.match(pack([1, 2, 9, 9, 7]), Scope())
+    assert isinstance(found.source, Entry)
+    assert (found.n_tokens, found.source.seq_id) == (4, 2)
+    found = cache.match(pack([1, 2, 3, 4, 5, 6, 7]), Scope())
+    assert (found.n_tokens, found.source, found.n_coming, found.leader) == (5, run, 6, run)
+    cache.end(run)
+    assert cache.match(pack([1, 2, 3, 4, 5, 6, 7]), Scope()).n_tokens == 3
+    assert cache.match(pack([5]), Scope()).source is None
+    cache.check_integrity()
+
+
+def test_only_runs_admitted_before_are_waited_for() -> None:
+    cache = RadixPrefixCache()
+    for order in (1, 2):
+        cache.begin(a_run([7] * 20, order=order))
+    found = cache.match(pack([7] * 20), Scope(), order=2)
+    assert found.leader is not None
+    assert found.leader.order == 1
+    assert cache.match(pack([7] * 20), Scope(), order=1).leader is None
+
+
+def test_an_entry_that_another_begins_with_is_superfluous() -> None:
+    cache = RadixPrefixCache()
+    assert cache.insert(1, pack([1, 2, 3]), Scope()) == []
+    assert cache.insert(2, pack([1, 2]), Scope()) == [2]
+    assert cache.insert(3, pack([1, 2, 3, 4]), Scope()) == [1]
+    assert cache.insert(4, pack([1, 2, 3, 4]), Scope("other")) == []
+    assert [entry.seq_id for entry in cache.entries()] == [3, 4]
+
+
+def test_a_state_that_cannot_be_cut_is_of_use_with_all_its_tokens_alone() -> None:
+    cache = RadixPrefixCache(can_cut=False)
+    assert cache.insert(1, pack([1, 2]), Scope()) == []
+    assert cache.insert(2, pack([1, 2, 3, 4]), Scope()) == []
+    assert cache.insert(3, pack([1, 2, 3, 4]), Scope()) == [3]
+    assert cache.match(pack([1, 2, 3]), Scope()).n_tokens == 2
+    assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_tokens == 4
+    assert cache.match(pack([1, 9]), Scope()).n_tokens == 0
+    cache.begin(a_run([1, 2, 3, 4, 5, 6, 7], n_past=6))
+    assert cache.match(pack([1, 2, 3, 4, 5, 6]), Scope()).n_tokens == 6
+    assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_tokens == 4
+
+
+def test_the_entry_used_longest_ago_is_the_coldest_unless_it_is_leaving() -> None:
+    cache = RadixPrefixCache()
+    for seq_id in (1, 2, 3):
+        cache.insert(seq_id, pack([seq_id] * 4), Scope())
+    cache.match(pack([1, 1]), Scope())
+    assert [entry.seq_id for entry in cache.entries()] == [2, 3, 1]
+    coldest = cache.coldest()
+    assert coldest is not None
+    coldest.leaving = True
+    assert cache.coldest() is cache.entries()[1]
+    cache.remove(coldest)
+    assert len(cache) == 2
+    cache.check_integrity()
+
+
+SECRET, PUBLIC = [7] * 10, [1] * 6
+
+
+def test_namespaces_share_nothing_but_what_both_declare_public() -> None:
+    cache = RadixPrefixCache()
+    cache.insert(1, pack(PUBLIC + SECRET), Scope("a", public=6))
+    for scope, expected in (
+        (Scope("a", 6), 16),
+        (Scope("a"), 16),
+        (Scope("b", 6), 6),
+        (Scope("b", 4), 4),
+        (Scope("b", 16), 6),
+        (Scope("b"), 0),
+        (Scope(""), 0),
+    ):
+        assert cache.match(pack(PUBLIC + SECRET), scope).n_tokens == expected, scope
+    assert cache.match(pack(SECRET), Scope("b", 10)).n_tokens == 0
+
+
+# ---- sharing
+
+
+PROMPTS = ["Once upon a time", "Once upon a midnight", "Once upon a time there was", "Twice", "Once upon a time"]
+
+
+@pytest.mark.parametrize("n_ctx", [80, 120, 400])
+@pytest.mark.parametrize("host_bytes", [0, 3_000, 10**6])
+@pytest.mark.parametrize("held_cells", [0, 30, None])
+def test_jobs_give_the_same_tokens_with_a_cache_as_without(n_ctx: int, host_bytes: int, held_cells: int | None) -> None:
+    texts = []
+    for cache in (NullPrefixCache(), RadixPrefixCache()):
+        scheduler, engine = scheduler_with(cache, n_ctx, host_bytes=host_bytes, held_cells=held_cells)
+        for at, prompt in enumerate(PROMPTS * 2):
+            scheduler.submit(make_job(prompt, job_id=f"j{at}", max_tokens=12))
+        outputs = run_to_end(scheduler, engine)
+        assert len(ended(outputs)) == len(PROMPTS) * 2
+        texts.append([tokens_of(outputs, f"j{at}") for at in range(len(PROMPTS) * 2)])
+    assert texts[0] == texts[1]
+
+
+def test_a_job_with_a_kept_prefix_computes_only_the_rest_and_says_so() -> None:
+    scheduler, engine = scheduler_with(RadixPrefixCache())
+    scheduler.submit(make_job([1] * 30, max_tokens=4))
+    run_to_end(scheduler, engine)
+    scheduler.submit(make_job([1] * 20 + [2] * 20, job_id="second", max_tokens=4))
+    engine.batches.clear()
+    (end,) = ended(run_to_end(scheduler, engine))
+    assert sum(batch.n_prefill for batch in engine.batches) == 20
+    assert (end.stats.prefix_cache_tokens, end.stats.prefix_cache_ratio) == (20, 0.5)
+    snapshot = scheduler.cache_snapshot()
+    assert (snapshot.hits, snapshot.misses, snapshot.entries) == (1, 1, 2)
+
+
+def test_rates_count_only_what_was_computed() -> None:
+    clock = ManualClock()
+    scheduler, engine = scheduler_with(RadixPrefixCache(), clock=clock)
+    scheduler.submit(make_job([1] * 30, max_tokens=1))
+    run_to_end(scheduler, engine)
+    scheduler.submit(make_job([1] * 20 + [2] * 6, resumed=[97, 98], max_tokens=5))
+    scheduler.admit()
+    clock.now_s += 2
+    outputs = run_tick(scheduler, engine)  # 8 tokens were not kept; then the first token of this attempt
+    for _ in range(2):
+        clock.now_s += 0.5
+        outputs += run_tick(scheduler, engine)
+    (end,) = ended(outputs)
+    assert (end.stats.prompt_eval_rate, end.stats.generation_rate) == (4, 2)
+    assert (end.stats.prefix_cache_tokens, end.stats.prefix_cache_ratio) == (20, round(20 / 28, 4))
+
+
+def test_the_last_token_of_a_prompt_that_is_kept_whole_is_computed_again() -> None:
+    scheduler, engine = scheduler_with(RadixPrefixCache())
+    for _ in range(2):
+        scheduler.submit(make_job([1] * 30, max_tokens=4))
+        (end,) = ended(run_to_end(scheduler, engine))
+    assert end.stats.prefix_cache_tokens == 29
+    assert end.reason is FinishReason.LENGTH
+
+
+def test_kept_prefixes_give_way_when_a_job_needs_their_cells() -> None:
+    cache = RadixPrefixCache()
+    scheduler, engine = scheduler_with(cache, n_ctx=100)
+    scheduler.submit(make_job([1] * 40, max_tokens=10))
+    run_to_end(scheduler, engine)
+    assert scheduler.cache_snapshot().used_cells == 49
+    scheduler.submit(make_job([2] * 60, max_tokens=10))
+    run_tick(scheduler, engine)
+    assert scheduler.cache_snapshot().evictions == 1
+    assert scheduler.cache_snapshot().entries == 0
+
+
+def test_kept_prefixes_stay_when_giving_way_would_not_help() -> None:
+    cache = RadixPrefixCache()
+    scheduler, engine = scheduler_with(cache, n_ctx=100)
+    scheduler.submit(make_job([1] * 20, max_tokens=5))
+    run_to_end(scheduler, engine)
+    scheduler.submit(make_job([2] * 40, max_tokens=20))
+    run_tick(scheduler, engine)
+    scheduler.submit(make_job([3] * 60, max_tokens=20))
+    run_tick(scheduler, engine)
+    assert scheduler.cache_snapshot().evictions == 0
+    assert scheduler.n_waiting == 1
+
+
+def test_a_sequence_is_given_up_when_all_are_kept() -> None:
+    cache = RadixPrefixCache()
+    scheduler, engine = scheduler_with(cache, n_ctx=4000)
+    for number in range(9):
+        scheduler.submit(make_job([number] * 10, max_tokens=2))
+        run_to_end(scheduler, engine)
+    assert scheduler.cache_snapshot().evictions == 4
+    assert scheduler.cache_snapshot().entries == 5
+
+
+def test_jobs_that_opt_out_neither_read_nor_feed_the_cache() -> None:
+    cache = RadixPrefixCache()
+    scheduler, engine = scheduler_with(cache)
+    for expected_entries, cache_prompt in enumerate([False, True, False]):
+        scheduler.submit(make_job([1] * 30, max_tokens=4, cache_prompt=cache_prompt))
+        (end,) = ended(run_to_end(scheduler, engine))
+        assert end.stats.prefix_cache_tokens == 0
+        assert len(cache) == min(expected_entries, 1)
+
+
+def test_the_sequence_of_a_failed_job_is_not_kept() -> None:
+    cache = RadixPrefixCache()
+    scheduler, engine = scheduler_with(cache)
+    scheduler.submit(make_job([1] * 30, max_tokens=9, sampler=GreedySampler(fails_at=3)))
+    run_to_end(scheduler, engine)
+    assert not len(cache)
+    assert not engine.used_cells
+
+
+def test_a_prefix_that_memory_cannot_copy_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, engine = scheduler_with(RadixPrefixCache())
+    scheduler.submit(make_job([1] * 30, max_tokens=4))
+    first = run_to_end(scheduler, engine)
+    monkeypatch.setattr(engine, "copy", lambda source, target, n_tokens: 0)
+    scheduler.submit(make_job([1] * 30, job_id="second", max_tokens=4))
+    second = run_to_end(scheduler, engine)
+    assert tokens_of(second, "second") == [output.token for output in first if isinstance(output, NewToken)]
+    assert (scheduler.cache_snapshot().hits, ended(second)[0].stats.prefix_cache_tokens) == (0, 0)
+
+
+def test_jobs_that_come_together_compute_what_they_share_once() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, n_slots=8, n_seq_max=32)
+    ends = run_all(scheduler, engine, *([make_job([1] * 200 + [2 + at] * 9, max_tokens=3) for at in range(8)]))
+    assert engine.computed == 200 + 8 * 9 + 8 * 2
+    assert [end.stats.prefix_cache_tokens for end in ends.values()] == [0] + [200] * 7
+    assert {end.stats.prefix_cache_tier for end in ends.values()} == {None, CacheTier.RUNNING}
+
+
+def test_a_follower_of_a_follower_waits_for_what_that_one_will_have() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, n_slots=4, n_seq_max=32)
+    prompts = [[1] * 60 + [2] * 60, [1] * 60 + [3] * 60, [1] * 60 + [3] * 50 + [4] * 9]
+    run_all(scheduler, engine, *(make_job(prompt, max_tokens=1) for prompt in prompts))
+    assert engine.computed == 120 + 60 + 9
+
+
+@pytest.mark.parametrize("how", ["cancel", "release", "fail"])
+@pytest.mark.parametrize("ticks", [1, 3])
+def test_when_the_leader_goes_another_takes_over(how: str, ticks: int) -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, n_slots=4, n_seq_max=32)
+    jobs = [make_job([1] * 100 + [at], job_id=f"j{at}", max_tokens=2) for at in range(4)]
+    for job in jobs:
+        scheduler.submit(job)
+    for _ in range(ticks):
+        run_tick(scheduler, engine)
+    if how == "fail":
+        engine.fail_job("j0")
+    else:
+        getattr(scheduler, how)("j0")
+    n_before = engine.computed
+    ends = ended(run_to_end(scheduler, engine))
+    assert sum(end.reason is FinishReason.LENGTH for end in ends) == 3
+    kept = n_before if how == "cancel" else 0
+    # The others compute what is left of the shared part once, their own last token, and one token each.
+    assert engine.computed - n_before <= 100 - kept + 3 + 3
+
+
+def test_nobody_waits_for_a_few_tokens() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000)
+    scheduler.submit(make_job([1] * 5 + [2] * 50))
+    scheduler.submit(make_job([1] * 5 + [3] * 50))
+    run_tick(scheduler, engine)
+    assert [slot.state for slot in scheduler.snapshot()] == ["prefill", "prefill"]
+
+
+def test_jobs_that_can_reuse_much_go_first_but_pass_nobody_too_often() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, n_slots=1, n_seq_max=32)
+    run_all(scheduler, engine, make_job([1] * 100, max_tokens=1))
+    jobs = [make_job([2] * 100, job_id="cold", max_tokens=1)]
+    jobs += [make_job([1] * 90 + [3 + at], job_id=f"warm{at}", max_tokens=1) for at in range(20)]
+    order = list(run_all(scheduler, engine, *jobs))
+    assert order.index("cold") == 8
+    assert [name for name in order if name != "cold"] == [f"warm{at}" for at in range(20)]
+
+
+def test_two_salts_never_share_a_token() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6)
+    for salt in "aab":
+        job = make_job([1] * 100, job_id=salt, max_tokens=1)
+        job.scope = Scope(salt)
+        end = run_all(scheduler, engine, job)[salt]
+    assert end.stats.prefix_cache_tokens == 0
+    assert scheduler.cache_snapshot().hits == 1
+
+
+# ---- leaving the device, and coming back
+
+
+def test_what_left_the_device_comes_back_from_host_memory() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([1] * 100, max_tokens=4))
+    assert scheduler.cache_snapshot().entries == 1
+    let_a_stranger_run(scheduler, engine)
+    snapshot = scheduler.cache_snapshot()
+    assert (snapshot.entries, snapshot.used_cells, snapshot.evictions) == (0, 0, 1)
+    assert snapshot.host_bytes > 100
+    (end,) = run_all(scheduler, engine, make_job([1] * 90 + [2] * 10, max_tokens=4)).values()
+    assert (end.stats.prefix_cache_tokens, end.stats.prefix_cache_tier) == (90, CacheTier.HOST)
+
+
+def test_a_job_that_loads_does_not_keep_others_from_their_ticks() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([1] * 160, max_tokens=1))
+    let_a_stranger_run(scheduler, engine)
+    scheduler.submit(make_job([2] * 4, job_id="stream", max_tokens=30))
+    run_tick(scheduler, engine)
+    scheduler.submit(make_job([1] * 160 + [3], job_id="load", max_tokens=1))
+    states = []
+    for _ in range(8):
+        outputs = run_tick(scheduler, engine)
+        states += [slot.state for slot in scheduler.snapshot() if slot.job_id == "load"]
+        assert len(tokens_of(outputs, "stream")) == 1
+    assert states == ["load"] * 8  # a block of 16 tokens a tick, for which no time is given here
+
+
+@pytest.mark.parametrize("how", ["cancel", "release"])
+def test_a_job_may_go_while_it_loads(how: str) -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([1] * 160, max_tokens=1))
+    let_a_stranger_run(scheduler, engine)
+    scheduler.submit(make_job([1] * 160, job_id="goes"))
+    run_tick(scheduler, engine)
+    assert [slot.state for slot in scheduler.snapshot() if slot.job_id] == ["load"]
+    getattr(scheduler, how)("goes")
+    run_to_end(scheduler, engine)
+    assert engine.used_cells == scheduler.cache_snapshot().used_cells == (16 if how == "cancel" else 0)
+
+
+def test_cells_that_cannot_be_loaded_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([1] * 100, max_tokens=1))
+    let_a_stranger_run(scheduler, engine)
+    monkeypatch.setattr(engine, "load", lambda *_: False)
+    (end,) = run_all(scheduler, engine, make_job([1] * 100, max_tokens=4)).values()
+    assert (end.reason, end.stats.prefix_cache_tokens) == (FinishReason.LENGTH, 0)
+
+
+def test_only_as_many_cells_are_held_as_the_setting_says_and_the_coldest_goes_first() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, held_cells=100)
+    for at in range(4):
+        run_all(scheduler, engine, make_job([at] * 40, job_id=f"j{at}", max_tokens=1))
+    let_a_stranger_run(scheduler, engine)
+    assert scheduler.cache_snapshot().used_cells == 80
+    (end,) = run_all(scheduler, engine, make_job([2] * 40, max_tokens=1)).values()
+    assert end.stats.prefix_cache_tokens == 39
+    (end,) = run_all(scheduler, engine, make_job([1] * 40, max_tokens=1)).values()
+    assert end.stats.prefix_cache_tokens == 0
+
+
+# ---- slots
+
+
+def test_a_conversation_comes_back_to_its_slot_and_strangers_take_the_one_idle_longest() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, n_slots=3, n_seq_max=32)
+    slots = {}
+    for name, prompt in (("a", [1] * 40), ("b", [2] * 40), ("a again", [1] * 50), ("c", [3] * 40), ("d", [4] * 40)):
+        slots[name] = run_all(scheduler, engine, make_job(prompt, job_id=name, max_tokens=1))[name].stats.slot
+    assert slots["a again"] == slots["a"]
+    assert slots["c"] not in (slots["a"], slots["b"])
+    assert slots["d"] == slots["b"]
+
+
+def test_a_pinned_job_waits_for_its_slot_and_others_do_not_wait_with_it() -> None:
+    scheduler, engine = scheduler_with(n_ctx=4000, n_slots=2, n_seq_max=32)
+    scheduler.submit(make_job([1] * 4, job_id="first", max_tokens=20, slot=1))
+    scheduler.submit(make_job([2] * 4, job_id="pinned", max_tokens=3, slot=1))
+    scheduler.submit(make_job([3] * 4, job_id="free", max_tokens=3))
+    ends = ended(run_to_end(scheduler, engine))
+    assert [(end.job.id, end.stats.slot) for end in ends] == [("free", 0), ("first", 1), ("pinned", 1)]
+
+
+def test_a_slot_that_is_not_there_is_refused() -> None:
+    scheduler, engine = scheduler_with()
+    (end,) = run_all(scheduler, engine, make_job(slot=2)).values()
+    assert end.error is not None
+    assert "slot: 2, but this worker has slots 0 to 1" in end.error.message
+
+
+def test_what_is_held_beyond_the_setting_leaves_before_a_new_prompt_takes_cells() -> None:
+    scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([7] * 40, max_tokens=2))
+    assert engine.used_cells == 41
+    scheduler.submit(make_job([255] * 100, max_tokens=2))
+    scheduler.admit()
+    for _ in range(3):  # blocks of 16
+        scheduler.move(0.0)
+    assert engine.used_cells == 0
+    run_to_end(scheduler, engine)
+
+
+def test_what_came_from_host_memory_is_computed_on_in_the_same_tick() -> None:
+    scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
+    run_all(scheduler, engine, make_job([7] * 40, max_tokens=2))
+    let_a_stranger_run(scheduler, engine)
+    scheduler.submit(make_job([7] * 30, max_tokens=1))
+    scheduler.admit()
+    assert not scheduler.plan()
+    while not scheduler.plan():
+        assert scheduler.move(0.0)
+    assert scheduler.plan().n_prefill == 1
+    run_to_end(scheduler, engine)

@@ -1,0 +1,307 @@
+"""The index answers as if it compared the query with every holder's tokens, one by one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamaq.worker.core.tokens import common_prefix, pack
+from llamaq.worker.kv_cache.radix_tree import RadixTree
+
+# Few, so that strings share much, and with the same bytes at different places: a comparison that is not aligned to
+# whole tokens would find more or less in common.
+TOKEN = st.sampled_from([0, 1, 256, 257, 65537, -1, 2**31 - 1, -(2**31)])
+TOKENS = st.lists(TOKEN, max_size=7)
+
+Tree = RadixTree[str]
+
+
+def n_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """The same as `common_prefix`, token by token."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+@given(TOKENS, TOKENS, TOKENS)
+@settings(max_examples=150, deadline=None)
+def test_a_common_prefix_is_counted_in_whole_tokens(start: list[int], one: list[int], other: list[int]) -> None:
+    a, b = start + one, start + other
+    assert common_prefix(pack(a), pack(b)) == common_prefix(pack(b), pack(a)) == n_common(a, b)
+
+
+@pytest.mark.parametrize("at", [0, 1, 63, 64, 4095, 7998, 7999])
+def test_the_one_token_that_differs_in_a_long_prefix_is_found(at: int) -> None:
+    tokens = list(range(8000))
+    other = tokens.copy()
+    other[at] += 1 << 24
+    assert common_prefix(pack(tokens), pack(other)) == at
+    assert common_prefix(pack(tokens), pack(tokens[:at])) == at
+
+
+def test_packed_tokens_are_four_bytes_each_and_nothing_larger_is_cut_down() -> None:
+    assert (len(pack([1, -1, 151_935])), pack([])) == (12, b"")
+    with pytest.raises(OverflowError):
+        pack([2**31])
+
+
+STEPS = st.lists(st.tuples(st.booleans(), TOKENS, st.sampled_from("ABCD")), min_size=10, max_size=40)
+
+
+def taken(steps: list[tuple[bool, list[int], str]]) -> Iterator[tuple[Tree, set[tuple[tuple[int, ...], str]]]]:
+    """The index after every step, and what it ought to hold. A step adds what is not there, or removes anything."""
+    index = Tree()
+    held: set[tuple[tuple[int, ...], str]] = set()
+    for add, tokens, holder in steps:
+        if not add and held:
+            gone = sorted(held)[len(tokens) % len(held)]
+            held.remove(gone)
+            index.remove(pack(gone[0]), gone[1])
+        elif (tuple(tokens), holder) not in held:
+            held.add((tuple(tokens), holder))
+            index.add(pack(tokens), holder)
+        yield index, held
+
+
+@settings(max_examples=80, deadline=None)
+@given(STEPS, TOKENS)
+def test_after_every_step_it_finds_what_a_comparison_with_all_would_find(
+    steps: list[tuple[bool, list[int], str]], query: list[int]
+) -> None:
+    for index, held in taken(steps):
+        index.check_integrity()
+        assert len(index) == len(held)
+        found = list(index.matches(pack(query)))
+        assert [n for n, _ in found] == sorted((n for n, _ in found), reverse=True)
+        best: dict[str, int] = {}
+        for tokens, holder in held:
+            best[holder] = max(best.get(holder, 0), n_common(tokens, query))
+        assert sorted(found) == sorted((n, holder) for holder, n in best.items() if n)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS)
+def test_nothing_is_left_of_what_was_removed(steps: list[tuple[bool, list[int], str]]) -> None:
+    index, held = Tree(), set[tuple[tuple[int, ...], str]]()
+    for index, held in taken(steps):  # noqa: B007 - the last ones
+        pass
+    for tokens, holder in sorted(held, key=repr):
+        index.remove(pack(tokens), holder)
+        index.check_integrity()
+    assert repr(index) == "<RadixTree 0 holders 1 nodes>"
+
+
+def index_of(**texts: str) -> Tree:
+    """Holders by name, a token for each letter."""
+    index = Tree()
+    for holder, text in texts.items():
+        index.add(letters(text), holder)
+    return index
+
+
+def letters(text: str) -> bytes:
+    return pack([ord(letter) for letter in text])
+
+
+def test_the_deepest_match_comes_first_and_each_holder_once() -> None:
+    index = index_of(a="system one", b="system two", c="system", d="other")
+    assert list(index.matches(letters("system two?"))) == [(10, "b"), (7, "a"), (6, "c")]
+    assert repr(index) == "<RadixTree 4 holders 6 nodes>"
+
+
+def test_a_match_within_an_edge_counts_what_is_before_its_end() -> None:
+    assert list(index_of(a="system").matches(letters("sys!"))) == [(3, "a")]
+    assert list(index_of(a="system").matches(letters("sys"))) == [(3, "a")]
+
+
+def test_a_holder_under_two_strings_is_found_at_the_deeper_one_and_removed_from_each_alone() -> None:
+    index = index_of(a="abcd")
+    index.add(letters("ab"), "a")
+    assert (len(index), list(index.matches(letters("abcx")))) == (2, [(3, "a")])
+    index.remove(letters("abcd"), "a")
+    assert (len(index), list(index.matches(letters("abcx")))) == (1, [(2, "a")])
+
+
+def test_a_holder_without_tokens_is_held_and_never_matched() -> None:
+    index = index_of(a="", b="b")
+    assert (len(index), list(index.matches(letters("b"))), list(index.matches(b""))) == (2, [(1, "b")], [])
+    index.remove(b"", "a")
+    with pytest.raises(LookupError):
+        index.remove(b"", "a")
+
+
+def test_adding_twice_is_refused_and_changes_nothing() -> None:
+    index = index_of(a="abc", b="abd")
+    with pytest.raises(ValueError, match="'a' is indexed under these 3 tokens already"):
+        index.add(letters("abc"), "a")
+    with pytest.raises(ValueError, match="3 bytes are no whole tokens"):
+        index.add(b"abc", "a")
+    index.check_integrity()
+    assert repr(index) == "<RadixTree 2 holders 4 nodes>"
+
+
+@pytest.mark.parametrize(
+    ("text", "holder"), [("abc", "b"), ("ab", "a"), ("a", "a"), ("abcd", "a"), ("x", "a"), ("", "a")]
+)
+def test_removing_what_is_not_there_is_refused_and_changes_nothing(text: str, holder: str) -> None:
+    index = index_of(a="abc", b="abd")
+    with pytest.raises(LookupError, match=f"'{holder}' is not indexed under these {len(text)} tokens"):
+        index.remove(letters(text), holder)
+    index.check_integrity()
+    assert repr(index) == "<RadixTree 2 holders 4 nodes>"
+
+
+# ---- cost, at 200 holders of 8,000 tokens
+
+N_HOLDERS, N_TOKENS = 200, 8000
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A holder that counts how often anybody looked at it (nothing comes of a dictionary without its hash)."""
+
+    looks: list[None]
+
+    def __hash__(self) -> int:
+        self.looks.append(None)
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def strings_that_share(n_shared: int) -> list[bytes]:
+    rng = random.Random(n_shared)
+    shared = rng.choices(range(150_000), k=n_shared)
+    return [pack(shared + rng.choices(range(150_000), k=N_TOKENS - n_shared)) for _ in range(N_HOLDERS)]
+
+
+def chats() -> list[bytes]:
+    """Ten system prompts, five chats with each, kept after each of four turns."""
+    rng = random.Random(0)
+    strings = []
+    for _ in range(10):
+        system = rng.choices(range(150_000), k=1000)
+        for _ in range(5):
+            turns = rng.choices(range(150_000), k=N_TOKENS - 1000)
+            strings += [pack(system + turns[:n]) for n in range(1750, 7001, 1750)]
+    return strings
+
+
+PATTERNS: dict[str, Callable[[], list[bytes]]] = {
+    "nothing": lambda: strings_that_share(0),
+    "nearly_all": lambda: strings_that_share(7900),
+    "all": lambda: strings_that_share(N_TOKENS),
+    "chats": chats,
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_lookup_takes_far_less_than_its_bound_and_copies_nothing(pattern: str) -> None:
+    strings = PATTERNS[pattern]()
+    index: RadixTree[int] = RadixTree()
+    for holder, tokens in enumerate(strings):
+        index.add(tokens, holder)
+    query = strings[123][:-8] + pack([-1, -1])
+    times_s = []
+    for _ in range(30):
+        start = time.perf_counter()
+        first, second = itertools.islice(itertools.chain(index.matches(query), [None, None]), 2)
+        times_s.append(time.perf_counter() - start)
+    assert first is not None
+    assert first[0] == len(query) // 4 - 2
+    assert (second is None) == (pattern == "nothing")
+    assert min(times_s) < 0.0002  # the bound; the best of many does not depend on the load
+    tracemalloc.start()
+    try:
+        next(index.matches(query))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8_192  # a copied prefix would be 32,000
+
+
+@pytest.mark.parametrize("n_shared", [7900, N_TOKENS])
+def test_the_first_match_and_a_removal_look_at_few_of_the_holders_that_share_a_prefix(n_shared: int) -> None:
+    strings = strings_that_share(n_shared)
+    looks: list[None] = []
+    holders = [Looked(looks) for _ in strings]
+    index: RadixTree[Looked] = RadixTree()
+    for tokens, holder in zip(strings, holders, strict=True):
+        index.add(tokens, holder)
+    looks.clear()
+    next(index.matches(strings[0][: 4 * 7900]))
+    assert len(looks) <= 4
+    looks.clear()
+    index.remove(strings[99], holders[99])
+    assert len(looks) <= 4
+
+
+def test_asking_for_all_matches_comes_by_each_holder_once() -> None:
+    looks: list[None] = []
+    index: RadixTree[Looked] = RadixTree()
+    for n in range(1, 51):
+        index.add(pack(range(n)), Looked(looks))
+    looks.clear()
+    assert [n for n, _ in index.matches(pack(range(40)))] == [40] * 11 + list(range(39, 0, -1))
+    assert len(looks) == 2 * 50  # is it known, and it is now
+
+
+# ---- damage
+
+
+def miscount(index: Tree) -> None:
+    index._n_holders += 1
+
+
+def leave_a_node_where_nothing_parts(index: Tree) -> None:
+    del index._root.children[letters("a")].children[letters("d")]
+    index._n_holders -= 1
+
+
+def leave_an_empty_leaf(index: Tree) -> None:
+    index._root.children[letters("a")].children[letters("d")].holders.clear()
+    index._n_holders -= 1
+
+
+def forget_the_parent(index: Tree) -> None:
+    index._root.children[letters("a")].parent = None
+
+
+def file_it_wrongly(index: Tree) -> None:
+    children = index._root.children
+    children[letters("x")] = children.pop(letters("a"))
+
+
+def tear_an_edge(index: Tree) -> None:
+    index._root.children[letters("a")].edge += b"?"
+
+
+def lengthen_the_root(index: Tree) -> None:
+    index._root.edge = letters("r")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        miscount,
+        leave_a_node_where_nothing_parts,
+        leave_an_empty_leaf,
+        forget_the_parent,
+        file_it_wrongly,
+        tear_an_edge,
+        lengthen_the_root,
+    ],
+)
+def test_the_integrity_check_sees_damage(damage: Callable[[Tree], None]) -> None:
+    index = index_of(a="abc", b="abd")
+    index.check_integrity()
+    damage(index)
+    with pytest.raises(AssertionError):
+        index.check_integrity()

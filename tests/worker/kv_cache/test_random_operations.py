@@ -1,0 +1,164 @@
+"""Random lives of a worker with all of the cache: every job says what it says alone, and nothing contradicts itself.
+
+`CACHE_OPERATIONS=100000 pytest tests/worker/kv_cache/test_random_operations.py` is the long form (`make soak-cache`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.core.slot import Run
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.prefix_cache import Entry, RadixPrefixCache
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+from llamaq.worker.offload.block_transfers import BlockTransfers
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.testing.fake_engine import FakeEngine, ManualClock, make_job, next_letter, run_tick
+
+N_OPERATIONS = int(os.environ.get("CACHE_OPERATIONS", "6000"))
+SALTS = ("", "a", "b")
+N_CTX = 600
+
+
+def first_tokens_alone(prompt: Sequence[int], n_tokens: int) -> list[int]:
+    history = list(prompt)
+    for _ in range(n_tokens):
+        history.append(next_letter(history))
+    return history[len(prompt) :]
+
+
+class Suspicious(RadixPrefixCache):
+    """Checks that what is found has the tokens that were asked for and belongs to who asks."""
+
+    def match(self, tokens: bytes, scope: Scope, order: int | None = None):  # type: ignore[no-untyped-def]
+        found = super().match(tokens, scope, order)
+        for holder, n_tokens in ((found.source, found.n_tokens), (found.leader, found.n_coming)):
+            if holder is not None:
+                owner = holder.scope if isinstance(holder, Entry) else holder.job.scope
+                held = holder.tokens if isinstance(holder, Entry) else holder.packed
+                assert held[: 4 * n_tokens] == tokens[: 4 * n_tokens]
+                assert owner.namespace == scope.namespace or n_tokens <= min(owner.public, scope.public)
+                assert isinstance(holder, Run) or holder in self.entries()
+        return found
+
+
+class Life:
+    """A worker, and what happens to it."""
+
+    def __init__(self, seed: int, *, can_cut: bool, kv_unified: bool) -> None:
+        self.random = random.Random(seed)
+        n_seq_max = self.random.choice([4, 5, 9, 20]) if kv_unified else 4
+        self.engine = FakeEngine(
+            n_ctx=N_CTX * (1 if kv_unified else 4),
+            n_batch=48,
+            n_seq_max=n_seq_max,
+            can_cut=can_cut,
+            kv_unified=kv_unified,
+        )
+        self.clock = ManualClock()
+        tree = BlockStore(
+            16 if self.engine.in_blocks else None, self.random.choice([2_000, 30_000, 10**7]), can_cut=can_cut
+        )
+        self.scheduler = Scheduler(
+            SlotPool(3, self.engine.n_ctx, self.engine.n_sequences, similarity=0.2, shares_cells=kv_unified),
+            self.engine,
+            budget=48,
+            chunk_size=self.random.choice([7, 24]),
+            end_tokens=self.engine.vocab.end_tokens,
+            cache=Suspicious(can_cut=can_cut),
+            tiers=BlockTransfers(tree, self.engine) if self.random.random() < 0.8 else None,
+            held_cells=self.random.choice([0, 100, None]),
+            clock=self.clock,
+        )
+        self.jobs: dict[str, Job] = {}
+        self.said: defaultdict[str, list[int]] = defaultdict(list)
+        self.ended: dict[str, JobEnded] = {}
+        self.histories: list[list[int]] = [[self.random.randrange(3)]]
+
+    def live(self, n_operations: int) -> None:
+        operations = [self.submit, self.submit, self.cancel, self.lose_cells, self.pass_time, *[self.tick] * 8]
+        for _ in range(n_operations):
+            self.random.choice(operations)()
+            self.scheduler.check_integrity()
+        for _ in range(20_000):
+            if not self.scheduler.has_work:
+                break
+            self.tick()
+        assert not self.scheduler.has_work
+        assert self.jobs.keys() == self.ended.keys()
+
+    # ---- what happens
+
+    def submit(self) -> None:
+        if len(self.jobs) - len(self.ended) > 12:
+            return
+        before = self.random.choice(self.histories)
+        prompt = before[: self.random.randint(1, len(before))] + self.random.choices(
+            range(3), k=self.random.randint(1, 60)
+        )
+        prompt = prompt[:250]
+        job = make_job(
+            prompt,
+            context_limit=min(self.engine.cells_per_sequence, 300),
+            max_tokens=self.random.randint(1, 40),
+            priority=self.random.choice(["interactive", "bulk"]),
+            cache_prompt=self.random.random() < 0.9,
+            slot=self.random.choice([None, None, None, 0, 2]),
+            timeout_s=self.random.choice([None, None, 20]),
+        )
+        job.scope = Scope(self.random.choice(SALTS), self.random.choice([0, 0, 5, 40]))
+        job.system_tokens = min(self.random.choice([0, 20]), len(prompt))
+        self.jobs[job.id] = job
+        self.scheduler.submit(job)
+
+    def cancel(self) -> None:
+        if alive := sorted(self.jobs.keys() - self.ended.keys()):
+            self.scheduler.cancel(self.random.choice(alive))
+
+    def lose_cells(self) -> None:
+        alive = sorted(self.jobs.keys() - self.ended.keys())
+        if alive and self.random.random() < 0.2:
+            self.engine.lose_cells(self.random.choice(alive))
+
+    def pass_time(self) -> None:
+        self.clock.now_s += 1
+
+    def tick(self) -> None:
+        for output in run_tick(self.scheduler, self.engine):
+            assert output.job.id not in self.ended
+            if isinstance(output, NewToken):
+                self.said[output.job.id].append(output.token)
+            else:
+                self.ended[output.job.id] = output
+                self.check(output)
+
+    def check(self, end: JobEnded) -> None:
+        said = self.said.pop(end.job.id, [])
+        assert end.error is None
+        assert end.reason in (FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
+        assert said == first_tokens_alone(end.job.prompt, len(said))
+        if end.reason is FinishReason.LENGTH:
+            assert len(said) == min(end.job.request.max_tokens, end.job.context_limit - len(end.job.prompt))
+        self.histories = [*self.histories[-30:], [*end.job.prompt, *said]]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kv_unified", [True, False])
+@pytest.mark.parametrize("can_cut", [True, False])
+def test_random_operations_never_contradict_and_never_mix_jobs(can_cut: bool, kv_unified: bool) -> None:
+    per_life = 500
+    for seed in range(max(1, N_OPERATIONS // 4 // per_life)):
+        life = Life(seed, can_cut=can_cut, kv_unified=kv_unified)
+        try:
+            life.live(per_life)
+        except BaseException as exc:
+            exc.add_note(f"seed {seed}")
+            raise

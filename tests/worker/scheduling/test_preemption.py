@@ -1,0 +1,170 @@
+"""An interactive job need not wait for bulk jobs: the youngest gives up its slot, and goes on later where it was."""
+
+from __future__ import annotations
+
+from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.worker.core.job import JobEnded, NewToken, Output
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+from llamaq.worker.offload.block_transfers import BlockTransfers
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.scheduling.waiting_queue import MAX_PASSED, TURN_TOKENS
+from llamaq.worker.testing.fake_engine import FakeEngine, GreedySampler, ManualClock, make_job, run_tick, run_to_end
+
+
+class Rig:
+    """Two slots, a cache, and host memory."""
+
+    def __init__(self, n_ctx: int = 1000, n_slots: int = 2, host_bytes: int = 10**6) -> None:
+        self.engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 6)
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(
+            SlotPool(n_slots, n_ctx, self.engine.n_sequences),
+            self.engine,
+            budget=64,
+            chunk_size=16,
+            end_tokens=self.engine.vocab.end_tokens,
+            cache=RadixPrefixCache(),
+            tiers=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), self.engine) if host_bytes else None,
+            clock=self.clock,
+        )
+        self.outputs: list[Output] = []
+
+    def submit(self, job_id: str, prompt: list[int], *, bulk: bool = False, **params: object) -> None:
+        priority = "bulk" if bulk else "interactive"
+        self.scheduler.submit(make_job(prompt, job_id=job_id, priority=priority, **params))  # type: ignore[arg-type]
+
+    def tick(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.outputs += run_tick(self.scheduler, self.engine)
+
+    def finish(self) -> dict[str, JobEnded]:
+        self.outputs += run_to_end(self.scheduler, self.engine)
+        return {output.job.id: output for output in self.outputs if isinstance(output, JobEnded)}
+
+    def tokens(self, job_id: str) -> list[int]:
+        return [out.token for out in self.outputs if isinstance(out, NewToken) and out.job.id == job_id]
+
+    @property
+    def running(self) -> list[str]:
+        return sorted(slot.job_id for slot in self.scheduler.snapshot() if slot.job_id)
+
+    @property
+    def preemptions(self) -> int:
+        return self.scheduler.cache_snapshot().preemptions
+
+
+def alone(prompt: list[int], max_tokens: int) -> list[int]:
+    rig = Rig()
+    rig.submit("alone", prompt, max_tokens=max_tokens)
+    rig.finish()
+    return rig.tokens("alone")
+
+
+def test_the_youngest_bulk_job_gives_its_slot_up_and_says_what_it_says_alone() -> None:
+    rig = Rig()
+    rig.submit("old", [1] * 20, bulk=True, max_tokens=30)
+    rig.submit("young", [2] * 20, bulk=True, max_tokens=30)
+    rig.tick(9)
+    rig.submit("urgent", [3] * 20, max_tokens=5)
+    rig.tick()
+    assert rig.running == ["old", "urgent"]
+    ends = rig.finish()
+    assert {end.reason for end in ends.values()} == {FinishReason.LENGTH}
+    assert list(ends) == ["urgent", "old", "young"]
+    assert rig.tokens("young") == alone([2] * 20, 30)
+    assert ends["young"].stats.generated_tokens == 30
+    assert rig.preemptions == 1
+    # What it had is in the cache: of its history only the last token is computed again.
+    assert rig.engine.computed == 3 * 20 + 29 + 4 + 29
+
+
+def test_cells_are_a_reason_too_and_entries_go_first() -> None:
+    rig = Rig(n_ctx=200)
+    rig.submit("bulk", [1] * 60, bulk=True, max_tokens=60)
+    rig.tick(6)
+    rig.submit("small", [2] * 30, max_tokens=10)
+    rig.tick(20)
+    rig.submit("fits", [3] * 30, max_tokens=30)  # when the entry of the small one has gone
+    rig.tick(5)
+    assert (rig.running, rig.preemptions) == (["bulk", "fits"], 0)
+    rig.finish()
+    rig.submit("bulk2", [4] * 60, bulk=True, max_tokens=60)
+    rig.tick(16)
+    rig.submit("large", [5] * 100, max_tokens=60)
+    ends = rig.finish()
+    assert rig.preemptions == 1
+    assert rig.tokens("bulk2") == alone([4] * 60, 60)
+    assert all(end.reason is FinishReason.LENGTH for end in ends.values())
+
+
+def test_nobody_is_preempted_in_vain_or_for_his_equal() -> None:
+    rig = Rig(n_ctx=200)
+    rig.submit("interactive", [1] * 60, max_tokens=60)
+    rig.submit("bulk", [2] * 20, bulk=True, max_tokens=40)
+    rig.tick(6)
+    rig.submit("too large beside the first", [3] * 80, max_tokens=20)
+    rig.submit("equal", [4] * 20, bulk=True, max_tokens=5)
+    rig.tick(6)
+    assert (rig.running, rig.preemptions) == (["bulk", "interactive"], 0)
+
+
+def test_a_preempted_job_can_be_cancelled_and_expires_in_the_line() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit("bulk", [1] * 20, bulk=True, max_tokens=30, timeout_s=5)
+    rig.tick(6)
+    rig.submit("urgent", [2] * 20, max_tokens=30)
+    rig.tick(2)
+    assert rig.running == ["urgent"]
+    rig.clock.now_s += 5
+    rig.tick()
+    end = next(out for out in rig.outputs if isinstance(out, JobEnded))
+    assert (end.job.id, end.reason, end.stats.generated_tokens) == (
+        "bulk",
+        FinishReason.DEADLINE,
+        len(rig.tokens("bulk")),
+    )
+    assert isinstance(end.job.sampler, GreedySampler)
+    assert end.job.sampler.closed == 1
+
+
+def test_times_are_those_of_the_attempt_and_not_of_its_last_run() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit("bulk", [1] * 20, bulk=True, max_tokens=10)
+    rig.clock.now_s += 1
+    rig.tick(4)
+    rig.submit("urgent", [2] * 20, max_tokens=1)
+    rig.tick()
+    rig.clock.now_s += 10
+    stats = rig.finish()["bulk"].stats
+    assert (stats.ttft_ms, stats.duration_ms) == (1000, 11_000)
+
+
+def test_bulk_jobs_get_a_turn_however_many_interactive_jobs_come() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit("bulk", [1] * 20, bulk=True, max_tokens=TURN_TOKENS * 2)
+    n_urgent = 0
+    while "bulk" not in {out.job.id for out in rig.outputs if isinstance(out, JobEnded)}:
+        n_urgent += 1
+        assert n_urgent < 6 * MAX_PASSED
+        rig.submit(f"urgent{n_urgent}", [2] * 4, max_tokens=1)
+        rig.tick(2)
+        while any(slot.job_id == "bulk" for slot in rig.scheduler.snapshot()) and rig.scheduler.n_waiting:
+            rig.tick()
+    assert n_urgent >= MAX_PASSED
+    assert rig.tokens("bulk") == alone([1] * 20, TURN_TOKENS * 2)
+
+
+def test_jobs_that_are_preempted_over_and_over_say_what_they_say_alone() -> None:
+    rig = Rig(n_ctx=260, n_slots=3, host_bytes=20_000)
+    for at in range(6):
+        rig.submit(f"bulk{at}", [at] * 40, bulk=True, max_tokens=40)
+    for at in range(30):
+        rig.tick(4)
+        rig.submit(f"urgent{at}", [100 + at] * 30, max_tokens=4)
+    ends = rig.finish()
+    assert len(ends) == 36
+    assert rig.preemptions > 3
+    for at in range(6):
+        assert rig.tokens(f"bulk{at}") == alone([at] * 40, 40)

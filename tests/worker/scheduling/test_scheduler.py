@@ -1,0 +1,546 @@
+from __future__ import annotations
+
+import pytest
+
+from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.scheduling.waiting_queue import MAX_PASSED
+from llamaq.worker.testing.fake_engine import (
+    ByteVocab,
+    FakeEngine,
+    GreedySampler,
+    ManualClock,
+    NextToken,
+    make_job,
+    next_letter,
+    run_tick,
+    run_to_end,
+)
+
+EOS = ByteVocab.eos
+
+
+class Rig:
+    """A scheduler with a fake engine and a clock that stands still."""
+
+    def __init__(
+        self,
+        n_slots: int = 2,
+        n_ctx: int = 400,
+        budget: int = 32,
+        chunk_size: int = 8,
+        next_token: NextToken = next_letter,
+    ) -> None:
+        self.engine = FakeEngine(n_ctx=n_ctx, n_batch=budget, next_token=next_token)
+        self.pool = SlotPool(n_slots, n_ctx, n_slots + 2)
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(
+            self.pool,
+            self.engine,
+            budget=budget,
+            chunk_size=chunk_size,
+            end_tokens=self.engine.vocab.end_tokens,
+            worker="w1",
+            clock=self.clock,
+        )
+
+    def submit(self, *jobs: Job) -> None:
+        for job in jobs:
+            self.scheduler.submit(job)
+
+    def tick(self, times: int = 1) -> list[Output]:
+        return [output for _ in range(times) for output in run_tick(self.scheduler, self.engine)]
+
+    def finish(self) -> list[Output]:
+        return run_to_end(self.scheduler, self.engine)
+
+    @property
+    def running(self) -> list[str]:
+        return [slot.active.job.id for slot in self.pool.active]
+
+
+def text_that_spells(text: str, after: int) -> NextToken:
+    """A model that says `text` after `after` tokens, then ends."""
+    tokens = [*text.encode(), EOS]
+    return lambda history: tokens[len(history) - after]
+
+
+def ends_of(outputs: list[Output]) -> dict[str, JobEnded]:
+    return {output.job.id: output for output in outputs if isinstance(output, JobEnded)}
+
+
+def tokens_of(outputs: list[Output], job_id: str) -> list[int]:
+    return [output.token for output in outputs if isinstance(output, NewToken) and output.job.id == job_id]
+
+
+def text_of(outputs: list[Output]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+def only_end(outputs: list[Output]) -> JobEnded:
+    (end,) = ends_of(outputs).values()
+    assert outputs[-1] is end
+    return end
+
+
+# ---- how jobs end
+
+
+def test_a_job_ends_with_length_at_max_tokens() -> None:
+    rig = Rig()
+    job = make_job("Hello", max_tokens=7)
+    rig.submit(job)
+    outputs = rig.finish()
+    assert only_end(outputs).reason is FinishReason.LENGTH
+    assert len(tokens_of(outputs, job.id)) == 7
+    assert rig.engine.memory == {}
+
+
+def test_an_end_token_ends_the_job_and_is_no_part_of_it() -> None:
+    rig = Rig(next_token=text_that_spells("done", after=6))
+    job = make_job("Hello", max_tokens=50)
+    rig.submit(job)
+    outputs = rig.finish()
+    end = only_end(outputs)
+    assert end.reason is FinishReason.STOP
+    assert bytes(tokens_of(outputs, job.id)) == b"done"
+    assert end.stats.generated_tokens == 4
+
+
+def test_an_end_token_at_once_gives_an_empty_result() -> None:
+    rig = Rig(next_token=lambda _history: EOS)
+    rig.submit(make_job(max_tokens=5))
+    end = only_end(rig.finish())
+    assert (end.reason, end.stats.generated_tokens, end.stats.ttft_ms) == (FinishReason.STOP, 0, 0.0)
+
+
+def test_a_stop_string_split_over_tokens_ends_the_job_and_never_leaks() -> None:
+    rig = Rig(next_token=text_that_spells("good END and more", after=6))
+    rig.submit(make_job("Hello", max_tokens=50, stop=["END"]))
+    outputs = rig.finish()
+    assert only_end(outputs).reason is FinishReason.STOP
+    assert text_of(outputs) == "good "
+
+
+def test_text_held_back_for_a_stop_string_that_never_came_is_given_with_the_end() -> None:
+    rig = Rig(next_token=text_that_spells("good EN", after=6))
+    rig.submit(make_job("Hello", max_tokens=50, stop=["END"]))
+    outputs = rig.finish()
+    assert only_end(outputs).text == "EN"
+    assert text_of(outputs) == "good EN"
+
+
+def test_a_job_that_reaches_its_context_limit_ends_with_length() -> None:
+    rig = Rig()
+    job = make_job([7] * 20, max_tokens=100, context_limit=32)
+    rig.submit(job)
+    outputs = rig.finish()
+    assert only_end(outputs).reason is FinishReason.LENGTH
+    assert len(tokens_of(outputs, job.id)) == 12
+
+
+def test_no_context_limit_is_larger_than_the_pool() -> None:
+    rig = Rig(n_ctx=64, chunk_size=32)
+    rig.submit(make_job([7] * 20, max_tokens=1000, context_limit=10**6))
+    outputs = rig.finish()
+    assert only_end(outputs).stats.generated_tokens == 44
+
+
+@pytest.mark.parametrize(("n_prompt", "fails"), [(63, False), (64, True), (5000, True)])
+def test_a_prompt_that_fills_the_context_fails_alone_and_names_the_numbers(n_prompt: int, fails: bool) -> None:
+    rig = Rig(n_ctx=64)
+    rig.submit(make_job([7] * n_prompt, job_id="large"), make_job("ok", job_id="small", max_tokens=3))
+    ends = ends_of(rig.finish())
+    assert ends["small"].reason is FinishReason.LENGTH
+    if not fails:
+        assert (ends["large"].reason, ends["large"].stats.generated_tokens) == (FinishReason.LENGTH, 1)
+        return
+    error = ends["large"].error
+    assert error is not None
+    assert error.code is ErrorCode.PROMPT_TOO_LONG
+    assert f"{n_prompt} tokens" in error.message
+    assert "64" in error.message
+    assert "--n-ctx" in error.message
+
+
+def test_a_prompt_without_tokens_fails_alone() -> None:
+    rig = Rig()
+    rig.submit(make_job([]))
+    error = only_end(rig.finish()).error
+    assert error is not None
+    assert error.code is ErrorCode.INVALID_REQUEST
+
+
+def test_a_sampler_that_refuses_fails_its_job_alone() -> None:
+    rig = Rig()
+    rig.submit(make_job(job_id="bad", max_tokens=9, sampler=GreedySampler(fails_at=3)))
+    rig.submit(make_job(job_id="good", max_tokens=9))
+    outputs = rig.finish()
+    ends = ends_of(outputs)
+    assert isinstance(ends["bad"].error, JobRejected)
+    assert (ends["bad"].error.code, ends["bad"].reason) == (ErrorCode.GRAMMAR_EXHAUSTED, None)
+    assert ends["bad"].stats.generated_tokens == 3
+    assert (ends["good"].reason, len(tokens_of(outputs, "good"))) == (FinishReason.LENGTH, 9)
+    assert rig.engine.memory == {}
+
+
+def test_an_error_of_the_engine_fails_its_job_alone() -> None:
+    rig = Rig()
+    rig.engine.fail_job("bad")
+    rig.submit(make_job(job_id="bad"), make_job(job_id="good", max_tokens=3))
+    ends = ends_of(rig.finish())
+    assert ends["bad"].error is not None
+    assert ends["bad"].error.code is ErrorCode.DECODE_FAILED
+    assert ends["good"].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 5])
+def test_a_cancelled_job_ends_once_with_what_there_is(ticks: int) -> None:
+    rig = Rig()
+    job = make_job("Hello", max_tokens=50)
+    rig.submit(job)
+    before = rig.tick(ticks)
+    assert rig.scheduler.cancel(job.id)
+    assert not rig.scheduler.cancel(job.id)
+    outputs = before + rig.finish()
+    end = only_end(outputs)
+    assert end.reason is FinishReason.CANCELLED
+    assert end.stats.generated_tokens == len(tokens_of(outputs, job.id)) == max(0, ticks)
+    assert rig.engine.memory == {}
+
+
+def test_cancelling_an_unknown_job_does_nothing() -> None:
+    rig = Rig()
+    assert not rig.scheduler.cancel("nobody")
+    assert not rig.scheduler.release("nobody")
+    assert not rig.scheduler.has_work
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_timeout_s_counts_from_submit_in_a_slot_and_in_the_line(runs: bool) -> None:
+    rig = Rig(n_slots=1)
+    if not runs:
+        rig.submit(make_job(job_id="first", max_tokens=300))
+    rig.submit(make_job(job_id="late", max_tokens=300, timeout_s=5))
+    outputs = rig.tick(3)
+    rig.clock.now_s += 4.999
+    outputs += rig.tick()
+    assert "late" not in ends_of(outputs)
+    rig.clock.now_s += 0.001
+    outputs += rig.tick()
+    end = ends_of(outputs)["late"]
+    assert end.reason is FinishReason.DEADLINE
+    assert end.stats.duration_ms == 5000
+    assert end.stats.generated_tokens == len(tokens_of(outputs, "late")) == (4 if runs else 0)
+    assert (end.stats.slot is not None) == runs
+
+
+# ---- attempts
+
+
+def test_a_resumed_job_goes_on_at_the_next_token() -> None:
+    whole = Rig()
+    whole.submit(make_job(job_id="j", max_tokens=12))
+    tokens = tokens_of(whole.finish(), "j")
+
+    rig = Rig()
+    rig.submit(make_job(job_id="j", resumed=tokens[:5], attempt=2, max_tokens=12))
+    outputs = rig.finish()
+    assert tokens_of(outputs, "j") == tokens[5:]
+    assert only_end(outputs).stats.generated_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("resumed", "params", "reason"),
+    [
+        (b"abcd", {"max_tokens": 4}, FinishReason.LENGTH),
+        (b"abcde", {"max_tokens": 4}, FinishReason.LENGTH),
+        (b"abcd", {"max_tokens": 40, "context_limit": 10}, FinishReason.LENGTH),
+        (b"abcd", {"max_tokens": 40, "context_limit": 5}, FinishReason.LENGTH),
+        (b"abcd", {"max_tokens": 40, "stop": ["cd"]}, FinishReason.STOP),
+        (b"abcd", {"max_tokens": 4, "stop": ["cd"]}, FinishReason.STOP),
+        ([97, EOS], {"max_tokens": 40}, FinishReason.STOP),
+    ],
+)
+def test_a_resumed_job_that_was_complete_ends_without_a_slot(
+    resumed: bytes | list[int], params: dict[str, object], reason: FinishReason
+) -> None:
+    rig = Rig(n_slots=1)
+    rig.submit(make_job(max_tokens=20))
+    rig.tick()
+    rig.submit(make_job("Hello", job_id="done", resumed=list(resumed), **params))  # type: ignore[arg-type]
+    end = ends_of(rig.tick())["done"]
+    assert (end.reason, end.stats.slot, end.stats.generated_tokens) == (reason, None, len(resumed))
+
+
+def test_a_released_job_leaves_without_an_end() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit(make_job(job_id="runs"), make_job(job_id="waits"))
+    rig.tick(2)
+    assert rig.scheduler.release("runs")
+    assert rig.scheduler.release("waits")
+    assert rig.finish() == []
+    assert rig.engine.memory == {}
+
+
+def test_a_newer_attempt_replaces_the_older_one() -> None:
+    rig = Rig()
+    old = make_job(job_id="j", max_tokens=9)
+    rig.submit(old)
+    published = tokens_of(rig.tick(4), "j")
+    rig.submit(make_job(job_id="j", attempt=2, resumed=published, max_tokens=9))
+    outputs = rig.finish()
+    assert only_end(outputs).job.lease.attempt == 2
+    assert len(published) + len(tokens_of(outputs, "j")) == 9
+    assert isinstance(old.sampler, GreedySampler)
+    assert old.sampler.closed
+
+
+def test_the_same_attempt_twice_runs_once() -> None:
+    rig = Rig()
+    rig.submit(make_job(job_id="j", max_tokens=3), make_job(job_id="j", max_tokens=3))
+    assert only_end(rig.finish()).stats.generated_tokens == 3
+
+
+def test_releasing_older_attempts_leaves_the_newest() -> None:
+    rig = Rig()
+    rig.submit(make_job(job_id="j", attempt=2))
+    assert not rig.scheduler.release("j", before_attempt=2)
+    assert rig.scheduler.release("j", before_attempt=3)
+
+
+def test_withdraw_gives_back_the_jobs_without_a_slot_and_close_all() -> None:
+    rig = Rig(n_slots=1)
+    jobs = [make_job(job_id=f"j{number}", max_tokens=5) for number in range(3)]
+    rig.submit(*jobs)
+    rig.tick()
+    assert rig.scheduler.withdraw() == jobs[1:]
+    assert rig.running == ["j0"]
+    assert rig.scheduler.close() == jobs[:1]
+    assert not rig.scheduler.has_work
+    assert rig.engine.memory == {}
+    assert all(isinstance(job.sampler, GreedySampler) and job.sampler.closed for job in jobs)
+
+
+def test_every_sampler_is_closed_when_its_job_leaves() -> None:
+    rig = Rig(n_ctx=64)
+    rig.engine.fail_job("fails")
+    jobs = [make_job(job_id="ends", max_tokens=2), make_job(job_id="fails"), make_job([7] * 99, job_id="too long")]
+    rig.submit(*jobs)
+    rig.finish()
+    assert [job.sampler.closed for job in jobs if isinstance(job.sampler, GreedySampler)] == [1, 1, 1]
+
+
+# ---- who is next
+
+
+def test_interactive_jobs_go_before_bulk_jobs_and_first_come_first_served_within() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit(*(make_job(job_id=f"b{number}", max_tokens=1, priority="bulk") for number in range(2)))
+    rig.submit(*(make_job(job_id=f"i{number}", max_tokens=1) for number in range(2)))
+    assert list(ends_of(rig.finish())) == ["i0", "i1", "b0", "b1"]
+
+
+def test_small_jobs_do_not_starve_a_large_one() -> None:
+    rig = Rig(n_slots=2, n_ctx=100)
+    rig.submit(make_job([7] * 10, job_id="first", max_tokens=20))
+    rig.submit(make_job([7] * 10, job_id="large", max_tokens=80))
+    rig.submit(*(make_job([7] * 10, job_id=f"small{number}", max_tokens=5) for number in range(5)))
+    rig.tick()
+    assert rig.running == ["first"]
+    assert rig.scheduler.free_slots == 0
+    assert list(ends_of(rig.finish()))[:2] == ["first", "large"]
+
+
+def test_a_bulk_job_is_passed_only_so_often() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit(*(make_job(job_id=f"bulk{number}", max_tokens=1, priority="bulk") for number in range(2)))
+    rig.submit(*(make_job(job_id=f"i{number}", max_tokens=1) for number in range(MAX_PASSED * 2 + 5)))
+    order = list(ends_of(rig.finish()))
+    assert order.index("bulk0") == MAX_PASSED
+    assert order.index("bulk1") == MAX_PASSED * 2 + 1
+
+
+def test_a_bulk_job_does_not_hold_back_interactive_jobs_while_it_waits_for_room() -> None:
+    rig = Rig(n_slots=3, n_ctx=100)
+    rig.submit(make_job([7] * 10, job_id="first", max_tokens=40))
+    rig.submit(make_job([7] * 10, job_id="bulk", max_tokens=80, priority="bulk"))
+    rig.tick()
+    rig.submit(make_job([7] * 10, job_id="urgent", max_tokens=20))
+    rig.tick()
+    assert rig.running == ["first", "urgent"]
+
+
+def test_free_slots_counts_idle_slots_that_nobody_here_waits_for() -> None:
+    rig = Rig(n_slots=4)
+    assert (rig.scheduler.free_slots, rig.scheduler.has_work) == (4, False)
+    rig.submit(make_job(max_tokens=9), make_job(max_tokens=9))
+    assert (rig.scheduler.free_slots, rig.scheduler.n_waiting, rig.scheduler.has_work) == (2, 2, True)
+    rig.tick()
+    assert (rig.scheduler.free_slots, rig.scheduler.n_waiting) == (2, 0)
+    rig.submit(*(make_job() for _ in range(5)))
+    assert rig.scheduler.free_slots == 0
+
+
+def test_jobs_larger_than_half_the_pool_run_one_after_another() -> None:
+    rig = Rig(n_slots=4, n_ctx=100)
+    rig.submit(*(make_job([7] * 30, job_id=f"j{number}", max_tokens=30) for number in range(3)))
+    outputs = rig.finish()
+    assert {end.reason for end in ends_of(outputs).values()} == {FinishReason.LENGTH}
+    assert max(len(batch.parts) for batch in rig.engine.batches) == 1
+
+
+# ---- ticks
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_between_the_tokens_of_others() -> None:
+    rig = Rig(n_slots=2, chunk_size=8)
+    rig.submit(make_job("Hi", job_id="stream", max_tokens=30))
+    rig.tick(2)
+    rig.submit(make_job([7] * 50, job_id="long", max_tokens=2))
+    for _ in range(6):
+        outputs = rig.tick()
+        assert len(tokens_of(outputs, "stream")) == 1
+        assert tokens_of(outputs, "long") == []
+    assert len(tokens_of(rig.tick(), "long")) == 1
+    assert [batch.n_prefill for batch in rig.engine.batches[-7:]] == [8, 8, 8, 8, 8, 8, 2]
+
+
+def test_a_job_whose_cells_were_lost_is_prefilled_again_and_says_the_same() -> None:
+    rig = Rig(chunk_size=4)
+    rig.submit(make_job("Hello there", job_id="j", max_tokens=12))
+    expected = tokens_of(rig.finish(), "j")
+
+    rig = Rig(chunk_size=4)
+    rig.submit(make_job("Hello there", job_id="j", max_tokens=12))
+    outputs = rig.tick(6)
+    assert rig.scheduler.snapshot()[0].state == "decode"
+    rig.engine.lose_cells("j", 5)
+    outputs += rig.tick()
+    assert rig.scheduler.snapshot()[0].state == "prefill"
+    outputs += rig.tick(1)
+    rig.engine.lose_cells("j")
+    outputs += rig.finish()
+    assert tokens_of(outputs, "j") == expected
+
+
+def test_where_the_engine_finds_no_room_the_youngest_job_gives_way_and_goes_on_later() -> None:
+    rig = Rig()
+    rig.submit(*(make_job(job_id=f"j{number}", max_tokens=9) for number in range(2)))
+    outputs = rig.tick(3)
+    rig.engine.refuse()
+    assert rig.tick() == []
+    assert rig.running == ["j0"]
+    outputs += rig.finish()
+    assert {job_id: end.reason for job_id, end in ends_of(outputs).items()} == dict.fromkeys(
+        ("j0", "j1"), FinishReason.LENGTH
+    )
+    assert tokens_of(outputs, "j0") == tokens_of(outputs, "j1")
+    assert len(tokens_of(outputs, "j1")) == 9
+
+
+def test_a_job_for_which_the_engine_finds_no_room_alone_fails() -> None:
+    rig = Rig()
+    rig.submit(make_job(max_tokens=9))
+    rig.tick(2)
+    rig.engine.refuse()
+    error = only_end(rig.tick()).error
+    assert error is not None
+    assert (error.code, "--n-ctx" in error.message) == (ErrorCode.DECODE_FAILED, True)
+    assert not rig.scheduler.has_work
+
+
+def test_without_work_a_tick_does_nothing() -> None:
+    rig = Rig()
+    assert rig.scheduler.plan() == Batch()
+    assert rig.tick() == []
+
+
+def test_a_result_for_a_slot_outside_the_batch_is_a_defect() -> None:
+    rig = Rig()
+    rig.submit(make_job())
+    rig.scheduler.admit()
+    with pytest.raises(LookupError, match="was not in the batch"):
+        rig.scheduler.apply(Batch(), [SlotResult(rig.pool.slots[0], 1)])
+
+
+def test_the_strategy_hears_of_jobs_that_wait_in_redis_and_here() -> None:
+    rig = Rig(n_slots=1)
+    heard: list[int] = []
+    strategy = rig.scheduler.planner.strategy
+
+    class Listening:
+        def build_batch(self, slots: object, budget: int, chunk_size: int, *, queue_depth: int) -> Batch:
+            heard.append(queue_depth)
+            return strategy.build_batch(slots, budget, chunk_size, queue_depth=queue_depth)  # type: ignore[arg-type]
+
+    rig.scheduler.planner.strategy = Listening()
+    rig.submit(make_job(), make_job(), make_job())
+    rig.scheduler.admit()
+    rig.scheduler.plan(queue_depth=40)
+    assert heard == [42]
+
+
+@pytest.mark.parametrize(("budget", "chunk_size", "flag"), [(1, 8, "--n-batch"), (8, 0, "--chunk-size")])
+def test_settings_that_no_tick_can_keep_are_refused(budget: int, chunk_size: int, flag: str) -> None:
+    with pytest.raises(InvalidSettings, match=flag):
+        Rig(n_slots=2, budget=budget, chunk_size=chunk_size)
+
+
+# ---- what others see
+
+
+def test_the_stats_of_a_job_measure_its_attempt() -> None:
+    rig = Rig(n_slots=1, chunk_size=8)
+    rig.submit(make_job(max_tokens=1))
+    rig.submit(make_job([7] * 12, job_id="j", max_tokens=5, queue_ms=33.0, stream=False))
+    rig.clock.now_s += 1
+    rig.tick()  # the first job has the slot
+    rig.clock.now_s += 2
+    outputs = rig.tick()  # admitted, first chunk
+    rig.clock.now_s += 0.5
+    outputs += rig.tick()  # first token
+    for _ in range(4):
+        rig.clock.now_s += 0.25
+        outputs += rig.tick()
+    assert only_end(outputs).stats == JobStats(
+        prompt_tokens=12,
+        generated_tokens=5,
+        duration_ms=4500,
+        ttft_ms=3500,
+        prompt_eval_rate=24,
+        generation_rate=4,
+        prefix_cache_tokens=0,
+        prefix_cache_ratio=0,
+        queue_ms=33,
+        seq_id=outputs[-1].stats.seq_id if isinstance(outputs[-1], JobEnded) else None,
+        slot=0,
+        worker="w1",
+        mode="result",
+    )
+
+
+def test_a_job_that_never_had_a_slot_has_stats_too() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit(make_job(max_tokens=100), make_job("Hello", job_id="j", queue_ms=5))
+    rig.tick()
+    rig.clock.now_s += 2
+    rig.scheduler.cancel("j")
+    assert ends_of(rig.tick())["j"].stats == JobStats(prompt_tokens=6, duration_ms=2000, queue_ms=5, worker="w1")
+
+
+def test_snapshots_and_repr_show_the_live_state() -> None:
+    rig = Rig(n_slots=2, n_ctx=100)
+    rig.submit(make_job([7] * 10, job_id="j", max_tokens=20), make_job(max_tokens=90))
+    rig.tick(3)
+    first, second = rig.scheduler.snapshot()
+    assert (first.state, first.job_id, first.prompt_tokens, first.prefilled_tokens) == ("decode", "j", 10, 10)
+    assert first.generated_tokens == 2
+    assert second.state == "idle"
+    cells = rig.scheduler.cache_snapshot()
+    assert (cells.n_cells, cells.reserved_cells, cells.entries) == (100, 30, 0)
+    assert repr(rig.scheduler) == "<Scheduler 1/2 slots, 1 waiting>"

@@ -1,0 +1,256 @@
+"""Whatever is submitted, cancelled, lost or broken: every job ends exactly once and says what it says alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+
+from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
+from llamaq.worker.core.job import Job, JobEnded, NewToken
+from llamaq.worker.core.slot import Slot
+from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+from llamaq.worker.plugins import BUILT_IN
+from llamaq.worker.scheduling.batch_strategy import BatchStrategy
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.testing.fake_engine import (
+    ByteVocab,
+    FakeEngine,
+    GreedySampler,
+    ManualClock,
+    make_job,
+    next_letter,
+    run_tick,
+)
+
+N_CTX = 96
+CONTEXT_LIMIT = 80
+
+
+def letter_or_end(history: Sequence[int]) -> int:
+    """Letters, and now and then the end."""
+    letter = next_letter(history)
+    return ByteVocab.eos if letter == ord("q") else letter
+
+
+class Unruly:
+    """A strategy that is often wrong, each time in another way, and sometimes right."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def build_batch(self, slots: Sequence[Slot], budget: int, chunk_size: int, *, queue_depth: int) -> Batch:
+        self._turn += 1
+        match self._turn % 7:
+            case 0:
+                return Batch()
+            case 1:
+                raise RuntimeError("no plan")
+            case 2:
+                return Batch(tuple(DecodeToken(slot) for slot in slots))
+            case 3:
+                return Batch((), tuple(PrefillChunk(slot, chunk_size * 2) for slot in slots))
+            case 4:
+                slots[0].run = None
+            case 5:
+                return BUILT_IN["balanced"]().build_batch(slots, 10**6, 10**6, queue_depth=queue_depth)
+        return BUILT_IN["prefill-priority"]().build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
+
+
+STRATEGIES: dict[str, type[BatchStrategy]] = {**BUILT_IN, "unruly": Unruly}
+
+
+def generated_alone(job: Job, n_tokens: int) -> list[int]:
+    """The first tokens that a plain loop gives for this job's prompt, an end token included."""
+    history = list(job.prompt)
+    while len(history) < len(job.prompt) + n_tokens:
+        history.append(letter_or_end(history))
+        if history[-1] == ByteVocab.eos:
+            break
+    return history[len(job.prompt) :]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a job is made of."""
+
+    n_prompt: int
+    n_resumed: int
+    fails_at: int | None
+    params: dict[str, object]
+
+    def job(self) -> Job:
+        prompt = [(self.n_prompt + at) % 256 for at in range(self.n_prompt)]
+        resumed = generated_alone(make_job(prompt), self.n_resumed) if prompt else []
+        return make_job(
+            prompt,
+            resumed=[token for token in resumed if token != ByteVocab.eos],
+            context_limit=CONTEXT_LIMIT,
+            sampler=GreedySampler(self.fails_at),
+            **self.params,  # type: ignore[arg-type]
+        )
+
+
+ORDERS = st.builds(
+    Order,
+    n_prompt=st.one_of(st.integers(1, 40), st.integers(0, 90)),
+    n_resumed=st.sampled_from([0, 0, 0, 1, 6]),
+    fails_at=st.sampled_from([None, None, None, 0, 4]),
+    params=st.fixed_dictionaries(
+        {
+            "max_tokens": st.integers(1, 60),
+            "priority": st.sampled_from(["interactive", "bulk"]),
+            "timeout_s": st.sampled_from([None, None, 3.0]),
+            "stop": st.sampled_from([[], [], ["ab", "m"], ["z"]]),
+        }
+    ),
+)
+
+
+class Jobs(RuleBasedStateMachine):
+    """A worker's life in random steps."""
+
+    submitted = Bundle("submitted")
+
+    @initialize(
+        strategy=st.sampled_from(sorted(STRATEGIES)), n_slots=st.integers(1, 4), chunk_size=st.sampled_from([1, 5, 32])
+    )
+    def start(self, strategy: str, n_slots: int, chunk_size: int) -> None:
+        self.engine = FakeEngine(n_ctx=N_CTX, n_batch=24, next_token=letter_or_end)
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(
+            SlotPool(n_slots, N_CTX, n_slots + 2),
+            self.engine,
+            budget=24,
+            chunk_size=chunk_size,
+            end_tokens=ByteVocab.end_tokens,
+            strategy=STRATEGIES[strategy](),
+            cache=NullPrefixCache(),
+            clock=self.clock,
+        )
+        self.jobs: dict[str, Job] = {}
+        self.said: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, JobEnded] = {}
+        self.released: set[str] = set()
+
+    # ---- what may happen
+
+    @rule(target=submitted, orders=st.lists(ORDERS, min_size=1, max_size=4))
+    def submit(self, orders: list[Order]) -> object:
+        jobs = [order.job() for order in orders]
+        for job in jobs:
+            self.jobs[job.id] = job
+            self.said[job.id] = list(job.resumed)
+            self.scheduler.submit(job)
+        return multiple(*(job.id for job in jobs))
+
+    @rule(times=st.integers(1, 12))
+    def tick(self, times: int) -> None:
+        for _ in range(times):
+            self.take_outputs()
+
+    @rule(job_id=submitted)
+    def cancel(self, job_id: str) -> None:
+        gone = job_id in self.released or job_id in self.ends or self.has_ended_unseen(job_id)
+        assert self.scheduler.cancel(job_id) is not gone
+
+    @rule(job_id=submitted)
+    def release(self, job_id: str) -> None:
+        if self.scheduler.release(job_id):
+            self.released.add(job_id)
+
+    @rule(job_id=submitted)
+    def claim_again(self, job_id: str) -> None:
+        """The lease was lost, and this worker gets the job again as the next attempt."""
+        if job_id in self.ends or job_id in self.released or self.has_ended_unseen(job_id):
+            return
+        old = self.jobs[job_id]
+        self.jobs[job_id] = job = make_job(
+            old.prompt,
+            job_id=job_id,
+            attempt=old.lease.attempt + 1,
+            resumed=self.said[job_id],
+            context_limit=CONTEXT_LIMIT,
+            **old.request.model_dump(exclude={"prompt"}),
+        )
+        self.scheduler.submit(job)
+
+    @rule(job_id=submitted, n_past=st.integers(0, 40))
+    def lose_cells(self, job_id: str, n_past: int) -> None:
+        self.engine.lose_cells(job_id, n_past)
+
+    @rule()
+    def refuse_a_batch(self) -> None:
+        self.engine.refuse()
+
+    @rule(job_id=submitted)
+    def break_a_job(self, job_id: str) -> None:
+        self.engine.fail_job(job_id)
+
+    @rule(seconds=st.floats(0, 4))
+    def time_goes_by(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    # ---- what always holds
+
+    def has_ended_unseen(self, job_id: str) -> bool:
+        return any(isinstance(output, JobEnded) and output.job.id == job_id for output in self.scheduler._outputs)
+
+    def take_outputs(self) -> None:
+        for output in run_tick(self.scheduler, self.engine):
+            job_id = output.job.id
+            assert job_id not in self.ends, "something follows a job's end"
+            if isinstance(output, NewToken):
+                self.said[job_id].append(output.token)
+            else:
+                self.ends[job_id] = output
+                self.check_end(output)
+
+    def check_end(self, end: JobEnded) -> None:
+        job, said = end.job, self.said[end.job.id]
+        assert (end.reason is None) != (end.error is None)
+        assert end.stats.generated_tokens == len(said)
+        if end.reason is FinishReason.LENGTH:
+            full = len(said) >= job.request.max_tokens or len(job.prompt) + len(said) >= job.context_limit
+            assert full
+        if end.reason is FinishReason.STOP and not job.detokenizer.stopped:
+            assert generated_alone(job, len(said) + 1) == [*said, ByteVocab.eos]
+
+    @invariant()
+    def every_job_says_what_it_says_alone(self) -> None:
+        for job_id, said in self.said.items():
+            assert said == generated_alone(self.jobs[job_id], len(said))
+
+    @invariant()
+    def nobody_holds_more_than_he_should(self) -> None:
+        self.scheduler.check_integrity()
+        n_running = sum(snapshot.job_id is not None for snapshot in self.scheduler.snapshot())
+        assert len(self.engine.memory) <= n_running
+
+    @rule()
+    def let_all_jobs_end(self) -> None:
+        # Each tick brings at least one token of some job further, so this bound is one that nobody starves under.
+        work = sum(len(job.prompt) + job.request.max_tokens for job in self.jobs.values())
+        for _ in range(work + len(self.jobs) + 200):
+            if not self.scheduler.has_work:
+                break
+            self.take_outputs()
+        assert not self.scheduler.has_work
+        assert set(self.jobs) == set(self.ends) | self.released
+        assert not self.engine.memory
+
+    def teardown(self) -> None:
+        if hasattr(self, "jobs"):
+            self.let_all_jobs_end()
+
+
+Jobs.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestJobs = Jobs.TestCase

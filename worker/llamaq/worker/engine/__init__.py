@@ -1,0 +1,1 @@
+"""The gate to llama.cpp: runs batches and moves KV state."""

@@ -1,0 +1,1 @@
+"""The engine thread: runs one tick after the other and measures them."""

@@ -1,0 +1,1 @@
+"""Constrains the output of a job to a grammar or a JSON schema."""

@@ -1,0 +1,1 @@
+"""Decides which blocks of saved KV state are stored in host memory and which on disk."""

@@ -1,0 +1,1 @@
+"""Runs Redis and workers together on one machine."""

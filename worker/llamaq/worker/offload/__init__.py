@@ -1,0 +1,1 @@
+"""Moves KV blocks between the device, host memory and disk."""

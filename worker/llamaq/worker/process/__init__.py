@@ -1,0 +1,1 @@
+"""Wires the parts of a worker together and manages its threads and processes."""

@@ -1,0 +1,66 @@
+"""What saved KV state is good for: this model file, this shape of memory, this llama.cpp.
+
+llama.cpp itself takes any state of the same shape, so nothing but this keeps models apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine.llama_bindings import VERSION, has_gpu
+from llamaq.worker.offload.atomic_files import make_private_folder
+from llamaq.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when what is saved changes in meaning."""
+HASHES = "models"
+"""The folder of remembered hashes of model files, in the cache's."""
+
+
+def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
+    """A string that is equal only where saved state may be exchanged."""
+    parts = {
+        "format": FORMAT,
+        "model": _file_hash(path, settings.cache_dir),
+        "llama.cpp": VERSION,
+        "memory": [engine.in_blocks, engine.can_cut, engine.kv_unified],
+        "gpu_layers": settings.n_gpu_layers > 0 and has_gpu(),
+        "salt": settings.cache_salt,
+    }
+    return json.dumps(parts, sort_keys=True)
+
+
+def _file_hash(path: Path, cache_dir: Path | None) -> str:
+    """The hash of the whole file, remembered by its name, size and time: a large model takes seconds to read."""
+    stat = path.stat()
+    identity = [os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    if cache_dir is None:
+        return _read_hash(path)
+    folder = cache_dir / HASHES
+    note = folder / f"{hashlib.blake2b(str(identity[0]).encode(), digest_size=16).hexdigest()}.json"
+    try:
+        known = json.loads(note.read_text())
+        if known["identity"] == identity and isinstance(known["hash"], str):
+            return str(known["hash"])
+    except (OSError, ValueError, KeyError, TypeError):
+        log.info("cache.hashing_model file=%s bytes=%d", path.name, stat.st_size)
+    digest = _read_hash(path)
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(folder)
+        note.write_text(json.dumps({"identity": identity, "hash": digest}))
+    except OSError as exc:
+        log.warning("cache.hash_not_remembered error=%s", exc)
+    return digest
+
+
+def _read_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()

@@ -1,0 +1,1 @@
+"""Decides which job computes what in each tick."""

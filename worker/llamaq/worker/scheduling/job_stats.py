@@ -1,0 +1,53 @@
+"""What a job's run measured, as the stats that go with its result."""
+
+from __future__ import annotations
+
+from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.slot import Slot
+
+
+def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> JobStats:
+    """The stats of a job that ends now; `slot` is None when it never had one.
+
+    Times count from the start of this attempt. Rates count what this attempt computed: the prompt and resumed
+    tokens that did not come from the prefix cache, from admission to the first token, and the tokens after that.
+    """
+    mode = "stream" if job.request.stream else "result"
+    stats = JobStats(
+        prompt_tokens=len(job.prompt),
+        generated_tokens=len(job.resumed),
+        duration_ms=_ms(now_s - job.started_s),
+        queue_ms=job.queue_ms,
+        worker=worker,
+        mode=mode,
+    )
+    if slot is None:
+        return stats
+    run = slot.active
+    measured: dict[str, object] = {
+        "generated_tokens": run.n_generated,
+        "prefix_cache_tokens": run.cached_tokens,
+        "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.resumed)), 4),
+        "prefix_cache_tier": run.tier if run.cached_tokens else None,
+        "seq_id": run.seq_id,
+        "slot": slot.index,
+    }
+    if run.prefilled_s is not None:
+        n_evaluated = run.n_prompt + len(job.resumed) - run.cached_tokens
+        n_after_first = run.n_generated - len(job.resumed) - 1
+        measured |= {
+            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - job.started_s),
+            "prompt_eval_rate": _rate(n_evaluated, run.prefilled_s - run.admitted_s),
+            "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
+        }
+    return stats.model_copy(update=measured)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _rate(n_tokens: int, seconds: float) -> float | None:
+    """Tokens per second; None where there is nothing to divide."""
+    return round(n_tokens / seconds, 2) if n_tokens > 0 and seconds > 0 else None

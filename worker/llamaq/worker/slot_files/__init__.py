@@ -1,0 +1,1 @@
+"""Saves and restores a slot's state under a name."""

@@ -1,0 +1,1 @@
+"""A fake engine, so that schedulers and strategies can be tested without a model."""

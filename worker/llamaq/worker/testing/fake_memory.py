@@ -1,0 +1,186 @@
+"""KV memory without llama.cpp: a cell is an object that knows its token, so that every mix-up of cells is seen.
+
+It has the surface of the engine's memory and is stricter: what the engine would refuse with 0 or False because nobody
+should have asked is an `AssertionError` here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llamaq.common.errors import EngineError
+from llamaq.worker.core.kv_data import Allocate, Data, nothing_ready
+
+_HEADER = struct.Struct("<4sII")
+_MAGIC = b"fake"
+
+
+@dataclass(slots=True, eq=False)
+class FakeCell:
+    """The keys and values of one token; sequences that share it hold the same object."""
+
+    token: int
+    n_holders: int = 0
+
+
+class FakeMemory:
+    """Sequences of cells.
+
+    Args:
+        n_ctx: KV cells, shared by all sequences; split among them unless `kv_unified`.
+        n_seq_max: Sequence ids are below this; where parts can be saved, one less is for others.
+        can_cut: False as for recurrent models: a sequence is usable only at its full length.
+        kv_unified: False: each sequence has its own cells, and copies are copies.
+    """
+
+    def __init__(self, *, n_ctx: int, n_seq_max: int, can_cut: bool, kv_unified: bool) -> None:
+        self.n_ctx = n_ctx
+        self.n_seq_max = n_seq_max
+        self.can_cut = can_cut
+        self.kv_unified = kv_unified
+        self.in_blocks = can_cut and kv_unified
+        self.n_sequences = n_seq_max - 1 if self.in_blocks else n_seq_max
+        self.cells_per_sequence = n_ctx if kv_unified else n_ctx // n_seq_max
+        self.calls: list[tuple[str, int, int, int]] = []
+        """Each copy (source, target, tokens), save and load (sequence, start, end) that was made, in order."""
+        self.used_cells = 0
+        """Distinct cells: one that several sequences share counts once."""
+        self._cells: dict[int, list[FakeCell]] = {}
+        self._bad_saves = 0
+        self._bad_loads = 0
+
+    @property
+    def memory(self) -> dict[int, list[int]]:
+        """The tokens whose cells each sequence holds, without empty sequences."""
+        return {seq_id: self.tokens(seq_id) for seq_id, cells in self._cells.items() if cells}
+
+    def tokens(self, seq_id: int) -> list[int]:
+        """The tokens whose cells a sequence holds."""
+        return [cell.token for cell in self._cells.get(seq_id, ())]
+
+    def n_held(self, seq_id: int) -> int:
+        """Cells of one sequence, shared ones too."""
+        self._check_id(seq_id)
+        return len(self._cells.get(seq_id, ()))
+
+    def has_room(self, seq_id: int, n_tokens: int) -> bool:
+        """Whether so many cells can be added to the sequence."""
+        if self.kv_unified:
+            return self.used_cells + n_tokens <= self.n_ctx
+        return self.n_held(seq_id) + n_tokens <= self.cells_per_sequence
+
+    def append(self, seq_id: int, tokens: Iterable[int]) -> None:
+        """Give the sequence cells for these tokens; `AssertionError` when there are not so many."""
+        new = [FakeCell(token) for token in tokens]
+        if not self.has_room(seq_id, len(new)):
+            raise AssertionError(f"{len(new)} cells are needed in {self!r}")
+        self._hold(seq_id, new)
+
+    # ---- what moves sequences
+
+    def remove(self, seq_id: int) -> None:
+        self._keep(seq_id, 0)
+
+    def copy(self, source: int, target: int, n_tokens: int) -> int:
+        """As the engine's; asking for more than is held, or a part where only all can be shared, is an error."""
+        n_held = self.n_held(source)
+        if self.n_held(target):
+            raise AssertionError(f"sequence {target} is not empty")
+        if n_tokens > n_held or (n_tokens < n_held and n_tokens and not self.can_cut):
+            raise AssertionError(f"{n_tokens} of the {n_held} cells of sequence {source} cannot be shared")
+        self.calls.append(("copy", source, target, n_tokens))
+        if n_tokens < 1:
+            return 0
+        if self.kv_unified:
+            self._hold(target, self._cells[source][:n_tokens])
+        else:
+            self.append(target, self.tokens(source)[:n_tokens])
+        return n_tokens
+
+    def cut(self, seq_id: int, n_tokens: int) -> int:
+        """Keep the first cells; 0 and nothing is left where a sequence cannot be cut, or has fewer."""
+        n_held = self.n_held(seq_id)
+        if n_tokens > n_held or (n_tokens < n_held and not self.can_cut):
+            n_tokens = 0
+        self._keep(seq_id, n_tokens)
+        return n_tokens
+
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
+        """Positions and tokens of the cells [start, end)."""
+        n_held = self.n_held(seq_id)
+        if not 0 <= start < end <= n_held:
+            raise AssertionError(f"[{start}, {end}) is not in the {n_held} cells of sequence {seq_id}")
+        if not self.in_blocks and (start, end) != (0, n_held):
+            raise AssertionError(f"[{start}, {end}) is not all of the {n_held} cells of sequence {seq_id}")
+        if self._bad_saves:
+            self._bad_saves -= 1
+            raise EngineError("told to fail")
+        self.calls.append(("save", seq_id, start, end))
+        tokens = self.tokens(seq_id)[start:end]
+        data = _HEADER.pack(_MAGIC, start, end) + struct.pack(f"<{len(tokens)}i", *tokens)
+        if (ready := allocate(len(data))) is None:
+            return data
+        ready[:] = data
+        return ready
+
+    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
+        """As the engine's; a wrong range is an error, wrong data and want of room are not."""
+        if self.n_held(seq_id) != start or not 0 <= first <= start < end:
+            raise AssertionError(
+                f"[{start}, {end}) does not follow {self.n_held(seq_id)} cells, or begins before {first}"
+            )
+        if not self.in_blocks and start:
+            raise AssertionError(f"only a whole sequence can be loaded, not [{start}, {end})")
+        self.calls.append(("load", seq_id, start, end))
+        if self._bad_loads:
+            self._bad_loads -= 1
+            return False
+        tokens = _parse(data, first)
+        if tokens is None or not end <= first + len(tokens) or not self.has_room(seq_id, len(tokens)):
+            return False
+        if end < first + len(tokens) and not self.can_cut:
+            raise AssertionError(f"only all of the {len(tokens)} tokens can be loaded, not {end}")
+        self.append(seq_id, tokens[start - first : end - first])
+        return True
+
+    # ---- what a test may have go wrong
+
+    def fail_saves(self, n: int = 1) -> None:
+        """The next saves raise `EngineError`."""
+        self._bad_saves += n
+
+    def fail_loads(self, n: int = 1) -> None:
+        """The next loads are refused."""
+        self._bad_loads += n
+
+    def _hold(self, seq_id: int, cells: list[FakeCell]) -> None:
+        for cell in cells:
+            self.used_cells += cell.n_holders == 0
+            cell.n_holders += 1
+        self._cells.setdefault(seq_id, []).extend(cells)
+
+    def _keep(self, seq_id: int, n_cells: int) -> None:
+        self._check_id(seq_id)
+        cells = self._cells.get(seq_id, [])
+        for cell in cells[n_cells:]:
+            cell.n_holders -= 1
+            self.used_cells -= cell.n_holders == 0
+        del cells[n_cells:]
+
+    def _check_id(self, seq_id: int) -> None:
+        if not 0 <= seq_id < self.n_sequences:
+            raise AssertionError(f"there is no sequence {seq_id} for others in {self!r}")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self.memory)} sequences, {self.used_cells}/{self.n_ctx} cells>"
+
+
+def _parse(data: Data, first: int) -> tuple[int, ...] | None:
+    if len(data) < _HEADER.size:
+        return None
+    magic, start, end = _HEADER.unpack_from(data)
+    if magic != _MAGIC or start != first or len(data) != _HEADER.size + 4 * (end - start):
+        return None
+    return struct.unpack_from(f"<{end - start}i", data, _HEADER.size)
