@@ -19,6 +19,7 @@ from llamaq.cli import dead, slots, views
 from llamaq.cli.job_options import AsJson, Queue, RedisUrl, with_job_options
 from llamaq.common.errors import LlamaqError, MissingExtra, NoWorker
 from llamaq.common.protocol.queue_state import Worker
+from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.sync import Client
 
@@ -186,10 +187,9 @@ async def freshest_worker(redis_url: str | None, queue: str | None, host: str | 
     Raises `NoWorker`. An idle worker's engine counts as ticking: it wakes up every second.
     """
     async with AsyncClient(redis_url, queue) as client:
-        seconds, microseconds = await client.redis.time()
-        now_s = int(seconds) + int(microseconds) / 1e6
+        now_ms = await server_time_ms(client.redis)
         ages = [
-            (worker, now_s - (worker.heartbeat_ms - worker.tick_age_ms) / 1000)
+            (worker, (now_ms - worker.heartbeat_ms + worker.tick_age_ms) / 1000)
             for worker in await client.workers()
             if host in (None, worker.card.host)
         ]

@@ -11,6 +11,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_state import Worker
+from llamaq.common.redis.server_time import server_time_ms
 
 RECENT_JOBS = 100
 RATE_WINDOW_S = 300.0
@@ -55,11 +56,10 @@ async def estimate_wait(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> f
     stats, so all are by the clock of Redis. A queue that has come to a standstill shows a growing wait, and then None.
     The rate is that of the jobs that ended: if those that wait are longer, or workers have left, it is too good.
     """
-    seconds, microseconds = await redis.time()
-    now_s = int(seconds) + int(microseconds) / 1e6
-    first_ms = int((now_s - RATE_WINDOW_S) * 1000)
+    now_ms = await server_time_ms(redis)
+    first_ms = int(now_ms - RATE_WINDOW_S * 1000)
     entries: Any = await redis.xrevrange(keys.stats(queue), min=first_ms, count=RECENT_JOBS)
     if len(entries) < 2:
         return None
-    oldest_s = int(entries[-1][0].partition(b"-")[0]) / 1000
-    return float(n_ahead * (now_s - oldest_s) / (len(entries) - 1))
+    oldest_ms = int(entries[-1][0].partition(b"-")[0])
+    return n_ahead * (now_ms - oldest_ms) / 1000 / (len(entries) - 1)

@@ -14,6 +14,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_state import Worker
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply
+from llamaq.common.redis.server_time import server_time_ms
 
 BLOCK_S = 1.0
 """How long to wait in one command; then it is looked whether the worker still lives."""
@@ -46,8 +47,7 @@ async def ask(redis: Redis, keys: Keys, worker: str, order: SlotCommand, timeout
 
     Raises `SlotCommandRefused`, also when the worker ends meanwhile, and `ResultTimeout`.
     """
-    seconds, microseconds = await redis.time()
-    deadline_ms = int(seconds) * 1000 + int(microseconds) // 1000 + int(timeout_s * 1000)
+    deadline_ms = await server_time_ms(redis) + int(timeout_s * 1000)
     # An id of its own for each worker: the same order may go to several.
     order = order.model_copy(update={"id": secrets.token_hex(16), "deadline_ms": deadline_ms})
     async with redis.pipeline(transaction=False) as pipe:

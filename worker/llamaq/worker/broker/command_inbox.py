@@ -20,6 +20,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.redis.connect import own_connection
+from llamaq.common.redis.server_time import server_time_ms
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +93,7 @@ class CommandInbox:
         except ProtocolError as exc:
             log.warning("order.dropped error=%s", exc)
             return None
-        seconds, microseconds = await self._redis.time()
-        if order.deadline_ms < int(seconds) * 1000 + int(microseconds) // 1000:
+        if order.deadline_ms < await server_time_ms(self._redis):
             log.info("order.too_late action=%s", order.action.value)
             return None
         if order.id in self._seen:

@@ -17,6 +17,7 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.queue_state import QueueDepth, Worker, WorkerCard
 from llamaq.common.redis.outage_log import OutageLog
+from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 
@@ -71,8 +72,7 @@ class Heartbeat:
         """Show the worker as it is now; raises `RedisError`."""
         with suppress(RedisError):  # a part of a cluster may be away: we live all the same
             self._ticks.queue_depth = (await self._look_at_queue()).waiting
-        seconds, microseconds = await self._redis.time()
-        now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+        now_ms = await server_time_ms(self._redis)
         card, key = self._card, self._keys.worker(self._card.worker)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hset(key, "worker", codec.encode_model(self._worker(now_ms)))
