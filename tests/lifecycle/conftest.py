@@ -114,13 +114,13 @@ class Environment:
         return self.run([str(LLAMAQ), *arguments], **variables)
 
     def run(self, arguments: list[str], **variables: str) -> Command:
-        """Run a program in this stage's folder."""
+        """Run a program in this environment's folder."""
         file = self.folder / f"output-{len(self.commands)}.txt"
         with file.open("wb") as output:
             process = subprocess.Popen(
                 arguments,
                 cwd=self.folder,
-                env=self.environment(variables),
+                env=self.process_variables(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -129,13 +129,13 @@ class Environment:
         self.commands.append(Command(process, file))
         return self.commands[-1]
 
-    def environment(self, variables: dict[str, str]) -> dict[str, str]:
-        """That of the tests without its settings. Servers and temporary files go to this stage's folder."""
+    def process_variables(self, variables: dict[str, str]) -> dict[str, str]:
+        """That of the tests without its settings. Servers and temporary files go to this environment's folder."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
         return {**inherited, "TMPDIR": str(self.folder), "LLAMAQ_N_THREADS": "1", "COLUMNS": "120", **variables}
 
     def worker_variables(self, **variables: str) -> dict[str, str]:
-        """For a worker of this stage's queue with short leases and about 100 ticks a second."""
+        """For a worker of this environment's queue with short leases and about 100 ticks a second."""
         (self.folder / "paced.py").write_text(PACED)
         own = {
             "LLAMAQ_REDIS_URL": self.redis_url,
@@ -264,7 +264,7 @@ class Reader(threading.Thread):
         return result
 
 
-_stages: list[Environment] = []
+_environments: list[Environment] = []
 
 
 @pytest.hookimpl(wrapper=True)
@@ -273,7 +273,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
-        commands = [command for stage in _stages for command in stage.commands]
+        commands = [command for environment in _environments for command in environment.commands]
         report.sections += [(repr(command), command.output[-OUTPUT_TAIL_CHARS:]) for command in commands]
     return report
 
@@ -292,12 +292,12 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def stage(redis_server: EmbeddedRedis, folder: Path) -> Iterator[Environment]:
+def environment(redis_server: EmbeddedRedis, folder: Path) -> Iterator[Environment]:
     """Starts commands; when the test is over it ends them, and fails if a process is left behind."""
     opened = Environment(folder, redis_server.url, f"life-{secrets.token_hex(4)}")
-    _stages.append(opened)
+    _environments.append(opened)
     try:
         yield opened
         opened.close()
     finally:
-        _stages.remove(opened)
+        _environments.remove(opened)

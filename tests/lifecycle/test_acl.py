@@ -18,7 +18,9 @@ RULES = ["~llamaq:*", "resetchannels", "&llamaq:*", "+@all", "-@admin", "-@dange
 """As docs/protocol.md gives them."""
 
 
-def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(stage: Environment, redis_url: str) -> None:
+def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
+    environment: Environment, redis_url: str
+) -> None:
     name, password = f"user{secrets.token_hex(4)}", secrets.token_hex(8)
     with Redis.from_url(redis_url) as admin:
         admin.execute_command("ACL", "SETUSER", name, "on", f">{password}", *RULES)
@@ -27,8 +29,8 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(stage
             url = f"{redis_url}{separator}username={name}&password={password}"
             with Redis.from_url(url) as limited, pytest.raises(NoPermissionError):
                 limited.get("somebody-elses")
-            stage.start_worker(LLAMAQ_REDIS_URL=url)
-            with Client(url, stage.queue) as client:
+            environment.start_worker(LLAMAQ_REDIS_URL=url)
+            with Client(url, environment.queue) as client:
                 job = client.submit("Once upon a time", max_tokens=12)
                 assert sum(len(chunk.tokens) for chunk in job.stream()) == job.result().stats.generated_tokens
                 assert client.queue_depth().waiting == 0

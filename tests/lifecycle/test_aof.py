@@ -44,14 +44,14 @@ class Submitter(threading.Thread):
         return self.jobs
 
 
-def test_every_acknowledged_job_ends_though_redis_is_killed_under_load(stage: Environment, folder: Path) -> None:
+def test_every_acknowledged_job_ends_though_redis_is_killed_under_load(environment: Environment, folder: Path) -> None:
     server = Server(folder, free_ports(1)[0], DURABLE)
     server.start()
-    stage.redis_url = f"redis://{HOST}:{server.port}/0"
+    environment.redis_url = f"redis://{HOST}:{server.port}/0"
     try:
-        stage.start_worker("--n-parallel", "8")
+        environment.start_worker("--n-parallel", "8")
         dice = random.Random(3)
-        with stage.client() as client:
+        with environment.client() as client:
             submitters = [Submitter(client) for _ in range(SUBMITTERS)]
             for _ in range(N_KILLS):
                 time.sleep(dice.uniform(0.3, 0.8))
@@ -62,7 +62,7 @@ def test_every_acknowledged_job_ends_though_redis_is_killed_under_load(stage: En
             assert len({job.id for job in jobs}) == len(jobs) > 10 * N_KILLS
             for job in jobs:
                 assert job.result().tokens
-                stage.events_of(job)
-        stage.end_commands()
+                environment.events_of(job)
+        environment.end_commands()
     finally:
         server.kill()

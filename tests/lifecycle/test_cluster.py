@@ -40,26 +40,26 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def clustered(nodes: Nodes, stage: Environment) -> Iterator[Environment]:
-    stage.redis_url = nodes.url
-    yield stage
-    stage.end_commands()
+def clustered(nodes: Nodes, environment: Environment) -> Iterator[Environment]:
+    environment.redis_url = nodes.url
+    yield environment
+    environment.end_commands()
 
 
 @pytest.fixture
-def replicated(folder: Path, stage: Environment) -> Iterator[Nodes]:
+def replicated(folder: Path, environment: Environment) -> Iterator[Nodes]:
     with Nodes(folder, n_replicas=1) as servers:
-        stage.redis_url = servers.url
+        environment.redis_url = servers.url
         yield servers
-        stage.end_commands()
+        environment.end_commands()
 
 
-def client_of(stage: Environment) -> Client:
-    return Client(stage.redis_url, stage.queue, timeout_s=30, partitions=PARTITIONS)
+def client_of(environment: Environment) -> Client:
+    return Client(environment.redis_url, environment.queue, timeout_s=30, partitions=PARTITIONS)
 
 
-def start_worker(stage: Environment, *arguments: str) -> Command:
-    return stage.start_worker(*arguments, LLAMAQ_PARTITIONS=str(PARTITIONS), LLAMAQ_LEASE_S=LEASE_S)
+def start_worker(environment: Environment, *arguments: str) -> Command:
+    return environment.start_worker(*arguments, LLAMAQ_PARTITIONS=str(PARTITIONS), LLAMAQ_LEASE_S=LEASE_S)
 
 
 def partition_of(job: Job) -> int:
@@ -162,10 +162,10 @@ def test_an_idle_worker_hears_of_a_job_in_any_partition_at_once(clustered: Envir
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_streams_go_on_when_a_node_is_replaced(
-    stage: Environment, replicated: Nodes, read: Read, is_planned: bool
+    environment: Environment, replicated: Nodes, read: Read, is_planned: bool
 ) -> None:
-    start_worker(stage, "--n-parallel", "8", "--disconnect-s", "1")
-    with client_of(stage) as client:
+    start_worker(environment, "--n-parallel", "8", "--disconnect-s", "1")
+    with client_of(environment) as client:
         readers = [read(job) for job in submit_to_each(client, cancel_on_disconnect=True, **LONG)]
         for reader in readers:
             reader.await_tokens(20)
@@ -182,7 +182,7 @@ def test_streams_go_on_when_a_node_is_replaced(
         for reader in readers:
             result = reader.finish()
             assert (result.finish_reason, len(result.tokens)) == ("length", LONG["max_tokens"])
-            assert sum(isinstance(event, Started) for event in stage.events_of(reader.job)) == 1
+            assert sum(isinstance(event, Started) for event in environment.events_of(reader.job)) == 1
         assert replicated.master_of(slot) is not old
         assert client.queue_depth().running == 0
 

@@ -26,13 +26,13 @@ BALLAST_BYTES = 20_000_000
 
 
 @pytest.fixture
-def redis(stage: Environment) -> Iterator[Redis]:
+def redis(environment: Environment) -> Iterator[Redis]:
     """A Redis for this test alone, whose memory it may bound."""
     with EmbeddedRedis() as server:
-        stage.redis_url = server.url
+        environment.redis_url = server.url
         with Redis.from_url(server.url) as redis:
             yield redis
-        stage.close()
+        environment.close()
 
 
 def fill(redis: Redis) -> None:
@@ -42,15 +42,15 @@ def fill(redis: Redis) -> None:
 
 
 def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were(
-    stage: Environment, read: Read, redis: Redis
+    environment: Environment, read: Read, redis: Redis
 ) -> None:
     options = ("--n-parallel", "2", "--inbox-window", "0", "--lease-s", str(LEASE_S))
-    worker = stage.start_worker(*options)
-    with stage.client() as client:
+    worker = environment.start_worker(*options)
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
         quiet = client.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=False)
         reader.await_tokens(10)
-        other = stage.start_worker(*options)  # it would take what the first one loses
+        other = environment.start_worker(*options)  # it would take what the first one loses
         other.signal(signal.SIGSTOP)
         waiting = [client.submit(PROMPT, max_tokens=5, ignore_eos=True) for _ in range(12)]
         fill(redis)
@@ -70,7 +70,7 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         assert len(quiet.result().tokens) == 300
         for job in waiting:
             assert len(job.result().tokens) == 5
-        attempts = [event.worker for event in stage.events_of(reader.job) if isinstance(event, Started)]
+        attempts = [event.worker for event in environment.events_of(reader.job) if isinstance(event, Started)]
         assert attempts == [worker.worker_id], "its lease was renewed all the time"
         for one in (worker, other):
             assert len(re.findall(r"WARNING .*redis_full", one.output)) <= 3, "one of each: outbox, heartbeat, intake"

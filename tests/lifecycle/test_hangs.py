@@ -52,31 +52,31 @@ Engine.run = troubled
 interpreter away, as llama_decode does, or be `stuck` in some that does not."""
 
 
-def start_troubled(stage: Environment, *, supervised: bool = False) -> Command:
-    (stage.folder / "troubled.py").write_text(TROUBLED)
-    return stage.start_worker(
+def start_troubled(environment: Environment, *, supervised: bool = False) -> Command:
+    (environment.folder / "troubled.py").write_text(TROUBLED)
+    return environment.start_worker(
         supervised=supervised, LLAMAQ_BATCH_STRATEGY="troubled:Troubled", LLAMAQ_HANG_S=str(HANG_S)
     )
 
 
-def order(stage: Environment, *words: str) -> None:
-    written = stage.folder / "orders.new"
+def order(environment: Environment, *words: str) -> None:
+    written = environment.folder / "orders.new"
     written.write_text(" ".join(words))
-    written.rename(stage.folder / "orders")
+    written.rename(environment.folder / "orders")
 
 
-def workers_of(stage: Environment, job: Job) -> list[str]:
+def workers_of(environment: Environment, job: Job) -> list[str]:
     """Those that started the job, in order."""
-    return [event.worker for event in stage.events_of(job) if isinstance(event, Started)]
+    return [event.worker for event in environment.events_of(job) if isinstance(event, Started)]
 
 
-def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(stage: Environment, read: Read) -> None:
-    first = start_troubled(stage)
-    with stage.client() as client:
+def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(environment: Environment, read: Read) -> None:
+    first = start_troubled(environment)
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
         reader.await_tokens(10)
-        second = stage.start_worker()
-        order(stage, "hang")
+        second = environment.start_worker()
+        order(environment, "hang")
         ordered_s = time.monotonic()
         while reader.job.status().worker != second.worker_id:
             time.sleep(0.02)
@@ -89,32 +89,34 @@ def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(stage: Environmen
         reader.await_tokens(reader.n_tokens + 10)
         reader.job.cancel()
         reader.finish()
-        assert workers_of(stage, reader.job) == [first.worker_id, second.worker_id]
+        assert workers_of(environment, reader.job) == [first.worker_id, second.worker_id]
     first.signal(signal.SIGKILL)
 
 
-def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(stage: Environment, read: Read) -> None:
-    first = start_troubled(stage)
-    with stage.client() as client:
+def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(environment: Environment, read: Read) -> None:
+    first = start_troubled(environment)
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
         reader.await_tokens(5)
-        stage.start_worker()  # it would take the job
-        order(stage, "0.8", "2.5", "0.0")  # longer than hang_s and the lease, and less than four of the slowest
-        while (stage.folder / "orders").exists():
+        environment.start_worker()  # it would take the job
+        order(environment, "0.8", "2.5", "0.0")  # longer than hang_s and the lease, and less than four of the slowest
+        while (environment.folder / "orders").exists():
             time.sleep(0.02)
         reader.await_tokens(reader.n_tokens + 5)
         reader.job.cancel()
         reader.finish()
-        assert workers_of(stage, reader.job) == [first.worker_id]
+        assert workers_of(environment, reader.job) == [first.worker_id]
 
 
 @pytest.mark.parametrize("what", ["hang", "stuck"])
-def test_a_child_whose_engine_hangs_is_killed_and_another_goes_on(stage: Environment, read: Read, what: str) -> None:
-    supervisor = start_troubled(stage, supervised=True)
-    with stage.client() as client:
+def test_a_child_whose_engine_hangs_is_killed_and_another_goes_on(
+    environment: Environment, read: Read, what: str
+) -> None:
+    supervisor = start_troubled(environment, supervised=True)
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=200, ignore_eos=True))
         reader.await_tokens(10)
-        order(stage, what)
+        order(environment, what)
         ordered_s = time.monotonic()
         supervisor.await_output("child.hung")
         hung_s = time.monotonic() - ordered_s
@@ -123,7 +125,7 @@ def test_a_child_whose_engine_hangs_is_killed_and_another_goes_on(stage: Environ
         assert len(reader.finish().tokens) == 200
         print(f"{what}: killed after {hung_s:.2f} s, ready after {ready_s:.2f} s")  # noqa: T201  # figures
         assert HANG_S < hung_s < HANG_S + SLACK_S
-        one, other = workers_of(stage, reader.job)
+        one, other = workers_of(environment, reader.job)
         assert one != other
         supervisor.signal(signal.SIGTERM)
         assert supervisor.end() == 0

@@ -14,14 +14,14 @@ MAX_AGE_S = 3.0
 """More than a heartbeat and an idle engine's second together."""
 
 
-def test_health_is_green_while_the_worker_ticks_and_red_when_it_does_not(stage: Environment) -> None:
-    options = ["--queue", stage.queue, "--redis-url", stage.redis_url, "--max-age-s", str(MAX_AGE_S)]
+def test_health_is_green_while_the_worker_ticks_and_red_when_it_does_not(environment: Environment) -> None:
+    options = ["--queue", environment.queue, "--redis-url", environment.redis_url, "--max-age-s", str(MAX_AGE_S)]
 
     def health() -> int:
-        return stage.start("health", *options).end()
+        return environment.start("health", *options).end()
 
     assert health() == 1, "nobody serves the queue"
-    worker = stage.start_worker(LLAMAQ_HEARTBEAT_S="0.2")
+    worker = environment.start_worker(LLAMAQ_HEARTBEAT_S="0.2")
     assert health() == 0
     time.sleep(1.1 * MAX_AGE_S)
     assert health() == 0, "an idle engine ticks too"

@@ -66,21 +66,21 @@ def kill_process(worker: Command) -> None:
     worker.end()
 
 
-def attempts_of(stage: Environment, job: Job) -> list[str]:
+def attempts_of(environment: Environment, job: Job) -> list[str]:
     """The workers that started the job, in order."""
-    return [event.worker for event in stage.events_of(job) if isinstance(event, Started)]
+    return [event.worker for event in environment.events_of(job) if isinstance(event, Started)]
 
 
-def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(stage: Environment, read: Read) -> None:
-    first = stage.start_worker("--n-parallel", "8")
-    with stage.client() as client:
+def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(environment: Environment, read: Read) -> None:
+    first = environment.start_worker("--n-parallel", "8")
+    with environment.client() as client:
         readers = [read(job) for job in submit_stories(client)]
         drawn = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True))
         constrained = read(client.submit("Count:", max_tokens=60, grammar=COUNTING, temperature=2))
         for reader in (*readers, drawn, constrained):
             reader.await_tokens(8)
         kill_process(first)
-        second = stage.start_worker("--n-parallel", "8")
+        second = environment.start_worker("--n-parallel", "8")
         ready_s = time.monotonic()
         results = [reader.finish() for reader in readers]
         assert time.monotonic() - ready_s < LEASE_S + SLACK_S
@@ -88,7 +88,7 @@ def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(stage: 
         counted = constrained.finish()
 
         for reader in (*readers, drawn, constrained):
-            attempts = attempts_of(stage, reader.job)
+            attempts = attempts_of(environment, reader.job)
             assert (attempts[0], attempts[-1]) == (first.worker_id, second.worker_id)
         assert counted.text.startswith("one two three one two three one")
         assert ("one two three " * 60 + "go").startswith(counted.text.removesuffix("go"))
@@ -97,21 +97,21 @@ def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(stage: 
             assert_equal_where_it_is_no_close_call(client, prompt, result, other)
 
 
-def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(stage: Environment, read: Read) -> None:
+def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(environment: Environment, read: Read) -> None:
     checkpoints = ("--checkpoint-tokens", "20", "--checkpoint-s", "1000")
-    first = stage.start_worker(*checkpoints)
-    with stage.client() as client:
+    first = environment.start_worker(*checkpoints)
+    with environment.client() as client:
         jobs = submit_stories(client, stream=False)
         reader = read(jobs[0])
         while min(job.status().generated_tokens for job in jobs) < 40:
             time.sleep(0.01)
         kill_process(first)
-        second = stage.start_worker(*checkpoints)
+        second = environment.start_worker(*checkpoints)
         results = [job.result() for job in jobs]
         assert reader.finish() == results[0], "who reads it nevertheless gets all of it once"
         for job, result in zip(jobs, results, strict=True):
-            assert attempts_of(stage, job) == [first.worker_id, second.worker_id]
-            events = stage.events_of(job)
+            assert attempts_of(environment, job) == [first.worker_id, second.worker_id]
+            events = environment.events_of(job)
             again = next(
                 place for place, event in enumerate(events) if isinstance(event, Started) and event.attempt > 1
             )
@@ -124,26 +124,26 @@ def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(stage: 
             assert_equal_where_it_is_no_close_call(client, prompt, result, other)
 
 
-def test_a_job_survives_one_worker_after_another(stage: Environment, read: Read) -> None:
-    with stage.client() as client:
-        workers = [stage.start_worker()]
+def test_a_job_survives_one_worker_after_another(environment: Environment, read: Read) -> None:
+    with environment.client() as client:
+        workers = [environment.start_worker()]
         reader = read(client.submit(PROMPTS[0], max_tokens=150, ignore_eos=True, temperature=0))
         for _ in range(3):
             reader.await_tokens(reader.n_tokens + 10)
             kill_process(workers[-1])
-            workers.append(stage.start_worker())
+            workers.append(environment.start_worker())
         assert len(reader.finish().tokens) == 150
-        assert attempts_of(stage, reader.job) == [worker.worker_id for worker in workers]
+        assert attempts_of(environment, reader.job) == [worker.worker_id for worker in workers]
 
 
-def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(stage: Environment, read: Read) -> None:
-    first = stage.start_worker()
-    with stage.client() as client:
+def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(environment: Environment, read: Read) -> None:
+    first = environment.start_worker()
+    with environment.client() as client:
         reader = read(client.submit(PROMPTS[0], max_tokens=250, ignore_eos=True, temperature=0))
         reader.await_tokens(10)
         first.signal(signal.SIGSTOP)
         n_before = reader.n_tokens
-        second = stage.start_worker()
+        second = environment.start_worker()
         reader.await_tokens(n_before + 20)
         first.signal(signal.SIGCONT)
         first.await_output("job.lost")
@@ -151,7 +151,7 @@ def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(stage:
         result = reader.finish()
 
         assert result.stats.worker == second.worker_id
-        assert attempts_of(stage, reader.job) == [first.worker_id, second.worker_id]
+        assert attempts_of(environment, reader.job) == [first.worker_id, second.worker_id]
         assert client.workers() != ()
         kill_process(second)
         assert client.generate(PROMPTS[0], max_tokens=5).stats.worker == first.worker_id, "it is of use again"
@@ -159,13 +159,13 @@ def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(stage:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_streams_go_on_after_redis_was_restarted(
-    stage: Environment, read: Read, folder: Path, free_port: int, number: signal.Signals
+    environment: Environment, read: Read, folder: Path, free_port: int, number: signal.Signals
 ) -> None:
     server = EmbeddedRedis(port=free_port, data_dir=folder / "data")
     server.start()
-    stage.redis_url = server.url
-    worker = stage.start_worker()
-    with stage.client() as client:
+    environment.redis_url = server.url
+    worker = environment.start_worker()
+    with environment.client() as client:
         readers = [read(client.submit(prompt, max_tokens=150, ignore_eos=True, temperature=0)) for prompt in PROMPTS]
         late = client.submit(PROMPTS[0], max_tokens=120, ignore_eos=True, stream=False)
         for reader in readers:
@@ -179,18 +179,22 @@ def test_streams_go_on_after_redis_was_restarted(
             assert [len(result.tokens) for result in results] == [150] * 3
             assert len(late.result().tokens) == 120
             for reader in readers:
-                assert attempts_of(stage, reader.job) == [worker.worker_id] * len(attempts_of(stage, reader.job))
+                assert attempts_of(environment, reader.job) == [worker.worker_id] * len(
+                    attempts_of(environment, reader.job)
+                )
             assert client.generate(PROMPTS[0], max_tokens=5).stats.worker == worker.worker_id
             worker.signal(signal.SIGTERM)
             assert worker.end() == 0
 
 
-def test_worker_and_client_live_on_when_redis_forgot_everything(stage: Environment, read: Read, free_port: int) -> None:
+def test_worker_and_client_live_on_when_redis_forgot_everything(
+    environment: Environment, read: Read, free_port: int
+) -> None:
     server = EmbeddedRedis(port=free_port)
     server.start()
-    stage.redis_url = server.url
-    worker = stage.start_worker()
-    with stage.client() as client:
+    environment.redis_url = server.url
+    worker = environment.start_worker()
+    with environment.client() as client:
         reader = read(client.submit(PROMPTS[0], max_tokens=2000, ignore_eos=True))
         reader.await_tokens(10)
         server.stop()
@@ -203,14 +207,14 @@ def test_worker_and_client_live_on_when_redis_forgot_everything(stage: Environme
             assert worker.end() == 0
 
 
-def test_a_job_keeps_its_lease_while_its_grammar_is_tried(stage: Environment, read: Read) -> None:
-    worker = stage.start_worker()
-    with stage.client() as client:
+def test_a_job_keeps_its_lease_while_its_grammar_is_tried(environment: Environment, read: Read) -> None:
+    worker = environment.start_worker()
+    with environment.client() as client:
         client.generate("Count:", max_tokens=4, grammar=COUNTING)
-        (child,) = (pid for pid, line in stage.living().items() if "grammar_child" in line)
+        (child,) = (pid for pid, line in environment.living().items() if "grammar_child" in line)
         os.kill(child, signal.SIGSTOP)
         reader = read(client.submit("Count:", max_tokens=10, grammar='root ::= "four " "five"'))
         time.sleep(2.5 * LEASE_S)  # the lease runs out
         os.kill(child, signal.SIGCONT)
         assert reader.finish().text == "four five"
-        assert attempts_of(stage, reader.job) == [worker.worker_id]
+        assert attempts_of(environment, reader.job) == [worker.worker_id]

@@ -35,19 +35,19 @@ class Poisoned(DecodeMaximal):
 N_JOBS = 20
 
 
-def attempts_of(stage: Environment, job: Job) -> list[str]:
-    return [event.worker for event in stage.events_of(job) if isinstance(event, Started)]
+def attempts_of(environment: Environment, job: Job) -> list[str]:
+    return [event.worker for event in environment.events_of(job) if isinstance(event, Started)]
 
 
 @pytest.mark.parametrize("die", ["os.kill(os.getpid(), signal.SIGKILL)", "raise RuntimeError('a defect')"])
-def test_one_poison_job_among_20_is_given_up_alone_and_the_others_finish(stage: Environment, die: str) -> None:
-    (stage.folder / "poisoned.py").write_text(POISONED.replace("DIE", die))
-    with stage.client() as client:
+def test_one_poison_job_among_20_is_given_up_alone_and_the_others_finish(environment: Environment, die: str) -> None:
+    (environment.folder / "poisoned.py").write_text(POISONED.replace("DIE", die))
+    with environment.client() as client:
         jobs = [client.submit("Once upon a time", max_tokens=20, ignore_eos=True, seed=seed) for seed in range(N_JOBS)]
         jobs.insert(5, client.submit("Once upon a time", metadata={"kills": True}))
         poison = jobs[5]
-        variables = stage.worker_variables(LLAMAQ_BATCH_STRATEGY="poisoned:Poisoned")
-        worker = stage.start("worker", "--supervise", "--n-parallel", "4", **variables)
+        variables = environment.worker_variables(LLAMAQ_BATCH_STRATEGY="poisoned:Poisoned")
+        worker = environment.start("worker", "--supervise", "--n-parallel", "4", **variables)
 
         with pytest.raises(JobFailed, match="3 workers died with this job") as caught:
             poison.result()
@@ -61,7 +61,7 @@ def test_one_poison_job_among_20_is_given_up_alone_and_the_others_finish(stage: 
         assert len(set(letter.workers)) == 3
         assert worker.output.count("child.died") == 3
 
-        assert tuple(attempts_of(stage, poison)) == letter.workers
+        assert tuple(attempts_of(environment, poison)) == letter.workers
         # Others may have run in the last worker before it, apart as well, but none beside it.
-        last = [job for job in jobs if letter.workers[-1] == attempts_of(stage, job)[-1]]
+        last = [job for job in jobs if letter.workers[-1] == attempts_of(environment, job)[-1]]
         assert all(job is poison or job.result(timeout=60).stats.worker == letter.workers[-1] for job in last)

@@ -28,18 +28,18 @@ N_CUTS = 25
 
 
 @pytest.fixture
-def proxy(stage: Environment) -> Iterator[Proxy]:
-    """Between this stage's commands and clients, and Redis."""
-    with Proxy(stage.redis_url) as opened:
-        stage.redis_url = opened.url
+def proxy(environment: Environment) -> Iterator[Proxy]:
+    """Between this environment's commands and clients, and Redis."""
+    with Proxy(environment.redis_url) as opened:
+        environment.redis_url = opened.url
         yield opened
-        stage.end_commands()
+        environment.end_commands()
 
 
-def test_connections_cut_again_and_again_cost_no_token(stage: Environment, proxy: Proxy, read: Read) -> None:
-    stage.start_worker("--n-parallel", "8", LLAMAQ_LEASE_S="4")
+def test_connections_cut_again_and_again_cost_no_token(environment: Environment, proxy: Proxy, read: Read) -> None:
+    environment.start_worker("--n-parallel", "8", LLAMAQ_LEASE_S="4")
     pause = random.Random(7)
-    with stage.client() as client:
+    with environment.client() as client:
         readers = [read(client.submit(PROMPT, seed=number, **LONG)) for number in range(N_JOBS)]
         whole = client.submit(PROMPT, stream=False, **LONG)
         readers[0].await_tokens(5)
@@ -49,15 +49,17 @@ def test_connections_cut_again_and_again_cost_no_token(stage: Environment, proxy
         assert any(reader.is_alive() for reader in readers), "the jobs ended before the last cut"
         for reader in readers:
             assert len(reader.finish().tokens) == LONG["max_tokens"]
-            stage.events_of(reader.job)
+            environment.events_of(reader.job)
         assert len(whole.result().tokens) == LONG["max_tokens"]
         assert proxy.n_cut > 2 * N_CUTS
         assert client.queue_depth().running == 0
 
 
-def test_connections_that_fall_silent_are_noticed_and_made_again(stage: Environment, proxy: Proxy, read: Read) -> None:
-    stage.start_worker("--n-parallel", "4", LLAMAQ_LEASE_S=str(WorkerSettings.model_fields["lease_s"].default))
-    with stage.client() as client:
+def test_connections_that_fall_silent_are_noticed_and_made_again(
+    environment: Environment, proxy: Proxy, read: Read
+) -> None:
+    environment.start_worker("--n-parallel", "4", LLAMAQ_LEASE_S=str(WorkerSettings.model_fields["lease_s"].default))
+    with environment.client() as client:
         readers = [read(client.submit(PROMPT, max_tokens=1200, ignore_eos=True)) for _ in range(3)]
         for reader in readers:
             reader.await_tokens(20)
@@ -71,12 +73,12 @@ def test_connections_that_fall_silent_are_noticed_and_made_again(stage: Environm
             reader.job.cancel()
             reader.finish()
             # Noticed before the lease was over: the job stayed with its worker.
-            assert sum(isinstance(event, Started) for event in stage.events_of(reader.job)) == 1
+            assert sum(isinstance(event, Started) for event in environment.events_of(reader.job)) == 1
 
 
-def test_a_client_goes_on_when_redis_was_away_for_a_while(stage: Environment, proxy: Proxy, read: Read) -> None:
-    stage.start_worker()
-    with stage.client() as client:
+def test_a_client_goes_on_when_redis_was_away_for_a_while(environment: Environment, proxy: Proxy, read: Read) -> None:
+    environment.start_worker()
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, cancel_on_disconnect=True, **LONG))
         reader.await_tokens(10)
         proxy.refuse()

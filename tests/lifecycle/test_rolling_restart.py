@@ -54,14 +54,14 @@ class Stalls(threading.Thread):
 
 
 def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for_long(
-    stage: Environment, read: Read
+    environment: Environment, read: Read
 ) -> None:
     # With a long lease: what goes on soon was handed back.
     def start() -> Command:
-        return stage.start_worker(supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2")
+        return environment.start_worker(supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2")
 
     workers = [start(), start()]
-    with stage.client() as client:
+    with environment.client() as client:
         readers = [read(client.submit(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True)) for _ in range(N_JOBS)]
         quiet = client.submit(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, stream=False)
         for reader in readers:
@@ -79,7 +79,7 @@ def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for
         for reader in readers:
             reader.job.cancel()
             assert reader.finish().finish_reason == FinishReason.CANCELLED
-            started_by = [event.worker for event in stage.events_of(reader.job) if isinstance(event, Started)]
+            started_by = [event.worker for event in environment.events_of(reader.job) if isinstance(event, Started)]
             assert 2 <= len(started_by) <= 3
         n_before = quiet.status().generated_tokens
         quiet.cancel()

@@ -31,20 +31,20 @@ LEASE_S = "6"
 
 
 @pytest.fixture
-def watched(folder: Path, stage: Environment) -> Iterator[Watched]:
+def watched(folder: Path, environment: Environment) -> Iterator[Watched]:
     with Watched(folder) as servers:
-        stage.redis_url = servers.url
+        environment.redis_url = servers.url
         yield servers
-        stage.end_commands()  # while there is somebody to say goodbye to
+        environment.end_commands()  # while there is somebody to say goodbye to
 
 
-def attempts_of(stage: Environment, job: Job) -> int:
-    return sum(isinstance(event, Started) for event in stage.events_of(job))
+def attempts_of(environment: Environment, job: Job) -> int:
+    return sum(isinstance(event, Started) for event in environment.events_of(job))
 
 
-def test_streams_go_on_when_the_master_died(stage: Environment, watched: Watched, read: Read) -> None:
-    worker = stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
-    with stage.client() as client:
+def test_streams_go_on_when_the_master_died(environment: Environment, watched: Watched, read: Read) -> None:
+    worker = environment.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
+    with environment.client() as client:
         readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
         whole = client.submit(PROMPTS[0], stream=False, **LONG)
         for reader in readers:
@@ -53,16 +53,16 @@ def test_streams_go_on_when_the_master_died(stage: Environment, watched: Watched
         meanwhile = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))  # waits for the next master
         for reader in readers:
             assert len(reader.finish().tokens) == LONG["max_tokens"]
-            assert attempts_of(stage, reader.job) == 1
+            assert attempts_of(environment, reader.job) == 1
         assert len(whole.result().tokens) == LONG["max_tokens"]
         assert len(meanwhile.finish().tokens) == 10
         assert [one.card.worker for one in client.workers()] == [worker.worker_id]
         assert client.queue_depth().running == 0
 
 
-def test_streams_go_on_when_another_was_made_master(stage: Environment, watched: Watched, read: Read) -> None:
-    stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
-    with stage.client() as client:
+def test_streams_go_on_when_another_was_made_master(environment: Environment, watched: Watched, read: Read) -> None:
+    environment.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
+    with environment.client() as client:
         readers = [read(client.submit(prompt, max_tokens=N_PLANNED, ignore_eos=True)) for prompt in PROMPTS]
         for reader in readers:
             reader.await_tokens(20)
@@ -81,7 +81,7 @@ def test_streams_go_on_when_another_was_made_master(stage: Environment, watched:
         with watched.master.client() as new:
             for reader in (*readers, later):
                 assert new.hget(Keys().of_job(reader.job.id).job, "status") == b"finished"
-                assert attempts_of(stage, reader.job) == 1
+                assert attempts_of(environment, reader.job) == 1
 
 
 class Switched:
@@ -121,18 +121,18 @@ class Switched:
 
 
 @pytest.fixture
-def switched(folder: Path, stage: Environment) -> Iterator[Switched]:
+def switched(folder: Path, environment: Environment) -> Iterator[Switched]:
     with Switched(folder) as servers:
-        stage.redis_url = servers.address.url
+        environment.redis_url = servers.address.url
         yield servers
-        stage.end_commands()
+        environment.end_commands()
 
 
 def test_what_a_failover_lost_is_written_again_and_no_reader_sees_it_twice(
-    stage: Environment, switched: Switched, read: Read
+    environment: Environment, switched: Switched, read: Read
 ) -> None:
-    stage.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
-    with stage.client() as client:
+    environment.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
+    with environment.client() as client:
         readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
         for reader in readers:
             reader.await_tokens(20)
@@ -147,14 +147,14 @@ def test_what_a_failover_lost_is_written_again_and_no_reader_sees_it_twice(
             assert stored < n_before, "nothing was lost that could be written again"
         for reader in readers:
             assert len(reader.finish().tokens) == LONG["max_tokens"]
-            assert attempts_of(stage, reader.job) == 1
+            assert attempts_of(environment, reader.job) == 1
         with pytest.raises(JobNotFound):  # the known price of a replication that does not wait
             lost.status()
 
 
-def test_a_start_that_a_failover_lost_is_made_again(stage: Environment, switched: Switched, read: Read) -> None:
-    stage.start_worker("--n-parallel", "1", "--inbox-window", "0", LLAMAQ_LEASE_S="2")
-    with stage.client() as client:
+def test_a_start_that_a_failover_lost_is_made_again(environment: Environment, switched: Switched, read: Read) -> None:
+    environment.start_worker("--n-parallel", "1", "--inbox-window", "0", LLAMAQ_LEASE_S="2")
+    with environment.client() as client:
         first = client.submit(PROMPTS[0], **LONG)
         await_that(lambda: first.status().state is JobState.RUNNING, "the first job running")
         reader = read(client.submit(PROMPTS[1], **LONG))
@@ -164,5 +164,5 @@ def test_a_start_that_a_failover_lost_is_made_again(stage: Environment, switched
         reader.await_tokens(30)
         switched.fail_over()
         assert len(reader.finish().tokens) == LONG["max_tokens"]
-        assert attempts_of(stage, reader.job) == 1  # of two: nobody knows of the other any more
+        assert attempts_of(environment, reader.job) == 1  # of two: nobody knows of the other any more
         assert first.result().finish_reason == "length"  # so is its cancellation forgotten

@@ -23,10 +23,10 @@ SOON_S = 3.0
 
 
 def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest(
-    stage: Environment, read: Read
+    environment: Environment, read: Read
 ) -> None:
-    first = stage.start_worker("--n-parallel", "2", "--inbox-window", "0")
-    with stage.client() as client:
+    first = environment.start_worker("--n-parallel", "2", "--inbox-window", "0")
+    with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=60, ignore_eos=True, seed=seed) for seed in range(5)]
         running = [read(job) for job in jobs[:2]]
         for reader in running:
@@ -39,18 +39,20 @@ def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest
         assert client.workers() == ()
         assert [job.status().state for job in jobs[2:]] == [JobState.QUEUED] * 3
         assert client.queue_depth() == QueueDepth(waiting=3, running=0)
-        second = stage.start_worker(LLAMAQ_BATCH_STRATEGY="decode-maximal")
+        second = environment.start_worker(LLAMAQ_BATCH_STRATEGY="decode-maximal")
         assert {read(job).finish().stats.worker for job in jobs[2:]} == {second.worker_id}
     for job in jobs:
-        stage.events_of(job)
+        environment.events_of(job)
 
 
-def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(stage: Environment, read: Read) -> None:
-    first = stage.start_worker("--drain-s", "0.2")
-    with stage.client() as client:
+def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(
+    environment: Environment, read: Read
+) -> None:
+    first = environment.start_worker("--drain-s", "0.2")
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
         reader.await_tokens(10)
-        second = stage.start_worker(LLAMAQ_LEASE_S="20", LLAMAQ_BATCH_STRATEGY="decode-maximal")
+        second = environment.start_worker(LLAMAQ_LEASE_S="20", LLAMAQ_BATCH_STRATEGY="decode-maximal")
         stopped_s = time.monotonic()
         first.signal(signal.SIGTERM)
         assert first.end() == 0
@@ -60,15 +62,15 @@ def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(stage
     assert "accepted=True" in first.output
     assert result.stats.generated_tokens == 400
     assert result.stats.worker == second.worker_id
-    stage.events_of(reader.job)
+    environment.events_of(reader.job)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_worker_at_once_and_hands_its_jobs_back(
-    stage: Environment, read: Read, number: signal.Signals
+    environment: Environment, read: Read, number: signal.Signals
 ) -> None:
-    first = stage.start_worker()
-    with stage.client() as client:
+    first = environment.start_worker()
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=800, ignore_eos=True))
         reader.await_tokens(3)
         first.signal(number)
@@ -87,9 +89,9 @@ def test_a_second_signal_ends_a_worker_at_once_and_hands_its_jobs_back(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_worker_that_waits_for_redis_can_be_told_to_stop(
-    stage: Environment, free_port: int, number: signal.Signals
+    environment: Environment, free_port: int, number: signal.Signals
 ) -> None:
-    worker = stage.start_worker(wait=False, LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
+    worker = environment.start_worker(wait=False, LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
     worker.await_output("redis.unreachable")
     told_s = time.monotonic()
     worker.signal(number)
@@ -98,11 +100,11 @@ def test_a_worker_that_waits_for_redis_can_be_told_to_stop(
     assert "Traceback" not in worker.output
 
 
-def test_an_idle_worker_stops_at_once(stage: Environment) -> None:
-    worker = stage.start_worker()
+def test_an_idle_worker_stops_at_once(environment: Environment) -> None:
+    worker = environment.start_worker()
     told_s = time.monotonic()
     worker.signal(signal.SIGTERM)
     assert worker.end() == 0
     assert time.monotonic() - told_s < SOON_S
-    with stage.client() as client:
+    with environment.client() as client:
         assert client.workers() == ()

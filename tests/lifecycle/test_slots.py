@@ -19,14 +19,16 @@ STORY = "Once upon a time there was a little fox who lived in a deep green fores
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
 
-def start_worker(stage: Environment, **variables: Any) -> Command:
+def start_worker(environment: Environment, **variables: Any) -> Command:
     """A worker that keeps states of slots on disk, and nothing else."""
-    return stage.start_worker(LLAMAQ_CACHE_DIR=str(stage.folder / "cache"), LLAMAQ_CACHE_DISK_MB="0", **variables)
+    return environment.start_worker(
+        LLAMAQ_CACHE_DIR=str(environment.folder / "cache"), LLAMAQ_CACHE_DISK_MB="0", **variables
+    )
 
 
-def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(stage: Environment) -> None:
-    worker = start_worker(stage)
-    with stage.client() as client:
+def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(environment: Environment) -> None:
+    worker = start_worker(environment)
+    with environment.client() as client:
         first = client.generate(STORY, slot=1, **GREEDY)
         more = STORY + first.text + " The fox said"
         expected = client.generate(more, slot=0, cache_prompt=False, **GREEDY)
@@ -36,7 +38,7 @@ def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(stage: Envir
         worker.signal(signal.SIGTERM)
         assert worker.end() == 0
 
-        worker = start_worker(stage)
+        worker = start_worker(environment)
         [listed] = client.slots()
         assert listed.worker == worker.worker_id
         assert listed.files == (saved,)
@@ -58,9 +60,9 @@ def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(stage: Envir
             client.save_slot(2, "../fox")
 
 
-def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(stage: Environment) -> None:
-    start_worker(stage)
-    with stage.client() as client:
+def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(environment: Environment) -> None:
+    start_worker(environment)
+    with environment.client() as client:
         with pytest.raises(SlotCommandRefused, match="slot 0 has no state"):
             client.save_slot(0, "fox")
         with pytest.raises(SlotCommandRefused, match="no slot 4: the worker has 4"):
@@ -77,31 +79,33 @@ def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(stage: Environmen
                 refused()
         assert client.restore_slot(1, "running") == running
         assert client.cancel(job.id)
-        path = stage.folder / "cache" / "slots" / "running.slot"
+        path = environment.folder / "cache" / "slots" / "running.slot"
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(SlotCommandRefused, match="'running' is damaged"):
             client.restore_slot(1, "running")
         path.write_bytes(whole)
 
-        stage.end_commands()
-        other_salt = start_worker(stage, LLAMAQ_CACHE_SALT="another")
+        environment.end_commands()
+        other_salt = start_worker(environment, LLAMAQ_CACHE_SALT="another")
         assert [file.is_usable for file in client.slots()[0].files] == [False]
         with pytest.raises(SlotCommandRefused, match="another model or other settings"):
             client.restore_slot(1, "running")
         shutil.rmtree(path.parent)
         assert client.slots()[0].files == ()
-        listing = stage.start("slots", "list", "--json", LLAMAQ_REDIS_URL=stage.redis_url, LLAMAQ_QUEUE=stage.queue)
+        listing = environment.start(
+            "slots", "list", "--json", LLAMAQ_REDIS_URL=environment.redis_url, LLAMAQ_QUEUE=environment.queue
+        )
         assert listing.end() == 0
         assert json.loads(listing.output)["worker"] == other_salt.worker_id
 
 
-def test_orders_find_their_worker_in_a_cluster(stage: Environment) -> None:
-    with Nodes(stage.folder) as nodes:
-        stage.redis_url = nodes.url
+def test_orders_find_their_worker_in_a_cluster(environment: Environment) -> None:
+    with Nodes(environment.folder) as nodes:
+        environment.redis_url = nodes.url
         try:
-            start_worker(stage, LLAMAQ_PARTITIONS="4")
-            with Client(nodes.url, stage.queue, partitions=4, timeout_s=20) as client:
+            start_worker(environment, LLAMAQ_PARTITIONS="4")
+            with Client(nodes.url, environment.queue, partitions=4, timeout_s=20) as client:
                 client.generate(STORY, slot=0, **GREEDY)
                 saved = client.save_slot(0, "fox")
                 assert client.erase_slot(0) > saved.n_tokens
@@ -109,12 +113,12 @@ def test_orders_find_their_worker_in_a_cluster(stage: Environment) -> None:
                 again = client.generate(STORY, **GREEDY)
                 assert (again.stats.slot, again.stats.prefix_cache_ratio > 0.9) == (1, True)
         finally:
-            stage.end_commands()
+            environment.end_commands()
 
 
-def test_a_worker_without_a_folder_refuses_and_says_what_it_needs(stage: Environment) -> None:
-    stage.start_worker()
-    with stage.client() as client:
+def test_a_worker_without_a_folder_refuses_and_says_what_it_needs(environment: Environment) -> None:
+    environment.start_worker()
+    with environment.client() as client:
         client.generate(STORY, slot=0, **GREEDY)
         assert client.slots()[0].slots[0].content_tokens > 0
         for refused in (

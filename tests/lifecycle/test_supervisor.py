@@ -39,9 +39,11 @@ sys.exit(Supervisor([load_settings() for _ in range(int(sys.argv[1]))]).run())
 """A supervisor of several workers on the CPU; `--devices` wants as many GPUs."""
 
 
-def supervise(stage: Environment, n_children: int, **variables: str) -> Command:
+def supervise(environment: Environment, n_children: int, **variables: str) -> Command:
     """Start it, and wait until its workers are ready."""
-    supervisor = stage.run([sys.executable, "-c", SUPERVISE, str(n_children)], **stage.worker_variables(**variables))
+    supervisor = environment.run(
+        [sys.executable, "-c", SUPERVISE, str(n_children)], **environment.worker_variables(**variables)
+    )
     supervisor.await_output("worker.ready", n_children)
     return supervisor
 
@@ -59,8 +61,8 @@ def children_of(pid: int) -> dict[int, str]:
     return found
 
 
-def test_a_killed_child_is_started_again_after_a_while_that_doubles(stage: Environment) -> None:
-    supervisor = supervise(stage, 2)
+def test_a_killed_child_is_started_again_after_a_while_that_doubles(environment: Environment) -> None:
+    supervisor = supervise(environment, 2)
     untouched, victim = sorted(children_of(supervisor.pid))
     for round_number in range(2):
         os.kill(victim, signal.SIGKILL)
@@ -72,41 +74,41 @@ def test_a_killed_child_is_started_again_after_a_while_that_doubles(stage: Envir
         (victim,) = set(children) - {untouched}
     backoffs = re.findall(r"child\.died code=-9 lived_s=\S+ again_s=(\S+)", supervisor.output)
     assert backoffs == ["0.5", "1.0"]
-    with stage.client() as client:
+    with environment.client() as client:
         assert {worker.card.pid for worker in client.workers()} >= {untouched, victim}
         assert len(client.generate(PROMPT, max_tokens=5).tokens) > 0
     supervisor.signal(signal.SIGTERM)
     assert supervisor.end() == 0
 
 
-def test_a_worker_is_supervised_unless_it_is_told_otherwise(stage: Environment) -> None:
-    worker = stage.start("worker", **stage.worker_variables())
+def test_a_worker_is_supervised_unless_it_is_told_otherwise(environment: Environment) -> None:
+    worker = environment.start("worker", **environment.worker_variables())
     worker.await_output("worker.ready")
     (child,) = children_of(worker.pid)
     os.kill(child, signal.SIGKILL)
     worker.await_output("worker.ready", 2)
     worker.signal(signal.SIGTERM)
     assert worker.end() == 0
-    alone = stage.start_worker()
-    assert not [line for line in stage.living().values() if "llamaq.worker.process.supervised_child" in line]
+    alone = environment.start_worker()
+    assert not [line for line in environment.living().values() if "llamaq.worker.process.supervised_child" in line]
     alone.signal(signal.SIGTERM)
     assert alone.end() == 0
 
 
-def test_a_job_of_a_killed_child_goes_on(stage: Environment, read: Read) -> None:
-    supervisor = supervise(stage, 1)
-    with stage.client() as client:
+def test_a_job_of_a_killed_child_goes_on(environment: Environment, read: Read) -> None:
+    supervisor = supervise(environment, 1)
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=100, ignore_eos=True))
         reader.await_tokens(5)
         (child,) = children_of(supervisor.pid)
         os.kill(child, signal.SIGKILL)
         assert len(reader.finish().tokens) == 100
-        stage.events_of(reader.job)
+        environment.events_of(reader.job)
 
 
-def test_sigterm_lets_every_child_finish_what_it_runs(stage: Environment, read: Read) -> None:
-    supervisor = supervise(stage, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0")
-    with stage.client() as client:
+def test_sigterm_lets_every_child_finish_what_it_runs(environment: Environment, read: Read) -> None:
+    supervisor = supervise(environment, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0")
+    with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=80, ignore_eos=True) for _ in range(3)]
         readers = [read(job) for job in jobs[:2]]
         for reader in readers:
@@ -117,12 +119,12 @@ def test_sigterm_lets_every_child_finish_what_it_runs(stage: Environment, read: 
         assert supervisor.end() == 0
         assert client.workers() == ()
         assert jobs[2].status().state is JobState.QUEUED
-        assert not stage.living()
+        assert not environment.living()
 
 
-def test_a_second_signal_ends_all_children_at_once(stage: Environment, read: Read) -> None:
-    supervisor = supervise(stage, 2)
-    with stage.client() as client:
+def test_a_second_signal_ends_all_children_at_once(environment: Environment, read: Read) -> None:
+    supervisor = supervise(environment, 2)
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
         reader.await_tokens(3)
         supervisor.signal(signal.SIGINT)
@@ -133,30 +135,32 @@ def test_a_second_signal_ends_all_children_at_once(stage: Environment, read: Rea
         assert time.monotonic() - told_s < 5
         assert client.workers() == ()
         assert reader.job.status().state is JobState.QUEUED, "handed back"
-        assert not stage.living()
+        assert not environment.living()
 
 
-def test_children_end_when_their_supervisor_is_killed_and_hand_their_jobs_back(stage: Environment, read: Read) -> None:
-    supervisor = supervise(stage, 2)
-    with stage.client() as client:
+def test_children_end_when_their_supervisor_is_killed_and_hand_their_jobs_back(
+    environment: Environment, read: Read
+) -> None:
+    supervisor = supervise(environment, 2)
+    with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
         reader.await_tokens(3)
         supervisor.signal(signal.SIGKILL)
         supervisor.end()
-        stage.await_silence(timeout_s=5)
+        environment.await_silence(timeout_s=5)
         assert client.workers() == ()
         assert reader.job.status().state is JobState.QUEUED
 
 
 def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(
-    stage: Environment, free_port: int
+    environment: Environment, free_port: int
 ) -> None:
-    variables = stage.worker_variables(LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
-    supervisor = stage.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
+    variables = environment.worker_variables(LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
+    supervisor = environment.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
     supervisor.await_output("redis.unreachable")
     supervisor.signal(signal.SIGKILL)
     supervisor.end()
-    stage.await_silence(timeout_s=5)
+    environment.await_silence(timeout_s=5)
 
 
 @pytest.mark.parametrize(
@@ -167,21 +171,21 @@ def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(
     ],
 )
 def test_a_child_that_cannot_start_ends_its_supervisor_with_one_line(
-    stage: Environment, variable: str, value: str, said: str
+    environment: Environment, variable: str, value: str, said: str
 ) -> None:
-    variables = stage.worker_variables(**{variable: value})
-    supervisor = stage.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
+    variables = environment.worker_variables(**{variable: value})
+    supervisor = environment.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
     assert supervisor.end() == 2
     (line,) = (line for line in supervisor.output.splitlines() if " ERROR " in line)
     assert said in line
     assert "Traceback" not in supervisor.output
     assert "child.died" not in supervisor.output
-    assert not stage.living()
+    assert not environment.living()
 
 
 @pytest.fixture
-def settings(stage: Environment) -> WorkerSettings:
-    return WorkerSettings(redis_url=stage.redis_url, queue=stage.queue, n_threads=1)
+def settings(environment: Environment) -> WorkerSettings:
+    return WorkerSettings(redis_url=environment.redis_url, queue=environment.queue, n_threads=1)
 
 
 def test_devices_are_given_one_child_each(settings: WorkerSettings) -> None:
@@ -192,25 +196,25 @@ def test_devices_are_given_one_child_each(settings: WorkerSettings) -> None:
     assert [child.settings.device for child in Supervisor.of_devices(settings).children] == [None]
 
 
-def test_a_supervisor_may_also_be_used_without_signals(settings: WorkerSettings, stage: Environment) -> None:
-    with (stage.folder / "log").open("w+b") as log:
+def test_a_supervisor_may_also_be_used_without_signals(settings: WorkerSettings, environment: Environment) -> None:
+    with (environment.folder / "log").open("w+b") as log:
         supervisor = Supervisor([settings], log)
         supervisor.start()
-        with stage.client() as client:
+        with environment.client() as client:
             while not client.workers():
                 assert supervisor.check() is None
                 time.sleep(0.02)
             assert len(client.generate(PROMPT, max_tokens=3).tokens) > 0
             assert supervisor.stop(drain_s=5)
             assert client.workers() == ()
-        assert b"worker.stopped" in (stage.folder / "log").read_bytes()
+        assert b"worker.stopped" in (environment.folder / "log").read_bytes()
 
 
-def test_a_password_in_the_url_shows_in_no_process_list(stage: Environment) -> None:
+def test_a_password_in_the_url_shows_in_no_process_list(environment: Environment) -> None:
     with EmbeddedRedis() as server:
         with Redis.from_url(server.url) as redis:
             redis.config_set("requirepass", "hunter2")
-        supervisor = supervise(stage, 1, LLAMAQ_REDIS_URL=server.url.replace("unix://", "unix://:hunter2@"))
+        supervisor = supervise(environment, 1, LLAMAQ_REDIS_URL=server.url.replace("unix://", "unix://:hunter2@"))
         listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         assert "llamaq.worker.process.supervised_child" in listed
         assert "hunter2" not in listed

@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def up(stage: Environment, free_port: int) -> Command:
+def up(environment: Environment, free_port: int) -> Command:
     """`llamaq up` on a port of its own, when its worker is ready."""
-    started = stage.start("up", "--port", str(free_port), "--queue", stage.queue)
+    started = environment.start("up", "--port", str(free_port), "--queue", environment.queue)
     started.await_output("worker.ready")
     return started
 
 
-def generate(stage: Environment, url: str) -> str:
-    command = stage.start(
-        "generate", "Once upon a time", "--max-tokens", "8", "--queue", stage.queue, "--redis-url", url
+def generate(environment: Environment, url: str) -> str:
+    command = environment.start(
+        "generate", "Once upon a time", "--max-tokens", "8", "--queue", environment.queue, "--redis-url", url
     )
     assert command.end() == 0, command.output
     return command.output
 
 
-def test_up_serves_another_process_and_tells_how(stage: Environment, up: Command) -> None:
+def test_up_serves_another_process_and_tells_how(environment: Environment, up: Command) -> None:
     told = up.await_output(r"Try: +(llamaq generate .*)")[1]
-    command = stage.run(["bash", "-c", f"PATH={Path(sys.executable).parent}:$PATH; {told} --max-tokens 8"])
+    command = environment.run(["bash", "-c", f"PATH={Path(sys.executable).parent}:$PATH; {told} --max-tokens 8"])
     assert command.end() == 0, command.output
     assert len(command.output.strip()) > 5
     assert "No --model given" in up.output
     assert "in memory alone: --data-dir keeps it" in up.output
-    assert any("redis-server" in line for line in stage.living().values())
+    assert any("redis-server" in line for line in environment.living().values())
 
 
 @pytest.mark.parametrize(
@@ -60,76 +60,78 @@ def test_up_serves_another_process_and_tells_how(stage: Environment, up: Command
     ids=["a terminal's Ctrl-C", "SIGINT", "SIGTERM"],
 )
 def test_up_ends_with_all_it_started(
-    stage: Environment, up: Command, tell: Callable[[int, int], None], number: signal.Signals
+    environment: Environment, up: Command, tell: Callable[[int, int], None], number: signal.Signals
 ) -> None:
     tell(up.pid, number)
     assert up.end() == 0
-    assert not stage.living()
+    assert not environment.living()
     assert "worker.stopped" in up.output
     assert "Traceback" not in up.output
 
 
-def test_nothing_outlives_an_up_that_is_killed(stage: Environment, up: Command) -> None:
-    assert len(stage.living()) >= 3
+def test_nothing_outlives_an_up_that_is_killed(environment: Environment, up: Command) -> None:
+    assert len(environment.living()) >= 3
     up.signal(signal.SIGKILL)
     up.end()
-    stage.await_silence(timeout_s=10)
+    environment.await_silence(timeout_s=10)
 
 
-def test_up_keeps_its_data_where_it_is_told_to(stage: Environment, free_port: int) -> None:
-    arguments = ("up", "--port", str(free_port), "--queue", stage.queue, "--data-dir", "data")
+def test_up_keeps_its_data_where_it_is_told_to(environment: Environment, free_port: int) -> None:
+    arguments = ("up", "--port", str(free_port), "--queue", environment.queue, "--data-dir", "data")
     url = f"redis://127.0.0.1:{free_port}/0"
-    first = stage.start(*arguments)
+    first = environment.start(*arguments)
     first.await_output("worker.ready")
-    with Client(url, stage.queue) as client:
+    with Client(url, environment.queue) as client:
         job = client.submit("Once upon a time", max_tokens=5)
         text = job.result().text
     first.signal(signal.SIGTERM)
     assert first.end() == 0
-    second = stage.start(*arguments)
+    second = environment.start(*arguments)
     second.await_output("worker.ready")
-    with Client(url, stage.queue) as client:
+    with Client(url, environment.queue) as client:
         assert client.job(job.id).result().text == text
 
 
 @pytest.mark.parametrize("by", ["flag", "variable"])
-def test_up_starts_no_redis_where_one_is_named(stage: Environment, by: str) -> None:
+def test_up_starts_no_redis_where_one_is_named(environment: Environment, by: str) -> None:
     arguments, variables = (
-        (["--redis-url", stage.redis_url], {}) if by == "flag" else ([], {"LLAMAQ_REDIS_URL": stage.redis_url})
+        (["--redis-url", environment.redis_url], {})
+        if by == "flag"
+        else ([], {"LLAMAQ_REDIS_URL": environment.redis_url})
     )
-    up = stage.start("up", "--queue", stage.queue, *arguments, **variables)
+    up = environment.start("up", "--queue", environment.queue, *arguments, **variables)
     up.await_output("worker.ready")
-    assert generate(stage, stage.redis_url).strip()
-    assert not any("redis-server" in line for line in stage.living().values())
+    assert generate(environment, environment.redis_url).strip()
+    assert not any("redis-server" in line for line in environment.living().values())
     assert "embedded" not in up.output
     up.signal(signal.SIGINT)
     assert up.end() == 0
-    with Redis.from_url(stage.redis_url) as redis:
+    with Redis.from_url(environment.redis_url) as redis:
         assert redis.ping()
 
 
-def test_a_port_that_is_in_use_is_said_in_one_line(stage: Environment, free_port: int) -> None:
+def test_a_port_that_is_in_use_is_said_in_one_line(environment: Environment, free_port: int) -> None:
     with EmbeddedRedis(port=free_port):
-        up = stage.start("up", "--port", str(free_port))
+        up = environment.start("up", "--port", str(free_port))
         assert up.end() == 1
     (line,) = (line for line in up.output.splitlines() if not line.startswith("No --model given"))
     assert line.startswith(f"llamaq: port {free_port} is in use: choose another with --port")
     assert f"--redis-url redis://127.0.0.1:{free_port}/0" in line
 
 
-def test_up_ends_with_its_worker_when_that_cannot_start(stage: Environment, free_port: int) -> None:
-    up = stage.start("up", "--port", str(free_port), "--model", "no-such-file.gguf")
+def test_up_ends_with_its_worker_when_that_cannot_start(environment: Environment, free_port: int) -> None:
+    up = environment.start("up", "--port", str(free_port), "--model", "no-such-file.gguf")
     assert up.end() == 2
     assert "--model: there is no file 'no-such-file.gguf'" in up.output
-    assert not stage.living()
+    assert not environment.living()
 
 
-def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(stage: Environment) -> None:
+def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(environment: Environment) -> None:
     began_s = time.monotonic()
-    demo = stage.start("demo", COLUMNS="80")
+    demo = environment.start("demo", COLUMNS="80")
     assert demo.end(timeout_s=60) == 0
     assert time.monotonic() - began_s < 60
-    assert not stage.living()
+    assert not environment.living()
     lines = demo.output.splitlines()
     assert max(map(len, lines)) <= 100
     assert "\x1b" not in demo.output
@@ -147,15 +149,15 @@ def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(stage: Envir
 class Terminal:
     """A pseudo-terminal with a command in it, and all that the command draws."""
 
-    def __init__(self, stage: Environment, arguments: list[str], columns: int, lines: int) -> None:
+    def __init__(self, environment: Environment, arguments: list[str], columns: int, lines: int) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        environment = stage.environment({"TERM": "xterm-256color"})
-        del environment["COLUMNS"]
+        variables = environment.process_variables({"TERM": "xterm-256color"})
+        del variables["COLUMNS"]
         self.process = subprocess.Popen(
             arguments,
-            cwd=stage.folder,
-            env=environment,
+            cwd=environment.folder,
+            env=variables,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -189,17 +191,17 @@ class Terminal:
 
 
 @pytest.fixture
-def demo_in_terminal(stage: Environment) -> Callable[..., Terminal]:
+def demo_in_terminal(environment: Environment) -> Callable[..., Terminal]:
     llamaq = str(Path(sys.executable).with_name("llamaq"))
-    return lambda *options: Terminal(stage, [llamaq, "demo", *options], columns=80, lines=24)
+    return lambda *options: Terminal(environment, [llamaq, "demo", *options], columns=80, lines=24)
 
 
 def test_the_demo_draws_panels_that_fit_a_small_terminal(
-    stage: Environment, demo_in_terminal: Callable[..., Terminal]
+    environment: Environment, demo_in_terminal: Callable[..., Terminal]
 ) -> None:
     terminal = demo_in_terminal()
     assert terminal.end() == 0
-    assert not stage.living()
+    assert not environment.living()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.drawn)
     tops = [line for line in drawn.splitlines() if line.startswith("╭")]
     assert len(tops) >= 3 * 4, "several frames of two panels in four rows"
@@ -213,31 +215,31 @@ def test_the_demo_draws_panels_that_fit_a_small_terminal(
 
 
 def test_an_interrupted_demo_leaves_nothing_behind(
-    stage: Environment, demo_in_terminal: Callable[..., Terminal]
+    environment: Environment, demo_in_terminal: Callable[..., Terminal]
 ) -> None:
     terminal = demo_in_terminal("--jobs", "64")
     terminal.await_drawing("tokens/s")
     os.killpg(terminal.process.pid, signal.SIGINT)
     assert terminal.end() == 130
-    assert not stage.living()
+    assert not environment.living()
     assert "everything that was started has been stopped" in terminal.drawn
     assert "Traceback" not in terminal.drawn
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_a_demo_that_is_stopped_from_outside(stage: Environment, number: signal.Signals) -> None:
-    demo = stage.start("demo", "--jobs", "64")
+def test_nothing_outlives_a_demo_that_is_stopped_from_outside(environment: Environment, number: signal.Signals) -> None:
+    demo = environment.start("demo", "--jobs", "64")
     demo.await_output(r" \| ")
     demo.signal(number)
     assert demo.end() == (130 if number == signal.SIGTERM else -9)
-    stage.await_silence(timeout_s=10)
+    environment.await_silence(timeout_s=10)
     assert "Traceback" not in demo.output
 
 
-def test_a_demo_whose_model_cannot_be_loaded_says_why(stage: Environment) -> None:
-    (stage.folder / "broken.gguf").write_bytes(b"this is no model")
-    demo = stage.start("demo", "--model", "broken.gguf")
+def test_a_demo_whose_model_cannot_be_loaded_says_why(environment: Environment) -> None:
+    (environment.folder / "broken.gguf").write_bytes(b"this is no model")
+    demo = environment.start("demo", "--model", "broken.gguf")
     assert demo.end() == 1
     assert "the worker cannot start; its log:" in demo.output
     assert "llama.cpp cannot load" in demo.output
-    assert not stage.living()
+    assert not environment.living()

@@ -133,7 +133,7 @@ def sizes_of(names: list[str], scale: float, changes: list[str]) -> dict[str, di
 
 
 def main() -> int:
-    """Run, report; returns 0 when the witness found nothing wrong."""
+    """Run, report; returns 0 when the checker found nothing wrong."""
     options = parse()
     console = Console(soft_wrap=True)
     logging.getLogger("llamaq").addHandler(logging.NullHandler())

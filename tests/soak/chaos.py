@@ -93,7 +93,7 @@ class JobShape:
     """What `submit` takes."""
     n_readers: int = 1
     demands: dict[str, Any] = field(default_factory=dict)
-    """What the witness demands of it (`Accepted`)."""
+    """What the checker demands of it (`Accepted`)."""
 
     @property
     def streams(self) -> bool:

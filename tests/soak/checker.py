@@ -1,4 +1,4 @@
-"""The witness: it is told what every reader of every job saw, and says in the end what was wrong with it.
+"""The checker: it is told what every reader of every job saw, and says in the end what was wrong with it.
 
 It knows nothing of llamaq's own bookkeeping: it compares what was seen with what was accepted, token by token. One
 reader of each job is the store, `STORED`: what lies in Redis in the end is what everybody else must have read.

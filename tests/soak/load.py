@@ -1,4 +1,4 @@
-"""The load: jobs that are submitted and read as a web backend would, while the witness is told of everything."""
+"""The load: jobs that are submitted and read as a web backend would, while the checker is told of everything."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ JOBS_A_LOOK = 200
 DRAIN_S = 20.0
 
 
-async def submit(client: AsyncClient, witness: Checker, shape: JobShape) -> AsyncJob:
-    """Submit a job and tell the witness."""
+async def submit(client: AsyncClient, checker: Checker, shape: JobShape) -> AsyncJob:
+    """Submit a job and tell the checker."""
     job = await client.submit(**shape.options)
-    witness.accept(job.id, streams=shape.streams, **shape.demands)
+    checker.accept(job.id, streams=shape.streams, **shape.demands)
     return job
 
 
-async def read(job: AsyncJob, witness: Checker, reader: str) -> None:
-    """Read a job's whole stream, from now on; what goes wrong is for the witness to say."""
-    witness.began(reader, job.id)
+async def read(job: AsyncJob, checker: Checker, reader: str) -> None:
+    """Read a job's whole stream, from now on; what goes wrong is for the checker to say."""
+    checker.began(reader, job.id)
     n_chars = 0
     try:
         async for chunk in job.stream():
             event = Tokens(offset=chunk.offset, tokens=chunk.tokens, text_offset=n_chars, text=chunk.text)
-            witness.saw(reader, job.id, event)
+            checker.saw(reader, job.id, event)
             n_chars += len(chunk.text)
     except JobFailed as exc:
-        witness.saw(reader, job.id, Failed(code=exc.code, message=exc.message))
+        checker.saw(reader, job.id, Failed(code=exc.code, message=exc.message))
     except (LlamaqError, RedisError, OSError) as exc:
-        witness.complain(f"{job.id} {reader}: {exc!r}")
+        checker.complain(f"{job.id} {reader}: {exc!r}")
     else:
         # A stream that ends without an error has seen the terminal event, whatever its reason.
-        witness.saw(reader, job.id, Finished(finish_reason=FinishReason.STOP, stats=JobStats()))
+        checker.saw(reader, job.id, Finished(finish_reason=FinishReason.STOP, stats=JobStats()))
 
 
-async def run_job(client: AsyncClient, witness: Checker, shape: JobShape) -> AsyncJob:
+async def run_job(client: AsyncClient, checker: Checker, shape: JobShape) -> AsyncJob:
     """Submit a job and read it to its end with all its readers."""
-    job = await submit(client, witness, shape)
+    job = await submit(client, checker, shape)
     handles = [job, *(client.job(job.id) for _ in range(shape.n_readers - 1))]
-    await asyncio.gather(*(read(one, witness, f"reader {number}") for number, one in enumerate(handles)))
+    await asyncio.gather(*(read(one, checker, f"reader {number}") for number, one in enumerate(handles)))
     return job
 
 
@@ -95,8 +95,8 @@ async def beside(background: Coroutine[Any, Any, object], work: Coroutine[Any, A
 
 
 @asynccontextmanager
-async def tapped(client: AsyncClient, witness: Checker) -> AsyncIterator[None]:
-    """Tell the witness of every message that is published on the queue meanwhile."""
+async def tapped(client: AsyncClient, checker: Checker) -> AsyncIterator[None]:
+    """Tell the checker of every message that is published on the queue meanwhile."""
     channel = client.keys.of_job(f"{client.queue}.0.{32 * '0'}").channel
     pattern = channel.rpartition(":")[0] + ":*"
     tap: Any = client.redis.pubsub()
@@ -106,8 +106,8 @@ async def tapped(client: AsyncClient, witness: Checker) -> AsyncIterator[None]:
         async for message in tap.listen():
             if message["type"] == "pmessage":
                 job_id = message["channel"].decode().rpartition(":")[2]
-                witness.began(WIRE, job_id, is_whole=False)
-                witness.saw(WIRE, job_id, codec.decode_event(message["data"]))
+                checker.began(WIRE, job_id, is_whole=False)
+                checker.saw(WIRE, job_id, codec.decode_event(message["data"]))
 
     listening = asyncio.create_task(listen())
     try:
@@ -117,9 +117,9 @@ async def tapped(client: AsyncClient, witness: Checker) -> AsyncIterator[None]:
         await tap.aclose()
 
 
-async def collect(client: AsyncClient, witness: Checker) -> None:
-    """Tell the witness what is stored of every accepted job, and what is left in the queue that should not be."""
-    job_ids = list(witness.accepted)
+async def collect(client: AsyncClient, checker: Checker) -> None:
+    """Tell the checker what is stored of every accepted job, and what is left in the queue that should not be."""
+    job_ids = list(checker.accepted)
     left = await _left_in_queue(client)
     for start in range(0, len(job_ids), JOBS_A_LOOK):
         some = job_ids[start : start + JOBS_A_LOOK]
@@ -127,10 +127,10 @@ async def collect(client: AsyncClient, witness: Checker) -> None:
             for job_id in some:
                 pipe.xrange(client.keys.of_job(job_id).events)
             for job_id, entries in zip(some, await pipe.execute(), strict=True):
-                _take_stored(witness, job_id, entries)
-        await asyncio.gather(*(_take_result(client, witness, job_id) for job_id in some))
+                _take_stored(checker, job_id, entries)
+        await asyncio.gather(*(_take_result(client, checker, job_id) for job_id in some))
     if left:
-        witness.complain(f"{left} entries are left in the queue")
+        checker.complain(f"{left} entries are left in the queue")
 
 
 async def _left_in_queue(client: AsyncClient) -> int:
@@ -143,20 +143,20 @@ async def _left_in_queue(client: AsyncClient) -> int:
         await asyncio.sleep(POLL_S)
 
 
-def _take_stored(witness: Checker, job_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
-    witness.began(STORED, job_id, is_whole=witness.accepted[job_id].streams)
+def _take_stored(checker: Checker, job_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+    checker.began(STORED, job_id, is_whole=checker.accepted[job_id].streams)
     for entry_id, fields in entries:
         try:
-            witness.saw(STORED, job_id, codec.decode_event(fields[b"e"]))
+            checker.saw(STORED, job_id, codec.decode_event(fields[b"e"]))
         except ProtocolError as exc:
-            witness.complain(f"{job_id}: event {entry_id.decode()}: {exc}")
+            checker.complain(f"{job_id}: event {entry_id.decode()}: {exc}")
 
 
-async def _take_result(client: AsyncClient, witness: Checker, job_id: str) -> None:
-    if not any(isinstance(end, Finished) for end in witness.ends_of(job_id)):
+async def _take_result(client: AsyncClient, checker: Checker, job_id: str) -> None:
+    if not any(isinstance(end, Finished) for end in checker.ends_of(job_id)):
         return
     with suppress(JobFailed):
         try:
-            witness.saw_result(job_id, await client.job(job_id).result())
+            checker.saw_result(job_id, await client.job(job_id).result())
         except JobNotFound:
-            witness.complain(f"{job_id}: it has finished, and has no result")
+            checker.complain(f"{job_id}: it has finished, and has no result")

@@ -24,7 +24,7 @@ Tell = Callable[[int, int, str], None]
 
 @dataclass
 class Outcome:
-    """What one scenario measured and what the witness said."""
+    """What one scenario measured and what the checker said."""
 
     name: str
     verdict: Verdict

@@ -30,9 +30,9 @@ N_SLOTS = 8
 class Runners:
     """Some jobs at any time, each read by one reader."""
 
-    stage: Environment
+    environment: Environment
     client: AsyncClient
-    witness: Checker
+    checker: Checker
     rng: random.Random
     width: int
     is_over: bool = False
@@ -45,18 +45,18 @@ class Runners:
         tokens = self.rng.choices(VOCABULARY, k=self.rng.randint(8, 64))
         options = {"tokens": tokens, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": self.rng.getrandbits(32)}
         demands = {"n_tokens": MAX_TOKENS, "may_be_short": True}
-        await run_job(self.client, self.witness, JobShape(options, demands=demands))
+        await run_job(self.client, self.checker, JobShape(options, demands=demands))
 
     async def end(self) -> None:
         """Begin no more, and cancel those that run."""
         self.is_over = True
-        for job_id in list(self.witness.accepted):
+        for job_id in list(self.checker.accepted):
             await self.client.cancel(job_id)
 
     async def held_by(self, worker: WorkerProcess) -> dict[str, int]:
         """The running jobs of a worker, and which attempt of each it makes."""
         worker_id = await worker.ready()
-        hashes = await self._hashes(list(self.witness.accepted))
+        hashes = await self._hashes(list(self.checker.accepted))
         return {
             job_id: attempt
             for job_id, (status, attempt, holder) in hashes.items()
@@ -66,7 +66,7 @@ class Runners:
     async def busiest(self) -> WorkerProcess:
         """A living worker that holds most jobs, once there is one that holds any."""
         while True:
-            held = {worker: len(await self.held_by(worker)) for worker in self.stage.living}
+            held = {worker: len(await self.held_by(worker)) for worker in self.environment.living}
             most = max(held.values(), default=0)
             if most and sum(held.values()) >= self.width:
                 return self.rng.choice([worker for worker, count in held.items() if count == most])
@@ -103,14 +103,16 @@ class Runners:
 
 
 @asynccontextmanager
-async def long_jobs(stage: Environment, witness: Checker, rng: random.Random, width: int) -> AsyncIterator[Runners]:
+async def long_jobs(
+    environment: Environment, checker: Checker, rng: random.Random, width: int
+) -> AsyncIterator[Runners]:
     """Long jobs on a worker's random model until the context ends; then what is stored of them is collected."""
-    stage.use_random_model()
-    stage.settings |= {"n_parallel": N_SLOTS, "n_ctx": 2 * N_SLOTS * MAX_TOKENS, "max_crashes": 1000}
-    async with stage.client() as client, tapped(client, witness):
-        runners = Runners(stage, client, witness, rng, width)
+    environment.use_random_model()
+    environment.settings |= {"n_parallel": N_SLOTS, "n_ctx": 2 * N_SLOTS * MAX_TOKENS, "max_crashes": 1000}
+    async with environment.client() as client, tapped(client, checker):
+        runners = Runners(environment, client, checker, rng, width)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(runners.keep_running())
             yield runners
             await runners.end()
-        await collect(client, witness)
+        await collect(client, checker)

@@ -1,4 +1,4 @@
-"""The soak's witness finds what is wrong: each record here has one defect, made by hand, and is caught for that."""
+"""The soak's checker finds what is wrong: each record here has one defect, made by hand, and is caught for that."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ STREAM: list[Event] = [Started(attempt=1, worker="w"), tokens(0, 1, 2), tokens(2
 
 
 def seen(stored: list[Event], read: list[Event], **demands: int | str | bool) -> Checker:
-    witness = Checker()
-    witness.accept(JOB, **{"n_tokens": 5, **demands})
-    witness.began(STORED, JOB)
-    witness.began(READER, JOB)
+    checker = Checker()
+    checker.accept(JOB, **{"n_tokens": 5, **demands})
+    checker.began(STORED, JOB)
+    checker.began(READER, JOB)
     for event in stored:
-        witness.saw(STORED, JOB, event)
+        checker.saw(STORED, JOB, event)
     for event in read:
-        witness.saw(READER, JOB, event)
-    return witness
+        checker.saw(READER, JOB, event)
+    return checker
 
 
 def faults(verdict: Verdict) -> set[str]:
@@ -104,20 +104,20 @@ def test_another_text_than_the_undisturbed_one_is_caught() -> None:
 
 
 def test_a_result_that_differs_from_the_stream_is_caught() -> None:
-    witness = seen(STREAM, STREAM[1:])
+    checker = seen(STREAM, STREAM[1:])
     ended = {"finish_reason": FinishReason.LENGTH, "stats": JobStats(), "seed": 1}
-    witness.saw_result(JOB, Result.model_validate({"job_id": JOB, "text": "bcdef", "tokens": (1, 2, 3, 4), **ended}))
-    assert faults(witness.judge()) == {"gaps"}
+    checker.saw_result(JOB, Result.model_validate({"job_id": JOB, "text": "bcdef", "tokens": (1, 2, 3, 4), **ended}))
+    assert faults(checker.judge()) == {"gaps"}
 
 
 def test_a_job_without_a_stream_is_compared_with_its_result() -> None:
     def told(*read: Event) -> Verdict:
-        witness = seen([STREAM[0], END], [*read], streams=False)
-        witness.began(STORED, JOB, is_whole=False)
-        witness.began(RESULT, JOB)
+        checker = seen([STREAM[0], END], [*read], streams=False)
+        checker.began(STORED, JOB, is_whole=False)
+        checker.began(RESULT, JOB)
         for event in (tokens(0, 1, 2, 3, 4, 5), END):
-            witness.saw(RESULT, JOB, event)
-        return witness.judge()
+            checker.saw(RESULT, JOB, event)
+        return checker.judge()
 
     assert told(tokens(0, 1, 2, 3, 4, 5), END).is_clean
     assert faults(told(tokens(0, 1, 2, 3, 4, 6), END)) == {"changed"}
@@ -130,9 +130,9 @@ def test_a_reader_that_left_early_may_miss_the_rest_but_not_read_twice_or_otherw
         ([*STREAM[1:2], *STREAM[1:2]], {"repeats"}),
         ([tokens(0, 1, 7)], {"changed"}),
     ):
-        witness = seen(STREAM, [*read])
-        witness.began(READER, JOB, is_whole=False)
-        assert faults(witness.judge()) == expected
+        checker = seen(STREAM, [*read])
+        checker.began(READER, JOB, is_whole=False)
+        assert faults(checker.judge()) == expected
 
 
 def test_a_cancelled_job_may_be_short_but_not_long() -> None:
@@ -142,9 +142,9 @@ def test_a_cancelled_job_may_be_short_but_not_long() -> None:
 
 
 def test_a_complaint_fails_a_soak_and_is_shown() -> None:
-    witness = seen(STREAM, STREAM[1:])
-    witness.complain("a target was missed")
-    outcome = Outcome("takeover", witness.judge(), {"p99": 9})
+    checker = seen(STREAM, STREAM[1:])
+    checker.complain("a target was missed")
+    outcome = Outcome("takeover", checker.judge(), {"p99": 9})
     assert outcome.as_json["passed"] is False
     assert "FAILED  takeover" in str(outcome)
     assert "a target was missed" in str(outcome)

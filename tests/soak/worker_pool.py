@@ -1,4 +1,4 @@
-"""A crew: so many workers at a time, each of which dies as the plan says and is replaced at once."""
+"""A pool: so many workers at a time, each of which dies as the plan says and is replaced at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_ACCIDENTS = 3
 
 @dataclass(eq=False)
 class Post:
-    """A place in the crew and the worker that fills it."""
+    """A place in the pool and the worker that fills it."""
 
     worker: WorkerProcess
     due_s: float | None = None
@@ -32,7 +32,7 @@ class Post:
 class WorkerPool:
     """Keeps `size` workers alive, and kills them by the plan, as far as `pace` has come: from 0 to 1."""
 
-    stage: Environment
+    environment: Environment
     plan: KillPlan
     size: int
     pace: Callable[[], float]
@@ -54,7 +54,7 @@ class WorkerPool:
 
     def _hire(self) -> WorkerProcess:
         arms: dict[str, Any] = self.plan.arms([post.worker.arms for post in self.posts if post.worker.is_running])
-        return self.stage.start(arms | {"tick_s": self.tick_s})
+        return self.environment.start(arms | {"tick_s": self.tick_s})
 
     def _look_after(self, post: Post) -> None:
         worker = post.worker

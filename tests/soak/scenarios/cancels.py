@@ -70,7 +70,7 @@ class Canceller:
     """Submits jobs and cancels each of them when it is about in the state that was drawn for it."""
 
     client: AsyncClient
-    witness: Checker
+    checker: Checker
     rng: random.Random
     n_each: int
     aims: Counter[str] = field(default_factory=Counter)
@@ -88,9 +88,9 @@ class Canceller:
         tokens = self.rng.choices(VOCABULARY, k=PROMPT_TOKENS)
         options = {"tokens": tokens, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 1}
         job = await submit(
-            self.client, self.witness, JobShape(options, demands={"n_tokens": MAX_TOKENS, "may_be_short": True})
+            self.client, self.checker, JobShape(options, demands={"n_tokens": MAX_TOKENS, "may_be_short": True})
         )
-        reading = asyncio.create_task(read(job, self.witness, "reader"))
+        reading = asyncio.create_task(read(job, self.checker, "reader"))
         await self._await_state(job, aim)
         cancelled_s = time.monotonic()
         await job.cancel()
@@ -115,44 +115,44 @@ class Canceller:
 
 async def cancels(seed: int, tell: Tell, *, n_each: int = 40) -> Outcome:
     """About `n_each` cancels of jobs in each of the four states."""
-    witness, rng, started_s = Checker(), dice(seed, "cancels"), time.monotonic()
-    async with Environment(settings=SETTINGS) as stage:
-        stage.use_random_model()
-        file = stage.folder / "record.jsonl"
-        await stage.start_ready(1, {"tick_s": TICK_S, "record": str(file)})
-        async with stage.client() as client, tapped(client, witness):
-            canceller = Canceller(client, witness, rng, n_each)
+    checker, rng, started_s = Checker(), dice(seed, "cancels"), time.monotonic()
+    async with Environment(settings=SETTINGS) as environment:
+        environment.use_random_model()
+        file = environment.folder / "record.jsonl"
+        await environment.start_ready(1, {"tick_s": TICK_S, "record": str(file)})
+        async with environment.client() as client, tapped(client, checker):
+            canceller = Canceller(client, checker, rng, n_each)
 
             async def one_job() -> None:
                 await canceller.one_job()
                 tell(len(canceller.ended_s), n_each * len(STATES), "cancels")
 
             await run_jobs(one_job, width=WIDTH, wants_more=canceller.wants_more)
-            await collect(client, witness)
+            await collect(client, checker)
         record = Record([json.loads(line) for line in file.read_text().splitlines()])
     return Outcome(
-        "cancels", _judge(witness, canceller, record).judge(), _figures(canceller, record), time.monotonic() - started_s
+        "cancels", _judge(checker, canceller, record).judge(), _figures(canceller, record), time.monotonic() - started_s
     )
 
 
-def _judge(witness: Checker, canceller: Canceller, record: Record) -> Checker:
+def _judge(checker: Checker, canceller: Canceller, record: Record) -> Checker:
     idle = canceller.never_claimed | {job_id for job_id, state in record.states.items() if state == WAITING}
     for job_id in idle:
-        if record.computed[job_id] or any(event.type == "tokens" for event in witness.events_of(job_id)):
-            witness.complain(
+        if record.computed[job_id] or any(event.type == "tokens" for event in checker.events_of(job_id)):
+            checker.complain(
                 f"{job_id}: cancelled before it had a slot, and computed in {record.computed[job_id]} ticks"
             )
     for job_id in record.not_freed:
-        witness.complain(f"{job_id}: still in its slot after its cancel")
+        checker.complain(f"{job_id}: still in its slot after its cancel")
     for job_id in record.computed_after:
-        witness.complain(f"{job_id}: computed after its cancel was taken")
+        checker.complain(f"{job_id}: computed after its cancel was taken")
     for state in (PREFILL, DECODE):
         if max(record.ticks_to_free[state], default=0) > 1:
-            witness.complain(f"{state}: a slot was free only after {max(record.ticks_to_free[state])} ticks")
+            checker.complain(f"{state}: a slot was free only after {max(record.ticks_to_free[state])} ticks")
     for state, count in _counts(canceller, record).items():
         if not count:
-            witness.complain(f"nothing was cancelled in state {state}")
-    return witness
+            checker.complain(f"nothing was cancelled in state {state}")
+    return checker
 
 
 def _counts(canceller: Canceller, record: Record) -> dict[str, int]:

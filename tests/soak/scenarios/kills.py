@@ -14,7 +14,7 @@ from tests.soak.load import beside, collect, run_job, run_jobs, tapped
 from tests.soak.report import Outcome, Tell
 from tests.soak.worker_pool import WorkerPool
 
-from llamaq.tools.demo_model.recall import INLINE_FRAMES, Probe, recall_probe
+from llamaq.tools.demo_model.fact_questions import INLINE_FRAMES, Probe, recall_probe
 
 SETTINGS: dict[str, Any] = {
     "lease_s": 1.0,
@@ -33,28 +33,30 @@ TICK_S = 0.01
 
 async def kills(seed: int, tell: Tell, *, n_kills: int = 200, n_jobs: int = 5000, n_workers: int = 3) -> Outcome:
     """Small random jobs; kills spread evenly over admit, prefill, decode, publish, reclaim, and from outside."""
-    rng, witness, started_s = dice(seed, "jobs"), Checker(), time.monotonic()
-    async with Environment(settings=SETTINGS) as stage:
-        stage.use_random_model()
+    rng, checker, started_s = dice(seed, "jobs"), Checker(), time.monotonic()
+    async with Environment(settings=SETTINGS) as environment:
+        environment.use_random_model()
         plan = KillPlan(dice(seed, "kills"), n_kills)
-        await _under_kills(stage, plan, witness, lambda: draw_job(rng), n_jobs, n_workers, tell)
-    return Outcome("kills", witness.judge(), figures_of(plan, witness, started_s), time.monotonic() - started_s)
+        await _under_kills(environment, plan, checker, lambda: draw_job(rng), n_jobs, n_workers, tell)
+    return Outcome("kills", checker.judge(), figures_of(plan, checker, started_s), time.monotonic() - started_s)
 
 
 async def recall(
     seed: int, tell: Tell, *, n_kills: int = 40, n_jobs: int = 400, n_workers: int = 3, n_probes: int = 40
 ) -> Outcome:
     """Questions with one right answer to the demo model: their text is that of a run that nobody disturbed."""
-    rng, witness, started_s = dice(seed, "recall"), Checker(), time.monotonic()
+    rng, checker, started_s = dice(seed, "recall"), Checker(), time.monotonic()
     probes = [recall_probe(rng.getrandbits(32), DISTANCE_WORDS, INLINE_FRAMES[1]) for _ in range(n_probes)]
-    async with Environment(settings=SETTINGS) as stage:
-        undisturbed = await _undisturbed(stage, probes)
+    async with Environment(settings=SETTINGS) as environment:
+        undisturbed = await _undisturbed(environment, probes)
         plan = KillPlan(dice(seed, "kills"), n_kills)
         shapes = [replace(shape_of(probe), demands={"text": undisturbed[probe.prompt]}) for probe in probes]
-        await _under_kills(stage, plan, witness, lambda: rng.choice(shapes), n_jobs, n_workers, tell, tick_s=TICK_S)
+        await _under_kills(
+            environment, plan, checker, lambda: rng.choice(shapes), n_jobs, n_workers, tell, tick_s=TICK_S
+        )
     right = sum(undisturbed[probe.prompt] == probe.answer for probe in probes)
-    figures = figures_of(plan, witness, started_s) | {"right answers undisturbed": f"{right} of {len(probes)}"}
-    return Outcome("recall", witness.judge(), figures, time.monotonic() - started_s)
+    figures = figures_of(plan, checker, started_s) | {"right answers undisturbed": f"{right} of {len(probes)}"}
+    return Outcome("recall", checker.judge(), figures, time.monotonic() - started_s)
 
 
 def shape_of(probe: Probe) -> JobShape:
@@ -62,19 +64,19 @@ def shape_of(probe: Probe) -> JobShape:
     return JobShape({"prompt": probe.prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "stop": ["\n"]})
 
 
-async def _undisturbed(stage: Environment, probes: list[Probe]) -> dict[str, str]:
+async def _undisturbed(environment: Environment, probes: list[Probe]) -> dict[str, str]:
     """The answer to each prompt, by a worker that is left alone."""
-    (worker,) = await stage.start_ready()
-    async with stage.client() as client:
+    (worker,) = await environment.start_ready()
+    async with environment.client() as client:
         results = [await client.generate(**{"timeout": 60, **shape_of(probe).options}) for probe in probes]
     worker.close()
     return {probe.prompt: result.text for probe, result in zip(probes, results, strict=True)}
 
 
 async def _under_kills(
-    stage: Environment,
+    environment: Environment,
     plan: KillPlan,
-    witness: Checker,
+    checker: Checker,
     draw: Callable[[], JobShape],
     n_jobs: int,
     n_workers: int,
@@ -92,21 +94,21 @@ async def _under_kills(
 
     async def one_job() -> None:
         nonlocal n_ended
-        await run_job(client, witness, draw())
+        await run_job(client, checker, draw())
         n_ended += 1
         tell(plan.n_done, plan.n_kills, f"kills, {n_ended} jobs")
 
-    crew = WorkerPool(stage, plan, n_workers, pace=lambda: n_ended / n_jobs, tick_s=tick_s)
-    async with stage.client() as client, tapped(client, witness):
-        await beside(crew.run(), run_jobs(one_job, width=WIDTH, wants_more=wants_more))
-        await collect(client, witness)
+    pool = WorkerPool(environment, plan, n_workers, pace=lambda: n_ended / n_jobs, tick_s=tick_s)
+    async with environment.client() as client, tapped(client, checker):
+        await beside(pool.run(), run_jobs(one_job, width=WIDTH, wants_more=wants_more))
+        await collect(client, checker)
     if not plan.is_done:
-        witness.complain(f"kills that did not happen: {+plan.left}")
+        checker.complain(f"kills that did not happen: {+plan.left}")
 
 
-def figures_of(plan: KillPlan, witness: Checker, started_s: float) -> dict[str, Any]:
+def figures_of(plan: KillPlan, checker: Checker, started_s: float) -> dict[str, Any]:
     """How many kills there were, where, and what they cost."""
-    attempts = [sum(event.type == "started" for event in witness.events_of(job_id)) for job_id in witness.accepted]
+    attempts = [sum(event.type == "started" for event in checker.events_of(job_id)) for job_id in checker.accepted]
     return {
         "kills": plan.done.total(),
         "kills by phase": dict(sorted(plan.done.items())),

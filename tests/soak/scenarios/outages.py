@@ -39,7 +39,7 @@ class Load:
     """Jobs that are submitted and read until `is_over`, whatever becomes of the connection."""
 
     client: AsyncClient
-    witness: Checker
+    checker: Checker
     rng: random.Random
     is_over: bool = False
     n_refused: int = 0
@@ -51,62 +51,62 @@ class Load:
     async def _one_job(self) -> None:
         shape = replace(draw_job(self.rng, max_tokens=MAX_TOKENS), n_readers=1)
         try:
-            job = await submit(self.client, self.witness, shape)
+            job = await submit(self.client, self.checker, shape)
         except (RedisError, OSError):
             self.n_refused += 1
             await asyncio.sleep(SUBMIT_AGAIN_S)
         else:
-            await read(job, self.witness, "reader")
+            await read(job, self.checker, "reader")
 
 
 @asynccontextmanager
-async def loaded(stage: Environment, witness: Checker, rng: random.Random, url: str) -> AsyncIterator[Load]:
+async def loaded(environment: Environment, checker: Checker, rng: random.Random, url: str) -> AsyncIterator[Load]:
     """Workers, and a load that runs until the context ends; all of it reaches Redis by `url`."""
-    stage.use_random_model()
-    await stage.start_ready(N_WORKERS, {"tick_s": TICK_S}, redis_url=url)
-    async with stage.client(url) as client, stage.client() as undisturbed:
-        load = Load(client, witness, rng)
+    environment.use_random_model()
+    await environment.start_ready(N_WORKERS, {"tick_s": TICK_S}, redis_url=url)
+    async with environment.client(url) as client, environment.client() as undisturbed:
+        load = Load(client, checker, rng)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(load.run())
             yield load
             load.is_over = True
-        await collect(undisturbed, witness)
+        await collect(undisturbed, checker)
 
 
 async def restarts(seed: int, tell: Tell, *, n_restarts: int = 20) -> Outcome:
     """Redis is killed and started again under load; it writes to disk what it acknowledges."""
-    witness, rng, started_s = Checker(), dice(seed, "restarts"), time.monotonic()
+    checker, rng, started_s = Checker(), dice(seed, "restarts"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
         server = Server(Path(folder), free_ports(1)[0], DURABLE)
         server.start()
         try:
             url = f"redis://127.0.0.1:{server.port}/0"
             async with (
-                Environment(redis_url=url, settings={"lease_s": 2.0}) as stage,
-                loaded(stage, witness, dice(seed, "jobs"), url) as load,
+                Environment(redis_url=url, settings={"lease_s": 2.0}) as environment,
+                loaded(environment, checker, dice(seed, "jobs"), url) as load,
             ):
                 for number in range(n_restarts):
                     await asyncio.sleep(rng.uniform(*UP_S))
                     server.kill()
                     await asyncio.sleep(rng.uniform(*DOWN_S))
                     await asyncio.to_thread(server.start)
-                    tell(number + 1, n_restarts, f"restarts, {len(witness.accepted)} jobs")
+                    tell(number + 1, n_restarts, f"restarts, {len(checker.accepted)} jobs")
         finally:
             server.kill()
     figures = {"restarts": n_restarts, "submits not acknowledged": load.n_refused}
-    return Outcome("restarts", witness.judge(), figures, time.monotonic() - started_s)
+    return Outcome("restarts", checker.judge(), figures, time.monotonic() - started_s)
 
 
 async def cuts(seed: int, tell: Tell, *, n_cuts: int = 200) -> Outcome:
     """All connections of workers and clients are reset again and again."""
-    witness, rng, started_s = Checker(), dice(seed, "cuts"), time.monotonic()
-    async with Environment(settings={"lease_s": 2.0}) as stage:
-        with Proxy(stage.redis_url) as proxy:
-            async with loaded(stage, witness, dice(seed, "jobs"), proxy.url) as load:
+    checker, rng, started_s = Checker(), dice(seed, "cuts"), time.monotonic()
+    async with Environment(settings={"lease_s": 2.0}) as environment:
+        with Proxy(environment.redis_url) as proxy:
+            async with loaded(environment, checker, dice(seed, "jobs"), proxy.url) as load:
                 n_done = 0
                 while n_done < n_cuts:
                     await asyncio.sleep(rng.uniform(*CALM_S))
                     n_done += proxy.cut() > 0
                     tell(n_done, n_cuts, f"cuts, {proxy.n_cut} connections")
     figures = {"cuts": n_cuts, "connections cut": proxy.n_cut, "submits not acknowledged": load.n_refused}
-    return Outcome("cuts", witness.judge(), figures, time.monotonic() - started_s)
+    return Outcome("cuts", checker.judge(), figures, time.monotonic() - started_s)

@@ -26,7 +26,7 @@ TICK_S = 0.005
 
 async def poison(seed: int, tell: Tell, *, n_jobs: int = 100, lease_s: float = 1.0) -> Outcome:
     """`n_jobs` good jobs, all at once, and a poisonous one among them."""
-    witness, rng, started_s = Checker(), dice(seed, "poison"), time.monotonic()
+    checker, rng, started_s = Checker(), dice(seed, "poison"), time.monotonic()
     shapes = [replace(draw_job(rng), n_readers=1) for _ in range(n_jobs)]
     poisonous = JobShape(
         {"tokens": rng.choices(VOCABULARY, k=40), "max_tokens": 8, "seed": 1, "metadata": {MARK: POISON}},
@@ -35,28 +35,28 @@ async def poison(seed: int, tell: Tell, *, n_jobs: int = 100, lease_s: float = 1
     shapes.insert(rng.randrange(n_jobs // 2), poisonous)
     settings = {"lease_s": lease_s, "max_crashes": MAX_CRASHES, "n_parallel": 4, "n_ctx": 4096, "chunk_size": 32}
     plan = KillPlan(rng, 0)
-    async with Environment(settings=settings) as stage:
-        stage.use_random_model()
-        async with stage.client() as client, tapped(client, witness):
-            crew = WorkerPool(stage, plan, N_WORKERS, pace=lambda: 0.0, tick_s=TICK_S)
-            await beside(crew.run(), _run_all(client, witness, shapes, tell))
-            await collect(client, witness)
+    async with Environment(settings=settings) as environment:
+        environment.use_random_model()
+        async with environment.client() as client, tapped(client, checker):
+            pool = WorkerPool(environment, plan, N_WORKERS, pace=lambda: 0.0, tick_s=TICK_S)
+            await beside(pool.run(), _run_all(client, checker, shapes, tell))
+            await collect(client, checker)
             buried: Any = await client.redis.xrange(client.keys.dead(client.queue, 0))
-    guilty = [job_id for job_id, accepted in witness.accepted.items() if accepted.ending == poisonous.demands["ending"]]
+    guilty = [job_id for job_id, accepted in checker.accepted.items() if accepted.ending == poisonous.demands["ending"]]
     if (dead := [fields[b"job"].decode() for _, fields in buried]) != guilty:
-        witness.complain(f"in the dead letters there are {dead} instead of {guilty}")
+        checker.complain(f"in the dead letters there are {dead} instead of {guilty}")
     n_deaths = plan.done[POISON]
     if n_deaths != MAX_CRASHES:
-        witness.complain(f"{n_deaths} workers died of it, not {MAX_CRASHES}")
+        checker.complain(f"{n_deaths} workers died of it, not {MAX_CRASHES}")
     figures = {"good jobs": n_jobs, "workers that died": n_deaths, "max_crashes": MAX_CRASHES}
-    return Outcome("poison", witness.judge(), figures, time.monotonic() - started_s)
+    return Outcome("poison", checker.judge(), figures, time.monotonic() - started_s)
 
 
-async def _run_all(client: AsyncClient, witness: Checker, shapes: list[JobShape], tell: Tell) -> None:
+async def _run_all(client: AsyncClient, checker: Checker, shapes: list[JobShape], tell: Tell) -> None:
     """Submit them in their order, and read each to its end."""
     readings: list[Task[None]] = []
     async with asyncio.TaskGroup() as tasks:
         for shape in shapes:
-            job = await submit(client, witness, shape)
-            readings.append(tasks.create_task(read(job, witness, "reader")))
+            job = await submit(client, checker, shape)
+            readings.append(tasks.create_task(read(job, checker, "reader")))
             readings[-1].add_done_callback(lambda _: tell(sum(map(Task.done, readings)), len(shapes), "jobs"))

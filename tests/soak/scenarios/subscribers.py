@@ -30,19 +30,19 @@ async def subscribers(
     seed: int, tell: Tell, *, n_subscribers: int = 1000, n_jobs: int = 20, n_tokens: int = 150
 ) -> Outcome:
     """Each of `n_subscribers` reads one whole stream exactly once, or a part and then the whole."""
-    witness, rng, started_s = Checker(), dice(seed, "subscribers"), time.monotonic()
+    checker, rng, started_s = Checker(), dice(seed, "subscribers"), time.monotonic()
     cut: list[int] = []
-    async with Environment(settings={"n_parallel": n_jobs, "n_ctx": 8192}) as stage:
-        stage.use_random_model()
-        await stage.start_ready(1, {"tick_s": TICK_S})
-        clients = [stage.client() for _ in range(N_CLIENTS)]
-        async with stage.client() as direct:
-            jobs = [await _submit(direct, witness, rng, n_tokens) for _ in range(n_jobs)]
+    async with Environment(settings={"n_parallel": n_jobs, "n_ctx": 8192}) as environment:
+        environment.use_random_model()
+        await environment.start_ready(1, {"tick_s": TICK_S})
+        clients = [environment.client() for _ in range(N_CLIENTS)]
+        async with environment.client() as direct:
+            jobs = [await _submit(direct, checker, rng, n_tokens) for _ in range(n_jobs)]
             n_done = 0
 
             async def one(number: int) -> None:
                 nonlocal n_done
-                await _subscribe(clients[number % N_CLIENTS].job(rng.choice(jobs).id), witness, rng, number, n_tokens)
+                await _subscribe(clients[number % N_CLIENTS].job(rng.choice(jobs).id), checker, rng, number, n_tokens)
                 n_done += 1
                 tell(n_done, n_subscribers, "subscribers have read to the end")
 
@@ -50,35 +50,35 @@ async def subscribers(
                 await asyncio.gather(*(one(number) for number in range(n_subscribers)))
 
             await beside(_kill_connections(direct, rng, cut), everybody())
-            await collect(direct, witness)
+            await collect(direct, checker)
         for client in clients:
             await client.aclose()
     figures = {"subscribers": n_subscribers, "jobs": n_jobs, "connections": N_CLIENTS, "connections killed": sum(cut)}
-    return Outcome("subscribers", witness.judge(), figures, time.monotonic() - started_s)
+    return Outcome("subscribers", checker.judge(), figures, time.monotonic() - started_s)
 
 
-async def _submit(client: AsyncClient, witness: Checker, rng: random.Random, n_tokens: int) -> AsyncJob:
+async def _submit(client: AsyncClient, checker: Checker, rng: random.Random, n_tokens: int) -> AsyncJob:
     tokens = rng.choices(VOCABULARY, k=20)
     options = {"tokens": tokens, "max_tokens": n_tokens, "ignore_eos": True, "seed": 1}
-    return await submit(client, witness, JobShape(options, demands={"n_tokens": n_tokens, "ending": "length"}))
+    return await submit(client, checker, JobShape(options, demands={"n_tokens": n_tokens, "ending": "length"}))
 
 
-async def _subscribe(job: AsyncJob, witness: Checker, rng: random.Random, number: int, n_tokens: int) -> None:
+async def _subscribe(job: AsyncJob, checker: Checker, rng: random.Random, number: int, n_tokens: int) -> None:
     await asyncio.sleep(rng.uniform(0, n_tokens * TICK_S + LATE_S))
     if rng.random() < SHARE_AGAIN:
-        await _read_some(job, witness, f"subscriber {number} at first", rng.randint(1, n_tokens // 2))
+        await _read_some(job, checker, f"subscriber {number} at first", rng.randint(1, n_tokens // 2))
         await asyncio.sleep(rng.uniform(0, LATE_S))
-    await read(job, witness, f"subscriber {number}")
+    await read(job, checker, f"subscriber {number}")
 
 
-async def _read_some(job: AsyncJob, witness: Checker, reader: str, n_chunks: int) -> None:
+async def _read_some(job: AsyncJob, checker: Checker, reader: str, n_chunks: int) -> None:
     """Read the beginning and go."""
-    witness.began(reader, job.id, is_whole=False)
+    checker.began(reader, job.id, is_whole=False)
     n_chars = 0
     async with aclosing(job.stream()) as chunks:
         async for chunk in chunks:
             event = Tokens(offset=chunk.offset, tokens=chunk.tokens, text_offset=n_chars, text=chunk.text)
-            witness.saw(reader, job.id, event)
+            checker.saw(reader, job.id, event)
             n_chars += len(chunk.text)
             if chunk.index >= n_chunks:
                 return

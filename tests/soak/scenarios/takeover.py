@@ -24,22 +24,22 @@ LOST = re.compile(r"job\.lost id=(\S+) attempt=(\d+)")
 
 async def takeover(seed: int, tell: Tell, *, n_kills: int = 30, lease_s: float = 3.0) -> Outcome:
     """From the kill of a worker to the start of the next attempt, of every job that it was running."""
-    witness, rng, started_s = Checker(), dice(seed, "takeover"), time.monotonic()
+    checker, rng, started_s = Checker(), dice(seed, "takeover"), time.monotonic()
     waits_s: list[float] = []
     async with (
-        Environment(settings={"lease_s": lease_s}) as stage,
-        long_jobs(stage, witness, rng, N_WORKERS * JOBS_A_WORKER) as runners,
+        Environment(settings={"lease_s": lease_s}) as environment,
+        long_jobs(environment, checker, rng, N_WORKERS * JOBS_A_WORKER) as runners,
     ):
-        await stage.start_ready(N_WORKERS, {"tick_s": TICK_S})
+        await environment.start_ready(N_WORKERS, {"tick_s": TICK_S})
         for number in range(n_kills):
             waits_s += await _kill_one(runners, lease_s)
-            await stage.start_ready(1, {"tick_s": TICK_S})
+            await environment.start_ready(1, {"tick_s": TICK_S})
             tell(number + 1, n_kills, f"kills, {len(waits_s)} jobs taken over")
     found = percentiles(waits_s)
     if not waits_s or found["p99"] > lease_s + TARGET_S:
-        witness.complain(f"takeover p99 is not within lease + {TARGET_S:g} s: {found}")
+        checker.complain(f"takeover p99 is not within lease + {TARGET_S:g} s: {found}")
     figures = {"kills": n_kills, "lease_s": lease_s, "from kill to next attempt, s": found}
-    return Outcome("takeover", witness.judge(), figures, time.monotonic() - started_s)
+    return Outcome("takeover", checker.judge(), figures, time.monotonic() - started_s)
 
 
 async def _kill_one(runners: Runners, lease_s: float) -> list[float]:
@@ -50,20 +50,20 @@ async def _kill_one(runners: Runners, lease_s: float) -> list[float]:
     worker.kill()
     held = await runners.held_by(worker)
     for job_id in await runners.await_next(held, lease_s + PATIENCE_S):
-        runners.witness.complain(f"{job_id}: not taken over within {lease_s + PATIENCE_S:g} s")
+        runners.checker.complain(f"{job_id}: not taken over within {lease_s + PATIENCE_S:g} s")
     starts = [await runners.started_s(job_id, attempt) for job_id, attempt in held.items()]
     return [at_s - killed_s for at_s in starts if at_s is not None]
 
 
 async def stopped(seed: int, tell: Tell, *, n_stops: int = 12, lease_s: float = 1.0) -> Outcome:
     """Workers are stopped until others have their jobs, and then go on: everything they write is refused."""
-    witness, rng, started_s = Checker(), dice(seed, "stopped"), time.monotonic()
+    checker, rng, started_s = Checker(), dice(seed, "stopped"), time.monotonic()
     n_held = n_refused = 0
     async with (
-        Environment(settings={"lease_s": lease_s}) as stage,
-        long_jobs(stage, witness, rng, N_WORKERS * JOBS_A_WORKER) as runners,
+        Environment(settings={"lease_s": lease_s}) as environment,
+        long_jobs(environment, checker, rng, N_WORKERS * JOBS_A_WORKER) as runners,
     ):
-        await stage.start_ready(N_WORKERS, {"tick_s": TICK_S})
+        await environment.start_ready(N_WORKERS, {"tick_s": TICK_S})
         for number in range(n_stops):
             worker = await runners.busiest()
             held = await _stop_and_go_on(runners, worker, lease_s)
@@ -72,8 +72,8 @@ async def stopped(seed: int, tell: Tell, *, n_stops: int = 12, lease_s: float = 
             tell(number + 1, n_stops, f"stops, {n_refused} of {n_held} attempts refused")
     figures: dict[str, Any] = {"stops": n_stops, "lease_s": lease_s, "attempts refused": f"{n_refused} of {n_held}"}
     if not n_held:
-        witness.complain("no worker held a job when it was stopped")
-    return Outcome("stopped", witness.judge(), figures, time.monotonic() - started_s)
+        checker.complain("no worker held a job when it was stopped")
+    return Outcome("stopped", checker.judge(), figures, time.monotonic() - started_s)
 
 
 async def _stop_and_go_on(runners: Runners, worker: WorkerProcess, lease_s: float) -> dict[str, int]:
@@ -85,7 +85,7 @@ async def _stop_and_go_on(runners: Runners, worker: WorkerProcess, lease_s: floa
     finally:
         worker.signal(signal.SIGCONT)
     for job_id in late:
-        runners.witness.complain(f"{job_id}: not taken over within {lease_s + PATIENCE_S:g} s")
+        runners.checker.complain(f"{job_id}: not taken over within {lease_s + PATIENCE_S:g} s")
     return {job_id: attempt for job_id, attempt in held.items() if job_id not in late}
 
 
@@ -99,5 +99,5 @@ async def _refusals(runners: Runners, worker: WorkerProcess, held: dict[str, int
         await until(lambda: len(told()) == len(held), "every late write refused", PATIENCE_S)
     except TimeoutError:
         for job_id, attempt in set(held.items()) - told():
-            runners.witness.complain(f"{job_id}: attempt {attempt} was not refused after SIGCONT")
+            runners.checker.complain(f"{job_id}: attempt {attempt} was not refused after SIGCONT")
     return len(told())
