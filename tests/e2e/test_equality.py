@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from llamaq.producer import Client
-from llamaq.tools.demo_model.recall import recall_probe
+from llamaq.tools.demo_model.fact_questions import recall_probe
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import ServedQueue

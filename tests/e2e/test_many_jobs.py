@@ -11,7 +11,7 @@ import pytest
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
 from llamaq.producer import Client, JobFailed
 from llamaq.producer.sync import Job
-from llamaq.tools.demo_model.recall import Probe, recall_probe
+from llamaq.tools.demo_model.fact_questions import Probe, recall_probe
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue

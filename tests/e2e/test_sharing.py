@@ -10,7 +10,7 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.producer import Client, JobFailed, Result
-from llamaq.tools.demo_model.recall import recall_probe
+from llamaq.tools.demo_model.fact_questions import recall_probe
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import ServedQueue, StartWorker

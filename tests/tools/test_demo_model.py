@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.tools.demo_model import lexicon
+from llamaq.tools.demo_model import word_lists
 from llamaq.tools.demo_model.corpus import Mixture, draw_document
 from llamaq.tools.demo_model.dialogues import conversation
+from llamaq.tools.demo_model.document import BOS, END, EOS, Role
 from llamaq.tools.demo_model.evaluate import (
     gap,
     measure_chat,
@@ -23,9 +24,9 @@ from llamaq.tools.demo_model.evaluate import (
     story_gaps,
     understood,
 )
-from llamaq.tools.demo_model.grammar import BOS, END, EOS, PREFERENCE, Role, Split, generator, is_held_out, skewed
-from llamaq.tools.demo_model.laboratory import Laboratory
-from llamaq.tools.demo_model.recall import recall_document, recall_probe
+from llamaq.tools.demo_model.fact_questions import recall_document, recall_probe
+from llamaq.tools.demo_model.llama_runner import LlamaRunner
+from llamaq.tools.demo_model.seeded_choice import PREFERENCE, Split, generator, is_held_out, skewed
 from llamaq.tools.demo_model.stories import draw_hero, story_document
 
 MODEL_FOLDER = Path(__file__).resolve().parents[2] / "worker" / "llamaq" / "worker" / "model"
@@ -34,8 +35,8 @@ EVEN = Mixture(recall=1, stories=1, dialogues=1)
 
 
 @pytest.fixture(scope="module")
-def laboratory() -> Iterator[Laboratory]:
-    with Laboratory(MODEL) as opened:
+def runner() -> Iterator[LlamaRunner]:
+    with LlamaRunner(MODEL) as opened:
         yield opened
 
 
@@ -46,7 +47,7 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another_one() -> Non
 
 
 def test_no_training_text_states_a_held_out_fact() -> None:
-    fact = re.compile(rf"\b({'|'.join(lexicon.NAMES)}|I) ha(?:s|ve) an? (\w+) (\w+)[.]")
+    fact = re.compile(rf"\b({'|'.join(word_lists.NAMES)}|I) ha(?:s|ve) an? (\w+) (\w+)[.]")
     stated = Counter(
         is_held_out(*triple)
         for seed in range(400)
@@ -74,8 +75,8 @@ def test_every_probe_asks_a_held_out_fact_that_its_prompt_states_once() -> None:
 
 def test_choices_are_skewed_towards_what_their_context_prefers() -> None:
     rng = generator(Split.TRAIN, "test")
-    (_, most), *others = Counter(skewed(rng, lexicon.PLACES, "place", "Mia") for _ in range(2000)).most_common()
-    assert most / 2000 == pytest.approx(PREFERENCE + (1 - PREFERENCE) / len(lexicon.PLACES), abs=0.04)
+    (_, most), *others = Counter(skewed(rng, word_lists.PLACES, "place", "Mia") for _ in range(2000)).most_common()
+    assert most / 2000 == pytest.approx(PREFERENCE + (1 - PREFERENCE) / len(word_lists.PLACES), abs=0.04)
     assert max(count for _, count in others) < most / 20
 
 
@@ -114,43 +115,43 @@ def test_the_grammar_understands_its_own_stories_and_nothing_else() -> None:
     assert understood("am am am am tell you tell. The the cat of is.") < 0.2
 
 
-def test_the_file_is_small_loads_fast_and_has_its_context(laboratory: Laboratory) -> None:
+def test_the_file_is_small_loads_fast_and_has_its_context(runner: LlamaRunner) -> None:
     assert MODEL.stat().st_size <= 8_000_000
-    assert laboratory.load_s < 1
-    assert laboratory.training_context >= 2048
-    assert 2000 <= laboratory.vocabulary_size <= 4000
+    assert runner.load_s < 1
+    assert runner.training_context >= 2048
+    assert 2000 <= runner.vocabulary_size <= 4000
 
 
-def test_any_text_survives_tokenization(laboratory: Laboratory) -> None:
+def test_any_text_survives_tokenization(runner: LlamaRunner) -> None:
     text = "Größe, 你好 🙂\n\n  two  spaces\tand\x00 a tab; it's 12345 o'clock" + "".join(map(chr, range(1, 256)))
-    assert laboratory.text(laboratory.tokenize(text, add_bos=False)) == text
+    assert runner.text(runner.tokenize(text, add_bos=False)) == text
 
 
-def test_text_prompts_and_rendered_chats_begin_with_one_bos(laboratory: Laboratory) -> None:
-    (bos,) = laboratory.tokenize(BOS, add_bos=False)
-    for ids in (laboratory.tokenize("Once"), laboratory.render([{"role": "user", "content": "hi"}])):
+def test_text_prompts_and_rendered_chats_begin_with_one_bos(runner: LlamaRunner) -> None:
+    (bos,) = runner.tokenize(BOS, add_bos=False)
+    for ids in (runner.tokenize("Once"), runner.render([{"role": "user", "content": "hi"}])):
         assert ids[0] == bos
         assert ids.count(bos) == 1
 
 
-def test_both_end_tokens_end_a_generation(laboratory: Laboratory) -> None:
+def test_both_end_tokens_end_a_generation(runner: LlamaRunner) -> None:
     for special in (END, EOS):
-        (token,) = laboratory.tokenize(special, add_bos=False)
-        assert laboratory.is_end(token)
+        (token,) = runner.tokenize(special, add_bos=False)
+        assert runner.is_end(token)
 
 
 @pytest.mark.parametrize("distance_tokens", [50, 100, 200])
-def test_it_recalls_held_out_facts(laboratory: Laboratory, distance_tokens: int) -> None:
-    assert measure_recall(laboratory, distance_tokens, 60).share >= 0.95
+def test_it_recalls_held_out_facts(runner: LlamaRunner, distance_tokens: int) -> None:
+    assert measure_recall(runner, distance_tokens, 60).share >= 0.95
 
 
 @pytest.mark.parametrize("frame", [0, 2])
-def test_it_recalls_however_the_question_is_put(laboratory: Laboratory, frame: int) -> None:
-    assert measure_recall(laboratory, 80, 40, frame).share >= 0.95
+def test_it_recalls_however_the_question_is_put(runner: LlamaRunner, frame: int) -> None:
+    assert measure_recall(runner, 80, 40, frame).share >= 0.95
 
 
-def test_it_goes_on_with_a_story_to_its_end(laboratory: Laboratory) -> None:
-    stories = measure_stories(laboratory, 8)
+def test_it_goes_on_with_a_story_to_its_end(runner: LlamaRunner) -> None:
+    stories = measure_stories(runner, 8)
     assert all(story.ended for story in stories)
     assert all(story.tokens >= 60 for story in stories)
     assert sum(story.tokens for story in stories) / len(stories) >= 100
@@ -158,35 +159,35 @@ def test_it_goes_on_with_a_story_to_its_end(laboratory: Laboratory) -> None:
     assert len({story.text for story in stories}) == len(stories)
 
 
-def test_it_answers_from_earlier_turns(laboratory: Laboratory) -> None:
-    chat = measure_chat(laboratory, 8)
+def test_it_answers_from_earlier_turns(runner: LlamaRunner) -> None:
+    chat = measure_chat(runner, 8)
     assert chat.turns >= 3
     assert chat.share >= 0.95
     assert chat.ended == chat.answers
 
 
-def test_greedy_output_does_not_hang_on_the_shape_of_the_batch(laboratory: Laboratory) -> None:
-    noise = measure_noise(laboratory)
+def test_greedy_output_does_not_hang_on_the_shape_of_the_batch(runner: LlamaRunner) -> None:
+    noise = measure_noise(runner)
     largest_change = max(measured.largest_gap_change for measured in noise.values())
     assert all(measured.changed_tokens == 0 for measured in noise.values())
-    for gaps in (recall_gaps(laboratory, 100, 20), story_gaps(laboratory, 4)):
+    for gaps in (recall_gaps(runner, 100, 20), story_gaps(runner, 4)):
         assert sorted(gaps)[len(gaps) // 100] > largest_change
 
 
-def test_the_prompts_of_the_demo_fit_the_model_and_get_an_answer_that_ends(laboratory: Laboratory) -> None:
+def test_the_prompts_of_the_demo_fit_the_model_and_get_an_answer_that_ends(runner: LlamaRunner) -> None:
     prompts = json.loads((MODEL_FOLDER / "demo_prompts.json").read_text())
     assert len(prompts) == 8
     for entry in prompts:
         chat = "messages" in entry
-        ids = laboratory.render(entry["messages"]) if chat else laboratory.tokenize(entry["prompt"])
-        answer, ended = laboratory.greedy(ids, entry["max_tokens"])
+        ids = runner.render(entry["messages"]) if chat else runner.tokenize(entry["prompt"])
+        answer, ended = runner.greedy(ids, entry["max_tokens"])
         assert answer
         assert ended
         assert entry["title"]
 
 
-def test_the_gap_is_that_of_the_two_best(laboratory: Laboratory) -> None:
-    laboratory.clear()
-    (row,) = laboratory.decode([(0, laboratory.tokenize("Once upon"))])
+def test_the_gap_is_that_of_the_two_best(runner: LlamaRunner) -> None:
+    runner.clear()
+    (row,) = runner.decode([(0, runner.tokenize("Once upon"))])
     best, second = sorted(row[-1])[::-1][:2]
     assert gap(row[-1]) == pytest.approx(best - second)

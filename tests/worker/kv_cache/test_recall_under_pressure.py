@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from llamaq.common.vocab.vocab import Vocab
-from llamaq.tools.demo_model.grammar import Split, generator
-from llamaq.tools.demo_model.recall import FRAMES, draw_facts
+from llamaq.tools.demo_model.fact_questions import FRAMES, draw_facts
+from llamaq.tools.demo_model.seeded_choice import Split, generator
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.engine.engine import Engine
@@ -66,13 +66,13 @@ class Rig:
         self.engine = engine = Engine(Model(model, n_gpu_layers=0), options)
         tree = BlockStore(32, 3 * 2**20, can_cut=True)
         self.scheduler = Scheduler(
-            SlotPool(8, engine.n_ctx, engine.n_sequences, similarity=0.1),
-            engine,
+            SlotPool(8, engine.context.n_ctx, engine.sequences.n_sequences, similarity=0.1),
+            engine.sequences,
             budget=256,
             chunk_size=48,
             end_tokens=engine.vocab.end_tokens,
             cache=RadixPrefixCache() if cache else NullPrefixCache(),
-            tiers=BlockTransfers(tree, engine, memory=HostArena(3 * 2**20, 32)) if cache else None,
+            tiers=BlockTransfers(tree, engine.sequences, memory=HostArena(3 * 2**20, 32)) if cache else None,
             held_cells=N_CTX // 4,
         )
         self.said: dict[str, list[int]] = {}

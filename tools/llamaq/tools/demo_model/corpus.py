@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from llamaq.tools.demo_model import lexicon
+from llamaq.tools.demo_model import word_lists
 from llamaq.tools.demo_model.dialogues import dialogue_document
-from llamaq.tools.demo_model.grammar import Document, Split, generator
-from llamaq.tools.demo_model.recall import recall_document
+from llamaq.tools.demo_model.document import Document
+from llamaq.tools.demo_model.fact_questions import recall_document
+from llamaq.tools.demo_model.seeded_choice import Split, generator
 from llamaq.tools.demo_model.stories import story_document
 
 
@@ -44,14 +45,21 @@ def draw_document(split: Split, seed: int | str, mixture: Mixture, length_tokens
 
 
 def tokenizer_texts(documents: int, seed: int) -> Iterator[str]:
-    """Texts for the tokenizer: the lexicon often, so that each word is one token, then a sample of everything."""
-    names = [*lexicon.NAMES, *lexicon.PET_NAMES, "Llamaq"]
-    words = [*lexicon.COLOURS, *lexicon.OBJECTS, *lexicon.FOODS, *lexicon.PLACES, *lexicon.KINDS, *lexicon.PETS]
+    """Texts for the tokenizer: the word lists often, so that each word is one token, then a sample of everything."""
+    names = [*word_lists.NAMES, *word_lists.PET_NAMES, "Llamaq"]
+    words = [
+        *word_lists.COLOURS,
+        *word_lists.OBJECTS,
+        *word_lists.FOODS,
+        *word_lists.PLACES,
+        *word_lists.KINDS,
+        *word_lists.PETS,
+    ]
     for _ in range(50):
         yield " ".join(["", *names, *words])
         yield "\n".join(names)
     for _ in range(3):
-        yield " ".join(["", *lexicon.COMMON_WORDS])
+        yield " ".join(["", *word_lists.COMMON_WORDS])
     mixture = Mixture(recall=1, stories=3, dialogues=3)
     for index in range(documents):
         yield draw_document(Split.TRAIN, f"tokenizer:{seed}:{index}", mixture, 200).text

@@ -7,23 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from llamaq.tools.demo_model import lexicon
-from llamaq.tools.demo_model.grammar import (
-    ASSISTANT,
-    BOS,
-    END,
-    EOS,
-    SYSTEM,
-    USER,
-    Document,
-    Role,
-    Segment,
-    Split,
-    allowed,
-    first_mostly,
-    generator,
-)
-from llamaq.tools.demo_model.recall import Fact, answer_segments, draw_triple, has, likes, lives
+from llamaq.tools.demo_model import word_lists
+from llamaq.tools.demo_model.document import ASSISTANT, BOS, END, EOS, SYSTEM, USER, Document, Role, Segment
+from llamaq.tools.demo_model.fact_questions import Fact, answer_segments, draw_triple, has, likes, lives
+from llamaq.tools.demo_model.seeded_choice import Split, allowed, first_mostly, generator
 from llamaq.tools.demo_model.stories import draw_hero, draw_world, tell
 
 CHAT_TEMPLATE: Final = (
@@ -130,13 +117,13 @@ def own_facts(rng: random.Random, split: Split) -> list[Fact]:
     """What a user may tell about themselves, with questions in the first and answers in the second person."""
     _, colour, thing = draw_triple(rng, split, "I")
     value = f"{colour} {thing}"
-    name, food, place = rng.choice(lexicon.NAMES), rng.choice(lexicon.FOODS), rng.choice(lexicon.PLACES)
+    name, food, place = rng.choice(word_lists.NAMES), rng.choice(word_lists.FOODS), rng.choice(word_lists.PLACES)
     pet, pet_name, favourite = (
-        rng.choice(lexicon.PETS),
-        rng.choice(lexicon.PET_NAMES),
-        rng.choice(lexicon.COLOURS[:FAVOURITES]),
+        rng.choice(word_lists.PETS),
+        rng.choice(word_lists.PET_NAMES),
+        rng.choice(word_lists.COLOURS[:FAVOURITES]),
     )
-    owned = f"You have {lexicon.article(value)}."
+    owned = f"You have {word_lists.article(value)}."
     called = f"Your {pet} is called {pet_name}."
     return [
         Fact(
@@ -147,7 +134,7 @@ def own_facts(rng: random.Random, split: Split) -> list[Fact]:
         ),
         Fact(
             "I",
-            f"I have {lexicon.article(value)}.",
+            f"I have {word_lists.article(value)}.",
             (("What do I have?", owned), ("What have I got?", owned)),
             value,
         ),
@@ -171,14 +158,14 @@ def own_facts(rng: random.Random, split: Split) -> list[Fact]:
 def others_facts(rng: random.Random, split: Split, count: int) -> list[Fact]:
     """Facts about others, each name once a kind."""
     facts: list[Fact] = []
-    for name in rng.sample(lexicon.NAMES, count):
+    for name in rng.sample(word_lists.NAMES, count):
         maker = rng.random()
         if maker < 0.6:
             facts.append(has(*draw_triple(rng, split, name)))
         elif maker < 0.8:
-            facts.append(likes(name, rng.choice(lexicon.FOODS)))
+            facts.append(likes(name, rng.choice(word_lists.FOODS)))
         else:
-            facts.append(lives(name, rng.choice(lexicon.PLACES)))
+            facts.append(lives(name, rng.choice(word_lists.PLACES)))
     return facts
 
 
@@ -190,7 +177,7 @@ def small_talk(rng: random.Random) -> Turn:
 
 def declined(rng: random.Random) -> Turn:
     """A question that the model cannot answer."""
-    words = {"a": rng.choice(lexicon.COMMON_WORDS), "b": rng.choice(lexicon.COMMON_WORDS)}
+    words = {"a": rng.choice(word_lists.COMMON_WORDS), "b": rng.choice(word_lists.COMMON_WORDS)}
     return Turn(rng.choice(DECLINED).format(**words), DECLINE)
 
 
@@ -201,7 +188,7 @@ def story_turn(rng: random.Random, split: Split) -> Turn:
     if rng.random() < 0.4:
         return Turn(rng.choice(ANY_STORY_REQUESTS), story)
     if rng.random() < 0.5 and allowed(split, kind, name):
-        kind, name = draw_hero(rng, split, rng.choice(lexicon.KINDS))
+        kind, name = draw_hero(rng, split, rng.choice(word_lists.KINDS))
         story = tell(rng, draw_world(rng, kind, name))
     return Turn(rng.choice(STORY_REQUESTS).format(kind=kind, name=name), story)
 

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from llamaq.tools.demo_model.dialogues import conversation
-from llamaq.tools.demo_model.grammar import Split, generator
-from llamaq.tools.demo_model.laboratory import SEQUENCES, Laboratory, Logits
-from llamaq.tools.demo_model.plots import ENDINGS, HOMES, OPENINGS, PLOTS
-from llamaq.tools.demo_model.recall import FRAMES, recall_probe
+from llamaq.tools.demo_model.fact_questions import FRAMES, recall_probe
+from llamaq.tools.demo_model.llama_runner import SEQUENCES, LlamaRunner, Logits
+from llamaq.tools.demo_model.seeded_choice import Split, generator
 from llamaq.tools.demo_model.stories import draw_hero
+from llamaq.tools.demo_model.story_plots import ENDINGS, HOMES, OPENINGS, PLOTS
 
 DISTANCES_TOKENS: Final = (50, 100, 200, 400, 800, 1200, 1500)
 ANSWER_TOKENS: Final = 16
@@ -95,18 +95,18 @@ class Noise:
     tokens: int
 
 
-def measure_recall(laboratory: Laboratory, distance_tokens: int, count: int, frame: int = 1) -> Recall:
+def measure_recall(runner: LlamaRunner, distance_tokens: int, count: int, frame: int = 1) -> Recall:
     """Ask `count` held-out facts from about `distance_tokens` back; right is the answer word for word."""
     right = 0
     distances, between = [], []
     for seed in range(count):
         probe = recall_probe(seed, distance_tokens, FRAMES[frame])
-        ids = laboratory.tokenize(probe.prompt)
+        ids = runner.tokenize(probe.prompt)
         fact_end = probe.prompt.index(probe.answer.strip()) + len(probe.answer.strip())
-        distances.append(len(laboratory.tokenize(probe.prompt[fact_end:], add_bos=False)))
+        distances.append(len(runner.tokenize(probe.prompt[fact_end:], add_bos=False)))
         between.append(probe.facts_between)
-        answer, _ = laboratory.greedy(ids, ANSWER_TOKENS)
-        right += laboratory.text(answer).startswith(probe.answer)
+        answer, _ = runner.greedy(ids, ANSWER_TOKENS)
+        right += runner.text(answer).startswith(probe.answer)
     return Recall(float(np.mean(distances)), float(np.mean(between)), right, count)
 
 
@@ -142,17 +142,17 @@ def openings(count: int) -> list[str]:
     return [f"Once upon a time there was a {kind} named {name}." for kind, name in heroes]
 
 
-def measure_stories(laboratory: Laboratory, count: int) -> list[Story]:
+def measure_stories(runner: LlamaRunner, count: int) -> list[Story]:
     """Go on with held-out openings."""
     stories = []
     for prompt in openings(count):
-        ids, ended = laboratory.greedy(laboratory.tokenize(prompt), STORY_TOKENS)
-        text = prompt + laboratory.text(ids)
+        ids, ended = runner.greedy(runner.tokenize(prompt), STORY_TOKENS)
+        text = prompt + runner.text(ids)
         stories.append(Story(text, len(ids), ended, understood(text)))
     return stories
 
 
-def measure_chat(laboratory: Laboratory, count: int) -> Chat:
+def measure_chat(runner: LlamaRunner, count: int) -> Chat:
     """Play the user in `count` held-out conversations; the model's own answers stay in the context."""
     asked, right = Counter[bool](), Counter[bool]()
     answers = ended = 0
@@ -163,8 +163,8 @@ def measure_chat(laboratory: Laboratory, count: int) -> Chat:
         turns.append(len(conversation_turns))
         for turn in conversation_turns:
             messages.append({"role": "user", "content": turn.user})
-            ids, finished = laboratory.greedy(laboratory.render(messages), STORY_TOKENS)
-            answer = laboratory.text(ids)
+            ids, finished = runner.greedy(runner.render(messages), STORY_TOKENS)
+            answer = runner.text(ids)
             messages.append({"role": "assistant", "content": answer})
             answers += 1
             ended += finished
@@ -179,51 +179,51 @@ def gap(row: Logits) -> float:
     return float(best - second)
 
 
-def recall_gaps(laboratory: Laboratory, distance_tokens: int, count: int) -> list[float]:
+def recall_gaps(runner: LlamaRunner, distance_tokens: int, count: int) -> list[float]:
     """The gap at each token of greedy recall answers."""
     gaps: list[float] = []
     for seed in range(count):
         probe = recall_probe(seed, distance_tokens)
-        answer_tokens = len(laboratory.tokenize(probe.answer, add_bos=False))
-        laboratory.greedy(laboratory.tokenize(probe.prompt), answer_tokens, lambda row: gaps.append(gap(row)))
+        answer_tokens = len(runner.tokenize(probe.answer, add_bos=False))
+        runner.greedy(runner.tokenize(probe.prompt), answer_tokens, lambda row: gaps.append(gap(row)))
     return gaps
 
 
-def story_gaps(laboratory: Laboratory, count: int) -> list[float]:
+def story_gaps(runner: LlamaRunner, count: int) -> list[float]:
     """The gap at each token of greedy stories."""
     gaps: list[float] = []
     for prompt in openings(count):
-        laboratory.greedy(laboratory.tokenize(prompt), STORY_TOKENS, lambda row: gaps.append(gap(row)))
+        runner.greedy(runner.tokenize(prompt), STORY_TOKENS, lambda row: gaps.append(gap(row)))
     return gaps
 
 
-def noise_prompts(laboratory: Laboratory) -> list[list[int]]:
+def noise_prompts(runner: LlamaRunner) -> list[list[int]]:
     """`SEQUENCES` prompts of different lengths: half of them stories, half questions."""
     half = SEQUENCES // 2
     texts = openings(half) + [recall_probe(seed, 40 + 60 * seed).prompt for seed in range(half)]
-    return [laboratory.tokenize(text) for text in texts]
+    return [runner.tokenize(text) for text in texts]
 
 
-def decode_alone(laboratory: Laboratory, prompt: Sequence[int], forced: Sequence[int], chunk: int) -> Logits:
+def decode_alone(runner: LlamaRunner, prompt: Sequence[int], forced: Sequence[int], chunk: int) -> Logits:
     """Logits before each of the `forced` tokens, the prompt in chunks of `chunk` tokens."""
-    laboratory.clear()
+    runner.clear()
     for start in range(0, len(prompt), chunk):
-        (rows,) = laboratory.decode([(0, prompt[start : start + chunk])])
+        (rows,) = runner.decode([(0, prompt[start : start + chunk])])
     out = [rows[-1]]
     for token in forced[:-1]:
-        (rows,) = laboratory.decode([(0, [token])])
+        (rows,) = runner.decode([(0, [token])])
         out.append(rows[-1])
     return np.stack(out)
 
 
 def decode_together(
-    laboratory: Laboratory, prompts: Sequence[Sequence[int]], forced: Sequence[Sequence[int]]
+    runner: LlamaRunner, prompts: Sequence[Sequence[int]], forced: Sequence[Sequence[int]]
 ) -> list[Logits]:
     """The same for all prompts in one batch."""
-    laboratory.clear()
-    steps = [laboratory.decode(list(enumerate(prompts)))]
+    runner.clear()
+    steps = [runner.decode(list(enumerate(prompts)))]
     steps += [
-        laboratory.decode([(index, tokens[place : place + 1]) for index, tokens in enumerate(forced)])
+        runner.decode([(index, tokens[place : place + 1]) for index, tokens in enumerate(forced)])
         for place in range(NOISE_TOKENS - 1)
     ]
     return [np.concatenate([step[index] for step in steps]) for index in range(len(prompts))]
@@ -242,24 +242,24 @@ def compare(alone: Sequence[Logits], other: Sequence[Logits]) -> Noise:
     )
 
 
-def measure_noise(laboratory: Laboratory) -> dict[str, Noise]:
+def measure_noise(runner: LlamaRunner) -> dict[str, Noise]:
     """The same tokens alone, and then among eight sequences and in chunks. All ends are ignored."""
-    prompts = noise_prompts(laboratory)
+    prompts = noise_prompts(runner)
     forced, alone = [], []
     for prompt in prompts:
-        laboratory.clear()
-        (rows,) = laboratory.decode([(0, prompt)])
+        runner.clear()
+        (rows,) = runner.decode([(0, prompt)])
         tokens: list[int] = []
         seen: list[Logits] = []
         while len(tokens) < NOISE_TOKENS:
             seen.append(rows[-1])
             tokens.append(int(rows[-1].argmax()))
-            (rows,) = laboratory.decode([(0, [tokens[-1]])])
+            (rows,) = runner.decode([(0, [tokens[-1]])])
         forced.append(tokens)
         alone.append(np.stack(seen))
-    chunked = [decode_alone(laboratory, p, f, CHUNK_TOKENS) for p, f in zip(prompts, forced, strict=True)]
+    chunked = [decode_alone(runner, p, f, CHUNK_TOKENS) for p, f in zip(prompts, forced, strict=True)]
     return {
-        f"batch of {SEQUENCES}": compare(alone, decode_together(laboratory, prompts, forced)),
+        f"batch of {SEQUENCES}": compare(alone, decode_together(runner, prompts, forced)),
         f"chunks of {CHUNK_TOKENS}": compare(alone, chunked),
     }
 
@@ -272,14 +272,14 @@ def quantiles(gaps: Sequence[float]) -> dict[str, float]:
 
 def evaluate(path: Path, count: int) -> dict[str, Any]:
     """All measurements; `count` probes for each distance."""
-    with Laboratory(path) as laboratory:
-        recall = [measure_recall(laboratory, distance, count) for distance in DISTANCES_TOKENS]
-        stories = measure_stories(laboratory, max(4, count // 5))
-        chat = measure_chat(laboratory, max(4, count // 5))
+    with LlamaRunner(path) as runner:
+        recall = [measure_recall(runner, distance, count) for distance in DISTANCES_TOKENS]
+        stories = measure_stories(runner, max(4, count // 5))
+        chat = measure_chat(runner, max(4, count // 5))
         return {
             "file_bytes": path.stat().st_size,
-            "load_s": round(laboratory.load_s, 3),
-            "context_tokens": laboratory.training_context,
+            "load_s": round(runner.load_s, 3),
+            "context_tokens": runner.training_context,
             "recall": [asdict(row) | {"share": round(row.share, 4)} for row in recall],
             "stories": {
                 "count": len(stories),
@@ -291,11 +291,11 @@ def evaluate(path: Path, count: int) -> dict[str, Any]:
             },
             "chat": asdict(chat) | {"share": round(chat.share, 4)},
             "gaps": {
-                "recall, 50 tokens back": quantiles(recall_gaps(laboratory, 50, count)),
-                "recall, 200 tokens back": quantiles(recall_gaps(laboratory, 200, count)),
-                "stories": quantiles(story_gaps(laboratory, max(4, count // 5))),
+                "recall, 50 tokens back": quantiles(recall_gaps(runner, 50, count)),
+                "recall, 200 tokens back": quantiles(recall_gaps(runner, 200, count)),
+                "stories": quantiles(story_gaps(runner, max(4, count // 5))),
             },
-            "noise": {name: asdict(noise) for name, noise in measure_noise(laboratory).items()},
+            "noise": {name: asdict(noise) for name, noise in measure_noise(runner).items()},
             "processors": os.cpu_count(),
         }
 

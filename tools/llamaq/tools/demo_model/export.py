@@ -1,8 +1,8 @@
 """Write a checkpoint as GGUF: `python -m llamaq.tools.demo_model.export --run build/demo_model --out llamaq-demo.gguf`.
 
-Weights are stored as F16, norms as F32, and heads are as wide as llama.cpp is fast with (`wide_heads.py`). If
-llama-cpp-python is there, the file is loaded and compared with PyTorch: the same tokens for the same text, the same
-logits for the same tokens.
+Weights are stored as F16 and norms as F32. `attention_head_padding.py` widens the attention heads to a width for which
+llama.cpp has fast code. If llama-cpp-python is installed, the file is loaded and compared with PyTorch: the same text
+must give the same tokens, and the logits of the same tokens are compared.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from llamaq.tools.demo_model.attention_head_padding import HEAD_WIDTH, widen
 from llamaq.tools.demo_model.dialogues import CHAT_TEMPLATE
-from llamaq.tools.demo_model.grammar import BOS, END, EOS, PAD, SPECIALS
+from llamaq.tools.demo_model.document import BOS, END, EOS, PAD, SPECIALS
 from llamaq.tools.demo_model.model import DemoModel, ModelShape
-from llamaq.tools.demo_model.wide_heads import HEAD_WIDTH, widen
 
 NAME: Final = "llamaq-demo"
 
@@ -113,7 +113,7 @@ def check(model: DemoModel, tokenizer: Tokenizer, path: Path, texts: list[str]) 
 def main() -> None:
     """Command line."""
     from llamaq.tools.demo_model.corpus import Mixture, draw_document
-    from llamaq.tools.demo_model.grammar import Split
+    from llamaq.tools.demo_model.seeded_choice import Split
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder that train.py wrote")

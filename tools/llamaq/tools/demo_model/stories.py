@@ -6,14 +6,10 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from llamaq.tools.demo_model import lexicon
-from llamaq.tools.demo_model.grammar import (
-    BOS,
-    EOS,
+from llamaq.tools.demo_model import word_lists
+from llamaq.tools.demo_model.document import BOS, EOS, Document, Role, Segment
+from llamaq.tools.demo_model.seeded_choice import (
     PREFERENCE,
-    Document,
-    Role,
-    Segment,
     Split,
     allowed,
     first_mostly,
@@ -21,7 +17,7 @@ from llamaq.tools.demo_model.grammar import (
     skewed,
     stable_hash,
 )
-from llamaq.tools.demo_model.plots import ENDINGS, HOMES, OPENINGS, PLOTS, Beat
+from llamaq.tools.demo_model.story_plots import ENDINGS, HOMES, OPENINGS, PLOTS, Beat
 
 HERO_PREFERENCE: Final = 0.4
 """Weaker than in the plot, so that every kind and name is seen often."""
@@ -53,8 +49,8 @@ class World:
 def draw_hero(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> tuple[str, str]:
     """A kind and a name that fit and that `split` allows; `kind` or `name` may be given."""
     for _ in range(HERO_DRAWS):
-        drawn_kind = kind or skewed(rng, lexicon.KINDS, "kind", preference=HERO_PREFERENCE)
-        names = lexicon.names_of(drawn_kind)
+        drawn_kind = kind or skewed(rng, word_lists.KINDS, "kind", preference=HERO_PREFERENCE)
+        names = word_lists.names_of(drawn_kind)
         drawn_name = name or skewed(rng, names, "name", drawn_kind, preference=HERO_PREFERENCE)
         if drawn_name in names and allowed(split, drawn_kind, drawn_name):
             return drawn_kind, drawn_name
@@ -63,25 +59,25 @@ def draw_hero(rng: random.Random, split: Split, kind: str | None = None, name: s
 
 def draw_world(rng: random.Random, kind: str, name: str) -> World:
     """Everything that follows from the hero, each choice skewed."""
-    friends = [other for other in lexicon.NAMES if other != name]
+    friends = [other for other in word_lists.NAMES if other != name]
     return World(
         kind=kind,
         name=name,
-        adjective=skewed(rng, lexicon.ADJECTIVES, "adjective", kind),
-        place=skewed(rng, lexicon.PLACES, "place", name),
-        colour=skewed(rng, lexicon.COLOURS, "colour", name),
-        thing=skewed(rng, lexicon.OBJECTS, "thing", name),
+        adjective=skewed(rng, word_lists.ADJECTIVES, "adjective", kind),
+        place=skewed(rng, word_lists.PLACES, "place", name),
+        colour=skewed(rng, word_lists.COLOURS, "colour", name),
+        thing=skewed(rng, word_lists.OBJECTS, "thing", name),
         friend=skewed(rng, friends, "friend", name),
-        friend_kind=skewed(rng, lexicon.KINDS[2:12], "friend kind", kind),
-        spot=skewed(rng, lexicon.SPOTS, "spot", name),
-        food=skewed(rng, lexicon.FOODS, "food", name),
+        friend_kind=skewed(rng, word_lists.KINDS[2:12], "friend kind", kind),
+        spot=skewed(rng, word_lists.SPOTS, "spot", name),
+        food=skewed(rng, word_lists.FOODS, "food", name),
         plot=skewed(rng, range(len(PLOTS)), "plot", kind),
     )
 
 
 def fields(world: World) -> dict[str, str]:
-    """What the templates of plots.py may name."""
-    he, him, his = ("she", "her", "her") if lexicon.is_female(world.name) else ("he", "him", "his")
+    """What the templates of story_plots.py may name."""
+    he, him, his = ("she", "her", "her") if word_lists.is_female(world.name) else ("he", "him", "his")
     thing = f"{world.colour} {world.thing}"
     return {
         "kind": world.kind,
@@ -93,7 +89,7 @@ def fields(world: World) -> dict[str, str]:
         "spot": world.spot,
         "food": world.food,
         "thing": thing,
-        "a_thing": lexicon.article(thing),
+        "a_thing": word_lists.article(thing),
         "he": he,
         "him": him,
         "his": his,

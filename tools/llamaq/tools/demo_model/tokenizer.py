@@ -1,4 +1,4 @@
-"""Byte-level BPE in the manner of GPT-2: any text can be tokenized, each word of the lexicon is one token."""
+"""Byte-level BPE in the manner of GPT-2: any text can be tokenized, each word of the word_lists is one token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llamaq.tools.demo_model.corpus import tokenizer_texts
-from llamaq.tools.demo_model.grammar import SPECIALS
+from llamaq.tools.demo_model.document import SPECIALS
 
 VOCABULARY_SIZE: Final = 2048
 SAMPLE_DOCUMENTS: Final = 4000

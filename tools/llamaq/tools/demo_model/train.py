@@ -23,15 +23,16 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llamaq.tools.demo_model.batches import draw_batch, encode
 from llamaq.tools.demo_model.dialogues import conversation
-from llamaq.tools.demo_model.first_weights import set_first_weights
-from llamaq.tools.demo_model.grammar import ASSISTANT, BOS, END, USER, Split
+from llamaq.tools.demo_model.document import ASSISTANT, BOS, END, USER
+from llamaq.tools.demo_model.fact_questions import recall_probe
+from llamaq.tools.demo_model.initial_weights import set_initial_weights
 from llamaq.tools.demo_model.model import DemoModel, ModelShape
-from llamaq.tools.demo_model.recall import recall_probe
-from llamaq.tools.demo_model.schedule import draw_length, rate_at, stage_at
+from llamaq.tools.demo_model.seeded_choice import Split
 from llamaq.tools.demo_model.stories import story_document
 from llamaq.tools.demo_model.tokenizer import load_or_train
+from llamaq.tools.demo_model.training_batches import draw_batch, encode
+from llamaq.tools.demo_model.training_schedule import draw_length, rate_at, stage_at
 
 LOSS_SMOOTHING = 0.98
 PROBE_DISTANCES = (20, 50, 200, 400, 800, 1500)
@@ -87,7 +88,7 @@ class Training:
         self.tokenizer: Tokenizer = load_or_train(plan.out / "tokenizer.json", plan.seed)
         self.shape = ModelShape(vocabulary=self.tokenizer.get_vocab_size())
         self.model = DemoModel(self.shape)
-        set_first_weights(self.model)
+        set_initial_weights(self.model)
         self.loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = self.weighted_loss
         if plan.compile:
             self.loss = torch.compile(self.weighted_loss, dynamic=False, recompile_limit=MOST_SHAPES)

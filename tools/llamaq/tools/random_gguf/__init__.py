@@ -11,7 +11,7 @@ memory mixed up between two sequences changes what they say. They never generate
 one. `random_gguf.tensors` says how; the tests beside it hold it.
 """
 
-from llamaq.tools.random_gguf.spec import (
+from llamaq.tools.random_gguf.model_spec import (
     CHATML,
     GROUPED,
     HYBRID,

@@ -20,7 +20,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
-from llamaq.tools.random_gguf.spec import SSM_STATE_SIZE, ModelSpec
+from llamaq.tools.random_gguf.model_spec import SSM_STATE_SIZE, ModelSpec
 
 LOGIT_STD = 1.5
 SHARPNESS = 2.5  # standard deviation of the attention scores before the softmax

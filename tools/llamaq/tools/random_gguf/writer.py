@@ -16,7 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-from llamaq.tools.random_gguf.spec import SSM_CONV_KERNEL, SSM_STATE_SIZE, SWA_PERIOD, Architecture, ModelSpec, Weights
+from llamaq.tools.random_gguf.model_spec import (
+    SSM_CONV_KERNEL,
+    SSM_STATE_SIZE,
+    SWA_PERIOD,
+    Architecture,
+    ModelSpec,
+    Weights,
+)
 from llamaq.tools.random_gguf.tensors import AXIS_STD, Matrix, Role, Tensor, Values, end_axes, model_tensors
 from llamaq.tools.random_gguf.vocabulary import BOS, EOS, TURN_END, Vocabulary, byte_level_vocabulary
 

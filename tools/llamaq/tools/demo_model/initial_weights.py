@@ -79,7 +79,7 @@ def match(block: Block, model: DemoModel, content: Tensor, subspaces: list[Tenso
 
 
 @torch.no_grad()
-def set_first_weights(model: DemoModel) -> None:
+def set_initial_weights(model: DemoModel) -> None:
     """Set the embedding's common component and the heads of the first two layers."""
     width, size = model.shape.width, model.shape.head_width
     common = torch.nn.functional.normalize(torch.randn(width), dim=0)

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from llamaq.tools.demo_model.corpus import Mixture, draw_document
-from llamaq.tools.demo_model.grammar import PAD, Document, Split
+from llamaq.tools.demo_model.document import PAD, Document
+from llamaq.tools.demo_model.seeded_choice import Split
 
 MISSES_UNTIL_FULL: Final = 20
 """A batch is full when so many documents one after another fit into none of its rows."""

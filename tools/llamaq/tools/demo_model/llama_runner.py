@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-from llamaq.tools.demo_model.grammar import BOS, EOS
+from llamaq.tools.demo_model.document import BOS, EOS
 
 Logits = npt.NDArray[np.float32]
 
@@ -26,7 +26,7 @@ SEQUENCES: Final = 8
 _DISCARD_LOG: Final = llama_cpp.llama_log_callback(lambda *_: None)
 
 
-class Laboratory:
+class LlamaRunner:
     """A model and one context of `SEQUENCES` sequences in a shared pool of cells."""
 
     def __init__(self, path: Path, threads: int = 1) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from llamaq.tools.demo_model import lexicon
-from llamaq.tools.demo_model.grammar import BOS, EOS, Document, Role, Segment, Split, allowed, generator
+from llamaq.tools.demo_model import word_lists
+from llamaq.tools.demo_model.document import BOS, EOS, Document, Role, Segment
+from llamaq.tools.demo_model.seeded_choice import Split, allowed, generator
 from llamaq.tools.demo_model.stories import draw_story
 
 Frame = tuple[str, str, str]
@@ -50,7 +51,7 @@ class Fact:
 def has(name: str, colour: str, thing: str) -> Fact:
     """Somebody has something."""
     value = f"{colour} {thing}"
-    answer = f"{name} has {lexicon.article(value)}."
+    answer = f"{name} has {word_lists.article(value)}."
     return Fact(
         name,
         answer,
@@ -87,7 +88,7 @@ def lies(thing: str, spot: str) -> Fact:
 def draw_triple(rng: random.Random, split: Split, name: str) -> tuple[str, str, str]:
     """A fact triple of `name` that `split` allows, else uniform: recall has to come from the context."""
     while True:
-        triple = (name, rng.choice(lexicon.COLOURS), rng.choice(lexicon.OBJECTS))
+        triple = (name, rng.choice(word_lists.COLOURS), rng.choice(word_lists.OBJECTS))
         if allowed(split, *triple):
             return triple
 
@@ -95,10 +96,10 @@ def draw_triple(rng: random.Random, split: Split, name: str) -> tuple[str, str, 
 def draw_facts(rng: random.Random, split: Split, count: int, *, one_kind: bool = False) -> list[Fact]:
     """At most `count` facts that do not contradict each other: a name has one of a kind, a thing one place."""
     pools: list[tuple[int, Callable[[str], Fact], list[str]]] = [
-        (6, lambda name: has(*draw_triple(rng, split, name)), list(lexicon.NAMES)),
-        (2, lambda name: likes(name, rng.choice(lexicon.FOODS)), list(lexicon.NAMES)),
-        (2, lambda name: lives(name, rng.choice(lexicon.PLACES)), list(lexicon.NAMES)),
-        (2, lambda thing: lies(thing, rng.choice(lexicon.SPOTS)), list(lexicon.OBJECTS)),
+        (6, lambda name: has(*draw_triple(rng, split, name)), list(word_lists.NAMES)),
+        (2, lambda name: likes(name, rng.choice(word_lists.FOODS)), list(word_lists.NAMES)),
+        (2, lambda name: lives(name, rng.choice(word_lists.PLACES)), list(word_lists.NAMES)),
+        (2, lambda thing: lies(thing, rng.choice(word_lists.SPOTS)), list(word_lists.OBJECTS)),
     ]
     if one_kind:
         pools = rng.choices(pools, [weight for weight, _, _ in pools])
@@ -116,7 +117,7 @@ def filler(rng: random.Random, split: Split, spare_tokens: int) -> str:
     """Text between fact and question: mostly a quiet sentence, now and then a short story."""
     if spare_tokens > STORY_TOKENS and rng.random() < 0.06:
         return draw_story(rng, split)
-    return rng.choice(lexicon.QUIET_SENTENCES)
+    return rng.choice(word_lists.QUIET_SENTENCES)
 
 
 def answer_segments(answer: str, value: str) -> Iterator[Segment]:
@@ -207,7 +208,7 @@ def recall_probe(seed: int, distance_words: int, frame: Frame = FRAMES[1]) -> Pr
     words = len((frame[0] + question + frame[1]).split()) + 4  # the punctuation of the frame
     while words < distance_words:
         is_fact = bool(rest) and rng.random() < 0.5
-        sentence = rest.pop() if is_fact else rng.choice(lexicon.QUIET_SENTENCES)
+        sentence = rest.pop() if is_fact else rng.choice(word_lists.QUIET_SENTENCES)
         between.append(sentence)
         facts_between += is_fact
         words += len(sentence.split()) + 1

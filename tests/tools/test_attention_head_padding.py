@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from llamaq.tools.demo_model.wide_heads import HEAD_WIDTH, widen
+from llamaq.tools.demo_model.attention_head_padding import HEAD_WIDTH, widen
 
 HEADS, WIDTH, ROPE_BASE = 3, 20, 1e6
 NARROW = HEAD_WIDTH // 2
