@@ -3,7 +3,7 @@
 `hooks=("bookkeeping:record",)` and `watched()` around the start of the workers; `read_totals` then says what the engine
 thread of one of them did so far. Stopwatches stand around every public method of `Scheduler` (what is decided), of
 `KvMemory` (the part of it that is about KV cells: slots, sequences, prefix cache, tiers), around `Engine.run`
-(llama.cpp and sampling), and around the other methods of `Engine`, which move cells: copy, cut, remove, save, load.
+(llama.cpp and sampling), and around the methods of `KvSequences` that move cells: copy, cut, remove, save, load.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.scheduler import Scheduler
 
@@ -90,7 +91,7 @@ class Watch:
         self._scheduler.stand_around(Scheduler, *_public(Scheduler))
         self._memory.stand_around(KvMemory, *_public(KvMemory))
         self._engine.stand_around(Engine, "run")
-        self._moves.stand_around(Engine, *(_public(Engine) - {"run", "close"}))
+        self._moves.stand_around(KvSequences, "copy", "cut", "remove", "save", "load")
 
     def tick(self) -> None:
         self._totals.ticks += 1

@@ -189,8 +189,8 @@ class Place:
     def __init__(self, folder: Path | None, model: str = "model") -> None:
         self.engine = FakeEngine(n_ctx=1000, n_batch=256, n_seq_max=9)
         self.scheduler = Scheduler(
-            SlotPool(2, 1000, self.engine.n_sequences, similarity=0.1),
-            self.engine,
+            SlotPool(2, 1000, self.engine.sequences.n_sequences, similarity=0.1),
+            self.engine.sequences,
             budget=256,
             chunk_size=64,
             end_tokens=self.engine.vocab.end_tokens,
@@ -199,7 +199,7 @@ class Place:
         saved = SavedSlots(folder, model, max_file_bytes=10**7) if folder else None
         self.ticks = TickLoop(self.scheduler, self.engine, Telemetry(()), hang_s=60, capacity=4)
         self.control = SlotCommandHandler(
-            self.ticks, SlotOperations(self.scheduler.memory, self.engine, NoOffload()), saved
+            self.ticks, SlotOperations(self.scheduler.memory, self.engine.sequences, NoOffload()), saved
         )
         self._thread = threading.Thread(target=self.ticks.run)
 

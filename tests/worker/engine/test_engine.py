@@ -82,7 +82,7 @@ def plan(slots: Iterable[Slot], budget: int) -> Batch:
 def tick(engine: Engine, slots: Iterable[Slot]) -> dict[int, JobRejected]:
     """One batch; the errors by slot index."""
     errors = {}
-    for result in engine.run(plan(slots, engine.n_batch)):
+    for result in engine.run(plan(slots, engine.context.n_batch)):
         run = result.slot.active
         run.n_past = result.n_past
         if result.error is not None:
@@ -110,7 +110,7 @@ def generate(engine: Engine, slots: Sequence[Slot], n: int) -> dict[int, JobReje
     else:
         raise AssertionError("no progress")
     for slot in slots:
-        engine.remove(slot.active.seq_id)
+        engine.sequences.remove(slot.active.seq_id)
     return errors
 
 
@@ -238,7 +238,7 @@ def test_cells_that_are_lost_are_computed_again(engine: Engine) -> None:
         assert not tick(engine, slots)
     slots[1].active.n_past = 0
     slots[1].state = SlotState.PREFILL
-    engine.remove(1)
+    engine.sequences.remove(1)
     assert not generate(engine, slots, 10)
     assert_equal_output(slots[1], alone(engine, prompt(50, seed=2), 10))
 
@@ -252,12 +252,12 @@ def test_without_room_in_kv_memory_what_fits_goes_on_and_the_rest_may_try_again(
         assert not tick(engine, slots[:1])
     while slots[1].active.n_past < 2 * CHUNK:
         tick(engine, slots)
-    batch = plan(slots, engine.n_batch)
+    batch = plan(slots, engine.context.n_batch)
     results = {result.slot.index: result for result in engine.run(batch)}
     assert (results[0].no_room, results[0].error, results[0].token is None) == (False, None, False)
     assert (results[1].no_room, results[1].error, results[1].n_past) == (True, None, 2 * CHUNK)
     assert "decode_failed" not in caplog.text
-    engine.remove(0)
+    engine.sequences.remove(0)
     assert not generate(engine, slots[1:], 5)
     assert_equal_output(slots[1], alone(engine, prompt(100, seed=2), 5))
     engine.close()
@@ -268,7 +268,7 @@ def test_a_shared_prefix_gives_what_the_whole_prompt_gives(engine: Engine) -> No
     holder = lane(5, prefix)
     while not generated(holder):
         assert not tick(engine, [holder])
-    assert engine.copy(5, 1, len(prefix)) == len(prefix)
+    assert engine.sequences.copy(5, 1, len(prefix)) == len(prefix)
     slot = lane(1, [*prefix, *rest])
     slot.active.n_past = len(prefix)
     assert not generate(engine, [slot], 12)
@@ -281,22 +281,22 @@ def test_a_part_of_a_sequence_is_shared_where_memory_can_be_cut_and_otherwise_no
     while not generated(holder):
         assert not tick(engine, [holder])
     expected = 0 if engine.model.is_recurrent else 30
-    assert engine.copy(5, 1, 30) == expected
+    assert engine.sequences.copy(5, 1, 30) == expected
     assert engine.context.last_position(1) == expected - 1
-    assert engine.cut(5, 40) == (0 if engine.model.is_recurrent else 40)
-    assert engine.copy(5, 2, 0) == 0
-    assert engine.copy(6, 2, 10) == 0
+    assert engine.sequences.cut(5, 40) == (0 if engine.model.is_recurrent else 40)
+    assert engine.sequences.copy(5, 2, 0) == 0
+    assert engine.sequences.copy(6, 2, 10) == 0
 
 
 def test_an_empty_sequence_may_be_removed(engine: Engine) -> None:
-    engine.remove(3)
+    engine.sequences.remove(3)
     assert engine.context.last_position(3) == -1
 
 
 def test_what_the_engine_knows_of_its_model(demo: Engine) -> None:
-    assert (demo.n_ctx, demo.n_batch, demo.n_seq_max) == (1024, 128, 8)
-    assert demo.n_vocab == demo.vocab.n_tokens
-    assert demo.n_ctx_train >= 1024
+    assert (demo.context.n_ctx, demo.context.n_batch, demo.context.n_seq_max) == (1024, 128, 8)
+    assert demo.context.n_vocab == demo.vocab.n_tokens
+    assert demo.model.n_ctx_train >= 1024
     assert demo.model.quantization in repr(demo)
     assert repr(demo).endswith("n_ctx=1024 n_batch=128 seqs=8>")
     demo.close()

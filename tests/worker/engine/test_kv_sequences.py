@@ -141,15 +141,19 @@ def n_free(engine: Engine) -> int:
             if engine.context.decode():
                 break
             n += size
-    engine.remove(0)
+    engine.sequences.remove(0)
     return n
 
 
 def test_what_each_kind_of_memory_can_do(make: Callable[..., Engine], name: str) -> None:
     kind, engine = KINDS[name], make(name)
-    assert (engine.can_cut, engine.in_blocks, engine.kv_unified) == (kind.can_cut, kind.in_blocks, kind.kv_unified)
-    assert engine.cells_per_sequence == (1024 if kind.kv_unified else 256)
-    assert engine.n_sequences == (3 if kind.in_blocks else 4)
+    assert (engine.sequences.can_cut, engine.sequences.in_blocks, engine.context.kv_unified) == (
+        kind.can_cut,
+        kind.in_blocks,
+        kind.kv_unified,
+    )
+    assert engine.sequences.cells_per_sequence == (1024 if kind.kv_unified else 256)
+    assert engine.sequences.n_sequences == (3 if kind.in_blocks else 4)
 
 
 # ---- copies
@@ -158,7 +162,7 @@ def test_what_each_kind_of_memory_can_do(make: Callable[..., Engine], name: str)
 def test_a_copy_goes_on_like_its_source_and_neither_disturbs_the_other(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name), prompt(150)
     compute(engine, 0, tokens)
-    assert engine.copy(0, 1, 150) == 150
+    assert engine.sequences.copy(0, 1, 150) == 150
     copied = compute(engine, 1, [*tokens, *TAIL])
     other = compute(engine, 0, [*tokens, 9, 9, 9])
     assert_alike(copied, fresh(make, name, [*tokens, *TAIL]))
@@ -168,8 +172,8 @@ def test_a_copy_goes_on_like_its_source_and_neither_disturbs_the_other(make: Cal
 def test_the_source_of_a_copy_may_be_removed_and_used_again_at_once(make: Callable[..., Engine], name: str) -> None:
     engine, tokens, others = make(name), prompt(150), prompt(90, seed=2)
     compute(engine, 0, tokens)
-    assert engine.copy(0, 1, 150) == 150
-    engine.remove(0)
+    assert engine.sequences.copy(0, 1, 150) == 150
+    engine.sequences.remove(0)
     other = compute(engine, 0, others)
     assert_alike(compute(engine, 1, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
     assert_alike(other, fresh(make, name, others))
@@ -179,11 +183,11 @@ def test_copies_of_copies_made_before_a_batch_are_all_right(make: Callable[..., 
     engine, tokens, others = make(name), prompt(130), prompt(70, seed=2)
     compute(engine, 0, tokens)
     compute(engine, 1, others)
-    assert engine.copy(0, 2, 130) == 130
-    engine.remove(0)
-    assert engine.copy(1, 0, 70) == 70
-    engine.remove(1)
-    assert engine.copy(2, 1, 130) == 130
+    assert engine.sequences.copy(0, 2, 130) == 130
+    engine.sequences.remove(0)
+    assert engine.sequences.copy(1, 0, 70) == 70
+    engine.sequences.remove(1)
+    assert engine.sequences.copy(2, 1, 130) == 130
     for seq_id, history in ((0, others), (1, tokens), (2, tokens)):
         assert_alike(compute(engine, seq_id, [*history, *TAIL]), fresh(make, name, [*history, *TAIL]))
 
@@ -194,7 +198,7 @@ def test_the_beginning_of_a_sequence_is_copied_where_memory_can_be_cut(
 ) -> None:
     engine, tokens = make(name), prompt(150)
     compute(engine, 0, tokens)
-    copied = engine.copy(0, 1, n_tokens)
+    copied = engine.sequences.copy(0, 1, n_tokens)
     assert held(engine, 0, 1) == [150, copied]
     assert copied == n_tokens if KINDS[name].can_cut else copied in (0, n_tokens)
     if copied:
@@ -205,7 +209,11 @@ def test_the_beginning_of_a_sequence_is_copied_where_memory_can_be_cut(
 def test_more_than_a_sequence_holds_is_not_copied(make: Callable[..., Engine], name: str) -> None:
     engine = make(name)
     compute(engine, 0, prompt(20))
-    assert [engine.copy(0, 1, 21), engine.copy(0, 1, 0), engine.copy(2, 1, 5)] == [0, 0, 0]
+    assert [engine.sequences.copy(0, 1, 21), engine.sequences.copy(0, 1, 0), engine.sequences.copy(2, 1, 5)] == [
+        0,
+        0,
+        0,
+    ]
     assert held(engine, 0, 1, 2) == [20, 0, 0]
 
 
@@ -213,12 +221,12 @@ def test_copies_share_cells(make: Callable[..., Engine]) -> None:
     engine, tokens = make("plain", n_ctx=256, n_seq_max=8), prompt(240)
     compute(engine, 0, tokens)
     for seq_id in range(1, 7):
-        assert engine.copy(0, seq_id, 240) == 240
+        assert engine.sequences.copy(0, seq_id, 240) == 240
     expected = fresh(make, "plain", [*tokens, *TAIL[:2]])
     for seq_id in range(7):
         assert_alike(compute(engine, seq_id, [*tokens, *TAIL[:2]]), expected)
     for seq_id in range(7):
-        engine.remove(seq_id)
+        engine.sequences.remove(seq_id)
     assert n_free(engine) == 256
 
 
@@ -226,14 +234,14 @@ def test_what_left_the_window_may_be_lost_to_others_and_that_is_noticed(make: Ca
     engine, tokens = make("sliding", n_ctx=512), prompt(200)
     compute(engine, 0, prompt(100, seed=2))
     compute(engine, 1, tokens)
-    engine.remove(0)
+    engine.sequences.remove(0)
     compute(engine, 0, prompt(180, seed=3))  # fills the gap and goes on over cells that llama.cpp takes for free
     assert held(engine, 1) == [200]
-    assert engine.copy(1, 2, 60) == 0
+    assert engine.sequences.copy(1, 2, 60) == 0
     with pytest.raises(EngineError, match="does not hold all"):
-        engine.save(1, 0, 64)
+        engine.sequences.save(1, 0, 64)
     assert held(engine, 1, 2, 3) == [200, 0, 0]
-    assert engine.copy(1, 2, 200) == 200
+    assert engine.sequences.copy(1, 2, 200) == 200
     assert_alike(compute(engine, 2, [*tokens, *TAIL]), fresh(make, "sliding", [*tokens, *TAIL]))
 
 
@@ -244,11 +252,11 @@ def test_a_saved_sequence_goes_on_in_another_process(make: Callable[..., Engine]
     engine, tokens = make(name), prompt(150)
     compute(engine, 1, prompt(40, seed=5))
     compute(engine, 2, tokens)
-    data = engine.save(2, 0, 150)
+    data = engine.sequences.save(2, 0, 150)
     assert_alike(compute(engine, 2, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
     other = make(name)
     compute(other, 0, prompt(33, seed=6))
-    assert other.load(1, 0, 150, data, 0)
+    assert other.sequences.load(1, 0, 150, data, 0)
     assert held(other, 0, 1) == [33, 150]
     assert_alike(compute(other, 1, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
     assert_alike(compute(other, 0, [*prompt(33, seed=6), *TAIL]), fresh(make, name, [*prompt(33, seed=6), *TAIL]))
@@ -259,11 +267,11 @@ def test_a_saved_sequence_goes_on_in_another_process(make: Callable[..., Engine]
 def test_blocks_are_loaded_one_by_one_and_the_last_in_part(make: Callable[..., Engine], name: str, n: int) -> None:
     engine, tokens = make(name), prompt(130)
     compute(engine, 0, tokens)
-    blocks = [(start, engine.save(0, start, end)) for start, end in ((0, 64), (64, 128), (128, 130))]
-    engine.remove(0)
+    blocks = [(start, engine.sequences.save(0, start, end)) for start, end in ((0, 64), (64, 128), (128, 130))]
+    engine.sequences.remove(0)
     for start, data in blocks:
         if start < n:
-            assert engine.load(1, start, min(start + 64, n), data, start)
+            assert engine.sequences.load(1, start, min(start + 64, n), data, start)
     assert_alike(compute(engine, 1, [*tokens[:n], *TAIL]), fresh(make, name, [*tokens[:n], *TAIL]))
 
 
@@ -274,11 +282,11 @@ def test_what_is_missing_is_loaded_from_the_middle_of_a_long_block(
 ) -> None:
     engine, tokens = make(name), prompt(200)
     compute(engine, 0, tokens)
-    data = engine.save(0, 0, 200)
+    data = engine.sequences.save(0, 0, 200)
     if start:
-        assert engine.copy(0, 1, start) == start
-    engine.remove(0)
-    assert engine.load(1, start, end, data, 0)
+        assert engine.sequences.copy(0, 1, start) == start
+    engine.sequences.remove(0)
+    assert engine.sequences.load(1, start, end, data, 0)
     assert_alike(compute(engine, 1, [*tokens[:end], *TAIL]), fresh(make, name, [*tokens[:end], *TAIL]))
 
 
@@ -286,14 +294,14 @@ def test_what_is_missing_is_loaded_from_the_middle_of_a_long_block(
 def test_what_was_loaded_can_be_cut_shared_and_saved_at_every_place(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name), prompt(200)
     compute(engine, 0, tokens)
-    data = engine.save(0, 0, 200)
-    engine.remove(0)
-    assert engine.load(1, 0, 200, data, 0)
-    assert engine.copy(1, 2, 110) == 110
+    data = engine.sequences.save(0, 0, 200)
+    engine.sequences.remove(0)
+    assert engine.sequences.load(1, 0, 200, data, 0)
+    assert engine.sequences.copy(1, 2, 110) == 110
     assert_alike(compute(engine, 2, [*tokens[:110], *TAIL]), fresh(make, name, [*tokens[:110], *TAIL]))
-    again = engine.save(1, 90, 200)
-    assert engine.cut(1, 90) == 90
-    assert engine.load(1, 90, 180, again, 90)
+    again = engine.sequences.save(1, 90, 200)
+    assert engine.sequences.cut(1, 90) == 90
+    assert engine.sequences.load(1, 90, 180, again, 90)
     assert_alike(compute(engine, 1, [*tokens[:180], *TAIL]), fresh(make, name, [*tokens[:180], *TAIL]))
 
 
@@ -301,13 +309,15 @@ def test_what_was_loaded_can_be_cut_shared_and_saved_at_every_place(make: Callab
 def test_a_stream_is_saved_whole_and_used_in_part(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name), prompt(150)
     compute(engine, 0, tokens)
-    data = engine.save(0, 0, 150)
-    assert engine.load(1, 0, 100, data, 0) is (name == "plain streams")  # of windows only the last one is saved
+    data = engine.sequences.save(0, 0, 150)
+    assert engine.sequences.load(1, 0, 100, data, 0) is (
+        name == "plain streams"
+    )  # of windows only the last one is saved
     assert held(engine, 1) == [100 if name == "plain streams" else 0]
     if held(engine, 1) == [100]:
         assert_alike(compute(engine, 1, [*tokens[:100], *TAIL]), fresh(make, name, [*tokens[:100], *TAIL]))
     with pytest.raises(EngineError, match="whole"):
-        engine.save(0, 0, 100)
+        engine.sequences.save(0, 0, 100)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -316,12 +326,12 @@ def test_a_sequence_that_cannot_be_cut_is_saved_and_loaded_whole_or_not_at_all(
 ) -> None:
     engine = make(name)
     compute(engine, 0, prompt(150))
-    data = engine.save(0, 0, 150)
+    data = engine.sequences.save(0, 0, 150)
     for start, end in ((0, 149), (10, 150)):
         with pytest.raises(EngineError, match="whole"):
-            engine.save(0, start, end)
-    assert not engine.load(1, 0, 149, data, 0)
-    assert not engine.load(0, 150, 151, data, 150)
+            engine.sequences.save(0, start, end)
+    assert not engine.sequences.load(1, 0, 149, data, 0)
+    assert not engine.sequences.load(0, 150, 151, data, 150)
     assert held(engine, 0, 1) == [150, 0]
 
 
@@ -330,22 +340,22 @@ def test_what_a_sequence_does_not_hold_is_not_saved(make: Callable[..., Engine],
     compute(engine, 0, prompt(20))
     for seq_id, end in ((0, 21), (1, 5)):
         with pytest.raises(EngineError):
-            engine.save(seq_id, 0, end)
+            engine.sequences.save(seq_id, 0, end)
     with pytest.raises(ValueError, match="no cells"):
-        engine.save(0, 3, 3)
+        engine.sequences.save(0, 3, 3)
     assert held(engine, 0, 1, 3) == [20, 0, 0]
 
 
 def test_nothing_is_loaded_where_it_does_not_follow(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name), prompt(60)
     compute(engine, 0, tokens)
-    data = engine.save(0, 0, 60)
+    data = engine.sequences.save(0, 0, 60)
     compute(engine, 1, tokens[:30])
-    assert not engine.load(1, 0, 60, data, 0)
-    assert not engine.load(1, 20, 60, data, 0)
-    assert not engine.load(2, 30, 60, data, 0)
-    assert not engine.load(2, 0, 61, data, 0)
-    assert not engine.load(2, 0, 60, data, 1)
+    assert not engine.sequences.load(1, 0, 60, data, 0)
+    assert not engine.sequences.load(1, 20, 60, data, 0)
+    assert not engine.sequences.load(2, 30, 60, data, 0)
+    assert not engine.sequences.load(2, 0, 61, data, 0)
+    assert not engine.sequences.load(2, 0, 60, data, 1)
     assert held(engine, 0, 1, 2) == [60, 30, 0]
     assert_alike(compute(engine, 1, [*tokens[:30], *TAIL]), fresh(make, name, [*tokens[:30], *TAIL]))
 
@@ -354,16 +364,16 @@ def test_nothing_is_loaded_where_it_does_not_follow(make: Callable[..., Engine],
 def test_without_room_a_block_is_refused_and_the_sequence_stays(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name, n_ctx=256), prompt(150)
     compute(engine, 0, tokens)
-    data = engine.save(0, 0, 150)
-    assert engine.copy(0, 1, 100) == 100
-    engine.cut(0, 120)
+    data = engine.sequences.save(0, 0, 150)
+    assert engine.sequences.copy(0, 1, 100) == 100
+    engine.sequences.cut(0, 120)
     compute(engine, 2, prompt(100, seed=2))
-    assert not engine.load(1, 100, 150, data, 0)
+    assert not engine.sequences.load(1, 100, 150, data, 0)
     assert held(engine, 0, 1, 2, 3) == [120, 100, 100, 0]
-    engine.remove(2)
+    engine.sequences.remove(2)
     assert_alike(compute(engine, 1, [*tokens[:100], *TAIL]), fresh(make, name, [*tokens[:100], *TAIL]))
     for seq_id in (0, 1):
-        engine.remove(seq_id)
+        engine.sequences.remove(seq_id)
     assert n_free(engine) == 256
 
 
@@ -371,12 +381,12 @@ def test_without_room_a_block_is_refused_and_the_sequence_stays(make: Callable[.
 def test_saving_needs_no_free_cell_and_leaves_none_behind(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name, n_ctx=256), prompt(256)
     compute(engine, 0, tokens)
-    blocks = [engine.save(0, start, start + 64) for start in range(0, 256, 64)]
-    engine.remove(0)
+    blocks = [engine.sequences.save(0, start, start + 64) for start in range(0, 256, 64)]
+    engine.sequences.remove(0)
     for index, data in enumerate(blocks):
-        assert engine.load(1, 64 * index, 64 * index + 64, data, 64 * index)
-    assert engine.save(1, 64, 128) == blocks[1]
-    engine.remove(1)
+        assert engine.sequences.load(1, 64 * index, 64 * index + 64, data, 64 * index)
+    assert engine.sequences.save(1, 64, 128) == blocks[1]
+    engine.sequences.remove(1)
     assert n_free(engine) == 256
 
 
@@ -388,13 +398,13 @@ def test_the_state_of_a_memory_of_another_shape_is_refused(make: Callable[..., E
     for name in KINDS:
         engine = make(name)
         compute(engine, 0, prompt(60))
-        saved[name] = engine.save(0, 0, 60)
+        saved[name] = engine.sequences.save(0, 0, 60)
     for name, kind in KINDS.items():
         engine = make(name)
         compute(engine, 0, prompt(20))
         for other, data in saved.items():
-            assert engine.load(1, 0, 60, data, 0) is (KINDS[other].shape == kind.shape), (name, other)
-            engine.remove(1)
+            assert engine.sequences.load(1, 0, 60, data, 0) is (KINDS[other].shape == kind.shape), (name, other)
+            engine.sequences.remove(1)
         assert_alike(compute(engine, 0, [*prompt(20), *TAIL]), fresh(make, name, [*prompt(20), *TAIL]))
 
 
@@ -423,21 +433,21 @@ def damaged(data: bytes, how: str, at: int, value: int | None) -> bytes:
 def test_damaged_data_are_refused_or_harmless_and_lose_no_cells(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name), prompt(30)
     compute(engine, 1, tokens)
-    data = bytes(engine.save(1, 0, 30))
+    data = bytes(engine.sequences.save(1, 0, 30))
     tail = data[-4000:]
 
     @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(damage=DAMAGE, from_end=st.booleans())
     def damage_and_load(damage: tuple[str, int, int | None], from_end: bool) -> None:
         bad = data[:-4000] + damaged(tail, *damage) if from_end and len(data) > 8000 else damaged(data, *damage)
-        is_loaded = engine.load(2, 0, 30, bad, 0)
+        is_loaded = engine.sequences.load(2, 0, 30, bad, 0)
         assert held(engine, 1, 2) == [30, 30 if is_loaded else 0]
-        engine.remove(2)
+        engine.sequences.remove(2)
         assert held(engine, 2, 3) == [0, 0]
 
     damage_and_load()
     assert_alike(compute(engine, 1, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
-    engine.remove(1)
+    engine.sequences.remove(1)
     if KINDS[name].kv_unified and KINDS[name].can_cut:
         assert n_free(engine) == 1024
 
@@ -449,11 +459,11 @@ def test_damaged_data_are_refused_or_harmless_and_lose_no_cells(make: Callable[.
 def test_the_source_of_a_copy_may_be_loaded_into_at_once(make: Callable[..., Engine], name: str) -> None:
     engine, tokens, others = make(name), prompt(150), prompt(80, seed=2)
     compute(engine, 1, others)
-    data = engine.save(1, 0, 80)
+    data = engine.sequences.save(1, 0, 80)
     compute(engine, 0, tokens)
-    assert engine.copy(0, 2, 150) == 150
-    engine.remove(0)
-    assert engine.load(0, 0, 80, data, 0)
+    assert engine.sequences.copy(0, 2, 150) == 150
+    engine.sequences.remove(0)
+    assert engine.sequences.load(0, 0, 80, data, 0)
     for seq_id, history in ((0, others), (1, others), (2, tokens)):
         assert_alike(compute(engine, seq_id, [*history, *TAIL]), fresh(make, name, [*history, *TAIL]))
 
@@ -462,11 +472,11 @@ def test_the_source_of_a_copy_may_be_loaded_into_at_once(make: Callable[..., Eng
 def test_the_target_of_a_copy_may_be_removed_and_loaded_into_at_once(make: Callable[..., Engine], name: str) -> None:
     engine, tokens, others = make(name), prompt(150), prompt(80, seed=2)
     compute(engine, 1, others)
-    data = engine.save(1, 0, 80)
+    data = engine.sequences.save(1, 0, 80)
     compute(engine, 0, tokens)
-    assert engine.copy(0, 2, 150) == 150
-    engine.remove(2)
-    assert engine.load(2, 0, 80, data, 0)
+    assert engine.sequences.copy(0, 2, 150) == 150
+    engine.sequences.remove(2)
+    assert engine.sequences.load(2, 0, 80, data, 0)
     for seq_id, history in ((0, tokens), (1, others), (2, others)):
         assert_alike(compute(engine, seq_id, [*history, *TAIL]), fresh(make, name, [*history, *TAIL]))
 
@@ -474,10 +484,10 @@ def test_the_target_of_a_copy_may_be_removed_and_loaded_into_at_once(make: Calla
 def test_a_copy_may_be_saved_at_once(make: Callable[..., Engine], name: str) -> None:
     engine, tokens = make(name), prompt(150)
     compute(engine, 0, tokens)
-    assert engine.copy(0, 1, 150) == 150
-    data = engine.save(1, 0, 150)
+    assert engine.sequences.copy(0, 1, 150) == 150
+    data = engine.sequences.save(1, 0, 150)
     assert held(engine, 0, 1, 2, 3) == [150, 150, 0, 0]
-    assert engine.load(2, 0, 150, data, 0)
+    assert engine.sequences.load(2, 0, 150, data, 0)
     for seq_id in (0, 1, 2):
         assert_alike(compute(engine, seq_id, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
 
@@ -488,19 +498,19 @@ def test_saving_the_source_of_a_copy_waits_for_nothing(
 ) -> None:
     engine, tokens = make(name), prompt(150)
     compute(engine, 0, tokens)
-    expected = engine.save(0, 0, 150)
-    assert engine.copy(0, 1, 150) == 150
+    expected = engine.sequences.save(0, 0, 150)
+    assert engine.sequences.copy(0, 1, 150) == 150
     with monkeypatch.context() as patch:
         patch.setattr(engine.context, "decode", lambda: pytest.fail("a token was computed"))
-        assert engine.save(0, 0, 150) == expected
+        assert engine.sequences.save(0, 0, 150) == expected
 
 
 def test_a_copy_is_saved_after_the_next_batch_when_no_sequence_is_empty(make: Callable[..., Engine]) -> None:
     engine, tokens = make("hybrid streams"), prompt(50)
     for seq_id in (0, 2, 3):
         compute(engine, seq_id, tokens)
-    assert engine.copy(0, 1, 50) == 50
+    assert engine.sequences.copy(0, 1, 50) == 50
     with pytest.raises(EngineError, match="next batch"):
-        engine.save(1, 0, 50)
+        engine.sequences.save(1, 0, 50)
     compute(engine, 3, [*tokens, 1])
-    assert engine.save(1, 0, 50)
+    assert engine.sequences.save(1, 0, 50)

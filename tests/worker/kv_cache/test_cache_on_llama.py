@@ -95,15 +95,21 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig
         )
         engine = Engine(Model(Path(path), n_gpu_layers=0), options)
         engines.append(engine)
-        tree = BlockStore(BLOCK_TOKENS if engine.in_blocks else None, 10**8, can_cut=engine.can_cut)
+        tree = BlockStore(BLOCK_TOKENS if engine.sequences.in_blocks else None, 10**8, can_cut=engine.sequences.can_cut)
         scheduler = Scheduler(
-            SlotPool(n_slots, engine.n_ctx, engine.n_sequences, shares_cells=engine.kv_unified, similarity=0.1),
-            engine,
+            SlotPool(
+                n_slots,
+                engine.context.n_ctx,
+                engine.sequences.n_sequences,
+                shares_cells=engine.context.kv_unified,
+                similarity=0.1,
+            ),
+            engine.sequences,
             budget=256,
             chunk_size=64,
             end_tokens=frozenset(),
-            cache=RadixPrefixCache(can_cut=engine.can_cut) if cache else NullPrefixCache(),
-            tiers=BlockTransfers(tree, engine) if host else None,
+            cache=RadixPrefixCache(can_cut=engine.sequences.can_cut) if cache else NullPrefixCache(),
+            tiers=BlockTransfers(tree, engine.sequences) if host else None,
             held_cells=0 if host else None,
         )
         return Rig(engine, scheduler)

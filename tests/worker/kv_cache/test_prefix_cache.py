@@ -29,13 +29,13 @@ def scheduler_with(
 ) -> tuple[Scheduler, FakeEngine]:
     engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_seq_max)
     scheduler = Scheduler(
-        SlotPool(n_slots, n_ctx, engine.n_sequences, similarity=0.1),
-        engine,
+        SlotPool(n_slots, n_ctx, engine.sequences.n_sequences, similarity=0.1),
+        engine.sequences,
         budget=64,
         chunk_size=16,
         end_tokens=engine.vocab.end_tokens,
         cache=RadixPrefixCache() if cache is None else cache,
-        tiers=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), engine) if host_bytes else None,
+        tiers=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), engine.sequences) if host_bytes else None,
         held_cells=held_cells,
         clock=clock or ManualClock(),
     )
@@ -271,14 +271,14 @@ def test_the_sequence_of_a_failed_job_is_not_kept() -> None:
     scheduler.submit(make_job([1] * 30, max_tokens=9, sampler=GreedySampler(fails_at=3)))
     run_to_end(scheduler, engine)
     assert not len(cache)
-    assert not engine.used_cells
+    assert not engine.sequences.used_cells
 
 
 def test_a_prefix_that_memory_cannot_copy_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, engine = scheduler_with(RadixPrefixCache())
     scheduler.submit(make_job([1] * 30, max_tokens=4))
     first = run_to_end(scheduler, engine)
-    monkeypatch.setattr(engine, "copy", lambda source, target, n_tokens: 0)
+    monkeypatch.setattr(engine.sequences, "copy", lambda source, target, n_tokens: 0)
     scheduler.submit(make_job([1] * 30, job_id="second", max_tokens=4))
     second = run_to_end(scheduler, engine)
     assert tokens_of(second, "second") == [output.token for output in first if isinstance(output, NewToken)]
@@ -389,14 +389,14 @@ def test_a_job_may_go_while_it_loads(how: str) -> None:
     assert [slot.state for slot in scheduler.snapshot() if slot.job_id] == ["load"]
     getattr(scheduler, how)("goes")
     run_to_end(scheduler, engine)
-    assert engine.used_cells == scheduler.cache_snapshot().used_cells == (16 if how == "cancel" else 0)
+    assert engine.sequences.used_cells == scheduler.cache_snapshot().used_cells == (16 if how == "cancel" else 0)
 
 
 def test_cells_that_cannot_be_loaded_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([1] * 100, max_tokens=1))
     let_a_stranger_run(scheduler, engine)
-    monkeypatch.setattr(engine, "load", lambda *_: False)
+    monkeypatch.setattr(engine.sequences, "load", lambda *_: False)
     (end,) = run_all(scheduler, engine, make_job([1] * 100, max_tokens=4)).values()
     assert (end.reason, end.stats.prefix_cache_tokens) == (FinishReason.LENGTH, 0)
 
@@ -445,12 +445,12 @@ def test_a_slot_that_is_not_there_is_refused() -> None:
 def test_what_is_held_beyond_the_setting_leaves_before_a_new_prompt_takes_cells() -> None:
     scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([7] * 40, max_tokens=2))
-    assert engine.used_cells == 41
+    assert engine.sequences.used_cells == 41
     scheduler.submit(make_job([255] * 100, max_tokens=2))
     scheduler.admit()
     for _ in range(3):  # blocks of 16
         scheduler.move(0.0)
-    assert engine.used_cells == 0
+    assert engine.sequences.used_cells == 0
     run_to_end(scheduler, engine)
 
 

@@ -65,16 +65,22 @@ class Life:
         )
         self.clock = ManualClock()
         tree = BlockStore(
-            16 if self.engine.in_blocks else None, self.random.choice([2_000, 30_000, 10**7]), can_cut=can_cut
+            16 if self.engine.sequences.in_blocks else None, self.random.choice([2_000, 30_000, 10**7]), can_cut=can_cut
         )
         self.scheduler = Scheduler(
-            SlotPool(3, self.engine.n_ctx, self.engine.n_sequences, similarity=0.2, shares_cells=kv_unified),
-            self.engine,
+            SlotPool(
+                3,
+                self.engine.sequences.n_ctx,
+                self.engine.sequences.n_sequences,
+                similarity=0.2,
+                shares_cells=kv_unified,
+            ),
+            self.engine.sequences,
             budget=48,
             chunk_size=self.random.choice([7, 24]),
             end_tokens=self.engine.vocab.end_tokens,
             cache=Suspicious(can_cut=can_cut),
-            tiers=BlockTransfers(tree, self.engine) if self.random.random() < 0.8 else None,
+            tiers=BlockTransfers(tree, self.engine.sequences) if self.random.random() < 0.8 else None,
             held_cells=self.random.choice([0, 100, None]),
             clock=self.clock,
         )
@@ -107,7 +113,7 @@ class Life:
         prompt = prompt[:250]
         job = make_job(
             prompt,
-            context_limit=min(self.engine.cells_per_sequence, 300),
+            context_limit=min(self.engine.sequences.cells_per_sequence, 300),
             max_tokens=self.random.randint(1, 40),
             priority=self.random.choice(["interactive", "bulk"]),
             cache_prompt=self.random.random() < 0.9,

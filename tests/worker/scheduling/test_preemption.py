@@ -20,13 +20,15 @@ class Rig:
         self.engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 6)
         self.clock = ManualClock()
         self.scheduler = Scheduler(
-            SlotPool(n_slots, n_ctx, self.engine.n_sequences),
-            self.engine,
+            SlotPool(n_slots, n_ctx, self.engine.sequences.n_sequences),
+            self.engine.sequences,
             budget=64,
             chunk_size=16,
             end_tokens=self.engine.vocab.end_tokens,
             cache=RadixPrefixCache(),
-            tiers=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), self.engine) if host_bytes else None,
+            tiers=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), self.engine.sequences)
+            if host_bytes
+            else None,
             clock=self.clock,
         )
         self.outputs: list[Output] = []

@@ -40,7 +40,7 @@ class Rig:
         self.clock = ManualClock()
         self.scheduler = Scheduler(
             self.pool,
-            self.engine,
+            self.engine.sequences,
             budget=budget,
             chunk_size=chunk_size,
             end_tokens=self.engine.vocab.end_tokens,
@@ -97,7 +97,7 @@ def test_a_job_ends_with_length_at_max_tokens() -> None:
     outputs = rig.finish()
     assert only_end(outputs).reason is FinishReason.LENGTH
     assert len(tokens_of(outputs, job.id)) == 7
-    assert rig.engine.memory == {}
+    assert rig.engine.sequences.memory == {}
 
 
 def test_an_end_token_ends_the_job_and_is_no_part_of_it() -> None:
@@ -185,7 +185,7 @@ def test_a_sampler_that_refuses_fails_its_job_alone() -> None:
     assert (ends["bad"].error.code, ends["bad"].reason) == (ErrorCode.GRAMMAR_EXHAUSTED, None)
     assert ends["bad"].stats.generated_tokens == 3
     assert (ends["good"].reason, len(tokens_of(outputs, "good"))) == (FinishReason.LENGTH, 9)
-    assert rig.engine.memory == {}
+    assert rig.engine.sequences.memory == {}
 
 
 def test_an_error_of_the_engine_fails_its_job_alone() -> None:
@@ -210,7 +210,7 @@ def test_a_cancelled_job_ends_once_with_what_there_is(ticks: int) -> None:
     end = only_end(outputs)
     assert end.reason is FinishReason.CANCELLED
     assert end.stats.generated_tokens == len(tokens_of(outputs, job.id)) == max(0, ticks)
-    assert rig.engine.memory == {}
+    assert rig.engine.sequences.memory == {}
 
 
 def test_cancelling_an_unknown_job_does_nothing() -> None:
@@ -284,7 +284,7 @@ def test_a_released_job_leaves_without_an_end() -> None:
     assert rig.scheduler.release("runs")
     assert rig.scheduler.release("waits")
     assert rig.finish() == []
-    assert rig.engine.memory == {}
+    assert rig.engine.sequences.memory == {}
 
 
 def test_a_newer_attempt_replaces_the_older_one() -> None:
@@ -322,7 +322,7 @@ def test_withdraw_gives_back_the_jobs_without_a_slot_and_close_all() -> None:
     assert rig.running == ["j0"]
     assert rig.scheduler.close() == jobs[:1]
     assert not rig.scheduler.has_work
-    assert rig.engine.memory == {}
+    assert rig.engine.sequences.memory == {}
     assert all(isinstance(job.sampler, GreedySampler) and job.sampler.closed for job in jobs)
 
 

@@ -126,7 +126,7 @@ class Jobs(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.scheduler = Scheduler(
             SlotPool(n_slots, N_CTX, n_slots + 2),
-            self.engine,
+            self.engine.sequences,
             budget=24,
             chunk_size=chunk_size,
             end_tokens=ByteVocab.end_tokens,
@@ -231,7 +231,7 @@ class Jobs(RuleBasedStateMachine):
     def nobody_holds_more_than_he_should(self) -> None:
         self.scheduler.check_integrity()
         n_running = sum(snapshot.job_id is not None for snapshot in self.scheduler.snapshot())
-        assert len(self.engine.memory) <= n_running
+        assert len(self.engine.sequences.memory) <= n_running
 
     @rule()
     def let_all_jobs_end(self) -> None:
@@ -243,7 +243,7 @@ class Jobs(RuleBasedStateMachine):
             self.take_outputs()
         assert not self.scheduler.has_work
         assert set(self.jobs) == set(self.ends) | self.released
-        assert not self.engine.memory
+        assert not self.engine.sequences.memory
 
     def teardown(self) -> None:
         if hasattr(self, "jobs"):

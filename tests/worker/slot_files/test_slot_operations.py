@@ -88,11 +88,11 @@ def make(
     held_cells: int | None = None,
 ) -> Rig:
     engine = FakeEngine(n_ctx=n_ctx, n_batch=512, n_seq_max=9, can_cut=can_cut, kv_unified=kv_unified)
-    tree = BlockStore(64 if engine.in_blocks else None, host_bytes, can_cut=can_cut)
-    tiers: Offload = BlockTransfers(tree, engine) if host_bytes else NoOffload()
+    tree = BlockStore(64 if engine.sequences.in_blocks else None, host_bytes, can_cut=can_cut)
+    tiers: Offload = BlockTransfers(tree, engine.sequences) if host_bytes else NoOffload()
     scheduler = Scheduler(
-        SlotPool(n_slots, n_ctx, engine.n_sequences, similarity=0.1, shares_cells=kv_unified),
-        engine,
+        SlotPool(n_slots, n_ctx, engine.sequences.n_sequences, similarity=0.1, shares_cells=kv_unified),
+        engine.sequences,
         budget=512,
         chunk_size=128,
         end_tokens=engine.vocab.end_tokens,
@@ -100,7 +100,7 @@ def make(
         tiers=tiers,
         held_cells=held_cells,
     )
-    states = SlotOperations(scheduler.memory, engine, tiers)
+    states = SlotOperations(scheduler.memory, engine.sequences, tiers)
     ticking = itertools.count()
     states.reader._clock = states.putter._clock = lambda: float(next(ticking))  # one block a step
     return Rig(engine, scheduler, states, tiers)
@@ -112,7 +112,7 @@ def test_what_was_read_in_one_worker_is_a_hit_in_another(can_cut: bool, kv_unifi
     one.run(LONG)
     reading = one.read()
     assert reading.n_tokens == 303, "the last token has no cell"
-    assert len(reading.parts) == (5 if one.engine.in_blocks else 1)
+    assert len(reading.parts) == (5 if one.engine.sequences.in_blocks else 1)
     other.put(reading, slot=1)
     assert other.content(1) == 303
     turn = [*memoryview(reading.tokens).cast("i"), *[9] * 20]
@@ -160,7 +160,7 @@ def test_a_state_is_read_from_host_memory_and_while_it_moves_there() -> None:
                 run_tick(rig.scheduler, rig.engine)
 
     reading = rig.read(between=crowd)
-    saves = [call for call in rig.engine.calls if call[0] == "save"]
+    saves = [call for call in rig.engine.sequences.calls if call[0] == "save"]
     assert (len(steps), len(saves)) == (5, 6), "one by the reader, five by what moved it"
     assert reading.n_tokens == 303
     run_to_end(rig.scheduler, rig.engine)
@@ -189,7 +189,7 @@ def test_what_has_left_every_tier_cannot_be_read() -> None:
 def test_an_engine_that_cannot_save_is_an_answer_and_no_crash() -> None:
     rig = make()
     rig.run(LONG)
-    rig.engine.fail_saves()
+    rig.engine.sequences.fail_saves()
     with pytest.raises(SlotCommandRefused, match="told to fail"):
         rig.read()
     assert rig.read().is_complete
@@ -219,10 +219,10 @@ def test_what_is_there_already_is_shared_and_not_loaded() -> None:
     used = other.scheduler.cache_snapshot().used_cells
     other.put(reading, slot=1)
     assert other.scheduler.cache_snapshot().used_cells == used + 103
-    loads = [call for call in other.engine.calls if call[0] == "load"]
+    loads = [call for call in other.engine.sequences.calls if call[0] == "load"]
     assert [call[2:] for call in loads] == [(200, 256), (256, 303)]
     other.put(reading, slot=0)
-    assert len([call for call in other.engine.calls if call[0] == "load"]) == len(loads)
+    assert len([call for call in other.engine.sequences.calls if call[0] == "load"]) == len(loads)
     assert other.content(0) == 303
 
 
@@ -236,7 +236,7 @@ def test_what_a_running_job_holds_is_put_without_loading() -> None:
     while rig.states.look()[0].state != "decode":
         run_tick(rig.scheduler, rig.engine)
     rig.put(reading, slot=1)
-    assert not [call for call in rig.engine.calls if call[0] == "load"]
+    assert not [call for call in rig.engine.sequences.calls if call[0] == "load"]
     assert rig.content(1) == 303
     run_to_end(rig.scheduler, rig.engine)
 
@@ -264,7 +264,7 @@ def test_a_state_that_is_refused_leaves_nothing_behind(can_cut: bool, kv_unified
     one, other = (make(can_cut=can_cut, kv_unified=kv_unified) for _ in range(2))
     one.run(LONG)
     reading = one.read()
-    other.engine.fail_loads()
+    other.engine.sequences.fail_loads()
     putting = other.states.begin_putting(0, reading.tokens, reading.scope, reading.parts)
     assert putting is not None
     with pytest.raises(SlotCommandRefused, match="does not take this state"):
@@ -272,7 +272,7 @@ def test_a_state_that_is_refused_leaves_nothing_behind(can_cut: bool, kv_unified
     other.states.putter.end(putting)
     other.states.putter.end(putting)
     other.scheduler.check_integrity()
-    assert (other.scheduler.cache_snapshot().entries, other.engine.memory, other.content()) == (0, {}, 0)
+    assert (other.scheduler.cache_snapshot().entries, other.engine.sequences.memory, other.content()) == (0, {}, 0)
     assert other.run(LONG).prefix_cache_tokens == 0
 
 
@@ -328,11 +328,11 @@ def test_erasing_forgets_host_memory_too() -> None:
     rig.run(LONG, scope=Scope("a", 64))
     rig.run([5] * 350, slot=1)
     assert rig.scheduler.cache_snapshot().host_bytes > 0
-    before = rig.tiers.find(pack(LONG), Scope("a", 64))
+    before = rig.tiers.match(pack(LONG), Scope("a", 64))
     assert before is not None
     assert before.n_tokens == 300
     assert rig.states.erase(0) == 304
-    left = rig.tiers.find(pack(LONG), Scope("a", 64))
+    left = rig.tiers.match(pack(LONG), Scope("a", 64))
     assert left is not None
     assert left.n_tokens == 64, "what is public is everybody's"
     rig.tiers.check_integrity()

@@ -51,19 +51,19 @@ class Rig:
             n_ctx=2400, n_batch=256, n_ubatch=64, n_seq_max=8, n_threads=1, n_threads_batch=1, kv_unified=unified
         )
         self.engine = engine = Engine(Model(path, n_gpu_layers=0), options)
-        tree = BlockStore(BLOCK_TOKENS if engine.in_blocks else None, 10**8, can_cut=engine.can_cut)
-        tiers = BlockTransfers(tree, engine)
+        tree = BlockStore(BLOCK_TOKENS if engine.sequences.in_blocks else None, 10**8, can_cut=engine.sequences.can_cut)
+        tiers = BlockTransfers(tree, engine.sequences)
         self.scheduler = Scheduler(
-            SlotPool(2, engine.n_ctx, engine.n_sequences, shares_cells=engine.kv_unified),
-            engine,
+            SlotPool(2, engine.context.n_ctx, engine.sequences.n_sequences, shares_cells=engine.context.kv_unified),
+            engine.sequences,
             budget=256,
             chunk_size=64,
             end_tokens=frozenset(),
-            cache=RadixPrefixCache(can_cut=engine.can_cut),
+            cache=RadixPrefixCache(can_cut=engine.sequences.can_cut),
             tiers=tiers,
             held_cells=0 if host else None,
         )
-        self.states = SlotOperations(self.scheduler.memory, engine, tiers)
+        self.states = SlotOperations(self.scheduler.memory, engine.sequences, tiers)
 
     def tick(self) -> list[JobEnded]:
         self.scheduler.admit()

@@ -22,15 +22,15 @@ def test_shared_cells_count_once_until_nobody_holds_them() -> None:
     engine = FakeEngine(n_ctx=12)
     prefill(engine, 0, list(range(10)))
     for target in range(1, 9):
-        assert engine.copy(0, target, 10) == 10
-    assert engine.used_cells == 10
+        assert engine.sequences.copy(0, target, 10) == 10
+    assert engine.sequences.used_cells == 10
     prefill(engine, 1, [*range(10), 50], n_past=10)
-    assert engine.used_cells == 11
+    assert engine.sequences.used_cells == 11
     for seq_id in range(1, 9):
-        engine.remove(seq_id)
-    assert (engine.used_cells, engine.memory) == (10, {0: list(range(10))})
-    assert engine.cut(0, 4) == 4
-    assert engine.used_cells == 4
+        engine.sequences.remove(seq_id)
+    assert (engine.sequences.used_cells, engine.sequences.memory) == (10, {0: list(range(10))})
+    assert engine.sequences.cut(0, 4) == 4
+    assert engine.sequences.used_cells == 4
 
 
 def test_cells_beyond_the_last_are_an_error_or_are_reported() -> None:
@@ -42,17 +42,21 @@ def test_cells_beyond_the_last_are_an_error_or_are_reported() -> None:
     prefill(engine, 0, [1, 2, 3, 4, 5])
     result = prefill(engine, 1, [1, 2, 3, 4])
     assert (result.no_room, result.n_past, result.error, result.token) == (True, 0, None, None)
-    engine.remove(0)
+    engine.sequences.remove(0)
     assert not prefill(engine, 1, [1, 2, 3, 4]).no_room
     assert engine.computed == 9
 
 
 def test_a_stream_has_cells_of_its_own() -> None:
     engine = FakeEngine(n_ctx=40, n_seq_max=4, kv_unified=False)
-    assert (engine.cells_per_sequence, engine.n_sequences, engine.in_blocks) == (10, 4, False)
+    assert (engine.sequences.cells_per_sequence, engine.sequences.n_sequences, engine.sequences.in_blocks) == (
+        10,
+        4,
+        False,
+    )
     prefill(engine, 0, list(range(8)))
-    assert engine.copy(0, 3, 5) == 5
-    assert engine.used_cells == 13
+    assert engine.sequences.copy(0, 3, 5) == 5
+    assert engine.sequences.used_cells == 13
     with pytest.raises(AssertionError, match="3 cells are needed"):
         prefill(engine, 0, list(range(11)), n_past=8)
 
@@ -61,22 +65,22 @@ def test_blocks_hold_the_tokens_that_they_were_made_of() -> None:
     engine = FakeEngine()
     tokens = list(range(100, 120))
     prefill(engine, 0, tokens)
-    blocks = [engine.save(0, start, start + 8) for start in (0, 8)]
-    engine.remove(0)
-    assert engine.load(1, 0, 8, blocks[0], 0)
-    assert engine.load(1, 8, 11, blocks[1], 8)
-    assert engine.memory == {1: tokens[:11]}
-    assert engine.cut(1, 9) == 9
-    assert engine.load(1, 9, 16, blocks[1], 8)
+    blocks = [engine.sequences.save(0, start, start + 8) for start in (0, 8)]
+    engine.sequences.remove(0)
+    assert engine.sequences.load(1, 0, 8, blocks[0], 0)
+    assert engine.sequences.load(1, 8, 11, blocks[1], 8)
+    assert engine.sequences.memory == {1: tokens[:11]}
+    assert engine.sequences.cut(1, 9) == 9
+    assert engine.sequences.load(1, 9, 16, blocks[1], 8)
     assert prefill(engine, 1, tokens, n_past=16).token is not None
     assert engine.computed == 24
-    assert [call[0] for call in engine.calls] == ["save", "save", "load", "load", "load"]
+    assert [call[0] for call in engine.sequences.calls] == ["save", "save", "load", "load", "load"]
 
 
 def test_a_block_of_other_tokens_is_noticed_by_the_next_batch() -> None:
     engine = FakeEngine()
     prefill(engine, 0, [1, 2, 3, 4])
-    assert engine.load(1, 0, 4, engine.save(0, 0, 4), 0)
+    assert engine.sequences.load(1, 0, 4, engine.sequences.save(0, 0, 4), 0)
     with pytest.raises(AssertionError, match="holds other tokens"):
         prefill(engine, 1, [1, 2, 9, 4, 5], n_past=4)
 
@@ -84,55 +88,55 @@ def test_a_block_of_other_tokens_is_noticed_by_the_next_batch() -> None:
 def test_data_that_are_not_right_and_want_of_room_are_refused() -> None:
     engine = FakeEngine(n_ctx=16)
     prefill(engine, 0, list(range(10)))
-    data = engine.save(0, 0, 10)
-    for bad in (b"", b"noise" * 20, data[:-1], engine.save(0, 1, 10)):
-        assert not engine.load(1, 0, 9, bad, 0)
-    assert not engine.load(1, 0, 10, data, 0)
-    engine.remove(0)
-    assert not engine.load(1, 0, 11, data, 0)
-    engine.fail_loads()
-    assert [engine.load(1, 0, 10, data, 0) for _ in range(2)] == [False, True]
-    assert engine.used_cells == 10
+    data = engine.sequences.save(0, 0, 10)
+    for bad in (b"", b"noise" * 20, data[:-1], engine.sequences.save(0, 1, 10)):
+        assert not engine.sequences.load(1, 0, 9, bad, 0)
+    assert not engine.sequences.load(1, 0, 10, data, 0)
+    engine.sequences.remove(0)
+    assert not engine.sequences.load(1, 0, 11, data, 0)
+    engine.sequences.fail_loads()
+    assert [engine.sequences.load(1, 0, 10, data, 0) for _ in range(2)] == [False, True]
+    assert engine.sequences.used_cells == 10
 
 
 def test_a_save_may_be_told_to_fail() -> None:
     engine = FakeEngine()
     prefill(engine, 0, [1, 2, 3])
-    engine.fail_saves()
+    engine.sequences.fail_saves()
     with pytest.raises(EngineError):
-        engine.save(0, 0, 3)
-    assert engine.save(0, 0, 3)
+        engine.sequences.save(0, 0, 3)
+    assert engine.sequences.save(0, 0, 3)
 
 
 def test_where_memory_cannot_be_cut_only_whole_sequences_are_used() -> None:
     engine = FakeEngine(can_cut=False)
     prefill(engine, 0, [1, 2, 3])
     with pytest.raises(AssertionError, match="cannot be shared"):
-        engine.copy(0, 1, 2)
+        engine.sequences.copy(0, 1, 2)
     with pytest.raises(AssertionError, match="not all of"):
-        engine.save(0, 0, 2)
-    data = engine.save(0, 0, 3)
+        engine.sequences.save(0, 0, 2)
+    data = engine.sequences.save(0, 0, 3)
     with pytest.raises(AssertionError, match="only all"):
-        engine.load(1, 0, 2, data, 0)
-    assert engine.load(1, 0, 3, data, 0)
-    assert engine.copy(0, 2, 3) == 3
-    assert engine.cut(0, 2) == 0
-    assert engine.memory == {1: [1, 2, 3], 2: [1, 2, 3]}
+        engine.sequences.load(1, 0, 2, data, 0)
+    assert engine.sequences.load(1, 0, 3, data, 0)
+    assert engine.sequences.copy(0, 2, 3) == 3
+    assert engine.sequences.cut(0, 2) == 0
+    assert engine.sequences.memory == {1: [1, 2, 3], 2: [1, 2, 3]}
 
 
 def test_what_nobody_should_ask_for_is_an_error() -> None:
     engine = FakeEngine(n_seq_max=4)
-    assert engine.n_sequences == 3
+    assert engine.sequences.n_sequences == 3
     prefill(engine, 0, [1, 2, 3])
     wrong: list[Callable[[], object]] = [
-        lambda: engine.copy(0, 3, 1),
-        lambda: engine.copy(0, 1, 4),
-        lambda: engine.copy(0, 0, 1),
-        lambda: engine.save(0, 2, 4),
-        lambda: engine.save(0, 2, 2),
-        lambda: engine.load(0, 2, 3, b"", 0),
-        lambda: engine.load(0, 3, 4, b"", 4),
-        lambda: engine.remove(-1),
+        lambda: engine.sequences.copy(0, 3, 1),
+        lambda: engine.sequences.copy(0, 1, 4),
+        lambda: engine.sequences.copy(0, 0, 1),
+        lambda: engine.sequences.save(0, 2, 4),
+        lambda: engine.sequences.save(0, 2, 2),
+        lambda: engine.sequences.load(0, 2, 3, b"", 0),
+        lambda: engine.sequences.load(0, 3, 4, b"", 4),
+        lambda: engine.sequences.remove(-1),
     ]
     for call in wrong:
         with pytest.raises(AssertionError):
@@ -142,19 +146,19 @@ def test_what_nobody_should_ask_for_is_an_error() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_count_of_cells_is_that_of_a_plain_model(seed: int) -> None:
     rng, engine = random.Random(seed), FakeEngine(n_ctx=60, n_seq_max=8)
-    cells: dict[int, list[object]] = {seq_id: [] for seq_id in range(engine.n_sequences)}
+    cells: dict[int, list[object]] = {seq_id: [] for seq_id in range(engine.sequences.n_sequences)}
     for _ in range(400):
-        seq_id, other = rng.sample(range(engine.n_sequences), 2)
+        seq_id, other = rng.sample(range(engine.sequences.n_sequences), 2)
         n = rng.randint(0, len(cells[seq_id]))
         action = rng.choice(["append", "copy", "cut"])
-        if action == "append" and engine.has_room(seq_id, 5):
-            engine.append(seq_id, [1] * 5)
+        if action == "append" and engine.sequences.has_room(seq_id, 5):
+            engine.sequences.append(seq_id, [1] * 5)
             cells[seq_id] += [object() for _ in range(5)]
         elif action == "copy":
-            engine.remove(other)
-            engine.copy(seq_id, other, n)
+            engine.sequences.remove(other)
+            engine.sequences.copy(seq_id, other, n)
             cells[other] = cells[seq_id][:n]
         elif action == "cut":
-            engine.cut(seq_id, n)
+            engine.sequences.cut(seq_id, n)
             del cells[seq_id][n:]
-        assert engine.used_cells == len({id(cell) for held in cells.values() for cell in held}) <= 60
+        assert engine.sequences.used_cells == len({id(cell) for held in cells.values() for cell in held}) <= 60

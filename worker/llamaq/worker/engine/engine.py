@@ -16,7 +16,6 @@ from typing import Any
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.vocab.vocab import Vocab
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
-from llamaq.worker.core.kv_data import Allocate, Data, nothing_ready
 from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import NO_ROOM, SUCCESS, Context, ContextOptions, Model
 
@@ -33,73 +32,26 @@ class Engine:
         self.model = model
         self.context = Context(self.model, options)
         self.vocab = Vocab.of_model(self.model.pointer)
-        self.n_ctx = self.context.n_ctx
-        self.n_batch = self.context.n_batch
-        self.n_seq_max = self.context.n_seq_max
-        self.n_ctx_train = self.model.n_ctx_train
-        self.n_vocab = self.context.n_vocab
-        self._sequences = KvSequences(self.model, self.context)
-        self._apart: set[int] = set()
-        """Sequences that were in a failed batch and could not be put back."""
+        self.sequences = KvSequences(self.model, self.context)
+        self._n_vocab = self.context.n_vocab
 
     def run(self, batch: Batch) -> list[SlotResult]:
         """Decode a batch and sample where a slot's history is complete; one result for each part, in no set order."""
-        rejected = [result for part in batch.parts if (result := self._reject_bad_tokens(part))]
-        bad = {result.slot.index for result in rejected}
-        apart = [part for part in batch.parts if part.slot.index not in bad and _seq_id(part) in self._apart]
-        together = [part for part in batch.parts if part.slot.index not in bad and _seq_id(part) not in self._apart]
-        results = rejected
+        results: list[SlotResult] = []
+        together: list[Part] = []
+        alone: list[Part] = []
+        isolated = self.sequences.isolated
+        for part in batch.parts:
+            if (rejected := self._reject_bad_tokens(part)) is not None:
+                results.append(rejected)
+            elif _seq_id(part) in isolated:
+                alone.append(part)
+            else:
+                together.append(part)
         if together:
             results += self._run_together(together)
-        for part in apart:
-            results.append(self._run_alone(part))
+        results += [self._run_alone(part) for part in alone]
         return results
-
-    @property
-    def can_cut(self) -> bool:
-        """Whether a sequence can be used at less than its length."""
-        return self._sequences.can_cut
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether parts of a sequence can be saved and loaded; otherwise only all of it."""
-        return self._sequences.in_blocks
-
-    @property
-    def kv_unified(self) -> bool:
-        """Whether sequences share one pool of cells, and copies their cells."""
-        return self.context.kv_unified
-
-    @property
-    def cells_per_sequence(self) -> int:
-        """The most cells that one sequence can have."""
-        return self.context.cells_per_sequence
-
-    @property
-    def n_sequences(self) -> int:
-        """Sequence ids below this are for others; what is above, the engine needs itself."""
-        return self._sequences.n_sequences
-
-    def remove(self, seq_id: int) -> None:
-        """Forget a sequence's cells; removing an empty one is allowed."""
-        self._apart.discard(seq_id)
-        self._sequences.cut(seq_id, 0)
-
-    def copy(self, source: int, target: int, n_tokens: int) -> int:
-        """Give the empty sequence `target` the first `n_tokens` cells of `source`; `KvSequences.copy` says more."""
-        return self._sequences.copy(source, target, n_tokens)
-
-    def cut(self, seq_id: int, n_tokens: int) -> int:
-        """Keep the first `n_tokens` cells of a sequence; returns how many it holds then, 0 where it cannot be cut."""
-        return self._sequences.cut(seq_id, n_tokens)
-
-    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
-        """The cells [start, end) of a sequence. Raises `EngineError`; `KvSequences.save` says more."""
-        return self._sequences.save(seq_id, start, end, allocate)
-
-    def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
-        """Append the cells [start, end) of what was saved from `first` on; `KvSequences.load` says more."""
-        return self._sequences.load(seq_id, start, end, data, first)
 
     def close(self) -> None:
         """Free context and model; may be called twice."""
@@ -107,7 +59,9 @@ class Engine:
         self.model.close()
 
     def __repr__(self) -> str:
-        return f"<Engine {self.model.description!r} n_ctx={self.n_ctx} n_batch={self.n_batch} seqs={self.n_seq_max}>"
+        context = self.context
+        limits = f"n_ctx={context.n_ctx} n_batch={context.n_batch} seqs={context.n_seq_max}"
+        return f"<Engine {self.model.description!r} {limits}>"
 
     def _run_together(self, parts: Sequence[Part]) -> list[SlotResult]:
         status = self._decode(parts)
@@ -120,9 +74,9 @@ class Engine:
     def _run_alone(self, part: Part) -> SlotResult:
         """Decode one part by itself, or report that its cells were lost before."""
         run = part.slot.active
-        if not self._sequences.holds(run.seq_id, run.n_past):
-            self._apart.add(run.seq_id)
-            return SlotResult(part.slot, n_past=self.cut(run.seq_id, 0))
+        if not self.sequences.holds(run.seq_id, run.n_past):
+            self.sequences.isolated.add(run.seq_id)
+            return SlotResult(part.slot, n_past=self.sequences.cut(run.seq_id, 0))
         status = self._decode([part])
         if status == SUCCESS:
             return self._sample_all([part])[0]
@@ -131,7 +85,7 @@ class Engine:
         why = f"{part.n_tokens} tokens at {run.n_past} failed alone: llama_decode returned {status}"
         error = JobRejected(ErrorCode.DECODE_FAILED, why)
         logger.error("engine.job_failed id=%s: %s", run.job.id, error)
-        n_past = run.n_past if self._sequences.holds(run.seq_id, run.n_past) else 0
+        n_past = run.n_past if self.sequences.holds(run.seq_id, run.n_past) else 0
         return SlotResult(part.slot, n_past=n_past, error=error)
 
     def _decode(self, parts: Sequence[Part]) -> int:
@@ -140,7 +94,7 @@ class Engine:
         status = self.context.decode()
         if status not in (SUCCESS, NO_ROOM):
             for part in parts:
-                self.cut(_seq_id(part), part.slot.active.n_past)
+                self.sequences.cut(_seq_id(part), part.slot.active.n_past)
         return status
 
     def _fill(self, parts: Sequence[Part]) -> None:
@@ -184,10 +138,10 @@ class Engine:
     def _reject_bad_tokens(self, part: Part) -> SlotResult | None:
         run = part.slot.active
         tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
-        if min(tokens) >= 0 and max(tokens) < self.n_vocab:
+        if min(tokens) >= 0 and max(tokens) < self._n_vocab:
             return None
-        bad = next(token for token in tokens if not 0 <= token < self.n_vocab)
-        message = f"token {bad} is not in the vocabulary of {self.n_vocab}"
+        bad = next(token for token in tokens if not 0 <= token < self._n_vocab)
+        message = f"token {bad} is not in the vocabulary of {self._n_vocab}"
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
 
 

@@ -32,6 +32,9 @@ class KvSequences:
         self.can_cut = not model.is_recurrent and (not model.n_swa or context.swa_full)
         self.in_blocks = self.can_cut and context.kv_unified and context.has_scratch
         self.n_sequences = context.n_seq_max - 1 if self.in_blocks else context.n_seq_max
+        self.cells_per_sequence = context.cells_per_sequence
+        self.isolated: set[int] = set()
+        """Sequences that the engine decodes in a batch of their own, because a failed batch cost them their cells."""
         self._scratch = context.n_seq_max - 1
 
     def holds(self, seq_id: int, n_tokens: int) -> bool:
@@ -44,6 +47,11 @@ class KvSequences:
             # state. A state that is further on than the attention cells is seen by the first alone.
             return self._context.first_position(seq_id) == last
         return not self._n_swa or self._context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
+
+    def remove(self, seq_id: int) -> None:
+        """Empty a sequence, also one that is empty."""
+        self.isolated.discard(seq_id)
+        self.cut(seq_id, 0)
 
     def cut(self, seq_id: int, n_tokens: int) -> int:
         """Keep the first `n_tokens` cells; returns how many are held then, 0 where it cannot be cut there."""

@@ -54,21 +54,23 @@ def make_prefix_cache(settings: WorkerSettings, engine: Engine, model: Path) -> 
     """The cache and its tiers; raises `InvalidSettings` when `--cache-dir` cannot be used."""
     if not settings.cache_prompt:
         return NullPrefixCache(), NoOffload()
-    return RadixPrefixCache(can_cut=engine.can_cut), _make_tiers(settings, engine, model)
+    return RadixPrefixCache(can_cut=engine.sequences.can_cut), _make_tiers(settings, engine, model)
 
 
 def _make_tiers(settings: WorkerSettings, engine: Engine, model: Path) -> Offload:
     if not settings.cache_ram_mb and settings.cache_dir is None:
         return NoOffload()
     ram_bytes, disk_bytes = settings.cache_ram_mb * MIB, settings.cache_disk_mb * MIB
-    block_tokens = BLOCK_TOKENS if engine.in_blocks else None
-    memory = HostArena(ram_bytes, BLOCK_TOKENS) if ram_bytes and engine.in_blocks else None
+    block_tokens = BLOCK_TOKENS if engine.sequences.in_blocks else None
+    memory = HostArena(ram_bytes, BLOCK_TOKENS) if ram_bytes and engine.sequences.in_blocks else None
     if settings.cache_dir is None:
-        return BlockTransfers(BlockStore(block_tokens, ram_bytes, can_cut=engine.can_cut), engine, memory=memory)
-    tree = BlockStore(block_tokens, ram_bytes, disk_bytes, can_cut=engine.can_cut)
+        return BlockTransfers(
+            BlockStore(block_tokens, ram_bytes, can_cut=engine.sequences.can_cut), engine.sequences, memory=memory
+        )
+    tree = BlockStore(block_tokens, ram_bytes, disk_bytes, can_cut=engine.sequences.can_cut)
     files = DiskStore(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
     files.restore(tree)
-    return BlockTransfers(tree, engine, files, memory)
+    return BlockTransfers(tree, engine.sequences, files, memory)
 
 
 def make_saved_slots(settings: WorkerSettings, engine: Engine, model: Path) -> SavedSlots | None:
@@ -83,6 +85,6 @@ def held_cells(settings: WorkerSettings, engine: Engine) -> int:
     """How many cells kept sequences may hold beside running jobs."""
     if settings.held_cells is not None:
         return settings.held_cells
-    most = engine.n_ctx // HELD_SHARE
+    most = engine.context.n_ctx // HELD_SHARE
     is_next_tier_near = settings.cache_ram_mb and not (settings.n_gpu_layers and has_gpu())
     return min(most, HELD_CELLS) if is_next_tier_near else most

@@ -30,7 +30,7 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "format": FORMAT,
         "model": _file_hash(path, settings.cache_dir),
         "llama.cpp": VERSION,
-        "memory": [engine.in_blocks, engine.can_cut, engine.kv_unified],
+        "memory": [engine.sequences.in_blocks, engine.sequences.can_cut, engine.context.kv_unified],
         "gpu_layers": settings.n_gpu_layers > 0 and has_gpu(),
         "salt": settings.cache_salt,
     }

@@ -65,13 +65,13 @@ class WorkerProcess:
         scheduler = Scheduler(
             SlotPool(
                 settings.n_parallel,
-                engine.n_ctx,
-                engine.n_sequences,
+                engine.context.n_ctx,
+                engine.sequences.n_sequences,
                 similarity=settings.slot_prompt_similarity,
-                shares_cells=engine.kv_unified,
+                shares_cells=engine.context.kv_unified,
             ),
-            engine,
-            budget=engine.n_batch,
+            engine.sequences,
+            budget=engine.context.n_batch,
             chunk_size=settings.chunk_size,
             end_tokens=engine.vocab.end_tokens,
             strategy=strategy,
@@ -92,11 +92,11 @@ class WorkerProcess:
             engine.vocab,
             self._warden,
             settings.sampling,
-            context_limit=min(engine.cells_per_sequence, engine.n_ctx_train),
+            context_limit=min(engine.context.cells_per_sequence, engine.model.n_ctx_train),
             max_request_bytes=settings.max_request_bytes,
-            marks_system=not engine.can_cut,
+            marks_system=not engine.sequences.can_cut,
         )
-        states = SlotOperations(scheduler.memory, engine, tiers)
+        states = SlotOperations(scheduler.memory, engine.sequences, tiers)
         self._control = SlotCommandHandler(self._ticks, states, make_saved_slots(settings, engine, path))
         self._link = IoThread(settings, self.card, self._blob, preparer, self._ticks, self._telemetry, self._control)
         self._signals = 0
@@ -107,8 +107,8 @@ class WorkerProcess:
             worker=f"{host}-{os.getpid()}-{secrets.token_hex(3)}",
             queue=self._settings.queue,
             model=model,
-            n_ctx=engine.n_ctx,
-            n_ctx_train=engine.n_ctx_train,
+            n_ctx=engine.context.n_ctx,
+            n_ctx_train=engine.model.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,
             n_parallel=self._settings.n_parallel,
             quantization=engine.model.quantization,

@@ -4,7 +4,7 @@
 another, that a sequence belongs to one job and holds its tokens, that cells and batch keep their bounds.
 
     engine = FakeEngine(n_ctx=256)
-    scheduler = Scheduler(SlotPool(4, engine.n_ctx, 4), engine, budget=64, chunk_size=16,
+    scheduler = Scheduler(SlotPool(4, engine.sequences.n_ctx, 4), engine.sequences, budget=64, chunk_size=16,
                           end_tokens=engine.vocab.end_tokens)
     scheduler.submit(make_job("Hello", max_tokens=5))
     outputs = run_to_end(scheduler, engine)
@@ -141,7 +141,7 @@ def next_letter(history: Sequence[int]) -> int:
     return ord("a") + sum((at + 1) * token for at, token in enumerate(history, len(history))) % 26
 
 
-class FakeEngine(FakeMemory):
+class FakeEngine:
     """Runs batches without a model: the next token is a function of the history.
 
     Args:
@@ -167,7 +167,7 @@ class FakeEngine(FakeMemory):
         kv_unified: bool = True,
         reports_no_room: bool = False,
     ) -> None:
-        super().__init__(n_ctx=n_ctx, n_seq_max=n_seq_max, can_cut=can_cut, kv_unified=kv_unified)
+        self.sequences = FakeMemory(n_ctx=n_ctx, n_seq_max=n_seq_max, can_cut=can_cut, kv_unified=kv_unified)
         self.n_batch = n_batch
         self.n_ctx_train = n_ctx_train
         self.vocab = ByteVocab()
@@ -196,8 +196,8 @@ class FakeEngine(FakeMemory):
 
     def close(self) -> None:
         """Forget all cells."""
-        for seq_id in self.memory:
-            self.remove(seq_id)
+        for seq_id in self.sequences.memory:
+            self.sequences.remove(seq_id)
 
     # ---- what a test may have go wrong
 
@@ -220,13 +220,13 @@ class FakeEngine(FakeMemory):
         if error := self._failing.get(run.job.id):
             return SlotResult(slot, run.n_past, error=error)
         if run.job.id in self._losing:
-            n_left = min(self._losing.pop(run.job.id), self.n_held(run.seq_id))
-            return SlotResult(slot, self.cut(run.seq_id, n_left))
-        if self._reports_no_room and not self.has_room(run.seq_id, part.n_tokens):
+            n_left = min(self._losing.pop(run.job.id), self.sequences.n_held(run.seq_id))
+            return SlotResult(slot, self.sequences.cut(run.seq_id, n_left))
+        if self._reports_no_room and not self.sequences.has_room(run.seq_id, part.n_tokens):
             return SlotResult(slot, run.n_past, no_room=True)
-        self.append(run.seq_id, run.tokens[run.n_past : run.n_past + part.n_tokens])
+        self.sequences.append(run.seq_id, run.tokens[run.n_past : run.n_past + part.n_tokens])
         self.computed += part.n_tokens
-        n_past = self.n_held(run.seq_id)
+        n_past = self.sequences.n_held(run.seq_id)
         if n_past < len(run.tokens):
             return SlotResult(slot, n_past)
         try:
@@ -247,7 +247,7 @@ class FakeEngine(FakeMemory):
         if len({run.seq_id for run in runs}) < len(runs):
             raise AssertionError(f"a sequence stands in the batch twice: {batch}")
         for part, run in zip(batch.parts, runs, strict=True):
-            if self.tokens(run.seq_id) != run.tokens[: run.n_past]:
+            if self.sequences.tokens(run.seq_id) != run.tokens[: run.n_past]:
                 raise AssertionError(f"sequence {run.seq_id} holds other tokens than {part.slot!r} thinks")
             expected = SlotState.DECODE if isinstance(part, DecodeToken) else SlotState.PREFILL
             if part.slot.state is not expected or not 1 <= part.n_tokens <= run.n_pending:
