@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness import Figures, Plan, note, run, show
+from job_timings import median_of, spread
 from llamaq.worker.settings import WorkerSettings
-from workload import Prompts, median_of, spread
+from workload import Prompts
 
 _discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 

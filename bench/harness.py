@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import models
+import random_models
 from llamaq.common.errors import LlamaqError, ModelError
 from llamaq.common.protocol.queue_state import Worker
 from llamaq.producer import AsyncClient
@@ -95,7 +95,7 @@ def run(measure: Callable[[Plan], Figures]) -> None:
     """The command line of a benchmark: measure, then print the line of JSON. Leaves no process behind."""
 
     def main(
-        model: Annotated[str, typer.Option(help=f"{' | '.join(models.SHAPES)} | demo | a GGUF file")] = "",
+        model: Annotated[str, typer.Option(help=f"{' | '.join(random_models.SHAPES)} | demo | a GGUF file")] = "",
         quick: Annotated[bool, typer.Option(help="A smoke run of seconds; its figures mean nothing.")] = False,
         rounds: Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")] = 3,
         n_threads: Annotated[int, typer.Option(min=0, help="Of llama.cpp; 0: all cores but one.")] = 0,
@@ -128,8 +128,8 @@ def emit(result: Mapping[str, Any]) -> None:
 
 def find_model(name: str) -> Path:
     """The file of a named random-weight model, of the demo model, or a path. Raises `ModelError`."""
-    if name in models.SHAPES:
-        return models.ensure(name)
+    if name in random_models.SHAPES:
+        return random_models.ensure(name)
     path = demo_model() if name == "demo" else Path(name).expanduser()
     if not path.is_file():
         raise ModelError(f"--model: no model is named {name!r}, and there is no such file")

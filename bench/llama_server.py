@@ -29,9 +29,9 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from harness import JOB_TIMEOUT_S, START_TIMEOUT_S
+from job_timings import Answer, Timeline
 from llamaq.common.errors import LlamaqError
 from llamaq.worker.settings import WorkerSettings
-from workload import Answer, Timeline
 
 PYTHON = "LLAMAQ_BENCH_PEER"
 """Environment variable: the python of an environment with xllamacpp. `make bench-peers` makes one and sets it."""
@@ -144,7 +144,7 @@ def llama_server(settings: WorkerSettings) -> Iterator[LlamaServer | None]:
 def _start(python: str, log: BinaryIO) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            [python, str(Path(__file__).with_name("peer_server.py"))],
+            [python, str(Path(__file__).with_name("llama_server_main.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

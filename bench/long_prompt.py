@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import Figures, Plan, note, run, show, stack
+from job_timings import Timeline, median_of, spread
 from llamaq.producer import AsyncClient
-from workload import Prompts, Timeline, follow, greedy, median_of, spread
+from workload import Prompts, follow, greedy
 
 TICKS_FILE = "BENCH_TICKS_FILE"
 """Environment variable: where the hook of a worker writes its ticks."""

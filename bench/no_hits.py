@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bookkeeping import HOOK, Totals, read_totals, watched
+from cpu_clock import CpuClock
+from engine_thread_time import HOOK, Totals, read_totals, watched
 from harness import Figures, Plan, Stack, note, run, show
 from llamaq.common.protocol.queue_state import CacheSnapshot
 from llamaq.producer import AsyncClient
 from llamaq.worker.settings import WorkerSettings
 from systems import Round, Side, Sides, figures_of, over_rounds, said, sides, verdict
-from workload import CpuClock, Prompts
+from workload import Prompts
 
 NULL, DEFAULT = "null", "default"
 WALL_TARGET, SHARE_TARGET = 1.10, 0.01

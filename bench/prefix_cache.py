@@ -13,8 +13,9 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from harness import Figures, Plan, note, run, show
+from job_timings import Answer, median_of
 from systems import PEER, Side, Sides, range_of, sides, verdict
-from workload import Answer, Prompts, median_of
+from workload import Prompts
 
 N_FIRST, QUICK_N_FIRST = 256, 64
 N_NEXT, QUICK_N_NEXT = 48, 16

@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 from bare_loop import BareLoop, BareRun
+from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show, stack
+from job_timings import Timeline, median_of, spread, summarize
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer import AsyncClient
-from workload import CpuClock, Prompts, Timeline, follow, greedy, median_of, spread, summarize
+from workload import Prompts, follow, greedy
 
 N_IN, N_OUT, QUICK_N_OUT = 64, 128, 16
 N_JOBS, QUICK_N_JOBS = 10, 2

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
+from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show, stack
+from job_mixes import Bulk, Interactive
+from job_timings import median_of
 from llamaq.worker.plugins import BUILT_IN
-from mixes import Bulk, Interactive
-from workload import CpuClock, Prompts, median_of
+from workload import Prompts
 
 N_PARALLEL = 8
 

@@ -11,10 +11,11 @@ from itertools import pairwise
 from typing import Protocol
 
 from harness import Figures, Stack, note, stack
+from job_timings import Answer, median_of, summarize
 from llama_server import PYTHON, LlamaServer, llama_server
 from llamaq.producer import AsyncClient
 from llamaq.worker.settings import WorkerSettings
-from workload import Answer, follow_all, greedy, median_of, summarize
+from workload import follow_all, greedy
 
 PEER = "llama-server"
 """The peer's name among the sides; workers have their queue's."""

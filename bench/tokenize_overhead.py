@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show, stack
+from job_mixes import Interactive
+from job_timings import median_of
 from llamaq.producer import Tokenizer
-from mixes import Interactive
-from workload import CpuClock, Prompt, Prompts, median_of
+from workload import Prompt, Prompts
 
 N_PARALLEL = 8
 N_USERS, JOBS_PER_USER, USER_IN, USER_OUT = 4, 3, 32, 128

@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 from bare_loop import BareLoop
+from cpu_clock import CpuClock
 from harness import Figures, Plan, Stack, note, run, show, stack
+from job_timings import median_of, summarize
 from llamaq.common.protocol.job_request import JobOptions
-from workload import CpuClock, Prompts, follow_all, greedy, median_of, sampled, summarize
+from workload import Prompts, follow_all, greedy, sampled
 
 N_PARALLEL = 32
 NUMBERS, QUICK_NUMBERS = (1, 4, 8, 16, 32), (1, 4)

@@ -38,7 +38,7 @@ from llamaq.tools.random_gguf import (
 
 Logits = npt.NDArray[np.float32]
 
-BENCH_MODELS = Path(__file__).parents[2] / "bench" / "models.py"
+BENCH_MODELS = Path(__file__).parents[2] / "bench" / "random_models.py"
 LARGE_N_VOCAB = 151_936
 N_CTX = 1024
 PROMPT = [72, 101, 108, 108, 111, 300, 310, 320, 128, 129, 130, 131, 400, 410, 420, 430] * 2

@@ -1,6 +1,6 @@
 """How a worker's engine thread spends its time, measured in the worker's own process by a hook.
 
-`hooks=("bookkeeping:record",)` and `watched()` around the start of the workers; `read_totals` then says what the engine
+`hooks=("engine_thread_time:record",)` and `watched()` around the start of the workers; `read_totals` then says what the engine
 thread of one of them did so far. Stopwatches stand around every public method of `Scheduler` (what is decided), of
 `KvMemory` (the part of it that is about KV cells: slots, sequences, prefix cache, tiers), around `Engine.run`
 (llama.cpp and sampling), and around the methods of `KvSequences` that move cells: copy, cut, remove, save, load.
@@ -26,7 +26,7 @@ from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.scheduling.scheduler import Scheduler
 
-HOOK = "bookkeeping:record"
+HOOK = "engine_thread_time:record"
 FOLDER = "BENCH_TOTALS_FOLDER"
 """Environment variable: where each worker's process writes its totals."""
 WAIT_S = 10.0

@@ -1,4 +1,4 @@
-"""Random-weight models in the shape of named ones, for benchmarks: `python bench/models.py qwen3-0.6b`.
+"""Random-weight models in the shape of named ones, for benchmarks: `python bench/random_models.py qwen3-0.6b`.
 
 They run as fast as the models they are shaped after, need no download, and never stop by themselves. Each is written
 once per checkout, under `.cache/models/`. The last line printed is JSON: name, bytes, seconds (next to none where the

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from job_timings import Timeline, summarize
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer import AsyncClient
-from workload import Prompt, Timeline, follow, greedy, summarize
+from workload import Prompt, follow, greedy
 
 
 @dataclass(slots=True)
