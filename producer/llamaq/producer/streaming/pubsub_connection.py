@@ -10,12 +10,14 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
+from llamaq.common.backoff import Backoff
+
 log = logging.getLogger(__name__)
 
 PING_S = 5.0
 """A connection that carries nothing is asked for a sign of life this often, and given up after twice the time."""
-BACKOFF_S = (0.05, 2.0)
-"""The first and the longest pause before connecting again."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
+"""The first and the longest delay before the connection is opened again."""
 MESSAGES_PER_TURN = 64
 """A flood of messages must not keep the event loop from everyone else."""
 
@@ -59,18 +61,19 @@ class PubSubConnection:
         self._changed.set()
 
     async def _stay_connected(self) -> None:
-        pause_s = BACKOFF_S[0]
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
             connection = self._make_connection()
             try:
                 await self._serve(connection)
             except* (RedisError, OSError) as errors:
                 log.warning("subscriber.disconnected error=%s", errors.exceptions[0])
-                pause_s = BACKOFF_S[0] if self.confirmed else min(2 * pause_s, BACKOFF_S[1])
+                if self.confirmed:
+                    backoff.reset()
             finally:
                 self.confirmed.clear()
                 await connection.disconnect(nowait=True)
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(backoff.next_delay_s())
 
     async def _serve(self, connection: AbstractConnection) -> None:
         await connection.connect()  # type: ignore[no-untyped-call]

@@ -1,0 +1,43 @@
+"""Asyncio tasks that run in the background until they end, or until their owner ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from llamaq.common.cancel_tasks import cancel_tasks
+
+T = TypeVar("T")
+
+
+class BackgroundTasks:
+    """The background tasks of one owner.
+
+    The event loop keeps only weak references to tasks, so a task without an owner may be garbage collected while it
+    runs.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` as a task and return the task. A task that has ended is dropped."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def wait(self) -> None:
+        """Wait until all tasks have ended. Their errors are dropped."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait until they have ended. Their errors are dropped."""
+        await cancel_tasks(*self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __repr__(self) -> str:
+        return f"<BackgroundTasks {len(self._tasks)} running>"

@@ -1,0 +1,41 @@
+"""Background tasks are kept until they end, and end with their owner."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from llamaq.common.background_tasks import BackgroundTasks
+
+
+async def test_a_started_task_is_kept_until_it_has_ended() -> None:
+    tasks = BackgroundTasks()
+    release = asyncio.Event()
+    task = tasks.start(release.wait())
+    await asyncio.sleep(0)
+    assert (len(tasks), repr(tasks)) == (1, "<BackgroundTasks 1 running>")
+    release.set()
+    assert await task is True
+    await asyncio.sleep(0)
+    assert len(tasks) == 0
+
+
+async def test_waiting_ends_with_the_last_task_and_drops_errors() -> None:
+    async def fail() -> None:
+        raise RuntimeError("expected")
+
+    tasks = BackgroundTasks()
+    failing = tasks.start(fail())
+    passing = tasks.start(asyncio.sleep(0.01, "done"))
+    await tasks.wait()
+    assert passing.result() == "done"
+    with pytest.raises(RuntimeError, match="expected"):
+        failing.result()
+
+
+async def test_cancelled_tasks_have_ended_afterwards() -> None:
+    tasks = BackgroundTasks()
+    task = tasks.start(asyncio.sleep(60))
+    await tasks.cancel()
+    assert task.cancelled()
