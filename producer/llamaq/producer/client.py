@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from redis.exceptions import RedisError, ResponseError
 
+from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import (
     DeadLetterNotFound,
     InvalidRequest,
@@ -27,17 +28,16 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions, JobRequest, Message
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
-from llamaq.common.protocol.keys import JobId, Keys
+from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
-from llamaq.common.protocol.scripts import Refused, Scripts
+from llamaq.common.protocol.scripts import Refused
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFile, SlotReply, WorkerSlots
-from llamaq.common.redis.connect import connect
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.common.settings import client_settings
+from llamaq.producer.connection import Connection
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.queries import dead_letters, queue_snapshots, slot_commands
-from llamaq.producer.streaming.subscriber import Subscriber
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -83,11 +83,12 @@ class AsyncClient:
             max_request_bytes=max_request_bytes,
         )
         self.queue = self.settings.queue
-        self.keys = Keys(self.settings.key_prefix)
-        self.redis = connect(self.settings.redis_url, name="llamaq-client")
-        self.subscriber = Subscriber(self.redis)
-        self._scripts = Scripts(self.redis, self.keys)
-        self._background: set[asyncio.Task[Any]] = set()
+        self.connection = Connection.of(self.settings)
+        self.keys = self.connection.keys
+        self.redis = self.connection.redis
+        self.subscriber = self.connection.subscriber
+        self._scripts = self.connection.scripts
+        self._background = BackgroundTasks()
 
     def __repr__(self) -> str:
         return f"<AsyncClient queue={self.queue!r} {self.subscriber!r}>"
@@ -102,9 +103,8 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """Send the cancellations that are still on their way, and close all connections. Jobs go on."""
-        await asyncio.gather(*self._background, return_exceptions=True)
-        await self.subscriber.aclose()
-        await self.redis.aclose()
+        await self._background.wait()
+        await self.connection.aclose()
 
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a prompt and wait for its result, at most `timeout` seconds (None: the client's `timeout_s`).
@@ -163,14 +163,11 @@ class AsyncClient:
 
     def job(self, job_id: str) -> AsyncJob:
         """The handle of a job submitted before, by anyone, also on another queue. Raises `InvalidRequest`."""
-        return AsyncJob(self, job_id)
+        return AsyncJob(self.connection, job_id)
 
     async def cancel(self, job_id: str) -> bool:
         """Ask for a job's end; False when it had ended already. Raises `JobNotFound`, `InvalidRequest`."""
-        code = await self._scripts.cancel(job_id)
-        if code == "gone":
-            raise JobNotFound(job_id)
-        return code != "done"
+        return await self.job(job_id).cancel()
 
     async def queue_depth(self) -> QueueDepth:
         """How many jobs wait and how many are with a worker."""
@@ -311,7 +308,7 @@ class AsyncClient:
         if isinstance(outcome, Refused):
             raise QueueFull(job_id.queue, outcome.depth, outcome.max_queue, await self._estimate_wait(outcome.depth))
         log.debug("job.submitted id=%s existing=%s bytes=%d", outcome.job_id, outcome.existing, len(payload))
-        return AsyncJob(self, outcome.job_id, is_new=not outcome.existing)
+        return AsyncJob(self.connection, outcome.job_id, is_new=not outcome.existing)
 
     async def _estimate_wait(self, depth: int) -> float | None:
         """For a job behind `depth` others of its partition; the rate is that of all partitions."""
@@ -322,11 +319,11 @@ class AsyncClient:
 
     async def _submit_owned(self, request: JobRequest) -> AsyncJob:
         """Submit so that a caller who is cancelled meanwhile leaves no job behind."""
-        submitting = self._spawn(self._submit(request))
+        submitting = self._background.start(self._submit(request))
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            self._spawn(self._abandon_when_submitted(submitting))
+            self._background.start(self._abandon_when_submitted(submitting))
             raise
 
     async def _generate(self, request: JobRequest, timeout: float | None) -> Result:
@@ -337,7 +334,7 @@ class AsyncClient:
             await self._abandon(job)
             raise await self._explain_timeout(exc) from exc
         except (asyncio.CancelledError, RedisError, OSError):
-            self._spawn(self._abandon(job))
+            self._background.start(self._abandon(job))
             raise
 
     async def _stream(self, request: JobRequest, timeout: float | None) -> AsyncGenerator[Chunk, None]:
@@ -357,7 +354,7 @@ class AsyncClient:
             await chunks.aclose()
             if not has_ended:
                 # A task of its own: whoever closes this stream may be cancelled meanwhile.
-                await asyncio.shield(self._spawn(self._abandon(job)))
+                await asyncio.shield(self._background.start(self._abandon(job)))
 
     async def _explain_timeout(self, exc: ResultTimeout) -> LlamaqError:
         return exc if await self.workers() else NoWorker(self.queue)
@@ -375,9 +372,3 @@ class AsyncClient:
 
     async def _abandon_when_submitted(self, submitting: asyncio.Task[AsyncJob]) -> None:
         await self._abandon(await submitting)
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task

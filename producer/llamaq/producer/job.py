@@ -1,111 +1,147 @@
-"""A submitted job, as its owner or anyone who knows its id sees it."""
+"""The handle of a submitted job, and the chunks that its stream yields."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from llamaq.common.errors import JobFailed, ResultTimeout
+from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
 from llamaq.common.protocol.job_events import Failed, Finished, Tokens
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_status import JobStatus
+from llamaq.producer.connection import Connection
 from llamaq.producer.queries.job_records import read_result, read_status
 from llamaq.producer.streaming.event_readers import EndWaiter, EventReader, Position
-
-if TYPE_CHECKING:
-    from llamaq.producer.client import AsyncClient
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a stream. All chunks of a job joined are its whole text and all its tokens.
+    """One piece of a stream. The chunks of a job joined in order are its whole text and all its tokens.
 
-    Text trails tokens where a character or a possible stop string is incomplete, so either may be empty.
+    Either part may be empty: the text of a token is sent later where it ends inside a character or may begin a stop
+    string.
     """
 
     text: str
+    """New text since the previous chunk."""
     tokens: tuple[int, ...]
+    """New token ids since the previous chunk."""
     index: int
-    """0, 1, 2, …: counts the chunks that this stream yielded."""
+    """Number of this chunk within this stream, from 0 on."""
     offset: int
-    """Position of the first token in the job's output."""
+    """Position of the first token of `tokens` among all generated tokens of the job, from 0 on."""
 
 
 class AsyncJob:
-    """A handle: it holds an id and a client, nothing else, and may be made at any time in any process."""
+    """A handle to a job. It has no state besides the job id, so any process may create one at any time.
 
-    def __init__(self, client: AsyncClient, job_id: str, *, is_new: bool = False) -> None:
+    `AsyncClient.submit` and `AsyncClient.job` return handles.
+    """
+
+    def __init__(self, connection: Connection, job_id: str, *, is_new: bool = False) -> None:
         self.id = job_id
+        """The job id. It names the queue and the partition too, so it is all that another process needs."""
         self.is_new = is_new
-        """Whether this submit made the job; False where an idempotency key had one, and after `client.job()`."""
-        self._client = client
-        self._keys = client.keys.of_job(job_id)
+        """Whether this submit created the job. False where its idempotency key had a job, and after `client.job()`."""
+        self._connection = connection
+        self._keys = connection.keys.of_job(job_id)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id}>"
 
     async def status(self) -> JobStatus:
-        """Where the job is. Raises `JobNotFound`."""
-        return await read_status(self._client.redis, self._keys, self.id)
+        """Return a snapshot of the job: its state, attempts, worker and times.
+
+        Raises:
+            JobNotFound: The id is wrong, or the result has expired.
+        """
+        return await read_status(self._connection.redis, self._keys, self.id)
 
     async def cancel(self) -> bool:
-        """Ask for the job's end; False when it had ended already. Raises `JobNotFound`.
+        """Request the job's cancellation.
 
-        A waiting job ends at once, a running one within a few ticks; both keep what they generated.
+        A waiting job finishes at once, a running one within a few ticks. Both keep what they generated.
+
+        Returns:
+            True if the job will be cancelled, False if it had already finished or failed.
+
+        Raises:
+            JobNotFound: The id is wrong, or the result has expired.
         """
-        return await self._client.cancel(self.id)
+        code = await self._connection.scripts.cancel(self.id)
+        if code == "gone":
+            raise JobNotFound(self.id)
+        return code != "done"
 
     async def result(self, *, timeout: float | None = None) -> Result:
-        """Wait until the job has ended, at most `timeout` seconds (None: the client's `timeout_s`).
+        """Wait for the job to finish and return its result. A timeout does not cancel the job.
 
-        The job goes on when the time is over. Raises `ResultTimeout`, `JobFailed`, `JobNotFound`.
+        Args:
+            timeout: Longest wait in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The text, tokens, finish reason and stats of the job.
+
+        Raises:
+            ResultTimeout: The job has not finished in time.
+            JobFailed: The job failed; `code` and `message` give the reason.
+            JobNotFound: The id is wrong, or the result has expired.
         """
         if not self.is_new and (await self.status()).state in (JobState.FINISHED, JobState.FAILED):
-            return await read_result(self._client.redis, self._keys, self.id)
-        limit_s = self._client.settings.timeout_s if timeout is None else timeout
-        waiter = EndWaiter(self._client.redis, self._keys, self.id)
+            return await read_result(self._connection.redis, self._keys, self.id)
+        timeout_s = self._connection.timeout_s(timeout)
+        waiter = EndWaiter(self._connection.redis, self._keys, self.id)
         try:
-            async with asyncio.timeout(limit_s):
-                with self._client.subscriber.listening(waiter):
+            async with asyncio.timeout(timeout_s):
+                with self._connection.subscriber.listening(waiter):
                     await waiter.wait()
         except TimeoutError as exc:
-            raise ResultTimeout(f"job {self.id} has not ended within {limit_s:g} s; it goes on") from exc
-        return await read_result(self._client.redis, self._keys, self.id)
+            raise ResultTimeout(f"job {self.id} has not finished within {timeout_s:g} s; it was not cancelled") from exc
+        return await read_result(self._connection.redis, self._keys, self.id)
 
     async def stream(self, *, timeout: float | None = None) -> AsyncGenerator[Chunk, None]:
-        """All of the job's chunks from the first one, also when it ran or ended long ago.
+        """Yield all chunks of the job from its first token on, also when it started or finished earlier.
 
-        `timeout` is how many seconds one chunk may take (None: the client's `timeout_s`). Leaving early does not
-        cancel the job. A job submitted with `stream=False` gives one chunk. Raises `ResultTimeout`, `JobFailed`,
-        `JobNotFound`.
+        Several readers may stream one job. Closing the iterator early does not cancel the job.
+
+        Args:
+            timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
+
+        Yields:
+            The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
+
+        Raises:
+            ResultTimeout: No chunk arrived in time. The job is not cancelled.
+            JobFailed: The job failed; `code` and `message` give the reason.
+            JobNotFound: The id is wrong, or the result has expired.
         """
         if not self.is_new:
-            await self.status()  # an unknown id, or a Redis that does not answer, shows at once
-        limit_s = self._client.settings.timeout_s if timeout is None else timeout
-        reader = EventReader(self._client.redis, self._keys, self.id)
+            await self.status()  # raises at once for an unknown id and for an unreachable Redis
+        timeout_s = self._connection.timeout_s(timeout)
+        reader = EventReader(self._connection.redis, self._keys, self.id)
         index = 0
-        with self._client.subscriber.listening(reader):
+        with self._connection.subscriber.listening(reader):
             while True:
                 try:
-                    async with asyncio.timeout(limit_s):
+                    async with asyncio.timeout(timeout_s):
                         event = await reader.next_event()
                 except TimeoutError as exc:
-                    raise ResultTimeout(f"job {self.id} gave nothing for {limit_s:g} s; it goes on") from exc
+                    message = f"job {self.id} has sent no chunk for {timeout_s:g} s; it was not cancelled"
+                    raise ResultTimeout(message) from exc
                 if not isinstance(event, Tokens):
                     break
                 yield Chunk(event.text, event.tokens, index, event.offset)
                 index += 1
         if isinstance(event, Failed):
             raise JobFailed(event.code, event.message, self.id)
-        rest = await self._rest_after(reader.position, event)
+        rest = await self._read_rest(reader.position, event)
         if rest is not None:
             yield Chunk(rest.text, rest.tokens, index, rest.offset)
 
-    async def _rest_after(self, position: Position, end: Finished) -> Tokens | None:
-        """What the result has and the events had not: all of it for a job without per-token events."""
+    async def _read_rest(self, position: Position, end: Finished) -> Tokens | None:
+        """Return the output after `position`, which no event held: all of it for a job without per-token events."""
         if end.stats.generated_tokens <= position.tokens:
             return None
-        result = await read_result(self._client.redis, self._keys, self.id)
+        result = await read_result(self._connection.redis, self._keys, self.id)
         return position.advance(Tokens(offset=0, tokens=result.tokens, text_offset=0, text=result.text))

@@ -273,4 +273,4 @@ class Job:
 
     def _enter(self) -> tuple[BlockingPortal, AsyncJob]:
         portal = self._client._enter()
-        return portal, AsyncJob(portal.client, self.id, is_new=self.is_new)
+        return portal, AsyncJob(portal.client.connection, self.id, is_new=self.is_new)

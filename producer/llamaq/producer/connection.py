@@ -1,0 +1,40 @@
+"""What all calls of one client share: its settings, its Redis connections and its subscriber."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.scripts import Scripts
+from llamaq.common.redis.connect import connect
+from llamaq.common.settings import ClientSettings
+from llamaq.producer.streaming.subscriber import Subscriber
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The connection of one client to Redis, and its settings."""
+
+    settings: ClientSettings
+    redis: Redis
+    keys: Keys
+    scripts: Scripts
+    subscriber: Subscriber
+
+    @classmethod
+    def of(cls, settings: ClientSettings) -> Connection:
+        """Return a connection with these settings. Redis is contacted by the first call that needs it."""
+        redis = connect(settings.redis_url, name="llamaq-client")
+        keys = Keys(settings.key_prefix)
+        return cls(settings, redis, keys, Scripts(redis, keys), Subscriber(redis))
+
+    def timeout_s(self, timeout_s: float | None) -> float:
+        """Return the timeout of one call: `timeout_s`, or the client's own where it is None."""
+        return self.settings.timeout_s if timeout_s is None else timeout_s
+
+    async def aclose(self) -> None:
+        """Unsubscribe from all channels and close all connections."""
+        await self.subscriber.aclose()
+        await self.redis.aclose()
