@@ -19,8 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import JobStats, Result
-from llamaq.common.protocol.job_request import JobParams, JobRequest, SamplingDefaults
+from llamaq.common.protocol.job_request import JobParams, JobRequest
 from llamaq.common.protocol.queue_state import TickStats
+from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.settings import ClientSettings
 from llamaq.producer import Client
 from llamaq.worker.local.embedded_redis import EmbeddedRedis

@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, SamplingDefaults, SamplingParams
+from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest
+from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
 
 
 def test_the_typed_keywords_are_the_fields_of_the_parameters() -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
-from llamaq.common.protocol.job_request import JobParams, SamplingDefaults
+from llamaq.common.protocol.job_request import JobParams
+from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.vocab import Vocab
-from llamaq.worker.engine.gguf_vocab import extract
+from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.generation.grammar import sandbox
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
@@ -23,7 +24,7 @@ from llamaq.worker.generation.sampler import LogitSampler
 
 @pytest.fixture(scope="module")
 def blob(demo_model: Path) -> bytes:
-    return extract(demo_model)
+    return extract_vocab(demo_model)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.job_request import SamplingDefaults
+from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.grammar.compiled_grammar import CANDIDATE
 from llamaq.worker.generation.sampler import LogitSampler
 from llamaq.worker.generation.token_filters import FEW, all_candidates, top_k, top_p_min_p, typical_p

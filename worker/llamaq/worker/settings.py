@@ -11,7 +11,8 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from pydantic_settings import TomlConfigSettingsSource as TomlSource
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.protocol.job_request import MAX_SALT_CHARS, SamplingDefaults
+from llamaq.common.protocol.job_request import MAX_SALT_CHARS
+from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
 
 MAX_SEQUENCES = 256

@@ -11,43 +11,42 @@ from llamaq.common.protocol.wire_model import WireModel
 
 
 class Started(WireModel):
-    """An attempt began. Later attempts announce themselves too; tokens go on where they were."""
+    """An attempt of the job began. A later attempt continues at the next token offset."""
 
-    type: Literal["started"] = "started"
-    attempt: int
-    worker: str
+    type: Literal["started"] = Field("started", description="Kind of the event.")
+    attempt: int = Field(description="Number of the attempt. Only the newest attempt may write.")
+    worker: str = Field(description="Id of the worker that runs the attempt.")
 
 
 class Tokens(WireModel):
-    """Tokens from `offset` on, and the text that they completed, from character `text_offset` on.
+    """New tokens, and the text that they completed.
 
-    Text trails tokens: an incomplete UTF-8 character or the possible beginning of a stop string is held back.
+    Text may trail tokens: an incomplete UTF-8 character, or text that may become a stop string, comes in a later event.
     """
 
-    type: Literal["tokens"] = "tokens"
-    offset: int = Field(ge=0)
-    tokens: tuple[int, ...]
-    text_offset: int = Field(ge=0)
-    text: str
+    type: Literal["tokens"] = Field("tokens", description="Kind of the event.")
+    offset: int = Field(ge=0, description="Number of tokens of the job before the first token of this event.")
+    tokens: tuple[int, ...] = Field(description="The token ids.")
+    text_offset: int = Field(ge=0, description="Number of characters of the job's text before this event's text.")
+    text: str = Field(description="The text that became complete; it may be empty.")
 
 
 class Finished(WireModel):
-    """The job ended; its result lies in the job's hash."""
+    """The job ended without an error. The hash of the job contains its result."""
 
-    type: Literal["finished"] = "finished"
-    finish_reason: FinishReason
-    stats: JobStats
+    type: Literal["finished"] = Field("finished", description="Kind of the event.")
+    finish_reason: FinishReason = Field(description="Why the job ended: `stop`, `length`, `cancelled` or `deadline`.")
+    stats: JobStats = Field(description="Measurements of the job.")
 
 
 class Failed(WireModel):
-    """The job ended with an error of its own."""
+    """The job ended with an error of its own. Other jobs are not affected."""
 
-    type: Literal["failed"] = "failed"
-    code: str
-    message: str
+    type: Literal["failed"] = Field("failed", description="Kind of the event.")
+    code: str = Field(description="Kind of the error, a value of `ErrorCode`.")
+    message: str = Field(description="The error in words.")
 
 
 Event = Started | Tokens | Finished | Failed
-
 
 EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])

@@ -1,4 +1,4 @@
-"""How a job ended, what it generated, and what was measured."""
+"""The end of a job: its state, why it ended, its output and its measurements."""
 
 from __future__ import annotations
 
@@ -11,71 +11,93 @@ from llamaq.common.protocol.wire_model import WireModel
 
 
 class JobState(StrEnum):
-    """Where a job is on its way."""
+    """The state of a job in its queue."""
 
     QUEUED = "queued"
+    """The job waits for a worker."""
     RUNNING = "running"
+    """A worker runs the job."""
     FINISHED = "finished"
+    """The job ended with a result; its `FinishReason` names the cause."""
     FAILED = "failed"
+    """The job ended with an error."""
 
 
 class FinishReason(StrEnum):
     """Why a job ended that did not fail."""
 
     STOP = "stop"
-    """An end-of-generation token, a stop string, or the end of the grammar."""
+    """The model generated an end-of-generation token or a stop string, or the grammar was complete."""
     LENGTH = "length"
-    """`max_tokens`, or the context limit of the job."""
+    """The job reached `max_tokens` or its context limit."""
     CANCELLED = "cancelled"
-    """Somebody called `cancel()`, or the reader went away (`cancel_on_disconnect`)."""
+    """A client called `cancel()`, or a job with `cancel_on_disconnect` had no subscriber."""
     DEADLINE = "deadline"
-    """`timeout_s` of running or `queue_timeout_s` of waiting ran out."""
+    """The job ran for `timeout_s` or waited for `queue_timeout_s`."""
 
 
 class CacheTier(StrEnum):
-    """Where a reused prefix lay."""
+    """The place that a reused prefix came from, from the nearest to the farthest."""
 
     RUNNING = "running"
-    """In the sequence of a job that runs."""
+    """The sequence of a running job."""
     DEVICE = "device"
-    """In a kept sequence."""
+    """A cached sequence in the KV cells of llama.cpp."""
     HOST = "host"
-    """In the host's memory."""
+    """Host memory."""
     DISK = "disk"
+    """A file below the worker's `cache_dir`."""
 
 
 class JobStats(WireModel):
-    """Measurements of one finished job; rates are tokens per second."""
+    """Measurements of one job. Times and rates describe its last attempt; `queue_ms` describes its first one."""
 
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    duration_ms: float = 0.0
-    """From the start of the last attempt to its end."""
-    ttft_ms: float | None = None
-    """Time to first token, from the start of the attempt; add `queue_ms` for the time since submit."""
-    prompt_eval_rate: float | None = None
-    generation_rate: float | None = None
-    """Over the tokens after the first one."""
-    prefix_cache_tokens: int = 0
-    prefix_cache_ratio: float = 0.0
-    prefix_cache_tier: CacheTier | None = None
-    """The farthest tier that reused tokens came from; None when none were reused."""
-    queue_ms: float = 0.0
-    """From submit to the start of the first attempt."""
-    seq_id: int | None = None
-    slot: int | None = None
-    worker: str | None = None
-    mode: Literal["stream", "result"] = "stream"
-    """Whether the job had per-token events."""
+    prompt_tokens: int = Field(0, description="Number of tokens in the prompt.")
+    generated_tokens: int = Field(0, description="Number of generated tokens, over all attempts.")
+    duration_ms: float = Field(0.0, description="Milliseconds from the start of the attempt to the end of the job.")
+    ttft_ms: float | None = Field(
+        None,
+        description="Time to first token: milliseconds from the start of the attempt to its first token. Add "
+        "`queue_ms` for the time since submit. None: no token was generated.",
+    )
+    prompt_eval_rate: float | None = Field(
+        None,
+        description="Prompt tokens computed per second; tokens from the prefix cache do not count. None: not measured.",
+    )
+    generation_rate: float | None = Field(
+        None, description="Tokens generated per second, after the first token of the attempt. None: not measured."
+    )
+    prefix_cache_tokens: int = Field(
+        0, description="Number of tokens that were reused from the prefix cache and not computed."
+    )
+        0, description="Number of tokens that were reused from the prefix cache instead of computed."
+    )
+    prefix_cache_ratio: float = Field(
+        0.0,
+        description="`prefix_cache_tokens` divided by the tokens that the attempt began with: those of the prompt and "
+        "those that earlier attempts generated.",
+    )
+    prefix_cache_tier: CacheTier | None = Field(
+        None,
+        description="The farthest tier that reused tokens came from: `running`, `device`, `host` or `disk`. "
+        "None: no token was reused.",
+    )
+    queue_ms: float = Field(0.0, description="Milliseconds from submit to the start of the first attempt.")
+    seq_id: int | None = Field(None, description="llama.cpp sequence that the job ran in. None: it never had a slot.")
+    slot: int | None = Field(None, description="Index of the slot that the job ran in. None: it never had a slot.")
+    worker: str | None = Field(None, description="Id of the worker that ran the job. None: no worker ran it.")
+    mode: Literal["stream", "result"] = Field(
+        "stream", description="`stream` if the job published an event for the tokens of each tick, else `result`."
+    )
 
 
 class Result(WireModel):
-    """What a job gave."""
+    """The output of a job that finished."""
 
-    job_id: str
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    stats: JobStats
-    seed: int
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    job_id: str = Field(description="Id of the job.")
+    text: str = Field(description="The generated text.")
+    tokens: tuple[int, ...] = Field(description="The generated token ids.")
+    finish_reason: FinishReason = Field(description="Why the job ended: `stop`, `length`, `cancelled` or `deadline`.")
+    stats: JobStats = Field(description="Measurements of the job.")
+    seed: int = Field(description="Seed of the random draws, given or drawn at submit.")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="The metadata that the job was given.")

@@ -1,6 +1,6 @@
-"""A job as its producer submits it: the prompt and its parameters.
+"""A job as its producer submits it: the prompt and the parameters.
 
-Producers validate on submit; workers validate again, because anyone may have written to Redis.
+The producer validates a request on submit. The worker validates it again, because anyone may have written to Redis.
 """
 
 from __future__ import annotations
@@ -8,142 +8,134 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
+from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingParams
 from llamaq.common.protocol.wire_model import StrictModel
 
-# Bounds of one request. They keep a single job from costing a worker memory or time out of proportion; the
-# size of the whole request is a setting (`max_request_bytes`).
+# Bounds of one request, so that one job cannot cost a worker too much memory or time. The size of the whole request
+# is bounded by the setting `max_request_bytes`.
 MAX_GENERATED_TOKENS = 1_000_000
-
-
-MAX_TOKEN_ID = 2**31 - 1
-
-
 MAX_SEED = 2**63 - 1
-
-
 MAX_STOP_STRINGS = 16
-
-
 MAX_STOP_CHARS = 256
-
-
 MAX_LOGIT_BIASES = 4096
-
-
 MAX_GRAMMAR_BYTES = 64 * 1024
-
-
 MAX_MESSAGES = 4096
-
-
 MAX_SALT_CHARS = 256
 
-
 QUEUE_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
-
-
 JOB_ID_PATTERN = r"^[A-Za-z0-9_\-]{1,64}\.[0-9]{1,4}\.[0-9a-f]{32}$"
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
 class Priority(StrEnum):
-    """Which of a queue's two lines a job stands in; `interactive` is always read first."""
+    """The priority of a job. Each priority has a stream; a worker reads interactive jobs before bulk jobs."""
 
     INTERACTIVE = "interactive"
     BULK = "bulk"
 
 
 class Message(StrictModel):
-    """One message of a chat. Its content is plain text: special tokens in it are never parsed."""
+    """One message of a chat."""
 
-    role: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
-    content: str
-
-
-class SamplingParams(StrictModel):
-    """How the next token is drawn. `None` takes the worker's default (see `SamplingDefaults`).
-
-    Semantics and order are those of llama.cpp's default sampler chain: logit bias, penalties, grammar, top-k,
-    typical-p, top-p, min-p, temperature.
-    """
-
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    """0 takes the most probable token."""
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] | None = None
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)] | None = None
-    """How many of the last tokens (prompt and generated) the penalties look at; -1 is all, 0 none."""
-
-
-class SamplingDefaults(BaseModel):
-    """A worker's sampling defaults, used where a job says nothing."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
-
-    temperature: float = Field(0.8, ge=0, le=100, description="0 is greedy")
-    top_k: int = Field(40, ge=0, description="keep the k most probable tokens, 0: all")
-    top_p: float = Field(0.95, gt=0, le=1, description="keep the smallest set with this probability, 1: off")
-    min_p: float = Field(0.05, ge=0, le=1, description="drop tokens below this share of the best, 0: off")
-    typical_p: float = Field(1.0, gt=0, le=1, description="locally typical sampling, 1: off")
-    repeat_penalty: float = Field(1.0, gt=0, le=100, description="divide the logits of repeated tokens, 1: off")
-    frequency_penalty: float = Field(0.0, ge=-100, le=100, description="subtracted per occurrence")
-    presence_penalty: float = Field(0.0, ge=-100, le=100, description="subtracted once for what occurred")
-    penalty_last_n: int = Field(64, ge=-1, description="tokens that the penalties look at, -1: all")
-
-    def resolve(self, params: SamplingParams) -> SamplingDefaults:
-        """These defaults with what the job itself set put over them."""
-        own = {name: getattr(params, name) for name in SamplingDefaults.model_fields}
-        return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+    role: str = Field(
+        pattern=r"^[a-z_]{1,32}$", description="Author of the message, such as `system`, `user` or `assistant`."
+    )
+    content: str = Field(description="Plain text. Special tokens in it are not parsed.")
 
 
 class JobParams(SamplingParams):
-    """Everything about a job except its prompt."""
+    """All parameters of a job except its prompt."""
 
-    max_tokens: int = Field(256, ge=1, le=MAX_GENERATED_TOKENS)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    """Drawn at submit when missing, and returned with the result."""
-    logit_bias: dict[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], Annotated[float, Field(ge=-1e9, le=1e9)]] = Field(
-        default_factory=dict, max_length=MAX_LOGIT_BIASES
+    max_tokens: int = Field(
+        256,
+        ge=1,
+        le=MAX_GENERATED_TOKENS,
+        description="Most tokens to generate. The job may reach its context limit earlier.",
     )
-    grammar: str | None = None
-    """GBNF, see llama.cpp's grammars/README.md."""
-    grammar_root: str = Field("root", pattern=r"^[A-Za-z][A-Za-z0-9\-]{0,63}$")
-    json_schema: dict[str, JsonValue] | None = None
-    """Turned into a grammar by the worker. Not together with `grammar`."""
+    seed: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_SEED,
+        description="Seed of the random draws; the result contains it. None draws a seed at submit.",
+    )
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-1e9, le=1e9)]] = Field(
+        default_factory=dict,
+        max_length=MAX_LOGIT_BIASES,
+        description="Maps a token id to a number that is added to its logit.",
+    )
+    grammar: str | None = Field(
+        None,
+        description="A grammar in GBNF that the output follows, at most 64 KiB. "
+        "Cannot be combined with `json_schema` or `ignore_eos`.",
+    )
+    grammar_root: str = Field(
+        "root", pattern=r"^[A-Za-z][A-Za-z0-9\-]{0,63}$", description="Name of the rule that the grammar starts with."
+    )
+    json_schema: dict[str, JsonValue] | None = Field(
+        None,
+        description="A JSON schema that the output follows. The worker turns it into a grammar of at most 64 KiB.",
+    )
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
-        (), max_length=MAX_STOP_STRINGS
+        (),
+        max_length=MAX_STOP_STRINGS,
+        description="Strings that end the job, each of at most 256 characters. The output does not contain them.",
     )
-    ignore_eos: bool = False
-    """Mask every end-of-generation token, so that the job goes on to `max_tokens`."""
-    cache_prompt: bool = True
-    """Let the prompt share KV cells with equal prefixes of other jobs."""
-    cache_salt: str = Field("", max_length=MAX_SALT_CHARS)
-    """Jobs share KV cells only with jobs of the same salt: a tenant's id, say, set by the backend."""
-    cache_public: Literal["system"] | Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] = 0
-    """How much of the prompt's beginning is no secret and is shared with jobs of every salt that say so too: a number
-    of tokens, or "system" for the system messages that a chat begins with."""
-    slot: int | None = Field(None, ge=0, le=255)
-    """Run in this slot and no other; None lets the worker choose."""
-    timeout_s: float | None = Field(None, gt=0, le=10**7)
-    """Running longer than this ends the job with `deadline`."""
-    queue_timeout_s: float | None = Field(None, gt=0, le=10**7)
-    """Waiting longer than this ends the job with `deadline` before it starts."""
-    priority: Priority = Priority.INTERACTIVE
-    stream: bool = True
-    """False: no per-token events, the result alone."""
-    cancel_on_disconnect: bool = False
-    """Cancel the job when it has been without a subscriber for some seconds."""
-    idempotency_key: str | None = Field(None, min_length=1, max_length=256)
-    """The same key gives the same job instead of a second one, while its result lives."""
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    """Kept with the job and returned with its result; llamaq does not look at it."""
+    ignore_eos: bool = Field(
+        False, description="Mask every end-of-generation token, so that the job continues to `max_tokens`."
+    )
+    cache_prompt: bool = Field(
+        True, description="Share KV cells with other jobs whose prompts begin with the same tokens."
+    )
+    cache_salt: str = Field(
+        "",
+        max_length=MAX_SALT_CHARS,
+        description="Only jobs with the same salt share KV cells. The backend sets it, for example to a tenant's id.",
+    )
+    cache_public: Literal["system"] | Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] = Field(
+        0,
+        description="Number of tokens at the beginning of the prompt that may be shared across salts, with jobs that "
+        "also set this. `system` shares the system messages at the beginning of a chat.",
+    )
+    slot: int | None = Field(
+        None, ge=0, le=255, description="Index of the only slot that may run the job. None lets the worker choose."
+    )
+    timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=10**7,
+        description="Longest running time in seconds; then the job ends with `deadline`. None sets no limit.",
+    )
+    queue_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=10**7,
+        description="Longest waiting time in seconds; then the job ends with `deadline` without a start. "
+        "None sets no limit.",
+    )
+    priority: Priority = Field(
+        Priority.INTERACTIVE, description="`interactive` or `bulk`. Workers read interactive jobs first."
+    )
+    stream: bool = Field(
+        True,
+        description="Publish an event for the tokens of each tick. False stores them only from time to time, and "
+        "publishes only the start and the end.",
+    )
+    cancel_on_disconnect: bool = Field(
+        False, description="Cancel the job when it has no subscriber for the worker's `disconnect_s`."
+    )
+    idempotency_key: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="A second submit with the same key returns the first job until its result expires. "
+        "None always submits a new job.",
+    )
+    metadata: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Any JSON object. It is stored with the job and returned with the result."
+    )
 
     @model_validator(mode="after")
     def _check_constraints(self) -> Self:
@@ -157,19 +149,25 @@ class JobParams(SamplingParams):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar, given or made from a JSON schema, restricts the output."""
+        """Whether the job has a grammar, given as such or as a JSON schema."""
         return self.grammar is not None or self.json_schema is not None
 
 
 class JobRequest(JobParams):
-    """A generation job: a prompt in exactly one of three forms, and its parameters."""
+    """A generation job: its parameters, and its prompt in exactly one of three forms."""
 
-    prompt: str | None = None
-    """Text; BOS is added as the model asks for it, and special tokens in it are parsed."""
-    tokens: tuple[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], ...] | None = None
-    """Token ids, taken as they are."""
-    messages: tuple[Message, ...] | None = Field(None, max_length=MAX_MESSAGES)
-    """A chat, rendered by the model's own template."""
+    prompt: str | None = Field(
+        None, description="The prompt as text. Special tokens in it are parsed; BOS is added if the model asks for it."
+    )
+    tokens: tuple[TokenId, ...] | None = Field(
+        None, description="The prompt as token ids. They are used unchanged; BOS is not added."
+    )
+    messages: tuple[Message, ...] | None = Field(
+        None,
+        max_length=MAX_MESSAGES,
+        description="The prompt as a chat: objects with `role` and `content`. The model's template renders them; "
+        "special tokens in the content are not parsed.",
+    )
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
@@ -182,7 +180,10 @@ class JobRequest(JobParams):
 
 
 class JobOptions(TypedDict, total=False):
-    """`JobParams` as keyword arguments, for type checkers; a test holds the two together."""
+    """The fields of `JobParams` as keyword arguments, for type checkers.
+
+    `JobParams` describes them. A test compares the names.
+    """
 
     temperature: float
     top_k: int

@@ -1,6 +1,11 @@
-"""Snapshots of a job and of a dead letter."""
+"""Snapshots of a job and of a dead letter.
+
+Times are milliseconds since the epoch by the clock of Redis.
+"""
 
 from __future__ import annotations
+
+from pydantic import Field
 
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
@@ -11,44 +16,43 @@ from llamaq.common.protocol.wire_model import WireModel
 class JobStatus(WireModel):
     """A snapshot of a job."""
 
-    job_id: str
-    state: JobState
-    attempt: int = 0
-    worker: str | None = None
-    crashes: int = 0
-    """Workers that died with it in a row, without it having stored a token."""
-    generated_tokens: int = 0
-    submitted_ms: int | None = None
-    started_ms: int | None = None
-    finished_ms: int | None = None
-    cancel_requested: bool = False
-    finish_reason: FinishReason | None = None
-    error: Failed | None = None
+    job_id: str = Field(description="Id of the job.")
+    state: JobState = Field(description="`queued`, `running`, `finished` or `failed`.")
+    attempt: int = Field(0, description="Number of the newest attempt. 0: the job has not started.")
+    worker: str | None = Field(None, description="Id of the worker of the newest attempt. None: it has not started.")
+    crashes: int = Field(
+        0, description="Number of workers in a row that died with this job before they stored a token of it."
+    )
+    generated_tokens: int = Field(0, description="Number of tokens stored in Redis so far.")
+    submitted_ms: int | None = Field(None, description="Time of the submit.")
+    started_ms: int | None = Field(None, description="Time when the first attempt started. None: not yet.")
+    finished_ms: int | None = Field(None, description="Time when the job ended. None: not yet.")
+    cancel_requested: bool = Field(False, description="Whether a client has called `cancel()`.")
+    finish_reason: FinishReason | None = Field(None, description="Why the job finished. None: it has not finished.")
+    error: Failed | None = Field(None, description="The error of a failed job. None: it has not failed.")
 
 
 class DeadLetter(WireModel):
-    """What was given up: a job that workers died of, or an entry that was no job."""
+    """A dead letter: a job that workers died of, or a stream entry that is not a job."""
 
-    id: str
-    """What `show`, `retry` and `purge` take: the job's id, or for what was no job QUEUE.PARTITION.ENTRY."""
-    job_id: str | None
-    """None for what was no job."""
-    reason: str
-    workers: tuple[str, ...] = ()
-    """Those that died with the job, in order."""
-    dead_ms: int
-    partition: int
-    entry: str
-    """Its entry in the partition's stream of dead letters."""
+    id: str = Field(
+        description="Argument of `show`, `retry` and `purge`: the id of the job, or QUEUE.PARTITION.ENTRY of an entry "
+        "that is not a job."
+    )
+    job_id: str | None = Field(description="Id of the job. None: the entry was not a job.")
+    reason: str = Field(description="Why the job or the entry is dead, in words.")
+    workers: tuple[str, ...] = Field((), description="Ids of the workers that died with the job, oldest first.")
+    dead_ms: int = Field(description="Time when the dead letter was written.")
+    partition: int = Field(description="Partition of the queue.")
+    entry: str = Field(description="Id of the entry in the partition's stream of dead letters.")
 
 
 class DeadLetterDetails(DeadLetter):
-    """All that is kept of a dead letter."""
+    """A dead letter with everything that is stored about it."""
 
-    request: JobRequest | None = None
-    """None for what was no job, and for a job that has expired."""
-    text: str = ""
-    """What the job had generated."""
-    tokens: tuple[int, ...] = ()
-    held: str = ""
-    """What an entry held that was no job, cut to 4 KiB."""
+    request: JobRequest | None = Field(
+        None, description="The request of the job. None: the entry was not a job, or the job has expired."
+    )
+    text: str = Field("", description="The text that the job had generated.")
+    tokens: tuple[int, ...] = Field((), description="The token ids that the job had generated.")
+    held: str = Field("", description="Content of an entry that was not a job, cut to 4 KiB.")

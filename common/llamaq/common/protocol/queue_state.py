@@ -1,6 +1,6 @@
 """Snapshots of queues, workers, slots and caches.
 
-Times are milliseconds since the epoch by the clock of Redis unless a name says otherwise.
+Times are milliseconds since the epoch by the clock of Redis, unless a field says otherwise.
 """
 
 from __future__ import annotations
@@ -12,102 +12,103 @@ from llamaq.common.protocol.wire_model import WireModel
 
 
 class QueueDepth(WireModel):
-    """How many jobs of a queue wait, and how many are with a worker."""
+    """The numbers of waiting and running jobs in a queue."""
 
-    waiting: int
-    running: int
+    waiting: int = Field(description="Number of jobs that no worker has claimed.")
+    running: int = Field(description="Number of jobs that a worker has claimed.")
 
 
 class TickStats(WireModel):
     """Measurements of one tick."""
 
-    batch_size: int
-    """Tokens in the batch: `decode_tokens` + `prefill_tokens`."""
-    decode_tokens: int
-    prefill_tokens: int
-    active_slots: int
-    queue_depth: int
-    """Jobs that wait, as the worker last saw it."""
-    eval_ms: float
-    """Wall time of `llama_decode` and of sampling."""
+    batch_size: int = Field(description="Number of tokens in the batch: `decode_tokens` + `prefill_tokens`.")
+    decode_tokens: int = Field(description="Number of decode tokens in the batch, one for each generating slot.")
+    prefill_tokens: int = Field(description="Number of prompt tokens in the batch.")
+    active_slots: int = Field(description="Number of slots that run a job.")
+    queue_depth: int = Field(description="Number of waiting jobs in the queue at the worker's last heartbeat.")
+    eval_ms: float = Field(description="Milliseconds that `llama_decode` and sampling took.")
 
 
 class SlotSnapshot(WireModel):
-    """One slot as its worker last reported it."""
+    """A slot as its worker last reported it."""
 
-    index: int
-    state: str
-    job_id: str | None = None
-    prompt_tokens: int = 0
-    prefilled_tokens: int = 0
-    generated_tokens: int = 0
-    content_tokens: int = 0
-    """Tokens of the job that ran here last; of one that runs, those whose cells are there."""
+    index: int = Field(description="Index of the slot, from 0.")
+    state: str = Field(description="State of the slot: `idle`, `follow`, `load`, `prefill` or `decode`.")
+    job_id: str | None = Field(None, description="Id of the running job. None: the slot is free.")
+    prompt_tokens: int = Field(0, description="Number of tokens in the prompt of the running job.")
+    prefilled_tokens: int = Field(0, description="Number of those tokens that are computed.")
+    generated_tokens: int = Field(0, description="Number of tokens that the running job has generated.")
+    content_tokens: int = Field(
+        0,
+        description="Number of tokens whose KV cells the running job has. In a free slot: number of tokens of the job "
+        "that ran here last.",
+    )
 
 
 class CacheSnapshot(WireModel):
-    """The KV cells of a worker and its prefix cache."""
+    """The KV cells of a worker and its prefix cache. Counters start with the worker."""
 
-    n_cells: int
-    reserved_cells: int
-    """Promised to running jobs, those that they hold already included."""
-    used_cells: int = 0
-    """Held by running jobs and kept sequences; a shared cell counts once."""
-    shared_cells: int = 0
-    """What sharing saves: how many more cells there would be if every sequence had its own."""
-    entries: int = 0
-    """Kept sequences on the device."""
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    hits: int = 0
-    misses: int = 0
-    hit_tokens: int = 0
-    """Prompt tokens that were reused, from any tier."""
-    evictions: int = 0
-    """Sequences that had to leave the device."""
-    preemptions: int = 0
-    """Jobs that gave their slot to one of higher priority, to go on later."""
+    n_cells: int = Field(description="Number of KV cells.")
+    reserved_cells: int = Field(description="Number of KV cells reserved for running jobs, used or not yet used.")
+    used_cells: int = Field(
+        0, description="Number of KV cells used by running jobs and cached sequences. A shared cell counts once."
+    )
+    shared_cells: int = Field(
+        0, description="Number of KV cells saved by sharing: without it `used_cells` would be higher by this number."
+    )
+    entries: int = Field(0, description="Number of cached sequences on the device.")
+    host_bytes: int = Field(0, description="Bytes of host memory that cached prefixes use.")
+    disk_bytes: int = Field(0, description="Bytes on disk that cached prefixes use.")
+    hits: int = Field(0, description="Number of admissions that reused computed tokens.")
+    misses: int = Field(0, description="Number of admissions that reused nothing.")
+    hit_tokens: int = Field(0, description="Number of prompt tokens that were reused, from all tiers.")
+    evictions: int = Field(0, description="Number of cached sequences that were evicted from the device.")
+    preemptions: int = Field(0, description="Number of jobs that lost their slot to another job and continued later.")
 
 
 class WorkerCard(WireModel):
-    """What a worker is; it does not change while the worker lives."""
+    """The properties of a worker that do not change while it runs."""
 
-    worker: str
-    queue: str
-    model: str
-    n_ctx: int
-    n_ctx_train: int
-    n_vocab: int
-    n_parallel: int
-    quantization: str
-    chat_template: str | None
-    vocab_hash: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of the vocabulary, which lies under `keys.vocab(hash)`."""
-    host: str
-    pid: int
-    device: str
-    version: str
-    started_ms: int
+    worker: str = Field(description="Id of the worker.")
+    queue: str = Field(description="Name of the queue that the worker serves.")
+    model: str = Field(description="Name of the model.")
+    n_ctx: int = Field(description="Number of KV cells, shared by all slots.")
+    n_ctx_train: int = Field(description="Context length that the model was trained for, in tokens.")
+    n_vocab: int = Field(description="Number of tokens in the vocabulary.")
+    n_parallel: int = Field(description="Number of slots.")
+    quantization: str = Field(description="Quantization of the model file.")
+    chat_template: str | None = Field(description="Chat template of the model. None: the model has none.")
+    vocab_hash: str = Field(
+        pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the vocabulary, which is stored at `keys.vocab(vocab_hash)`."
+    )
+    host: str = Field(description="Name of the worker's host.")
+    pid: int = Field(description="Process id of the worker.")
+    device: str = Field(description="Index of the only GPU in use, or `all`.")
+    version: str = Field(description="Version of llamaq.")
+    started_ms: int = Field(description="Time when the worker started, by the clock of its host.")
 
 
 class Worker(WireModel):
     """A worker's card and its last heartbeat."""
 
-    card: WorkerCard
-    slots: tuple[SlotSnapshot, ...] = ()
-    cache: CacheSnapshot
-    last_tick: TickStats | None = None
-    ticks: int = 0
-    jobs_done: int = 0
-    heartbeat_ms: int
-    tick_age_ms: int = 0
-    """At the heartbeat: how long ago the last tick began, or the idle engine last woke up."""
+    card: WorkerCard = Field(description="Properties that do not change.")
+    slots: tuple[SlotSnapshot, ...] = Field((), description="All slots, in the order of their indices.")
+    cache: CacheSnapshot = Field(description="KV cells and prefix cache.")
+    last_tick: TickStats | None = Field(None, description="Measurements of the last tick. None: no tick so far.")
+    ticks: int = Field(0, description="Number of ticks since the worker started.")
+    jobs_done: int = Field(0, description="Number of jobs that ended since the worker started.")
+    heartbeat_ms: int = Field(description="Time of the heartbeat.")
+    tick_age_ms: int = Field(
+        0,
+        description="Milliseconds from the start of the last tick, or from the last wake-up of an idle engine, to the "
+        "heartbeat.",
+    )
 
 
 class QueueStats(WireModel):
-    """A queue at one glance: its depth, its workers, and the stats of the jobs that finished last (newest first)."""
+    """Depth, workers and last jobs of a queue."""
 
-    queue: str
-    depth: QueueDepth
-    workers: tuple[Worker, ...]
-    recent: tuple[JobStats, ...] = ()
+    queue: str = Field(description="Name of the queue.")
+    depth: QueueDepth = Field(description="Numbers of waiting and running jobs.")
+    workers: tuple[Worker, ...] = Field(description="The workers that serve the queue.")
+    recent: tuple[JobStats, ...] = Field((), description="Stats of the jobs that ended last, newest first.")

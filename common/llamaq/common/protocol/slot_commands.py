@@ -1,45 +1,54 @@
-"""What is asked of one worker about its slots, and what it answers."""
+"""The commands that a client sends to one worker about its slots, and the worker's reply."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from llamaq.common.protocol.queue_state import SlotSnapshot
+from llamaq.common.protocol.wire_model import WireModel
 
-NAME_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
-"""Of a saved state: a plain name and never a path."""
-ORDER_ID_PATTERN = r"^[0-9a-f]{32}$"
-
-
-class _Wire(BaseModel):
-    """Read by other versions too: fields that this version does not know are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+# A plain name without dots and slashes: it becomes the name of a file.
+SLOT_FILE_NAME_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
+COMMAND_ID_PATTERN = r"^[0-9a-f]{32}$"
 
 
 class SlotAction(StrEnum):
-    """What can be asked."""
+    """The action of a slot command."""
 
     LIST = "list"
+    """Return all slots and all saved files."""
     SAVE = "save"
+    """Write the state of a slot to a named file."""
     RESTORE = "restore"
+    """Read the state of a slot from a named file."""
     ERASE = "erase"
-    """Of a slot its content, or a saved state by its name."""
+    """Erase the content of a slot, or delete a named file."""
 
 
-class SlotCommand(_Wire):
-    """One thing asked of one worker."""
+class SlotCommand(WireModel):
+    """One command to one worker."""
 
-    id: str = Field(pattern=ORDER_ID_PATTERN)
-    """The answer goes to `keys.reply(id)`."""
-    action: SlotAction
-    slot: int | None = Field(None, ge=0, le=255)
-    name: str | None = Field(None, pattern=NAME_PATTERN)
-    deadline_ms: int = Field(ge=0)
-    """By the clock of Redis; an order that nobody has taken by then is void."""
+    id: str = Field(
+        pattern=COMMAND_ID_PATTERN,
+        description="Id of the command, 32 hexadecimal digits. The reply is written to `keys.reply(id)`.",
+    )
+    action: SlotAction = Field(description="`list`, `save`, `restore` or `erase`.")
+    slot: int | None = Field(
+        None, ge=0, le=255, description="Index of the slot, for `save`, `restore`, and `erase` without a name."
+    )
+    name: str | None = Field(
+        None,
+        pattern=SLOT_FILE_NAME_PATTERN,
+        description="Name of the file, for `save`, `restore`, and `erase` without a slot.",
+    )
+    deadline_ms: int = Field(
+        ge=0,
+        description="Latest start in milliseconds since the epoch, by the clock of Redis. The worker ignores a later "
+        "command.",
+    )
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -51,31 +60,30 @@ class SlotCommand(_Wire):
         return self
 
 
-class SlotFile(_Wire):
-    """The state of a slot, saved by a worker under a name."""
+class SlotFile(WireModel):
+    """A file that contains the saved state of a slot."""
 
-    name: str
-    n_tokens: int
-    n_bytes: int
-    saved_ms: int
-    is_usable: bool = True
-    """Whether it is of this worker's model and settings."""
-
-
-class SlotReply(_Wire):
-    """What a worker answers. An `error` says why nothing was done."""
-
-    error: str | None = None
-    slots: tuple[SlotSnapshot, ...] = ()
-    files: tuple[SlotFile, ...] = ()
-    """Those of the list, or the one that was saved or restored."""
-    n_tokens: int = 0
-    """Of the content that was erased."""
+    name: str = Field(description="Name of the file.")
+    n_tokens: int = Field(description="Number of tokens in the saved state.")
+    n_bytes: int = Field(description="Size of the file in bytes.")
+    saved_ms: int = Field(description="Time of the save in milliseconds since the epoch, by the clock of the host.")
+    is_usable: bool = Field(True, description="Whether the model and settings of this worker can restore the file.")
 
 
-class WorkerSlots(_Wire):
-    """The slots of one worker, and the states that are saved where it runs."""
+class SlotReply(WireModel):
+    """A worker's reply to a slot command."""
 
-    worker: str
-    slots: tuple[SlotSnapshot, ...]
-    files: tuple[SlotFile, ...]
+    error: str | None = Field(None, description="Why the worker did nothing. None: the command succeeded.")
+    slots: tuple[SlotSnapshot, ...] = Field((), description="All slots, in the reply to `list`.")
+    files: tuple[SlotFile, ...] = Field(
+        (), description="All files in the reply to `list`; the saved or restored file in the reply to the others."
+    )
+    n_tokens: int = Field(0, description="Number of tokens that `erase` removed from a slot.")
+
+
+class WorkerSlots(WireModel):
+    """The slots of one worker, and the slot files in its cache folder."""
+
+    worker: str = Field(description="Id of the worker.")
+    slots: tuple[SlotSnapshot, ...] = Field(description="All slots, in the order of their indices.")
+    files: tuple[SlotFile, ...] = Field(description="All saved slot files.")

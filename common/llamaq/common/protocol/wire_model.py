@@ -1,4 +1,4 @@
-"""The base classes of everything that travels through Redis."""
+"""The base classes of all messages that travel through Redis."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """Written by users: an unknown field is an error."""
+    """A message that users write: an unknown field is an error, so that a misspelt parameter is noticed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class WireModel(BaseModel):
-    """Read by other versions too: fields that this version does not know are ignored."""
+    """A message that llamaq writes: an unknown field is ignored, because a newer version may have added it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)

@@ -9,7 +9,8 @@ from itertools import takewhile
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_request import JobRequest, Message, SamplingDefaults
+from llamaq.common.protocol.job_request import JobRequest, Message
+from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.vocab import Vocab
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease
@@ -24,7 +25,7 @@ SYSTEM_PROMPTS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedJob:
     """A job, and the text that each of its resumed tokens released."""
 
     job: Job
@@ -42,18 +43,18 @@ class JobPreparer:
         *,
         context_limit: int,
         max_request_bytes: int,
-        marks_system: bool = False,
+        counts_system_tokens: bool = False,
     ) -> None:
-        """With `marks_system` a chat's system messages are marked in every job, to keep the state at their end."""
+        """With `counts_system_tokens` a chat's system messages are marked in every job, to keep the state at their end."""
         self._vocab = vocab
         self._warden = warden
         self._defaults = defaults
         self._context_limit = context_limit
         self._max_request_bytes = max_request_bytes
-        self._marks_system = marks_system
+        self._marks_system = counts_system_tokens
         self._system_prefix = lru_cache(maxsize=SYSTEM_PROMPTS)(self._find_system_prefix)
 
-    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> Prepared:
+    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> PreparedJob:
         """The job in these bytes, as far as earlier attempts `published` it; raises `JobRejected`."""
         try:
             request = codec.decode_request(payload, self._max_request_bytes)
@@ -78,7 +79,7 @@ class JobPreparer:
             scope=Scope(request.cache_salt, public),
             system_tokens=system_tokens,
         )
-        return Prepared(job, [detokenizer.feed(token) for token in published])
+        return PreparedJob(job, [detokenizer.feed(token) for token in published])
 
     def _tokenize(self, request: JobRequest) -> list[int]:
         if request.tokens is not None:

@@ -15,7 +15,7 @@ from math import inf, isnan
 import numpy as np
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.job_request import SamplingDefaults
+from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.token_filters import (
     Candidates,
