@@ -70,8 +70,6 @@ class JobStats(WireModel):
     prefix_cache_tokens: int = Field(
         0, description="Number of tokens that were reused from the prefix cache and not computed."
     )
-        0, description="Number of tokens that were reused from the prefix cache instead of computed."
-    )
     prefix_cache_ratio: float = Field(
         0.0,
         description="`prefix_cache_tokens` divided by the tokens that the attempt began with: those of the prompt and "
