@@ -31,7 +31,7 @@ import random_models
 from llamaq.common.errors import LlamaqError, ModelError
 from llamaq.common.protocol.queue_state import Worker
 from llamaq.producer import AsyncClient
-from llamaq.worker.engine.model_files import demo_model
+from llamaq.worker.engine.model_files import demo_model_path
 from llamaq.worker.local.embedded_redis import EmbeddedRedis, find_server
 from llamaq.worker.local.local_stack import end_on_sigterm
 from llamaq.worker.process.supervisor import Supervisor
@@ -130,7 +130,7 @@ def find_model(name: str) -> Path:
     """The file of a named random-weight model, of the demo model, or a path. Raises `ModelError`."""
     if name in random_models.SHAPES:
         return random_models.ensure(name)
-    path = demo_model() if name == "demo" else Path(name).expanduser()
+    path = demo_model_path() if name == "demo" else Path(name).expanduser()
     if not path.is_file():
         raise ModelError(f"--model: no model is named {name!r}, and there is no such file")
     return path

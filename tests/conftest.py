@@ -15,7 +15,7 @@ import pytest
 import llamaq.worker
 from llamaq.common.vocab.vocab import Vocab
 from llamaq.tools.random_gguf import CHATML, MEMORY_KINDS, PLAIN, write_model
-from llamaq.worker.engine.gguf_vocab import extract
+from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 ASYNC_TEST_TIMEOUT_S = 60
@@ -83,13 +83,13 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def vocab(demo_model: Path) -> Iterator[Vocab]:
-    vocab = Vocab.from_blob(extract(demo_model))
+    vocab = Vocab.from_blob(extract_vocab(demo_model))
     yield vocab
     vocab.close()
 
 
 @pytest.fixture(scope="session")
 def chat_vocab(chat_model: Path) -> Iterator[Vocab]:
-    vocab = Vocab.from_blob(extract(chat_model))
+    vocab = Vocab.from_blob(extract_vocab(chat_model))
     yield vocab
     vocab.close()

@@ -16,7 +16,7 @@ import pytest
 from llamaq.common.protocol.job_events import Started, Tokens
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import Client, Job, JobNotFound, Result
-from llamaq.worker.engine.model_files import demo_model
+from llamaq.worker.engine.model_files import demo_model_path
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def assert_equal_where_it_is_no_close_call(client: Client, prompt: str, result: 
 
 
 def gap_of_best_two(tokens: list[int]) -> float:
-    llama = llama_cpp.Llama(str(demo_model()), n_ctx=1024, n_threads=1, logits_all=True, verbose=False)
+    llama = llama_cpp.Llama(str(demo_model_path()), n_ctx=1024, n_threads=1, logits_all=True, verbose=False)
     llama.eval(tokens)
     logits = np.array(llama.scores[len(tokens) - 1])
     llama.close()

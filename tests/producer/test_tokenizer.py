@@ -16,13 +16,13 @@ from llamaq.common.vocab.vocab import Vocab
 from llamaq.producer import AsyncClient, Client, MissingExtra, NoWorker, Tokenizer
 from llamaq.producer import tokenizer as tokenizer_module
 from llamaq.producer.testing import FakeWorker
-from llamaq.worker.engine.gguf_vocab import content_hash, extract
-from llamaq.worker.engine.model_files import demo_model
+from llamaq.worker.engine.gguf_vocab import extract_vocab
+from llamaq.worker.engine.model_files import demo_model_path
 
 
 @pytest.fixture(scope="module")
 def blob() -> bytes:
-    return extract(demo_model())
+    return extract_vocab(demo_model_path())
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ async def publish(url: str, queue: str, packed: bytes, vocab_hash: str) -> None:
 
 
 def test_tokens_are_those_of_the_model(redis_url: str, queue: str, blob: bytes) -> None:
-    asyncio.run(publish(redis_url, queue, zlib.compress(blob), content_hash(blob)))
+    asyncio.run(publish(redis_url, queue, zlib.compress(blob), hashlib.sha256(blob).hexdigest()))
     vocab = Vocab.from_blob(blob)
     with Client(redis_url, queue) as client:
         tokenizer = client.tokenizer()
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_model(redis_url: str, queue: str, blob: bytes) 
 
 
 async def test_it_is_fetched_once_for_all_clients_of_a_process(redis_url: str, queue: str, blob: bytes) -> None:
-    vocab_hash = content_hash(blob)
+    vocab_hash = hashlib.sha256(blob).hexdigest()
     await publish(redis_url, queue, zlib.compress(blob), vocab_hash)
     async with AsyncClient(redis_url, queue) as client, AsyncClient(redis_url, queue) as other:
         first = await client.tokenizer()
@@ -103,7 +103,7 @@ async def test_a_worker_whose_vocabulary_has_expired_is_like_none(redis_url: str
 async def test_without_llama_cpp_the_extra_is_named(
     redis_url: str, queue: str, blob: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await publish(redis_url, queue, zlib.compress(blob), content_hash(blob))
+    await publish(redis_url, queue, zlib.compress(blob), hashlib.sha256(blob).hexdigest())
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.delitem(sys.modules, "llamaq.common.vocab.vocab", raising=False)
     async with AsyncClient(redis_url, queue) as client:

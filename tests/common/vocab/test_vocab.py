@@ -16,7 +16,7 @@ from llamaq.common.vocab.special_tokens import Span, SpecialTexts
 from llamaq.common.vocab.text_splitter import LONG_RUN, SPECIALS_PER_PART, cut_text
 from llamaq.common.vocab.vocab import Vocab
 from llamaq.tools.random_gguf import PLAIN, write_model
-from llamaq.worker.engine.gguf_vocab import extract
+from llamaq.worker.engine.gguf_vocab import extract_vocab
 
 
 def chat(*contents: str) -> list[Message]:
@@ -29,7 +29,7 @@ def specials_in(vocab: Vocab, tokens: list[int]) -> list[str]:
 
 def template_vocab(tmp_path: Path, template: str | None) -> Vocab:
     spec = replace(PLAIN, chat_template=template)
-    return Vocab.from_blob(extract(write_model(tmp_path / "template.gguf", spec)))
+    return Vocab.from_blob(extract_vocab(write_model(tmp_path / "template.gguf", spec)))
 
 
 @given(text=st.text(max_size=60))
@@ -162,7 +162,7 @@ def test_several_threads_tokenize_alike(vocab: Vocab) -> None:
 
 
 def test_a_closed_vocabulary_may_be_closed_again(chat_model: Path) -> None:
-    vocab = Vocab.from_blob(extract(chat_model))
+    vocab = Vocab.from_blob(extract_vocab(chat_model))
     vocab.close()
     vocab.close()
 
@@ -176,8 +176,8 @@ def test_bytes_that_are_no_vocabulary_are_refused(blob: bytes) -> None:
 def test_loading_a_vocabulary_writes_nothing_to_stderr(chat_model: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from llamaq.common.vocab.vocab import Vocab;"
-        "from llamaq.worker.engine.gguf_vocab import extract;"
-        "v = Vocab.from_blob(extract(Path(sys.argv[1]))); v.encode('<|bos|>x'); v.close()"
+        "from llamaq.worker.engine.gguf_vocab import extract_vocab;"
+        "v = Vocab.from_blob(extract_vocab(Path(sys.argv[1]))); v.encode('<|bos|>x'); v.close()"
     )
     done = subprocess.run([sys.executable, "-c", code, chat_model], capture_output=True, timeout=60, check=True)
     assert done.stderr == b""
@@ -233,8 +233,8 @@ def test_a_long_run_of_letters_does_not_overflow_the_stack(tmp_path: Path) -> No
     (tmp_path / "changed.gguf").write_bytes(changed)
     code = (
         "import sys; from pathlib import Path; from llamaq.common.vocab.vocab import Vocab;"
-        "from llamaq.worker.engine.gguf_vocab import extract;"
-        "v = Vocab.from_blob(extract(Path(sys.argv[1])));"
+        "from llamaq.worker.engine.gguf_vocab import extract_vocab;"
+        "v = Vocab.from_blob(extract_vocab(Path(sys.argv[1])));"
         "assert v.decode(v.encode('a' * 200_000)) == 'a' * 200_000"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "changed.gguf"], timeout=60, check=True)

@@ -23,7 +23,7 @@ from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
-from llamaq.worker.generation.job_preparer import Prepared
+from llamaq.worker.generation.job_preparer import PreparedJob
 from llamaq.worker.testing.fake_engine import make_job
 
 LEASE_S = 1.0
@@ -32,11 +32,11 @@ LEASE_S = 1.0
 class BytePreparer:
     """Prepares without a model."""
 
-    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> Prepared:
+    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> PreparedJob:
         request = codec.decode_request(payload, codec.MAX_EVENT_BYTES)
         job = make_job(request.prompt or "", job_id=lease.job_id, resumed=published)
         job.lease, job.request = lease, request
-        return Prepared(job, ["" for _ in published])
+        return PreparedJob(job, ["" for _ in published])
 
 
 @dataclass

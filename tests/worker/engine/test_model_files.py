@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import MissingExtra, ModelError
-from llamaq.worker.engine.model_files import demo_model, resolve_model
+from llamaq.worker.engine.model_files import demo_model_path, resolve_model_file
 
 
 class HfHubHTTPError(OSError):
@@ -46,39 +46,39 @@ def install(monkeypatch: pytest.MonkeyPatch, outcome: Path | Exception) -> Hub:
 
 
 def test_without_a_name_it_is_the_demo_model() -> None:
-    assert resolve_model(None) == demo_model()
-    assert demo_model().read_bytes()[:4] == b"GGUF"
+    assert resolve_model_file(None) == demo_model_path()
+    assert demo_model_path().read_bytes()[:4] == b"GGUF"
 
 
 def test_a_path_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model.gguf"
     model.touch()
-    assert resolve_model(str(model)) == model
+    assert resolve_model_file(str(model)) == model
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_model("~/model.gguf") == model
+    assert resolve_model_file("~/model.gguf") == model
 
 
 @pytest.mark.parametrize("spec", ["no-such-file.gguf", ".", ""])
 def test_a_path_without_a_file_is_an_error_that_names_the_flag(spec: str) -> None:
     with pytest.raises(ModelError, match="--model: there is no file"):
-        resolve_model(spec)
+        resolve_model_file(spec)
 
 
 @pytest.mark.parametrize("spec", ["hf:", "hf:owner/file.gguf", "hf:owner/repo/file.bin", "hf:owner/repo/../x y.gguf"])
 def test_a_malformed_name_of_the_hub_says_what_form_it_has(spec: str) -> None:
     with pytest.raises(ModelError, match=r"--model: .* is not of the form hf:OWNER/REPO/FILE\.gguf"):
-        resolve_model(spec)
+        resolve_model_file(spec)
 
 
 def test_without_huggingface_hub_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtra, match=r"pip install 'llamaq\[hub\]'"):
-        resolve_model("hf:owner/repo/file.gguf")
+        resolve_model_file("hf:owner/repo/file.gguf")
 
 
 def test_a_file_of_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = install(monkeypatch, tmp_path / "cached.gguf")
-    assert resolve_model("hf:own-er/re.po/folder/file-Q8_0.gguf") == tmp_path / "cached.gguf"
+    assert resolve_model_file("hf:own-er/re.po/folder/file-Q8_0.gguf") == tmp_path / "cached.gguf"
     assert hub.asked == [("own-er/re.po", "folder/file-Q8_0.gguf")]
 
 
@@ -96,5 +96,5 @@ def test_what_goes_wrong_with_the_hub_is_a_model_error(
 ) -> None:
     install(monkeypatch, outcome)
     with pytest.raises(ModelError, match=said) as caught:
-        resolve_model("hf:owner/repo/file.gguf")
+        resolve_model_file("hf:owner/repo/file.gguf")
     assert "hf:owner/repo/file.gguf" in str(caught.value)

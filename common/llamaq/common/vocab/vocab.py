@@ -59,7 +59,7 @@ class Vocab:
 
     @classmethod
     def from_blob(cls, blob: bytes) -> Self:
-        """Load a vocabulary from what `llamaq.worker.engine.gguf_vocab.extract` made. Raises `ModelError`."""
+        """Load a vocabulary from what `llamaq.worker.engine.gguf_vocab.extract_vocab` made. Raises `ModelError`."""
         descriptor, path = tempfile.mkstemp(prefix="llamaq-vocab-", suffix=".gguf")
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -6,7 +6,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 an
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import struct
 from pathlib import Path
@@ -25,7 +24,7 @@ _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 1
 _SPLIT_INDEX, _SPLIT_COUNT = b"split.no", b"split.count"
 
 
-def extract(path: Path) -> bytes:
+def extract_vocab(path: Path) -> bytes:
     """The vocabulary of the model file at `path`, and all its other metadata.
 
     Of a split model, give the first file. Raises `ModelError` when this is no GGUF file, or not the first part.
@@ -35,11 +34,6 @@ def extract(path: Path) -> bytes:
             return _Reader(data, path).extract()
     except (OSError, ValueError) as exc:  # mmap refuses an empty file with a ValueError
         raise ModelError(f"cannot read {path}: {exc}") from exc
-
-
-def content_hash(blob: bytes) -> str:
-    """SHA-256 of a vocabulary, 64 hexadecimal digits: the name it goes by in Redis."""
-    return hashlib.sha256(blob).hexdigest()
 
 
 class _Reader:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from llamaq.common.errors import EngineError
-from llamaq.worker.core.kv_data import Allocate, Data, nothing_ready
+from llamaq.worker.core.kv_data import Allocate, Data, no_buffer
 from llamaq.worker.engine.llama_bindings import Context, Model
 from llamaq.worker.engine.state_format import SavedPart, SavedState, allot
 
@@ -30,7 +30,7 @@ class KvSequences:
         self._n_swa = model.n_swa
         self._has_streams = not context.kv_unified and not model.is_purely_recurrent
         self.can_cut = not model.is_recurrent and (not model.n_swa or context.swa_full)
-        self.in_blocks = self.can_cut and context.kv_unified and context.has_scratch
+        self.in_blocks = self.can_cut and context.kv_unified and context.has_scratch_sequence
         self.n_sequences = context.n_seq_max - 1 if self.in_blocks else context.n_seq_max
         self.cells_per_sequence = context.cells_per_sequence
         self.isolated: set[int] = set()
@@ -75,7 +75,7 @@ class KvSequences:
             self._context.share(source, target, 0, n_tokens)
         return n_tokens if self.holds(target, n_tokens) else self.cut(target, n_tokens)
 
-    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
         """The cells [start, end) of a sequence; all that it holds where memory is not saved in parts.
 
         Raises `EngineError` when it does not hold them, or llama.cpp refuses.

@@ -25,7 +25,7 @@ from llamaq.worker.engine.llama_log import LogLines
 
 logger = logging.getLogger(__name__)
 
-VERSION = str(llama_cpp.__version__)
+LLAMA_CPP_PYTHON_VERSION = str(llama_cpp.__version__)
 """Of llama-cpp-python, which names the llama.cpp inside."""
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1  # what llama_decode returns
@@ -55,7 +55,7 @@ class ContextOptions:
     kv_unified: bool = True
     """One pool of cells for all sequences; else each has a stream of `n_ctx / n_seq_max`, rounded up to 256, of its own
     and `n_ctx` is made as large as all of them."""
-    has_scratch: bool = True
+    has_scratch_sequence: bool = True
     """One of the sequences is for moving parts of others about; without it they are saved and loaded whole."""
     flash_attn: FlashAttention = "auto"
     """Whether attention is computed in one pass over the cells; `auto` leaves it to llama.cpp."""
@@ -147,7 +147,7 @@ class Context:
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
         self.cells_per_sequence: int = llama_cpp.llama_n_ctx_seq(self.pointer)
         self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
-        self.has_scratch = options.has_scratch
+        self.has_scratch_sequence = options.has_scratch_sequence
         self.batch = TokenBatch(self.n_batch)
         self.waiting_copies: list[tuple[int, int]] = []
         """Sources and targets of the copies between streams that the next decode makes before it computes."""

@@ -11,15 +11,15 @@ from llamaq.common.errors import MissingExtra, ModelError
 _HUB = re.compile(r"^hf:(?P<repo>[\w.\-]+/[\w.\-]+)/(?P<file>[\w.\-/]+\.gguf)$")
 
 
-def demo_model() -> Path:
+def demo_model_path() -> Path:
     """The small model that ships with the package; see MODEL_CARD.md beside it."""
     return Path(str(files("llamaq.worker").joinpath("model", "llamaq-demo.gguf")))
 
 
-def resolve_model(spec: str | None) -> Path:
+def resolve_model_file(spec: str | None) -> Path:
     """The file of a model: a path, `hf:OWNER/REPO/FILE.gguf`, or the demo model for None; raises `ModelError`."""
     if spec is None:
-        return demo_model()
+        return demo_model_path()
     if spec.startswith("hf:"):
         return _fetch(spec)
     path = Path(spec).expanduser()

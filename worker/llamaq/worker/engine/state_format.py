@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaq.worker.core.kv_data import Allocate, Data, nothing_ready
+from llamaq.worker.core.kv_data import Allocate, Data, no_buffer
 
 _HEADER = struct.Struct("<4sI")
 _PART = struct.Struct("<IIQ")
@@ -85,7 +85,7 @@ class SavedState:
 
 
 def allot(
-    borders: Sequence[tuple[int, int]], sizes: Sequence[int], allocate: Allocate = nothing_ready
+    borders: Sequence[tuple[int, int]], sizes: Sequence[int], allocate: Allocate = no_buffer
 ) -> tuple[Data, list[int]]:
     """Memory with the header of parts of these cells and sizes, and the addresses that the parts are to be written to.
 

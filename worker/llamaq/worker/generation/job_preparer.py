@@ -45,7 +45,7 @@ class JobPreparer:
         max_request_bytes: int,
         counts_system_tokens: bool = False,
     ) -> None:
-        """With `counts_system_tokens` a chat's system messages are marked in every job, to keep the state at their end."""
+        """With `counts_system_tokens`, `Job.system_tokens` is set for every chat."""
         self._vocab = vocab
         self._warden = warden
         self._defaults = defaults

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import VERSION, has_gpu
+from llamaq.worker.engine.llama_bindings import LLAMA_CPP_PYTHON_VERSION, has_gpu
 from llamaq.worker.offload.atomic_files import make_private_folder
 from llamaq.worker.settings import WorkerSettings
 
@@ -29,7 +29,7 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
     parts = {
         "format": FORMAT,
         "model": _file_hash(path, settings.cache_dir),
-        "llama.cpp": VERSION,
+        "llama.cpp": LLAMA_CPP_PYTHON_VERSION,
         "memory": [engine.sequences.in_blocks, engine.sequences.can_cut, engine.context.kv_unified],
         "gpu_layers": settings.n_gpu_layers > 0 and has_gpu(),
         "salt": settings.cache_salt,

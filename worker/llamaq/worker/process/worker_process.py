@@ -22,7 +22,7 @@ from llamaq.common.protocol.queue_state import WorkerCard
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
-from llamaq.worker.engine.model_files import resolve_model
+from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
@@ -52,13 +52,13 @@ class WorkerProcess:
 
     def __init__(self, settings: WorkerSettings, watch: Watch = nullcontext) -> None:
         """Load the model; raises `ModelError` or `InvalidSettings`. `watch` sees the ticks while they run."""
-        path = resolve_model(settings.model)
+        path = resolve_model_file(settings.model)
         strategy, hooks = load_strategy(settings.batch_strategy), load_hooks(settings.hooks)
         log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
         self._settings, self._watch = settings, watch
         self._engine = engine = load_engine(path, settings)
-        self._blob = gguf_vocab.extract(path)
-        self._warden = GrammarSandbox(self._blob)
+        self._blob = gguf_vocab.extract_vocab(path)
+        self._grammar_sandbox = GrammarSandbox(self._blob)
         self._telemetry = Telemetry(hooks)
         self.card = self._describe(path.name)
         cache, tiers = make_prefix_cache(settings, engine, path)
@@ -90,11 +90,11 @@ class WorkerProcess:
         )
         preparer = JobPreparer(
             engine.vocab,
-            self._warden,
+            self._grammar_sandbox,
             settings.sampling,
             context_limit=min(engine.context.cells_per_sequence, engine.model.n_ctx_train),
             max_request_bytes=settings.max_request_bytes,
-            marks_system=not engine.sequences.can_cut,
+            counts_system_tokens=not engine.sequences.can_cut,
         )
         states = SlotOperations(scheduler.memory, engine.sequences, tiers)
         self._control = SlotCommandHandler(self._ticks, states, make_saved_slots(settings, engine, path))
@@ -159,7 +159,7 @@ class WorkerProcess:
         self._link.close()
         self._control.close()
         self._scheduler.save(SAVE_S)  # after the jobs were handed back: others go on with them meanwhile
-        self._warden.close()
+        self._grammar_sandbox.close()
         self._engine.close()
         log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._telemetry.jobs_done)
 
@@ -173,7 +173,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         n_batch=settings.batch_budget,
         n_ubatch=settings.n_ubatch,
         n_seq_max=n_sequences,
-        has_scratch=n_sequences > settings.n_parallel,
+        has_scratch_sequence=n_sequences > settings.n_parallel,
         n_threads=settings.n_threads,
         n_threads_batch=settings.n_threads,
         kv_unified=settings.kv_unified,
