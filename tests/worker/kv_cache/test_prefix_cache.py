@@ -67,7 +67,7 @@ def tokens_of(outputs: list[Output], job_id: str) -> list[int]:
 def a_run(tokens: list[int], order: int = 1, n_past: int = 0, scope: Scope | None = None) -> Run:
     job = make_job(tokens)
     job.scope = scope or Scope()
-    return Run(job, 40 + order, tokens, n_past=n_past, order=order, packed=pack(tokens))
+    return Run(job, 40 + order, tokens, n_past=n_past, admission_number=order, packed=pack(tokens))
 
 
 def test_the_null_cache_keeps_nothing() -> None:
@@ -100,7 +100,7 @@ def test_only_runs_admitted_before_are_waited_for() -> None:
         cache.begin(a_run([7] * 20, order=order))
     found = cache.match(pack([7] * 20), Scope(), order=2)
     assert found.leader is not None
-    assert found.leader.order == 1
+    assert found.leader.admission_number == 1
     assert cache.match(pack([7] * 20), Scope(), order=1).leader is None
 
 

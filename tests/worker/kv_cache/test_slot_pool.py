@@ -20,11 +20,11 @@ def test_the_table_of_transitions_is_obeyed_and_no_state_goes_to_itself() -> Non
     for before, after in itertools.product(SlotState, SlotState):
         slot = Slot(0, before)
         if after in TRANSITIONS[before]:
-            slot.move(after)
+            slot.transition_to(after)
             assert slot.state is after
         else:
             with pytest.raises(ValueError, match=after.name):
-                slot.move(after)
+                slot.transition_to(after)
             assert slot.state is before
     assert all(state not in TRANSITIONS[state] for state in SlotState)
 
@@ -39,7 +39,7 @@ def test_a_slot_shows_what_it_is_doing() -> None:
     assert repr(slot) == "<Slot 0 PREFILL 6/8 job=j1>"
     run.n_past = 8
     run.tokens.append(3)
-    slot.move(SlotState.DECODE)
+    slot.transition_to(SlotState.DECODE)
     assert repr(slot) == "<Slot 0 DECODE 1/9 job=j1>"
     assert (run.n_prompt, run.n_generated, run.n_pending, run.admitted_s) == (8, 1, 1, 5.0)
 

@@ -33,7 +33,7 @@ def slots_of(*work: int, idle: int = 1) -> tuple[Slot, ...]:
         if pending == 0:
             slot.active.n_past = 4
             slot.active.tokens.append(1)
-            slot.move(SlotState.DECODE)
+            slot.transition_to(SlotState.DECODE)
     return pool.slots
 
 
@@ -230,7 +230,7 @@ def test_a_slot_that_waits_for_cells_is_nobodys_business(state: SlotState) -> No
 
 def test_a_chunk_ends_where_its_state_is_wanted() -> None:
     slots = slots_of(20, idle=0)
-    slots[0].active.stops = [3, 5, 30]
+    slots[0].active.checkpoints = [3, 5, 30]
     planner = Planner(DecodeMaximal(), 10, 8)
     for n_past, n_tokens in ((0, 3), (3, 2), (5, 8), (18, 2)):
         slots[0].active.n_past = n_past
@@ -248,7 +248,7 @@ def test_a_strategy_that_raises_is_reported_with_its_traceback(caplog: pytest.Lo
 
 
 def change_state(slot: Slot) -> None:
-    slot.move(SlotState.PREFILL)
+    slot.transition_to(SlotState.PREFILL)
 
 
 def change_run(slot: Slot) -> None:

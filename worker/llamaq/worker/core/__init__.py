@@ -1,1 +1,1 @@
-"""The nouns that everyone in the worker shares: job, slot, batch, and the operations that an engine offers."""
+"""The shared nouns of the worker: job, slot, batch, and the operations on sequences that an engine offers."""

@@ -1,4 +1,4 @@
-"""The tokens of one tick: decode tokens and prefill chunks mixed, and what the engine says of them."""
+"""The batch of one tick, made of decode tokens and prefill chunks, and the engine's result for each part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llamaq.worker.core.slot import Slot
 
 @dataclass(frozen=True, slots=True)
 class DecodeToken:
-    """The last sampled token of a slot in DECODE; its logits give the next one."""
+    """The last sampled token of a slot in DECODE. The engine samples the next token from its logits."""
 
     slot: Slot
 
@@ -21,7 +21,7 @@ class DecodeToken:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """The next `n_tokens` of the history of a slot in PREFILL; logits are asked for when it ends the history."""
+    """The next `n_tokens` pending tokens of a slot in PREFILL. The engine samples after the last chunk only."""
 
     slot: Slot
     n_tokens: int
@@ -33,7 +33,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one `llama_decode` gets. A slot stands in it at most once."""
+    """The input of one `llama_decode` call. Each slot has at most one part in it."""
 
     decode: tuple[DecodeToken, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
@@ -60,14 +60,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class SlotResult:
-    """What a tick did for one slot of its batch."""
+    """The engine's result for one slot of the batch."""
 
     slot: Slot
     n_past: int
-    """Tokens of the history that the sequence holds now; fewer than before when its cells were lost."""
+    """Tokens of the history that the sequence now holds. Smaller than before when cells were lost."""
     token: int | None = None
-    """The token sampled, when the slot's history was complete."""
+    """The sampled token. None while a part of the history is still pending."""
     error: JobRejected | None = None
-    """This job cannot go on."""
+    """The reason why this job fails."""
     no_room: bool = False
-    """Nothing happened: KV memory has no room for the part, not even by itself."""
+    """True when KV memory has no room for the slot's part, even alone. The sequence is unchanged."""

@@ -1,4 +1,4 @@
-"""When a job has come to its end."""
+"""Decides whether a job is finished, and why."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
 
-Finish = FinishReason | JobRejected
-"""How a job ends: it finishes for a reason, or it fails."""
+JobFinish = FinishReason | JobRejected
+"""How a job finishes: for a reason, or with the error that it fails with."""
 
 
-def reason_to_end(job: Job, n_generated: int) -> FinishReason | None:
-    """Why a job that has generated so many tokens goes no further, or None."""
+def finish_reason(job: Job, n_generated: int) -> FinishReason | None:
+    """Return why a job with `n_generated` tokens is finished, or None when it continues."""
     if job.detokenizer.stopped:
         return FinishReason.STOP
     n_tokens = len(job.prompt) + n_generated
@@ -20,25 +20,25 @@ def reason_to_end(job: Job, n_generated: int) -> FinishReason | None:
     return None
 
 
-def ending_before_start(job: Job, end_tokens: frozenset[int], n_slots: int) -> Finish | None:
-    """How a job ends that needs no slot, or None.
+def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobFinish | None:
+    """Return how a job finishes that needs no slot, or None when it needs one.
 
-    A prompt that cannot fit fails, and so does a job that asks for a slot that is not there. A resumed job may have
-    come to its end before the worker that ran it could write so.
+    A job fails on submit when its prompt is empty or too long, or when it asks for a slot that the worker does not
+    have. A resumed job is finished when its last worker crashed after the last token, before it wrote the outcome.
     """
     if job.request.slot is not None and job.request.slot >= n_slots:
         return JobRejected(
             ErrorCode.INVALID_REQUEST, f"slot: {job.request.slot}, but this worker has slots 0 to {n_slots - 1}"
         )
     if job.resumed:
-        ended = job.resumed[-1] in end_tokens
-        return FinishReason.STOP if ended else reason_to_end(job, len(job.resumed))
+        has_end_token = job.resumed[-1] in end_tokens
+        return FinishReason.STOP if has_end_token else finish_reason(job, len(job.resumed))
     if not job.prompt:
         return JobRejected(ErrorCode.INVALID_REQUEST, "the prompt has no tokens")
     if len(job.prompt) >= job.context_limit:
         return JobRejected(
             ErrorCode.PROMPT_TOO_LONG,
             f"the prompt has {len(job.prompt)} tokens; prompt and answer together can have {job.context_limit} "
-            "on this worker (--n-ctx, and what the model was trained for)",
+            "on this worker (limited by --n-ctx and by the model's training context)",
         )
     return None

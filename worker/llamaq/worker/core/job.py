@@ -1,4 +1,4 @@
-"""A job inside a worker: what is prepared before it gets a slot, and what comes out of it."""
+"""A job inside a worker: its prepared input, and the outputs of its run."""
 
 from __future__ import annotations
 
@@ -18,58 +18,65 @@ if TYPE_CHECKING:
 
 
 class Sampler(Protocol):
-    """From logits to a token, for one job."""
+    """Draws the next token of one job from its logits."""
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
-        """Draw the token that follows `history`, whose first `n_prompt` tokens are the prompt.
+        """Draw the token that follows `history`.
 
-        `logits` has the length of the vocabulary and is the job's own row until the next decode; it may be
-        changed. The draw depends on (seed, `len(history) - n_prompt`, history, logits) alone. Raises
-        `JobRejected` when nothing may be drawn (an exhausted grammar).
+        The draw depends on the seed, the position `len(history) - n_prompt`, the history and the logits only.
+
+        Args:
+            logits: One value for each token of the vocabulary. They are the job's own until the next decode, and the
+                sampler may change them.
+            history: The prompt, then the generated tokens.
+            n_prompt: The length of the prompt in tokens.
+
+        Raises:
+            JobRejected: No token may be drawn, because the grammar allows none.
         """
 
     def close(self) -> None:
-        """Free what llama.cpp holds for it; may be called twice."""
+        """Free the memory that llama.cpp holds for the sampler. May be called twice."""
 
 
 class Detokenizer(Protocol):
-    """From tokens to text that may be shown: whole UTF-8 characters, no stop string."""
+    """Turns the tokens of one job into text: whole UTF-8 characters, and no part of a stop string."""
 
     stopped: bool
-    """A stop string was completed; no text follows."""
+    """Whether the text contains a whole stop string. No text follows after it."""
 
     def feed(self, token: int) -> str:
-        """The text that `token` releases, often none."""
+        """Add a token and return the text that becomes showable with it, often none."""
 
     def finish(self) -> str:
-        """What was held back; nothing after a stop string."""
+        """Return the text that was held back, or none after a stop string."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease:
-    """A claimed job's place in Redis: what is needed to write for it, and to hand it back.
+    """A claimed job's entry in Redis, as needed to write its events and to requeue it.
 
-    Each is equal to itself alone: a Redis that lost its last writes may give the same attempt twice.
+    A lease equals only itself, because a Redis that lost its last writes may give the same attempt twice.
     """
 
     job_id: str
     partition: int
     stream: str
-    """Key of the job stream that it was read from."""
+    """Key of the job stream that the entry was read from."""
     entry_id: str
-    """Its entry in that stream."""
+    """Id of the entry in that stream."""
     attempt: int
-    """The fence: only the newest attempt may write."""
+    """Number of this attempt, used as a fence: only the newest attempt may write."""
 
     @property
     def is_urgent(self) -> bool:
-        """Whether it is an interactive job's."""
+        """Whether the job is interactive."""
         return self.stream.endswith(f":{Priority.INTERACTIVE}")
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job that is ready to be admitted: tokenized, checked, with its sampler and detokenizer."""
+    """A job that can be admitted: tokenized and checked, with its sampler and detokenizer."""
 
     lease: Lease
     request: JobRequest
@@ -77,28 +84,25 @@ class Job:
     sampler: Sampler
     detokenizer: Detokenizer
     resumed: list[int] = field(default_factory=list)
-    """Tokens that earlier attempts published; the detokenizer and the grammar have seen them."""
+    """Tokens that earlier attempts published. The detokenizer and the grammar have processed them already."""
     queue_ms: float = 0.0
+    """Time that the job spent in the queue, in milliseconds."""
     context_limit: int = 0
-    """The most tokens, prompt and generated, that this job may have."""
+    """The largest number of tokens, prompt and generated, that this job may have."""
     started_s: float = 0.0
-    """When this attempt began, by the scheduler's clock, which sets it on submit."""
+    """Start of this attempt on the scheduler's clock, set by `Scheduler.submit`."""
     first_token_s: float | None = None
-    """When this attempt's first token was sampled; a job that is preempted has several runs."""
-    turn_until: int = 0
-    """It is not preempted before it has generated so many tokens."""
+    """Time of this attempt's first sampled token. A preempted job has several runs in one attempt."""
+    protected_tokens: int = 0
+    """The job cannot be preempted by a job of higher priority before it has generated this many tokens."""
     scope: Scope = field(default_factory=Scope)
-    """With whom it may share the cells of its tokens."""
+    """The jobs that may share the KV cells of this one."""
     system_tokens: int = 0
-    """So many tokens of the prompt are a chat's system messages, 0 where that is not known."""
+    """Tokens of the chat's system messages at the start of the prompt, 0 when unknown."""
     packed: bytes = b""
-    """Prompt and resumed tokens, packed; made here, off the engine thread."""
+    """Prompt and resumed tokens, packed when the job is made, so that the engine thread need not pack them."""
 
     def __post_init__(self) -> None:
-        self.pack()
-
-    def pack(self) -> None:
-        """Make `packed` anew, after `resumed` has grown."""
         self.packed = pack([*self.prompt, *self.resumed])
 
     @property
@@ -107,7 +111,7 @@ class Job:
 
     @property
     def reservation(self) -> int:
-        """KV cells to reserve before it starts: prompt and `max_tokens`, up to its context limit."""
+        """KV cells that admission reserves: prompt plus `max_tokens`, at most the context limit."""
         return min(len(self.prompt) + self.request.max_tokens, self.context_limit)
 
     def __repr__(self) -> str:
@@ -116,7 +120,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A job has one more token, and `text` became showable with it."""
+    """A generated token of a job, and the text that became showable with it."""
 
     job: Job
     token: int
@@ -125,13 +129,14 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """A job left its slot: either `reason` or `error` is set. `text` is the tail that was held back."""
+    """The end of a job in this worker. Either `reason` or `error` is set."""
 
     job: Job
     stats: JobStats
     reason: FinishReason | None = None
     error: JobRejected | None = None
     text: str = ""
+    """The last text, which the detokenizer had held back."""
 
 
 Output = NewToken | JobEnded

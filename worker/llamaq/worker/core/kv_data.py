@@ -1,20 +1,20 @@
-"""Saved cells as bytes, in memory of their own or in memory that is lent."""
+"""The saved state of KV cells as bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Data = bytes | memoryview
-"""Saved cells; nobody changes them once they are there."""
+"""Saved cells, as bytes of their own or as a view of a lent buffer. They are never changed after they are written."""
 
 Allocate = Callable[[int], memoryview | None]
-"""Lends memory for so many bytes; None: there is none ready."""
+"""Lends a buffer of the given number of bytes. None means that no buffer is ready."""
 
 
-def nothing_ready(_: int) -> None:
-    """Have memory of its own taken."""
+def no_buffer(_: int) -> None:
+    """Lend no buffer, so that the data are returned as `bytes`."""
 
 
 def footprint(data: Data) -> int:
-    """How many bytes of memory the data take: of what was lent all, however much of it they fill."""
+    """Return the bytes of memory that the data occupy. A view of a lent buffer occupies the whole buffer."""
     return memoryview(data.obj).nbytes if isinstance(data, memoryview) else len(data)

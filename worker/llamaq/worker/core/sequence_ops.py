@@ -1,46 +1,69 @@
-"""The operations on sequences that an engine offers."""
+"""The operations on sequences that an engine offers between ticks."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from llamaq.worker.core.kv_data import Allocate, Data, nothing_ready
+from llamaq.worker.core.kv_data import Allocate, Data, no_buffer
 
 
 class SequenceOps(Protocol):
-    """The engine's sequences, as far as they are moved about between ticks."""
+    """Copies, cuts and removes the KV cells of sequences."""
 
     @property
     def can_cut(self) -> bool:
-        """Whether a sequence can be copied in part and cut back; recurrent state cannot."""
+        """Whether a sequence can be cut or copied at any token. A recurrent state cannot."""
 
     @property
     def in_blocks(self) -> bool:
-        """Whether a sequence can be loaded in parts, after cells that it holds already."""
+        """Whether saved cells can be loaded behind cells that the sequence already holds."""
 
     def remove(self, seq_id: int) -> None:
-        """Forget the sequence's cells; removing an empty one is allowed."""
+        """Remove all cells of the sequence, which may be empty."""
 
     def copy(self, source: int, target: int, n_tokens: int) -> int:
-        """Copy the first `n_tokens` cells into the empty sequence `target`; returns how many it truly holds then."""
+        """Copy the first `n_tokens` cells of `source` to the empty sequence `target`.
+
+        Returns:
+            The number of cells that `target` actually holds afterwards.
+        """
 
     def cut(self, seq_id: int, n_tokens: int) -> int:
-        """Keep the first `n_tokens` cells of a sequence; returns how many it truly holds then."""
+        """Remove the sequence's cells after the first `n_tokens`.
+
+        Returns:
+            The number of cells that the sequence actually holds afterwards.
+        """
 
 
 class StateOps(Protocol):
-    """What of the engine is needed here."""
+    """Saves the KV cells of sequences as bytes, and loads them again."""
 
-    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
-        """The cells [start, end) of a sequence; raises `EngineError`."""
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
+        """Return the data of the sequence's cells [start, end).
+
+        Raises:
+            EngineError: The engine cannot read the cells.
+        """
 
     def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
-        """Append [start, end) of `data`, which was saved from `first` on, to the `start` cells of a sequence."""
+        """Append the cells [start, end) to a sequence that holds `start` cells.
+
+        Args:
+            seq_id: The sequence.
+            start: The first cell to load.
+            end: The end of the cells to load.
+            data: Saved cells, the first of which is number `first`.
+            first: The number of the first cell in `data`.
+
+        Returns:
+            False when the engine refuses the data.
+        """
 
 
 class SlotStateOps(SequenceOps, StateOps, Protocol):
-    """What of the engine is needed here."""
+    """Moves, saves and loads KV cells: both protocols above, and the size of a sequence."""
 
     @property
     def cells_per_sequence(self) -> int:
-        """The most cells that one sequence can have."""
+        """The largest number of cells of one sequence."""

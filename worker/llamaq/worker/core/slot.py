@@ -1,4 +1,4 @@
-"""Slots: a worker's lanes, each with at most one running job, and the table of their states."""
+"""Slots: the lanes of a worker, each with at most one running job, and the table of their state transitions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from llamaq.worker.core.tokens import TOKEN_BYTES, pack
 
 
 class SlotState(Enum):
-    """What a slot is doing."""
+    """The activity of a slot."""
 
     IDLE = "idle"
     FOLLOW = "follow"
-    """Waiting for another job's prefill to pass what both prompts begin with."""
+    """Waits until the prefill of another job has computed the prefix that both prompts share."""
     LOAD = "load"
-    """Waiting for cells that come from host memory or disk."""
+    """Waits for cells that are loaded from host memory or disk."""
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-# A slot goes from IDLE through PREFILL and DECODE back to IDLE. A job in PREFILL may find that its cells are coming
-# from elsewhere; any job may end early, and one whose cells were lost is prefilled again.
+# A slot goes from IDLE through PREFILL and DECODE back to IDLE. A job in PREFILL may first wait for cells that another
+# job computes or a transfer loads. A job may end in any state. A job whose cells were lost is prefilled again.
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     SlotState.IDLE: frozenset({SlotState.PREFILL}),
     SlotState.FOLLOW: frozenset({SlotState.PREFILL, SlotState.IDLE}),
@@ -35,43 +35,43 @@ TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     SlotState.DECODE: frozenset({SlotState.PREFILL, SlotState.IDLE}),
 }
 
-FARTHER = list(CacheTier)
-"""The tiers, the nearest first."""
+COMPUTING = frozenset({SlotState.PREFILL, SlotState.DECODE})
+"""The states in which a slot has tokens for the next batch."""
 
-WORKING = frozenset({SlotState.PREFILL, SlotState.DECODE})
-"""The states in which a slot has something for the next batch."""
+TIERS_BY_DISTANCE = list(CacheTier)
+"""The cache tiers, the nearest to the device first."""
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A job in a slot: its sequence, and how far it has come."""
+    """A job in a slot: its sequence and its progress."""
 
     job: Job
     seq_id: int
     tokens: list[int]
-    """History: prompt, then generated tokens."""
+    """The history: the prompt, then the generated tokens."""
     n_past: int = 0
     """Tokens of the history whose KV cells the sequence holds."""
-    order: int = 0
-    """Runs are numbered as they are admitted."""
+    admission_number: int = 0
+    """Position in the order of admissions. A later run has a larger number."""
     packed: bytes = b""
-    """The history as it was at admission, packed."""
-    stops: list[int] = field(default_factory=list)
-    """Positions at which a chunk of the prefill must end, in order, because the state there is wanted."""
+    """The packed history at admission."""
+    checkpoints: list[int] = field(default_factory=list)
+    """Ascending positions at which a prefill chunk must end, because the state there will be copied."""
     leader: Run | None = None
-    """In FOLLOW: whose prefill it waits for,"""
-    shared_tokens: int = 0
-    """and up to which token."""
+    """In FOLLOW: the run whose prefill computes the shared prefix."""
+    awaited_tokens: int = 0
+    """In FOLLOW: the length of the shared prefix, in tokens."""
     cached_tokens: int = 0
-    """How many of `n_past` were not computed by this run, but shared or loaded."""
+    """The part of `n_past` that was copied or loaded instead of computed."""
     tier: CacheTier | None = None
-    """The farthest tier that those came from."""
-    has_left: bool = False
-    """It has no slot any more."""
+    """The farthest tier that cached tokens came from."""
+    is_released: bool = False
+    """Whether the run has left its slot."""
     admitted_s: float = 0.0
-    """When it got its slot, by the scheduler's clock."""
+    """Time of admission on the scheduler's clock."""
     prefilled_s: float | None = None
-    """When its first token was sampled."""
+    """Time of this run's first sampled token on the scheduler's clock."""
 
     @property
     def n_prompt(self) -> int:
@@ -83,27 +83,27 @@ class Run:
 
     @property
     def n_pending(self) -> int:
-        """Tokens of the history that are not in KV memory yet: 1 while decoding, more during prefill."""
+        """Tokens of the history that are not in KV memory yet: 1 in DECODE, 1 or more in PREFILL."""
         return len(self.tokens) - self.n_past
 
     @property
-    def cells_to_come(self) -> int:
-        """Cells that are promised to it and not used yet."""
+    def promised_cells(self) -> int:
+        """Cells that are reserved for the job and not used yet."""
         return max(0, self.job.reservation - self.n_past)
 
     @property
-    def may_be_preempted(self) -> bool:
-        """Whether its job may have to give way to one of higher priority."""
-        return self.n_generated >= self.job.turn_until
+    def is_preemptible(self) -> bool:
+        """Whether a job of higher priority may preempt this one."""
+        return self.n_generated >= self.job.protected_tokens
 
-    def take_over(self, n_tokens: int, tier: CacheTier) -> None:
-        """Its sequence holds so many tokens now, without having computed those that are new."""
+    def add_cached(self, n_tokens: int, tier: CacheTier) -> None:
+        """Record that the sequence now holds `n_tokens`, the new ones copied or loaded from `tier`."""
         self.cached_tokens += n_tokens - self.n_past
         self.n_past = n_tokens
-        self.tier = tier if self.tier is None else max(self.tier, tier, key=FARTHER.index)
+        self.tier = tier if self.tier is None else max(self.tier, tier, key=TIERS_BY_DISTANCE.index)
 
     def packed_history(self, n_tokens: int) -> bytes:
-        """The first tokens of the history, packed."""
+        """Return the first `n_tokens` of the history, packed."""
         n_packed = len(self.packed) // TOKEN_BYTES
         if n_tokens <= n_packed:
             return self.packed[: n_tokens * TOKEN_BYTES]
@@ -112,28 +112,32 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One lane. `run` is set exactly when the state is not IDLE."""
+    """One lane of a worker. `run` is set exactly when the state is not IDLE."""
 
     index: int
     state: SlotState = SlotState.IDLE
     run: Run | None = None
     content: bytes = b""
-    """The packed tokens of the job that ran here last: a job that begins like it comes back here."""
+    """The packed tokens of the last job in this slot. A job whose prompt starts with them prefers this slot."""
     scope: Scope = field(default_factory=Scope)
-    """With whom its cells may be shared."""
-    freed: int = 0
-    """When that job left; a count, not a time."""
+    """The jobs that may share the cells of `content`."""
+    release_number: int = 0
+    """Position in the order of releases. A slot that was released later has a larger number."""
 
     @property
     def active(self) -> Run:
-        """The running job; asking an idle slot is a defect."""
+        """The running job.
+
+        Raises:
+            LookupError: The slot is idle.
+        """
         if self.run is None:
             raise LookupError(f"{self!r} runs no job")
         return self.run
 
     @property
     def n_pending(self) -> int:
-        """Tokens that wait to be put into KV memory, 0 when idle."""
+        """Tokens of the history that are not in KV memory yet, 0 when the slot is idle."""
         return self.run.n_pending if self.run else 0
 
     @property
@@ -141,7 +145,7 @@ class Slot:
         return self.run.job.request.priority if self.run else None
 
     def snapshot(self) -> SlotSnapshot:
-        """The slot as others may see it."""
+        """Return the public state of the slot."""
         run = self.run
         if run is None:
             n_content = len(self.content) // TOKEN_BYTES
@@ -156,8 +160,12 @@ class Slot:
             content_tokens=run.n_past,
         )
 
-    def move(self, state: SlotState) -> None:
-        """Change the state along the table of allowed transitions."""
+    def transition_to(self, state: SlotState) -> None:
+        """Change the state.
+
+        Raises:
+            ValueError: `TRANSITIONS` does not allow the change.
+        """
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"{self!r} cannot go to {state.name}")
         self.state = state

@@ -1,4 +1,4 @@
-"""Packed tokens: 4 bytes each, so that one memcmp compares long prefixes."""
+"""Packed tokens: 4 bytes per token, so that long prefixes are compared by one memcmp."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ TOKEN_BYTES = array("i").itemsize
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """The tokens as native 32-bit integers; `OverflowError` when one does not fit."""
+    """Return the tokens as native 32-bit integers.
+
+    Raises:
+        OverflowError: A token does not fit into 32 bits.
+    """
     return array("i", tokens).tobytes()
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
-    """How many tokens two packed strings have in common at their beginnings."""
+    """Return the length, in tokens, of the common prefix of two packed strings."""
     return agreeing_bytes(a, b, 0) // TOKEN_BYTES
 
 
 def agreeing_bytes(edge: bytes, tokens: bytes, at: int) -> int:
-    """Bytes of whole tokens, from the beginning of `edge`, that `tokens` has at `at`.
+    """Return the length of the common prefix of `edge` and `tokens[at:]`, in bytes of whole tokens.
 
-    In steps that double until one goes too far, for most prompts part soon, and by halves from there. Only what is
-    still in doubt is compared, by memcmp on views: no byte is copied.
+    The compared length doubles until the strings differ, because most prompts differ early. A binary search then
+    finds the exact length. Each step compares only the part that is still unknown, on views, so no byte is copied.
     """
     view = memoryview(edge)
     low, high, step = 0, min(len(edge), len(tokens) - at) // TOKEN_BYTES + 1, 1
-    while high - low > 1:  # the first `low` tokens agree, and not all of the first `high`
+    while high - low > 1:  # invariant: the first `low` tokens agree, the first `high` do not
         middle = low + step if low + step < high else (low + high) // 2
         start = low * TOKEN_BYTES
         if tokens.startswith(view[start : middle * TOKEN_BYTES], at + start):

@@ -68,40 +68,40 @@ class KvMemory:
     def settle(self) -> None:
         """Let those go on who waited for another's prefill, where it has passed what they share or has ended."""
         waiting = [slot for slot in self.pool.active if slot.state is SlotState.FOLLOW]
-        for slot in sorted(waiting, key=lambda slot: slot.active.order):
+        for slot in sorted(waiting, key=lambda slot: slot.active.admission_number):
             run = slot.active
-            if run.leader is None or run.leader.has_left or run.leader.n_past >= run.shared_tokens:
+            if run.leader is None or run.leader.is_released or run.leader.n_past >= run.awaited_tokens:
                 run.leader = None
-                slot.move(SlotState.PREFILL)
-                self._follow(slot, self._ways.find(run.job, run.order))
+                slot.transition_to(SlotState.PREFILL)
+                self._follow(slot, self._ways.find(run.job, run.admission_number))
 
     def _follow(self, slot: Slot, way: PrefixHit) -> None:
         run = slot.active
         if way.leader:
-            run.leader, run.shared_tokens = way.leader, way.n_coming
-            slot.move(SlotState.FOLLOW)
-            if not self._sequences.can_cut and way.n_coming not in way.leader.stops:
-                insort(way.leader.stops, way.n_coming)
+            run.leader, run.awaited_tokens = way.leader, way.n_coming
+            slot.transition_to(SlotState.FOLLOW)
+            if not self._sequences.can_cut and way.n_coming not in way.leader.checkpoints:
+                insort(way.leader.checkpoints, way.n_coming)
             return
         if way.source:
             self._copy(way.source, run, way.n_held)
         if way.stored:
-            slot.move(SlotState.LOAD)
-            self._tiers.fetch(run, way.stored)
+            slot.transition_to(SlotState.LOAD)
+            self._tiers.start_load(run, way.stored)
         elif not self._sequences.can_cut:
-            run.stops = sorted({*run.stops, run.job.system_tokens, len(run.tokens) - 1})
+            run.checkpoints = sorted({*run.checkpoints, run.job.system_tokens, len(run.tokens) - 1})
 
     def _copy(self, source: Entry | Run, run: Run, n_tokens: int) -> None:
         copied = self._sequences.copy(source.seq_id, run.seq_id, n_tokens)
         if copied:
             self.pool.share(source.seq_id, run.seq_id, copied)
-            run.take_over(copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
+            run.add_cached(copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
 
     def _go_on_in(self, run: Run, entry: Entry, n_tokens: int) -> None:
         self.cache.remove(entry)
         n_kept = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
         self.pool.hold(run.seq_id, n_kept)
-        run.take_over(n_kept, CacheTier.DEVICE)
+        run.add_cached(n_kept, CacheTier.DEVICE)
 
     # ---- what is asked for explicitly, see `SlotStates`
 
@@ -127,7 +127,7 @@ class KvMemory:
 
     def _keep_state(self, run: Run) -> None:
         """Keep a copy of a state that cannot be cut back to, at a border of chunks: others may begin like this."""
-        run.stops = [stop for stop in run.stops if stop > run.n_past]
+        run.checkpoints = [stop for stop in run.checkpoints if stop > run.n_past]
         if not 0 < run.n_past < len(run.tokens):
             return
         if self.pool.n_free <= self.pool.n_idle:
@@ -144,7 +144,7 @@ class KvMemory:
     def leave(self, slot: Slot, *, reusable: bool) -> None:
         """Take the job out of its slot. A `reusable` sequence is offered to the prefix cache, others are removed."""
         run = self.pool.release(slot)
-        self._tiers.abandon(run.seq_id)
+        self._tiers.cancel_transfers(run.seq_id)
         if run.job.request.cache_prompt:
             self.cache.end(run)
             self._count(run)
@@ -166,7 +166,7 @@ class KvMemory:
     @property
     def is_moving(self) -> bool:
         """Whether something is on its way between the tiers."""
-        return self._tiers.is_busy
+        return self._tiers.has_transfers
 
     def move(self, budget_s: float) -> bool:
         """Go on moving between the tiers, for about so long. True when cells came for somebody."""
@@ -174,10 +174,10 @@ class KvMemory:
         done = self._tiers.step(budget_s)
         for run, n_tokens, tier in done.loaded:
             self.pool.hold(run.seq_id, n_tokens)
-            run.take_over(n_tokens, tier)
-        for run in done.fetched:
-            next(slot for slot in self.pool.active if slot.run is run).move(SlotState.PREFILL)
-        for entry in done.kept:
+            run.add_cached(n_tokens, tier)
+        for run in done.finished_loads:
+            next(slot for slot in self.pool.active if slot.run is run).transition_to(SlotState.PREFILL)
+        for entry in done.finished_saves:
             self._drop(entry)
         return bool(done.loaded)
 
@@ -191,7 +191,7 @@ class KvMemory:
 
     def _remove(self, seq_ids: Iterable[int]) -> None:
         for seq_id in seq_ids:
-            self._tiers.abandon(seq_id)
+            self._tiers.cancel_transfers(seq_id)
             self._sequences.remove(seq_id)
             self.pool.reclaim(seq_id)
 

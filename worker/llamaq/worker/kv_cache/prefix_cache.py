@@ -240,4 +240,4 @@ class RadixPrefixCache:
 
 
 def _is_before(run: Run, order: int | None) -> bool:
-    return order is None or run.order < order
+    return order is None or run.admission_number < order

@@ -67,7 +67,7 @@ class SlotPool:
     @property
     def promised_cells(self) -> int:
         """Cells that running jobs may still need."""
-        return sum(slot.run.cells_to_come for slot in self.slots if slot.run is not None)
+        return sum(slot.run.promised_cells for slot in self.slots if slot.run is not None)
 
     @property
     def is_overdrawn(self) -> bool:
@@ -98,7 +98,7 @@ class SlotPool:
             return pinned if pinned.run is None else None
         idle = [slot for slot in self.slots if slot.run is None]
         likeness = {slot: self._likeness(slot, job) for slot in idle}
-        return max(idle, key=lambda slot: (likeness[slot], -slot.freed, -slot.index), default=None)
+        return max(idle, key=lambda slot: (likeness[slot], -slot.release_number, -slot.index), default=None)
 
     def _likeness(self, slot: Slot, job: Job) -> float:
         if not slot.content or not self._similarity:
@@ -126,17 +126,17 @@ class SlotPool:
             self._kept.remove(kept)
         self._n_acquired += 1
         tokens = [*job.prompt, *job.resumed]
-        slot.run = Run(job, seq_id, tokens, order=self._n_acquired, packed=job.packed, admitted_s=now_s)
-        slot.move(SlotState.PREFILL)
+        slot.run = Run(job, seq_id, tokens, admission_number=self._n_acquired, packed=job.packed, admitted_s=now_s)
+        slot.transition_to(SlotState.PREFILL)
         return slot
 
     def release(self, slot: Slot) -> Run:
         """Take the job out of its slot. Its sequence is kept, with the cells that it holds, until `reclaim`."""
         run = slot.active
-        slot.move(SlotState.IDLE)
-        slot.run, run.has_left = None, True
+        slot.transition_to(SlotState.IDLE)
+        slot.run, run.is_released = None, True
         self._n_released += 1
-        slot.content, slot.freed = run.packed_history(len(run.tokens)), self._n_released
+        slot.content, slot.release_number = run.packed_history(len(run.tokens)), self._n_released
         slot.scope = run.job.scope
         self._kept.add(run.seq_id)
         return run

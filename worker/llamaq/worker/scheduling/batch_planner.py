@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
-from llamaq.worker.core.slot import WORKING, Run, Slot, SlotState
+from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | 
         used.add(part.slot)
     if batch.n_tokens > budget:
         return PlanFault.OVER_BUDGET
-    if not batch and any(slot.state in WORKING for slot in slots):
+    if not batch and any(slot.state in COMPUTING for slot in slots):
         return PlanFault.NOTHING
     return None
 
@@ -70,7 +70,7 @@ def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> Pla
         return PlanFault.UNKNOWN_SLOT
     if slot.state is SlotState.IDLE:
         return PlanFault.IDLE_SLOT
-    if slot.state not in WORKING:
+    if slot.state not in COMPUTING:
         return PlanFault.WAITING_SLOT
     if isinstance(part, DecodeToken):
         return PlanFault.DECODE_IN_PREFILL if slot.state is SlotState.PREFILL else None
@@ -119,14 +119,14 @@ class Planner:
 
 def _stop_where_told(batch: Batch) -> Batch:
     """The batch with chunks that end where the state in between is wanted."""
-    if not any(chunk.slot.active.stops for chunk in batch.prefill):
+    if not any(chunk.slot.active.checkpoints for chunk in batch.prefill):
         return batch
     return Batch(batch.decode, tuple(PrefillChunk(chunk.slot, _up_to_stop(chunk)) for chunk in batch.prefill))
 
 
 def _up_to_stop(chunk: PrefillChunk) -> int:
     run = chunk.slot.active
-    ways = (stop - run.n_past for stop in run.stops if stop > run.n_past)
+    ways = (stop - run.n_past for stop in run.checkpoints if stop > run.n_past)
     return min(chunk.n_tokens, next(ways, chunk.n_tokens))
 
 

@@ -26,11 +26,11 @@ class Preemption:
         """Take the slot from the youngest job of a lower priority, if that and more of its kind make enough room."""
         if job.request.priority is not Priority.INTERACTIVE:
             return False
-        lower = [slot for slot in self._pool.active if slot.priority is Priority.BULK and slot.active.may_be_preempted]
+        lower = [slot for slot in self._pool.active if slot.priority is Priority.BULK and slot.active.is_preemptible]
         if not lower or not self._pool.could_acquire(job, without=lower):
             return False
         pinned = [slot for slot in lower if slot.index == job.request.slot and not self._pool.has_slot(job)]
-        self._preempt(max(pinned or lower, key=lambda slot: slot.active.order))
+        self._preempt(max(pinned or lower, key=lambda slot: slot.active.admission_number))
         return True
 
     def free_cells(self) -> bool:
@@ -42,7 +42,7 @@ class Preemption:
             return True
         if len(self._pool.active) < 2:
             return False
-        self._preempt(max(self._pool.active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.order)))
+        self._preempt(max(self._pool.active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.admission_number)))
         return True
 
     def _preempt(self, slot: Slot) -> None:

@@ -25,10 +25,10 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.finish import Finish, ending_before_start, reason_to_end
+from llamaq.worker.core.finish import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
 from llamaq.worker.core.sequence_ops import SequenceOps
-from llamaq.worker.core.slot import WORKING, Slot, SlotState
+from llamaq.worker.core.slot import COMPUTING, Slot, SlotState
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
@@ -102,7 +102,7 @@ class Scheduler:
         job.started_s = self._clock()
         job.context_limit = min(job.context_limit, self._pool.n_cells)
         self._waiting.put(job)
-        if ending := ending_before_start(job, self._end_tokens, len(self._pool.slots)):
+        if ending := finish_on_submit(job, self._end_tokens, len(self._pool.slots)):
             self._end(job, ending)
 
     def cancel(self, job_id: str) -> bool:
@@ -179,7 +179,7 @@ class Scheduler:
 
     def plan(self, queue_depth: int = 0) -> Batch:
         """The tokens of the next tick; empty when no job runs. `queue_depth` counts the jobs that wait in Redis."""
-        if not any(slot.state in WORKING for slot in self._pool):
+        if not any(slot.state in COMPUTING for slot in self._pool):
             return Batch()
         return self.planner.plan(self._pool.slots, queue_depth + self.n_waiting)
 
@@ -289,7 +289,7 @@ class Scheduler:
             self._take(slot, result.token)
         elif slot.state is SlotState.DECODE and run.n_pending > 1:
             log.warning("job.cells_lost id=%s slot=%d n_past=%d", run.job.id, slot.index, run.n_past)
-            slot.move(SlotState.PREFILL)
+            slot.transition_to(SlotState.PREFILL)
 
     def _take(self, slot: Slot, token: int) -> None:
         """The slot's job has a new token, which may be its last."""
@@ -304,10 +304,10 @@ class Scheduler:
             return
         run.tokens.append(token)
         self._outputs.append(NewToken(run.job, token, run.job.detokenizer.feed(token)))
-        if reason := reason_to_end(run.job, run.n_generated):
+        if reason := finish_reason(run.job, run.n_generated):
             self._end(slot, reason)
         elif slot.state is SlotState.PREFILL:
-            slot.move(SlotState.DECODE)
+            slot.transition_to(SlotState.DECODE)
 
     def _end_early(self, job_id: str, reason: FinishReason) -> bool:
         found = self._find(job_id)
@@ -315,7 +315,7 @@ class Scheduler:
             self._end(found, reason)
         return found is not None
 
-    def _end(self, found: Slot | Job, ending: Finish) -> None:
+    def _end(self, found: Slot | Job, ending: JobFinish) -> None:
         """The job's only end: out of its place, and its `JobEnded` to the outputs."""
         slot, job = (found, found.active.job) if isinstance(found, Slot) else (None, found)
         stats = measure(job, slot, self._clock(), self._worker)

@@ -84,7 +84,7 @@ class WaitingQueue:
             self._passed[other] = self._passed.get(other, 0) + 1
         self.remove(job)
         if job.request.priority is Priority.BULK and self._bulk_passed >= MAX_PASSED:
-            job.turn_until = len(job.resumed) + TURN_TOKENS
+            job.protected_tokens = len(job.resumed) + TURN_TOKENS
             self._bulk_passed = 0
         elif job.request.priority is Priority.INTERACTIVE and self._lines[Priority.BULK]:
             self._bulk_passed += 1

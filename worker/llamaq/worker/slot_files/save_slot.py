@@ -101,7 +101,7 @@ class SlotReader:
 
     def _n_there(self, tokens: bytes, scope: Scope) -> int:
         """How many of the tokens have cells, on the device or behind it."""
-        stored = self._tiers.find(tokens, scope)
+        stored = self._tiers.match(tokens, scope)
         holder, n_held = self._holder(tokens, scope)
         return max(n_held if holder else 0, stored.n_tokens if stored else 0)
 
@@ -114,7 +114,7 @@ class SlotReader:
 
     def _read_from_device(self, reading: Reading) -> bool:
         run = reading.run
-        if run is not None and not run.has_left and run.n_past > reading.n_read:
+        if run is not None and not run.is_released and run.n_past > reading.n_read:
             source: Entry | Run | None = run
             n_held = min(run.n_past, reading.n_tokens)
         else:
@@ -135,12 +135,12 @@ class SlotReader:
         return True
 
     def _read_from_tiers(self, reading: Reading) -> Future[Data | None]:
-        stored = self._tiers.find(reading.tokens, reading.scope)
+        stored = self._tiers.match(reading.tokens, reading.scope)
         for block in stored.blocks if stored else ():
             end = min(block.end, reading.n_tokens)
             if block.start <= reading.n_read < end:
                 reading.coming = (block.start, end)
-                return self._tiers.read(block)
+                return self._tiers.read_block(block)
         raise _gone()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamaq.common.errors import EngineError
-from llamaq.worker.core.kv_data import Allocate, Data, nothing_ready
+from llamaq.worker.core.kv_data import Allocate, Data, no_buffer
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"fake"
@@ -107,7 +107,7 @@ class FakeMemory:
         self._keep(seq_id, n_tokens)
         return n_tokens
 
-    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = nothing_ready) -> Data:
+    def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
         """Positions and tokens of the cells [start, end)."""
         n_held = self.n_held(seq_id)
         if not 0 <= start < end <= n_held:
