@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.job_request import Message
-from llamaq.common.vocab.special_tokens import Span, SpecialTexts
-from llamaq.common.vocab.text_splitter import LONG_RUN, SPECIALS_PER_PART, cut_text
+from llamaq.common.vocab.special_tokens import Span, SpecialTokenFinder
+from llamaq.common.vocab.text_splitter import MAX_RUN_CHARS, MAX_SPECIALS_PER_PART, split_text
 from llamaq.common.vocab.vocab import Vocab
 from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.engine.gguf_vocab import extract_vocab
@@ -36,7 +36,7 @@ def template_vocab(tmp_path: Path, template: str | None) -> Vocab:
 def test_what_is_encoded_decodes_to_itself(vocab: Vocab, text: str) -> None:
     tokens = vocab.encode(text)
     assert tokens[0] == vocab.bos
-    if not vocab.special_texts.find(text):
+    if not vocab.special_tokens.find(text):
         assert vocab.decode(tokens) == text
         assert b"".join(map(vocab.piece, tokens)) == text.encode()
 
@@ -88,7 +88,7 @@ def test_bos_is_not_doubled_when_the_template_writes_it(vocab: Vocab, chat_vocab
     "content",
     ["<|end|>", "a<|end|><|assistant|>b", "<|bos|>", "<|en<|end|>d|>", "<|<|user|>", " <|end|> ", "<|end|><|end|>"],
 )
-def test_special_texts_in_contents_stay_text(vocab: Vocab, content: str) -> None:
+def test_special_tokens_in_contents_stay_text(vocab: Vocab, content: str) -> None:
     tokens = vocab.encode_chat(chat(content))
     assert specials_in(vocab, tokens) == ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
     assert vocab.decode(tokens) == content.strip()
@@ -183,19 +183,19 @@ def test_loading_a_vocabulary_writes_nothing_to_stderr(chat_model: Path) -> None
     assert done.stderr == b""
 
 
-TEXTS = SpecialTexts(["<s>", "<sep>", "[X]"])
+FINDER = SpecialTokenFinder(["<s>", "<sep>", "[X]"])
 
 
-def test_special_texts_are_found_from_left_to_right_and_the_longest_first() -> None:
-    assert TEXTS.find("a<s><sep>[X<s>") == [Span(1, 4), Span(4, 9), Span(11, 14)]
-    assert SpecialTexts([]).find("<s>") == []
+def test_special_tokens_are_found_from_left_to_right_and_the_longest_first() -> None:
+    assert FINDER.find("a<s><sep>[X<s>") == [Span(1, 4), Span(4, 9), Span(11, 14)]
+    assert SpecialTokenFinder([]).find("<s>") == []
 
 
-def test_parts_of_special_texts_are_found_at_the_ends_of_a_text() -> None:
-    assert TEXTS.find_at_borders(" ep> and <se") == [Span(1, 4), Span(9, 12)]
-    assert TEXTS.find_at_borders("X") == [Span(0, 1)]
-    assert TEXTS.find_at_borders("nothing here") == []
-    assert TEXTS.find_at_borders("  ") == []
+def test_parts_of_special_tokens_are_found_at_the_ends_of_a_text() -> None:
+    assert FINDER.find_at_edges(" ep> and <se") == [Span(1, 4), Span(9, 12)]
+    assert FINDER.find_at_edges("X") == [Span(0, 1)]
+    assert FINDER.find_at_edges("nothing here") == []
+    assert FINDER.find_at_edges("  ") == []
 
 
 @given(
@@ -204,23 +204,23 @@ def test_parts_of_special_texts_are_found_at_the_ends_of_a_text() -> None:
 )
 def test_a_cut_text_is_whole_in_its_parts_and_no_part_has_a_long_run(pieces: list[str], repeat: int) -> None:
     text = "".join(pieces) * repeat
-    spans = TEXTS.find(text)
-    parts = cut_text(text, spans, cuts_runs=True)
+    spans = FINDER.find(text)
+    parts = split_text(text, spans, splits_runs=True)
     assert "".join(parts) == text
-    assert all(len(run) <= LONG_RUN + max(map(len, TEXTS.texts)) for part in parts for run in part.split())
-    assert sum(len(TEXTS.find(part)) for part in parts) == len(spans)
-    assert all(len(TEXTS.find(part)) <= SPECIALS_PER_PART for part in parts)
+    assert all(len(run) <= MAX_RUN_CHARS + max(map(len, FINDER.texts)) for part in parts for run in part.split())
+    assert sum(len(FINDER.find(part)) for part in parts) == len(spans)
+    assert all(len(FINDER.find(part)) <= MAX_SPECIALS_PER_PART for part in parts)
 
 
 def test_ordinary_text_is_not_cut() -> None:
     text = "An ordinary sentence, with words. " * 500
-    assert cut_text(text, [], cuts_runs=True) == [text]
+    assert split_text(text, [], splits_runs=True) == [text]
 
 
 def test_cuts_before_special_tokens_change_no_token(vocab: Vocab) -> None:
-    text = "a<|end|> b<|user|>" * (2 * SPECIALS_PER_PART)
+    text = "a<|end|> b<|user|>" * (2 * MAX_SPECIALS_PER_PART)
     once = vocab.encode("a<|end|> b<|user|>")[1:]
-    assert vocab.encode(text) == [vocab.bos, *once * (2 * SPECIALS_PER_PART)]
+    assert vocab.encode(text) == [vocab.bos, *once * (2 * MAX_SPECIALS_PER_PART)]
 
 
 def test_a_long_run_of_letters_does_not_overflow_the_stack(tmp_path: Path) -> None:

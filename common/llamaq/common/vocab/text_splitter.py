@@ -1,8 +1,8 @@
-"""Cuts texts that llama.cpp cannot tokenize in one piece.
+"""Splits texts that llama.cpp cannot tokenize in one call.
 
-Some pre-tokenizers are run by `std::regex`, which recurses once or more for each character of a match: some 30,000
-characters without a space overflow the stack and end the process. And the time for special tokens grows with the
-square of their number. Both are harmless in parts.
+llama.cpp runs some pre-tokenizers with `std::regex`, which recurses at least once for each character of a match: about
+30,000 characters without a space overflow the stack and end the process. And the time that llama.cpp needs to find
+special tokens grows with the square of their number. Both are harmless in short parts.
 """
 
 from __future__ import annotations
@@ -14,33 +14,43 @@ from itertools import pairwise
 
 from llamaq.common.vocab.special_tokens import Span
 
-LONG_RUN = 1024
-"""Characters without a change between space and non-space that are cut; ordinary text has no such run."""
-SPECIALS_PER_PART = 512
+MAX_RUN_CHARS = 1024
+"""Longer runs of only spaces or only other characters are split. Ordinary text has no such run."""
+MAX_SPECIALS_PER_PART = 512
+"""Upper bound on the special tokens in one part."""
 
 _RUN = re.compile(r"\S+|\s+")
 
 
-def cut_text(text: str, specials: Sequence[Span], *, cuts_runs: bool) -> list[str]:
-    """`text` in parts that are to be tokenized one by one.
+def split_text(text: str, specials: Sequence[Span], *, splits_runs: bool) -> list[str]:
+    """Split `text` into parts that are tokenized one by one.
 
-    Cuts before special texts (`specials` says where they stand) change no token. Within long runs, cut where letters or
-    digits end, they seldom do; elsewhere they change the tokens around the cut.
+    A split before a special token changes no token. A split inside a long run is made at the end of a word where
+    possible, and there it seldom changes a token; elsewhere it changes the tokens next to the split.
+
+    Args:
+        text: The text.
+        specials: The special tokens in `text`, from left to right.
+        splits_runs: Whether long runs are split too; only pre-tokenizers that use regular expressions need this.
+
+    Returns:
+        The parts. Joined, they are `text`.
     """
-    cuts = {span.start for span in specials[SPECIALS_PER_PART::SPECIALS_PER_PART]}
-    if cuts_runs and len(text) > LONG_RUN:
+    splits = {span.start for span in specials[MAX_SPECIALS_PER_PART::MAX_SPECIALS_PER_PART]}
+    if splits_runs and len(text) > MAX_RUN_CHARS:
         for run in _RUN.finditer(text):
-            if run.end() - run.start() > LONG_RUN:
-                cuts.update(_outside(cut, specials) for cut in _cut_run(text, run.start(), run.end()))
-    if not cuts:
+            if run.end() - run.start() > MAX_RUN_CHARS:
+                splits.update(_before_special(at, specials) for at in _split_run(text, run.start(), run.end()))
+    if not splits:
         return [text]
-    return [text[start:end] for start, end in pairwise(sorted({0, len(text), *cuts}))]
+    return [text[start:end] for start, end in pairwise(sorted({0, len(text), *splits}))]
 
 
-def _cut_run(text: str, start: int, end: int) -> Iterator[int]:
-    while end - start > LONG_RUN:
-        window = range(start + LONG_RUN, start + LONG_RUN // 2, -1)
-        start = next((at for at in window if _ends_word(text, at)), start + LONG_RUN)
+def _split_run(text: str, start: int, end: int) -> Iterator[int]:
+    """Yield the indices at which a run is split: at the last end of a word, at most `MAX_RUN_CHARS` apart."""
+    while end - start > MAX_RUN_CHARS:
+        candidates = range(start + MAX_RUN_CHARS, start + MAX_RUN_CHARS // 2, -1)
+        start = next((at for at in candidates if _ends_word(text, at)), start + MAX_RUN_CHARS)
         yield start
 
 
@@ -48,7 +58,7 @@ def _ends_word(text: str, at: int) -> bool:
     return text[at - 1].isalnum() and not text[at].isalnum() and text[at] not in "'\u2019"
 
 
-def _outside(cut: int, specials: Sequence[Span]) -> int:
-    """The cut, moved before the special text that it would go through."""
-    index = bisect_left(specials, (cut, 0)) - 1  # the last one that starts before it
-    return specials[index].start if index >= 0 and cut < specials[index].end else cut
+def _before_special(at: int, specials: Sequence[Span]) -> int:
+    """Return the index, moved to the start of the special token that it would split."""
+    index = bisect_left(specials, (at, 0)) - 1  # the last special token that starts before the index
+    return specials[index].start if index >= 0 and at < specials[index].end else at

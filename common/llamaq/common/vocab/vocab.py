@@ -1,6 +1,6 @@
-"""A model's vocabulary: text to tokens and back, and chats rendered by the model's own template.
+"""The vocabulary of a model: converts text to tokens and back, and renders chats with the model's template.
 
-Workers and producers use this same class, so that both tokenize alike. Importing it imports llama.cpp.
+Workers and producers use the same class, so both get the same tokens. Importing this module imports llama.cpp.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.job_request import Message
-from llamaq.common.vocab.special_tokens import Marks, SpecialTexts
-from llamaq.common.vocab.text_splitter import cut_text
+from llamaq.common.vocab.special_tokens import Placeholders, Span, SpecialTokenFinder
+from llamaq.common.vocab.text_splitter import split_text
 
 PIECE_BYTES = 256
-# llama.cpp matches the texts of these in a prompt only when told to parse special tokens. The texts of user-defined
-# tokens (Qwen's <think>, Gemma's runs of newlines) are ordinary text to it: always one token, wherever they stand.
+"""First size of the buffer for the bytes of a token; few tokens are longer."""
+# llama.cpp matches the texts of these tokens only with `parse_special`. The texts of user-defined tokens (<think> of
+# Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 
-_loading = threading.Lock()
+_log_lock = threading.Lock()
 _discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 
 
 class Vocab:
-    """The tokens of one model.
+    """The tokens of one model. Thread-safe, except for `close`.
 
-    Safe to use from several threads. One made by `from_blob` owns its model, which `close` or the end of the
-    object's life frees; no method may run then.
+    Args:
+        model: Pointer to a llama_model.
+        owned: Whether the vocabulary owns the model. An owned model is freed by `close`, or with this object; no
+            method may be called after that.
     """
 
     def __init__(self, model: Any, *, owned: bool) -> None:
@@ -48,18 +51,22 @@ class Vocab:
         self.bos = _token_or_none(llama_cpp.llama_vocab_bos(self._vocab))
         self.eos = _token_or_none(llama_cpp.llama_vocab_eos(self._vocab))
         self._adds_eos: bool = self.eos is not None and llama_cpp.llama_vocab_get_add_eos(self._vocab)
-        self._has_patterns: bool = llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_BPE
+        self._uses_regex: bool = llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_BPE
         template = llama_cpp.llama_model_chat_template(model, None)
         self.chat_template: str | None = template.decode(errors="replace") if template else None
 
     @classmethod
     def of_model(cls, model: Any) -> Self:
-        """The vocabulary of a loaded llama_model (its pointer), which must outlive it."""
+        """Return the vocabulary of a loaded model, given its llama_model pointer. The model must live longer."""
         return cls(model, owned=False)
 
     @classmethod
     def from_blob(cls, blob: bytes) -> Self:
-        """Load a vocabulary from what `llamaq.worker.engine.gguf_vocab.extract_vocab` made. Raises `ModelError`."""
+        """Load a vocabulary from the bytes that `llamaq.worker.engine.gguf_vocab.extract_vocab` returned.
+
+        Raises:
+            ModelError: llama.cpp cannot load the bytes.
+        """
         descriptor, path = tempfile.mkstemp(prefix="llamaq-vocab-", suffix=".gguf")
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -76,33 +83,44 @@ class Vocab:
         return cls(model, owned=True)
 
     def close(self) -> None:
-        """Free the model if this vocabulary owns it; may be called twice."""
+        """Free the model if this vocabulary owns it. May be called twice."""
         if self._close is not None:
             self._close()
 
     @property
     def pointer(self) -> Any:
-        """The llama_vocab, for calls of llama.cpp."""
+        """Pointer to the llama_vocab, for calls of llama.cpp."""
         return self._vocab
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """The tokens of a text; special tokens are parsed, and BOS is added as the model wants it, but not twice.
+        """Return the tokens of a text. Texts of special tokens in it become special tokens.
 
-        Raises `JobRejected` for a text so long that it must have more than `max_tokens`; one that only turns out to
-        have more is tokenized all the same.
+        BOS is added if the model's metadata ask for it, unless the text starts with it.
+
+        Args:
+            text: The text.
+            max_tokens: Refuse a text that is certain to have more tokens, judged by its length in characters. A shorter
+                text with more tokens is still tokenized.
+
+        Raises:
+            JobRejected: The text is too long, or llama.cpp cannot tokenize it.
         """
-        if max_tokens is not None and len(text) > max_tokens * self._longest_text:
+        if max_tokens is not None and len(text) > max_tokens * self._max_token_bytes:
             message = f"{len(text)} characters have more than {max_tokens} tokens"
             raise JobRejected(ErrorCode.PROMPT_TOO_LONG, message)
         bos = self._text_or_empty(self.bos)
         return self._tokenize(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, as a job streams it: bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens, as a job streams it. Bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.piece, tokens)).decode(errors="replace")
 
     def piece(self, token: int) -> bytes:
-        """The bytes of one token, b"" for a control token; bytes of several tokens may make one character."""
+        """Return the bytes of one token, b"" for a control token. A character may need the bytes of several tokens.
+
+        Raises:
+            ValueError: The token is not in the vocabulary.
+        """
         piece = self._pieces.get(token)
         if piece is None:
             piece = self._pieces[token] = self._read_piece(token)
@@ -110,43 +128,58 @@ class Vocab:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Every token that ends a generation."""
+        """All tokens that end a generation."""
         return frozenset(token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token))
 
     @cached_property
-    def special_texts(self) -> SpecialTexts:
-        """The texts that become control tokens when special tokens are parsed."""
-        return SpecialTexts(
+    def special_tokens(self) -> SpecialTokenFinder:
+        """Finds the texts that llama.cpp turns into special tokens with `parse_special`."""
+        return SpecialTokenFinder(
             self._token_text(token)
             for token in range(self.n_tokens)
             if llama_cpp.llama_vocab_get_attr(self._vocab, token) & SPECIAL_ATTRIBUTES
         )
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The chat as the model's template writes it, with the beginning of an answer."""
+        """Return the chat as text, rendered by the model's chat template and followed by its generation prompt.
+
+        Raises:
+            JobRejected: The model has no chat template, or the template raises an error.
+        """
         formatter = self._formatter
         dicts: Any = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return str(formatter(messages=dicts).prompt)
-        except Exception as exc:  # a template may raise anything; its own refusals are ValueErrors
-            raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses this: {exc}") from exc
+        except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
+            raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses the chat: {exc}") from exc
 
     def encode_chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> list[int]:
-        """The tokens of a chat. What looks like a special token inside a message's content stays text.
+        """Return the tokens of a chat. A special token's text inside the content of a message stays text.
 
-        Where no content holds or borders on such a text, these are the tokens of the rendered text as a whole. Raises
-        `JobRejected` when the model has no chat template, its template raises, or as `encode` does.
+        Where no content contains or touches such a text, these are the tokens of the rendered chat as a whole.
+
+        Args:
+            messages: The messages, from the oldest to the newest.
+            max_tokens: As in `encode`.
+
+        Raises:
+            JobRejected: As in `render_chat` and `encode`.
         """
-        marks = Marks()
-        marked = [self._mark(message, marks) for message in messages]
-        rendered = self.render_chat(marked)
-        if marks.texts and not marks.hides_special:
+        placeholders = Placeholders()
+        found_special = False
+        hidden: list[Message] = []
+        for message in messages:
+            spans = self.special_tokens.find(message.content)
+            found_special |= bool(spans)
+            hidden.append(self._hide(message, spans, placeholders))
+        rendered = self.render_chat(hidden)
+        if placeholders.originals and not found_special:
             plain = self.render_chat(messages)
-            if len(self.special_texts.find(plain)) == len(self.special_texts.find(rendered)):
+            if len(self.special_tokens.find(plain)) == len(self.special_tokens.find(rendered)):
                 return self.encode(plain, max_tokens=max_tokens)
-        if not marks.texts:
+        if not placeholders.originals:
             return self.encode(rendered, max_tokens=max_tokens)
-        return self._tokenize_marked(rendered, marks, max_tokens)
+        return self._tokenize_hidden(rendered, placeholders, max_tokens)
 
     def __repr__(self) -> str:
         return f"<Vocab {self.n_tokens} tokens, {'with' if self.chat_template else 'no'} chat template>"
@@ -160,18 +193,18 @@ class Vocab:
         except Exception as exc:  # jinja2 raises errors of several kinds for a broken template
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template does not compile: {exc}") from exc
 
-    def _mark(self, message: Message, marks: Marks) -> Message:
-        """The message with special texts in its content, and parts of such at its ends, replaced by marks."""
-        spans = self.special_texts.find(message.content)
-        marks.hides_special |= bool(spans)
-        for border in self.special_texts.find_at_borders(message.content):
-            if all(border.end <= span.start or span.end <= border.start for span in spans):
-                spans.append(border)
-        return Message(role=message.role, content=marks.put(message.content, sorted(spans))) if spans else message
+    def _hide(self, message: Message, spans: list[Span], placeholders: Placeholders) -> Message:
+        """Replace the special texts at `spans` in the content, and parts of special texts at its edges."""
+        for edge in self.special_tokens.find_at_edges(message.content):
+            if all(edge.end <= span.start or span.end <= edge.start for span in spans):
+                spans.append(edge)
+        if not spans:
+            return message
+        return Message(role=message.role, content=placeholders.replace(message.content, sorted(spans)))
 
-    def _tokenize_marked(self, rendered: str, marks: Marks, max_tokens: int | None) -> list[int]:
+    def _tokenize_hidden(self, rendered: str, placeholders: Placeholders, max_tokens: int | None) -> list[int]:
         tokens: list[int] = []
-        for index, (text, is_content) in enumerate(marks.split(rendered)):
+        for index, (text, is_content) in enumerate(placeholders.split(rendered)):
             if index == 0:
                 tokens += self.encode(text, max_tokens=max_tokens)
             else:
@@ -179,17 +212,17 @@ class Vocab:
         return tokens
 
     def _tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        specials = self.special_texts.find(text) if parse_special else []
+        specials = self.special_tokens.find(text) if parse_special else []
         tokens: list[int] = []
-        for index, part in enumerate(cut_text(text, specials, cuts_runs=self._has_patterns)):
+        for index, part in enumerate(split_text(text, specials, splits_runs=self._uses_regex)):
             tokens += self._tokenize_part(part, add_special and index == 0, parse_special)
             if add_special and index == 0 and self._adds_eos:
-                tokens.pop()  # the text is to go on
+                tokens.pop()  # the model is to continue the text, so the EOS that llama.cpp added is removed
         return tokens
 
     def _tokenize_part(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         data = text.encode(errors="replace")
-        n_max = len(data) + 8  # no token is empty, and only a few are added around the text
+        n_max = len(data) + 8  # every token has at least one byte; llama.cpp adds at most a few special tokens
         buffer = (llama_cpp.llama_token * n_max)()
         n = llama_cpp.llama_tokenize(self._vocab, data, len(data), buffer, n_max, add_special, parse_special)
         if n < 0:
@@ -199,18 +232,18 @@ class Vocab:
 
     def _read_piece(self, token: int) -> bytes:
         if not 0 <= token < self.n_tokens:
-            raise ValueError(f"token {token} is not in the vocabulary of {self.n_tokens}")
+            raise ValueError(f"token {token} is not in the vocabulary of {self.n_tokens} tokens")
         n_bytes = PIECE_BYTES
         while True:
             buffer = ctypes.create_string_buffer(n_bytes)
             written = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, n_bytes, 0, False)
             if written >= 0:
                 return buffer.raw[:written]
-            n_bytes = -written
+            n_bytes = -written  # the size that llama.cpp needs
 
     @cached_property
-    def _longest_text(self) -> int:
-        """Bytes of the longest token, as the vocabulary writes it: no token stands for more characters."""
+    def _max_token_bytes(self) -> int:
+        """Length in bytes of the longest token text: an upper bound on the characters that one token encodes."""
         return max(len(llama_cpp.llama_vocab_get_text(self._vocab, token)) for token in range(self.n_tokens))
 
     def _token_text(self, token: int) -> str:
@@ -227,8 +260,8 @@ def _token_or_none(token: int) -> int | None:
 
 @contextmanager
 def _quiet_llama_cpp() -> Iterator[None]:
-    """Keep llama.cpp from writing to stderr, and give the log back to whoever had it."""
-    with _loading:
+    """Discard the log of llama.cpp inside the block, then restore the previous log callback."""
+    with _log_lock:
         callback, user_data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
         llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(user_data))
         llama_cpp.llama_log_set(_discard_log, ctypes.c_void_p())
