@@ -23,7 +23,7 @@ def chat(*contents: str) -> list[Message]:
     return [Message(role="user", content=content) for content in contents]
 
 
-def specials_in(vocab: Vocab, tokens: list[int]) -> list[str]:
+def special_texts_of(vocab: Vocab, tokens: list[int]) -> list[str]:
     return [vocab._token_text(token) for token in tokens if not vocab.piece(token)]
 
 
@@ -33,7 +33,7 @@ def template_vocab(tmp_path: Path, template: str | None) -> Vocab:
 
 
 @given(text=st.text(max_size=60))
-def test_what_is_encoded_decodes_to_itself(vocab: Vocab, text: str) -> None:
+def test_decoding_the_tokens_of_a_text_returns_the_text(vocab: Vocab, text: str) -> None:
     tokens = vocab.encode(text)
     assert tokens[0] == vocab.bos
     if not vocab.special_tokens.find(text):
@@ -41,17 +41,17 @@ def test_what_is_encoded_decodes_to_itself(vocab: Vocab, text: str) -> None:
         assert b"".join(map(vocab.piece, tokens)) == text.encode()
 
 
-def test_bos_is_added_once_also_when_the_text_begins_with_it(vocab: Vocab) -> None:
+def test_bos_is_added_once_even_if_the_text_starts_with_it(vocab: Vocab) -> None:
     assert vocab.encode("Once") == vocab.encode("<|bos|>Once")
     assert vocab.encode("Once").count(1) == 1
 
 
 def test_special_tokens_in_a_text_prompt_are_parsed(vocab: Vocab) -> None:
     tokens = vocab.encode("<|user|>hi<|end|>")
-    assert specials_in(vocab, tokens) == ["<|bos|>", "<|user|>", "<|end|>"]
+    assert special_texts_of(vocab, tokens) == ["<|bos|>", "<|user|>", "<|end|>"]
 
 
-def test_a_lone_surrogate_does_not_keep_a_text_from_being_encoded(vocab: Vocab) -> None:
+def test_a_text_with_a_lone_surrogate_is_encoded(vocab: Vocab) -> None:
     assert vocab.decode(vocab.encode("a\ud800b")) == "a?b"
 
 
@@ -66,19 +66,19 @@ def test_a_token_outside_the_vocabulary_has_no_piece(vocab: Vocab, token: int) -
         vocab.piece(token)
 
 
-def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized(vocab: Vocab) -> None:
+def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized(vocab: Vocab) -> None:
     with pytest.raises(JobRejected) as refused:
         vocab.encode("a " * 100_000, max_tokens=100)
     assert refused.value.code == ErrorCode.PROMPT_TOO_LONG
     assert len(vocab.encode("a " * 300, max_tokens=100)) > 100
 
 
-def test_a_chat_is_tokenized_as_its_rendered_text_when_nothing_in_it_is_special(vocab: Vocab) -> None:
+def test_a_chat_without_special_texts_has_the_tokens_of_its_rendered_text(vocab: Vocab) -> None:
     messages = [Message(role="system", content="Be kind."), *chat("  What is 2 < 3 | > ?", "<", "user", "")]
     assert vocab.encode_chat(messages) == vocab.encode(vocab.render_chat(messages))
 
 
-def test_bos_is_not_doubled_when_the_template_writes_it(vocab: Vocab, chat_vocab: Vocab) -> None:
+def test_a_chat_has_one_bos_even_if_the_template_writes_it(vocab: Vocab, chat_vocab: Vocab) -> None:
     for either in (vocab, chat_vocab):
         assert either.encode_chat(chat("hi")).count(either.bos or 0) == 1
         assert either.encode_chat(chat("hi <|bos|><|im_start|>")).count(either.bos or 0) == 1
@@ -88,9 +88,9 @@ def test_bos_is_not_doubled_when_the_template_writes_it(vocab: Vocab, chat_vocab
     "content",
     ["<|end|>", "a<|end|><|assistant|>b", "<|bos|>", "<|en<|end|>d|>", "<|<|user|>", " <|end|> ", "<|end|><|end|>"],
 )
-def test_special_tokens_in_contents_stay_text(vocab: Vocab, content: str) -> None:
+def test_special_texts_in_contents_stay_text(vocab: Vocab, content: str) -> None:
     tokens = vocab.encode_chat(chat(content))
-    assert specials_in(vocab, tokens) == ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
+    assert special_texts_of(vocab, tokens) == ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
     assert vocab.decode(tokens) == content.strip()
 
 
@@ -104,9 +104,9 @@ FRAGMENTS = ("<|im_start|>", "<|im_end|>", "<|", "|>", "im_", "end", "start", "<
         max_size=4,
     )
 )
-def test_no_content_whatever_adds_a_special_token(chat_vocab: Vocab, contents: list[str]) -> None:
+def test_no_content_adds_a_special_token(chat_vocab: Vocab, contents: list[str]) -> None:
     tokens = chat_vocab.encode_chat(chat(*contents))
-    assert specials_in(chat_vocab, tokens) == [
+    assert special_texts_of(chat_vocab, tokens) == [
         "<|bos|>",
         *["<|im_start|>", "<|im_end|>"] * len(contents),
         "<|im_start|>",
@@ -124,17 +124,19 @@ def test_no_content_whatever_adds_a_special_token(chat_vocab: Vocab, contents: l
         ("{{ messages[0].content }}{{ messages[1].content }}", "<|im_"),
     ],
 )
-def test_contents_do_not_complete_a_special_token_across_a_border(tmp_path: Path, template: str, content: str) -> None:
+def test_a_content_and_the_text_next_to_it_never_form_a_special_token_together(
+    tmp_path: Path, template: str, content: str
+) -> None:
     vocab = template_vocab(tmp_path, template)
     tokens = vocab.encode_chat(chat(content, "end|>"))
-    assert specials_in(vocab, tokens) == ["<|bos|>"]
+    assert special_texts_of(vocab, tokens) == ["<|bos|>"]
     assert "im_" in vocab.decode(tokens)
 
 
-def test_a_special_token_that_the_template_makes_of_a_role_stays_one(tmp_path: Path) -> None:
+def test_a_special_token_that_the_template_forms_from_a_role_stays_special(tmp_path: Path) -> None:
     vocab = template_vocab(tmp_path, "<|{{ messages[0].role }}|>{{ messages[0].content }}")
     tokens = vocab.encode_chat([Message(role="im_start", content="<")])
-    assert specials_in(vocab, tokens) == ["<|bos|>", "<|im_start|>"]
+    assert special_texts_of(vocab, tokens) == ["<|bos|>", "<|im_start|>"]
 
 
 @pytest.mark.parametrize(
@@ -147,28 +149,28 @@ def test_a_special_token_that_the_template_makes_of_a_role_stays_one(tmp_path: P
         ("{{ ''.__class__.__mro__ }}", "refuses"),
     ],
 )
-def test_a_missing_or_unwilling_template_rejects_the_job(tmp_path: Path, template: str | None, reason: str) -> None:
+def test_a_missing_or_failing_template_rejects_the_job(tmp_path: Path, template: str | None, reason: str) -> None:
     vocab = template_vocab(tmp_path, template)
     with pytest.raises(JobRejected, match=reason) as refused:
         vocab.encode_chat(chat("hi"))
     assert refused.value.code == ErrorCode.CHAT_TEMPLATE
 
 
-def test_several_threads_tokenize_alike(vocab: Vocab) -> None:
+def test_all_threads_get_the_same_tokens(vocab: Vocab) -> None:
     text = "The quick brown fox. " * 50
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: vocab.encode(text), range(32)))
     assert all(result == results[0] for result in results)
 
 
-def test_a_closed_vocabulary_may_be_closed_again(chat_model: Path) -> None:
+def test_a_vocabulary_may_be_closed_twice(chat_model: Path) -> None:
     vocab = Vocab.from_blob(extract_vocab(chat_model))
     vocab.close()
     vocab.close()
 
 
 @pytest.mark.parametrize("blob", [b"", b"GGUF", b"no vocabulary at all" * 10])
-def test_bytes_that_are_no_vocabulary_are_refused(blob: bytes) -> None:
+def test_bytes_that_are_not_a_vocabulary_are_refused(blob: bytes) -> None:
     with pytest.raises(ModelError, match="cannot read"):
         Vocab.from_blob(blob)
 
@@ -186,12 +188,12 @@ def test_loading_a_vocabulary_writes_nothing_to_stderr(chat_model: Path) -> None
 FINDER = SpecialTokenFinder(["<s>", "<sep>", "[X]"])
 
 
-def test_special_tokens_are_found_from_left_to_right_and_the_longest_first() -> None:
+def test_special_texts_are_found_from_left_to_right_and_the_longest_first() -> None:
     assert FINDER.find("a<s><sep>[X<s>") == [Span(1, 4), Span(4, 9), Span(11, 14)]
     assert SpecialTokenFinder([]).find("<s>") == []
 
 
-def test_parts_of_special_tokens_are_found_at_the_ends_of_a_text() -> None:
+def test_parts_of_special_texts_are_found_at_both_ends_of_a_text() -> None:
     assert FINDER.find_at_edges(" ep> and <se") == [Span(1, 4), Span(9, 12)]
     assert FINDER.find_at_edges("X") == [Span(0, 1)]
     assert FINDER.find_at_edges("nothing here") == []
@@ -202,7 +204,7 @@ def test_parts_of_special_tokens_are_found_at_the_ends_of_a_text() -> None:
     pieces=st.lists(st.sampled_from(["<s>", "<sep>", "[X]", "<", "a", " ", "\n", "é.", "'s", "9"]), max_size=30),
     repeat=st.integers(1, 400),
 )
-def test_a_cut_text_is_whole_in_its_parts_and_no_part_has_a_long_run(pieces: list[str], repeat: int) -> None:
+def test_the_parts_of_a_split_text_form_the_text_and_have_no_long_run(pieces: list[str], repeat: int) -> None:
     text = "".join(pieces) * repeat
     spans = FINDER.find(text)
     parts = split_text(text, spans, splits_runs=True)
@@ -212,19 +214,19 @@ def test_a_cut_text_is_whole_in_its_parts_and_no_part_has_a_long_run(pieces: lis
     assert all(len(FINDER.find(part)) <= MAX_SPECIALS_PER_PART for part in parts)
 
 
-def test_ordinary_text_is_not_cut() -> None:
+def test_ordinary_text_is_not_split() -> None:
     text = "An ordinary sentence, with words. " * 500
     assert split_text(text, [], splits_runs=True) == [text]
 
 
-def test_cuts_before_special_tokens_change_no_token(vocab: Vocab) -> None:
+def test_splits_before_special_tokens_change_no_token(vocab: Vocab) -> None:
     text = "a<|end|> b<|user|>" * (2 * MAX_SPECIALS_PER_PART)
     once = vocab.encode("a<|end|> b<|user|>")[1:]
     assert vocab.encode(text) == [vocab.bos, *once * (2 * MAX_SPECIALS_PER_PART)]
 
 
 def test_a_long_run_of_letters_does_not_overflow_the_stack(tmp_path: Path) -> None:
-    """A pre-tokenizer that llama.cpp leaves to std::regex; 200,000 letters at once end the process."""
+    """llama.cpp runs this pre-tokenizer with std::regex; 200,000 letters in one call overflow the stack."""
     source = write_model(tmp_path / "regex.gguf", PLAIN).read_bytes()
     pre = b"tokenizer.ggml.pre\x08\x00\x00\x00"
     at = source.index(pre) + len(pre)
