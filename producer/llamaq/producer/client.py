@@ -1,65 +1,57 @@
-"""The client of a web backend, for asyncio. `llamaq.producer.sync` has the same one for threads."""
+"""The asyncio client: submits jobs to a queue and follows them. `llamaq.producer.sync` is its twin for threads."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
-from redis.exceptions import RedisError, ResponseError
-
-from llamaq.common.background_tasks import BackgroundTasks
-from llamaq.common.errors import (
-    DeadLetterNotFound,
-    InvalidRequest,
-    JobFailed,
-    JobNotFound,
-    LlamaqError,
-    NoWorker,
-    QueueFull,
-    RedisFull,
-    ResultTimeout,
-)
-from llamaq.common.protocol import codec
+from llamaq.common.errors import DeadLetterNotFound, NoWorker
 from llamaq.common.protocol.job_outcome import Result
-from llamaq.common.protocol.job_request import JobOptions, JobRequest, Message
+from llamaq.common.protocol.job_request import JobOptions, Message
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
-from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
-from llamaq.common.protocol.scripts import Refused
-from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFile, SlotReply, WorkerSlots
-from llamaq.common.redis.redis_errors import is_full
+from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlots
 from llamaq.common.settings import client_settings
+from llamaq.producer import submission
 from llamaq.producer.connection import Connection
 from llamaq.producer.job import AsyncJob, Chunk
+from llamaq.producer.owned_jobs import OwnedJobs
 from llamaq.producer.queries import dead_letters, queue_snapshots, slot_commands
+from llamaq.producer.submission import build_request
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
 
-log = logging.getLogger(__name__)
-
-SEED_BITS = 53
-"""A drawn seed survives a trip through JSON in any language."""
-
 Messages = Sequence[Message | Mapping[str, str]]
-"""A chat: `{"role": "user", "content": "hi"}` and so on."""
+"""A chat, as `Message` objects or as mappings such as `{"role": "user", "content": "hi"}`."""
 
 
 class AsyncClient:
-    """Submits jobs to one queue and follows them.
-
-    Arguments left out come from `LLAMAQ_*` variables, else from the defaults of `ClientSettings`. Connects at the
-    first call, not before. One client serves any number of concurrent calls, within one event loop.
+    """A client for one queue. It connects to Redis at the first call.
 
         async with AsyncClient("redis://localhost:6379/0") as client:
             async for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="", flush=True)
 
-    All methods that talk to Redis raise `redis.exceptions.RedisError` when it cannot be reached.
+    One client serves any number of concurrent calls within one event loop.
+
+    `ClientSettings` documents the settings with their units, bounds and defaults. An argument that is None is read
+    from its `LLAMAQ_*` environment variable, and otherwise has the default.
+
+    Every method that sends commands to Redis raises `redis.exceptions.RedisError` if Redis cannot be reached.
+
+    Args:
+        url: The setting `redis_url`.
+        queue: The setting `queue`.
+        timeout_s: The setting `timeout_s`, in seconds. It is the timeout of every call that passes none.
+        result_ttl_s: The setting `result_ttl_s`, in seconds.
+        key_prefix: The setting `key_prefix`.
+        partitions: The setting `partitions`.
+        max_request_bytes: The setting `max_request_bytes`.
+
+    Raises:
+        InvalidSettings: An argument or an environment variable is not valid.
     """
 
     def __init__(
@@ -87,8 +79,7 @@ class AsyncClient:
         self.keys = self.connection.keys
         self.redis = self.connection.redis
         self.subscriber = self.connection.subscriber
-        self._scripts = self.connection.scripts
-        self._background = BackgroundTasks()
+        self._owned_jobs = OwnedJobs(self.connection)
 
     def __repr__(self) -> str:
         return f"<AsyncClient queue={self.queue!r} {self.subscriber!r}>"
@@ -102,50 +93,129 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Send the cancellations that are still on their way, and close all connections. Jobs go on."""
-        await self._background.wait()
+        """Send the cancellations in flight, then close all connections. Submitted jobs keep running."""
+        await self._owned_jobs.wait_for_cancellations()
         await self.connection.aclose()
 
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
-        """Submit a prompt and wait for its result, at most `timeout` seconds (None: the client's `timeout_s`).
+        """Submit a text prompt and wait for the result.
 
-        The job is cancelled when the time is over or this task is cancelled, unless an idempotency key shares it.
-        Raises `InvalidRequest`, `QueueFull`, `RedisFull`, `JobFailed`, `NoWorker`, `ResultTimeout`.
+        A timeout or a cancelled call cancels the job, unless an idempotency key shares it with other callers.
+
+        Args:
+            prompt: The text to continue. Special tokens in it are parsed.
+            timeout: Longest wait for the result in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            The text, tokens, finish reason, seed and stats of the job.
+
+        Raises:
+            InvalidRequest: An argument is not valid. Nothing was submitted.
+            QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
+            RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
+            JobFailed: The job failed; `code` and `message` give the reason.
+            NoWorker: The timeout was reached, and no worker serves the queue.
+            ResultTimeout: The timeout was reached.
         """
-        return await self._generate(self._request(options, stream=False, prompt=prompt), timeout)
+        return await self._owned_jobs.generate(build_request(options, stream=False, prompt=prompt), timeout)
 
     async def generate_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
     ) -> Result:
-        """Like `generate`, with a prompt of token ids, taken as they are."""
-        return await self._generate(self._request(options, stream=False, tokens=tokens), timeout)
+        """Submit a prompt of token ids and wait for the result, like `generate`.
+
+        Args:
+            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            timeout: Longest wait for the result in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            The text, tokens, finish reason, seed and stats of the job.
+
+        Raises:
+            LlamaqError: The same errors as `generate`.
+        """
+        return await self._owned_jobs.generate(build_request(options, stream=False, tokens=tokens), timeout)
 
     async def chat(self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
-        """Like `generate`, with a chat, rendered by the model's own template."""
-        return await self._generate(self._request(options, stream=False, messages=messages), timeout)
+        """Submit a chat and wait for the answer, like `generate`.
+
+        Args:
+            messages: The messages, oldest first. The worker renders them with the model's chat template.
+            timeout: Longest wait for the result in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            The text, tokens, finish reason, seed and stats of the job.
+
+        Raises:
+            LlamaqError: The same errors as `generate`.
+        """
+        return await self._owned_jobs.generate(build_request(options, stream=False, messages=messages), timeout)
 
     def stream(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]
     ) -> AsyncGenerator[Chunk, None]:
-        """Submit a prompt and yield what it generates; the job is submitted with the first chunk asked for.
+        """Submit a text prompt and yield the generated text in chunks.
 
-        `timeout` is how many seconds one chunk may take (None: the client's `timeout_s`). The job is cancelled when
-        that is over, when the iterator is closed early, or when this task is cancelled, unless an idempotency key
-        shares it. Raises what `generate` raises.
+        The arguments are checked at once. The job is submitted when the first chunk is requested. A timeout, a
+        cancelled call or an iterator closed early cancels the job, unless an idempotency key shares it with other
+        callers.
+
+        Args:
+            prompt: The text to continue. Special tokens in it are parsed.
+            timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            An iterator over the chunks of the job, in order.
+
+        Raises:
+            InvalidRequest: An argument is not valid. Nothing was submitted.
+            QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
+            RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
+            JobFailed: The job failed; `code` and `message` give the reason.
+            NoWorker: The timeout was reached, and no worker serves the queue.
+            ResultTimeout: The timeout was reached.
         """
-        return self._stream(self._request(options, prompt=prompt), timeout)
+        return self._owned_jobs.stream(build_request(options, prompt=prompt), timeout)
 
     def stream_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
     ) -> AsyncGenerator[Chunk, None]:
-        """Like `stream`, with a prompt of token ids, taken as they are."""
-        return self._stream(self._request(options, tokens=tokens), timeout)
+        """Submit a prompt of token ids and yield the generated text in chunks, like `stream`.
+
+        Args:
+            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            An iterator over the chunks of the job, in order.
+
+        Raises:
+            LlamaqError: The same errors as `stream`.
+        """
+        return self._owned_jobs.stream(build_request(options, tokens=tokens), timeout)
 
     def stream_chat(
         self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]
     ) -> AsyncGenerator[Chunk, None]:
-        """Like `stream`, with a chat, rendered by the model's own template."""
-        return self._stream(self._request(options, messages=messages), timeout)
+        """Submit a chat and yield the answer in chunks, like `stream`.
+
+        Args:
+            messages: The messages, oldest first. The worker renders them with the model's chat template.
+            timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            An iterator over the chunks of the job, in order.
+
+        Raises:
+            LlamaqError: The same errors as `stream`.
+        """
+        return self._owned_jobs.stream(build_request(options, messages=messages), timeout)
 
     async def submit(
         self,
@@ -155,220 +225,230 @@ class AsyncClient:
         messages: Messages | None = None,
         **options: Unpack[JobOptions],
     ) -> AsyncJob:
-        """Put a job into the queue and return its handle; it runs whether anyone waits for it or not.
+        """Put a job into the queue and return its handle. The job runs whether or not anything waits for it.
 
-        Give exactly one of `prompt`, `tokens` and `messages`. Raises `InvalidRequest`, `QueueFull`, `RedisFull`.
+        Exactly one of `prompt`, `tokens` and `messages` is required.
+
+        Args:
+            prompt: The text to continue. Special tokens in it are parsed.
+            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            messages: The messages of a chat, oldest first.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            The handle of the job. With an idempotency key that has a job already, the handle of that job.
+
+        Raises:
+            InvalidRequest: An argument is not valid.
+            QueueFull: The queue has `max_queue` waiting jobs.
+            RedisFull: Redis has reached its `maxmemory`.
         """
-        return await self._submit(self._request(options, prompt=prompt, tokens=tokens, messages=messages))
+        request = build_request(options, prompt=prompt, tokens=tokens, messages=messages)
+        return await submission.submit(self.connection, request)
 
     def job(self, job_id: str) -> AsyncJob:
-        """The handle of a job submitted before, by anyone, also on another queue. Raises `InvalidRequest`."""
+        """Return the handle of a job that was submitted before, also by another process or to another queue.
+
+        Args:
+            job_id: The id of the job. It is not looked up in Redis.
+
+        Raises:
+            InvalidRequest: `job_id` does not have the form of a job id.
+        """
         return AsyncJob(self.connection, job_id)
 
     async def cancel(self, job_id: str) -> bool:
-        """Ask for a job's end; False when it had ended already. Raises `JobNotFound`, `InvalidRequest`."""
+        """Request the cancellation of a job. See `AsyncJob.cancel`.
+
+        Args:
+            job_id: The id of the job, in any queue.
+
+        Returns:
+            True if the job will be cancelled, False if it had already finished or failed.
+
+        Raises:
+            JobNotFound: The id is wrong, or the result has expired.
+            InvalidRequest: `job_id` does not have the form of a job id.
+        """
         return await self.job(job_id).cancel()
 
     async def queue_depth(self) -> QueueDepth:
-        """How many jobs wait and how many are with a worker."""
+        """Return the numbers of waiting and running jobs in the queue."""
         return await queue_depth(self.redis, self.keys, self.queue, self.settings.partitions)
 
     async def workers(self) -> tuple[Worker, ...]:
-        """The live workers of the queue: their cards and last heartbeats."""
+        """Return the live workers of the queue, sorted by worker id: their cards and last heartbeats."""
         return await queue_snapshots.read_workers(self.redis, self.keys, self.queue)
 
     async def stats(self) -> QueueStats:
-        """Depth, workers, and the stats of the jobs that ended last, newest first."""
+        """Return the queue's depth, its live workers, and the stats of up to 100 finished jobs, newest first."""
         depth, workers, recent = await asyncio.gather(
             self.queue_depth(), self.workers(), queue_snapshots.read_recent(self.redis, self.keys, self.queue)
         )
         return QueueStats(queue=self.queue, depth=depth, workers=workers, recent=recent)
 
     async def dead_letters(self) -> tuple[DeadLetter, ...]:
-        """What was given up, newest first: jobs that workers died of, and entries that were no job."""
+        """Return the dead letters of the queue, newest first.
+
+        A dead letter is a job that several workers in a row crashed with, or a stream entry that is not a job.
+        """
         return await dead_letters.read_all(self.redis, self.keys, self.queue, self.settings.partitions)
 
     async def dead_letter(self, letter_id: str) -> DeadLetterDetails:
-        """All that is kept of a dead letter: its request, and what was generated.
+        """Return one dead letter with its request and its generated tokens, as far as they have not expired.
 
-        Raises `DeadLetterNotFound`, `InvalidRequest`.
+        Args:
+            letter_id: The `id` of a dead letter, in any queue.
+
+        Raises:
+            DeadLetterNotFound: The letter was retried or purged, or never existed.
+            InvalidRequest: `letter_id` does not have the form of such an id.
         """
         return await dead_letters.read_details(self.redis, self.keys, letter_id)
 
     async def retry_dead_letter(self, letter_id: str) -> AsyncJob:
-        """Submit the job of a dead letter again, from its beginning, and take the letter out.
+        """Submit the job of a dead letter again as a new job, and remove the letter.
 
-        The new job has the same request with the same seed and metadata, and an id of its own; the idempotency key
-        stays with the old one. Whoever retries a letter at the same time gets the same new job. Raises `JobNotFound`
-        when the request has expired, `InvalidRequest` for an entry that was no job, `DeadLetterNotFound`,
-        `QueueFull`, `RedisFull`.
+        The new job starts from its prompt, with the same request, seed and metadata. The idempotency key stays with
+        the old job. Concurrent retries of one letter return the same new job.
+
+        Args:
+            letter_id: The `id` of a dead letter, in any queue.
+
+        Returns:
+            The handle of the new job.
+
+        Raises:
+            DeadLetterNotFound: The letter was retried or purged, or never existed.
+            JobNotFound: The request has expired.
+            InvalidRequest: The letter is not a job, or `letter_id` does not have the form of such an id.
+            QueueFull: The queue has `max_queue` waiting jobs.
+            RedisFull: Redis has reached its `maxmemory`.
         """
-        queue, letter = await dead_letters.find(self.redis, self.keys, letter_id)
-        if letter.job_id is None:
-            raise InvalidRequest(f"{letter.id} was no job ({letter.reason}): there is nothing to retry, only to purge")
-        request = await dead_letters.read_request(self.redis, self.keys, letter.job_id)
-        new_id = dead_letters.id_of_retry(letter, JobId.parse(letter.job_id))
-        job = await self._submit(request.model_copy(update={"idempotency_key": None}), new_id)
-        await self._scripts.purge(queue, letter.partition, letter.entry, letter.job_id)
-        return job
+        return await submission.retry_dead_letter(self.connection, letter_id)
 
     async def purge_dead_letter(self, letter_id: str) -> None:
-        """Take a dead letter out; its job then expires like any other. Raises `DeadLetterNotFound`."""
+        """Remove a dead letter. Its job then expires after `result_ttl_s`, like every other job.
+
+        Args:
+            letter_id: The `id` of a dead letter, in any queue.
+
+        Raises:
+            DeadLetterNotFound: The letter was retried or purged, or never existed.
+            InvalidRequest: `letter_id` does not have the form of such an id.
+        """
         queue, letter = await dead_letters.find(self.redis, self.keys, letter_id)
-        if not await self._scripts.purge(queue, letter.partition, letter.entry, letter.job_id):
+        if not await self.connection.scripts.purge(queue, letter.partition, letter.entry, letter.job_id):
             raise DeadLetterNotFound(letter_id)
 
     async def slots(self, *, worker: str | None = None, timeout: float | None = None) -> tuple[WorkerSlots, ...]:
-        """The slots of the queue's workers, or of one, and the states that are saved by name. Raises `NoWorker`.
+        """Return the slots of the queue's workers, and the slot states that are saved on their hosts.
 
-        Here and below `timeout` is how many seconds the answer may take (None: the client's `timeout_s`); after that
-        it is a `ResultTimeout`.
+        Args:
+            worker: The id of one worker. None: all workers of the queue.
+            timeout: Longest wait for the replies in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            One object for each worker.
+
+        Raises:
+            NoWorker: No worker serves the queue.
+            InvalidRequest: `worker` does not serve the queue.
+            SlotCommandRefused: A worker ended before it replied.
+            ResultTimeout: A reply did not arrive in time.
         """
-        order = slot_commands.check_order(SlotAction.LIST)
-        workers = await self.workers()
-        if worker is None and workers:
-            ids = [one.card.worker for one in workers]
-        else:
-            ids = [slot_commands.choose_worker(workers, self.queue, worker)]
-        replies = await asyncio.gather(*(self._ask(one, order, timeout) for one in ids))
-        return tuple(
-            WorkerSlots(worker=one, slots=reply.slots, files=reply.files)
-            for one, reply in zip(ids, replies, strict=True)
-        )
+        return await slot_commands.list_slots(self.connection, worker, timeout)
 
     async def save_slot(
         self, slot: int, name: str, *, worker: str | None = None, timeout: float | None = None
     ) -> SlotFile:
-        """Save the tokens and KV cells of the job that runs in a slot, or ran there last, where its worker runs.
+        """Save the tokens and KV cells of the running or last job of a slot, in a file on the worker's host.
 
-        A state that has the name already is replaced. Where several workers serve the queue, `worker` names one.
-        Raises `OrderRefused`, `InvalidRequest`, `NoWorker`, `ResultTimeout`.
+        A saved state with the same name is replaced.
+
+        Args:
+            slot: The index of the slot, from 0 on.
+            name: The name of the saved state: 1 to 64 letters, digits, `_` and `-`.
+            worker: The id of the worker. None: the only worker of the queue.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The name and size of the saved state.
+
+        Raises:
+            SlotCommandRefused: The worker refused the command, or ended before it replied.
+            InvalidRequest: An argument is not valid, or `worker` is None and several workers serve the queue.
+            NoWorker: No worker serves the queue.
+            ResultTimeout: The reply did not arrive in time.
         """
-        order = slot_commands.check_order(SlotAction.SAVE, slot, name)
-        return (await self._ask_one(worker, order, timeout)).files[0]
+        command = slot_commands.build_command(SlotAction.SAVE, slot, name)
+        return (await slot_commands.send_to_one(self.connection, worker, command, timeout)).files[0]
 
     async def restore_slot(
         self, slot: int, name: str, *, worker: str | None = None, timeout: float | None = None
     ) -> SlotFile:
-        """Load a saved state into the worker's prefix cache, as the content of an idle slot.
+        """Load a saved state into an idle slot, and into the worker's prefix cache.
 
-        Jobs that begin like it, and have the salt of the job that it was saved from, do not compute it again. Raises
-        what `save_slot` raises.
+        A later job whose prompt begins with the same tokens reuses them, if it has the cache salt of the saved job.
+
+        Args:
+            slot: The index of the slot, from 0 on.
+            name: The name of the saved state.
+            worker: The id of the worker. None: the only worker of the queue.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The name and size of the saved state.
+
+        Raises:
+            LlamaqError: The same errors as `save_slot`.
         """
-        order = slot_commands.check_order(SlotAction.RESTORE, slot, name)
-        return (await self._ask_one(worker, order, timeout)).files[0]
+        command = slot_commands.build_command(SlotAction.RESTORE, slot, name)
+        return (await slot_commands.send_to_one(self.connection, worker, command, timeout)).files[0]
 
     async def erase_slot(self, slot: int, *, worker: str | None = None, timeout: float | None = None) -> int:
-        """Have a worker forget the content of an idle slot, but for beginnings that others share; returns its tokens.
+        """Evict the tokens of an idle slot from the KV cache. A prefix that other sequences share stays cached.
 
-        Raises what `save_slot` raises.
+        Args:
+            slot: The index of the slot, from 0 on.
+            worker: The id of the worker. None: the only worker of the queue.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The number of tokens that the slot had.
+
+        Raises:
+            LlamaqError: The same errors as `save_slot`.
         """
-        order = slot_commands.check_order(SlotAction.ERASE, slot)
-        return (await self._ask_one(worker, order, timeout)).n_tokens
+        command = slot_commands.build_command(SlotAction.ERASE, slot)
+        return (await slot_commands.send_to_one(self.connection, worker, command, timeout)).n_tokens
 
     async def erase_saved_slot(self, name: str, *, worker: str | None = None, timeout: float | None = None) -> None:
-        """Delete a saved state. Raises what `save_slot` raises."""
-        order = slot_commands.check_order(SlotAction.ERASE, name=name)
-        await self._ask_one(worker, order, timeout)
+        """Delete a saved state from the worker's host.
+
+        Args:
+            name: The name of the saved state.
+            worker: The id of the worker. None: the only worker of the queue.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Raises:
+            LlamaqError: The same errors as `save_slot`.
+        """
+        command = slot_commands.build_command(SlotAction.ERASE, name=name)
+        await slot_commands.send_to_one(self.connection, worker, command, timeout)
 
     async def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model that the queue's workers have, for use in this process.
+        """Return the tokenizer of the queue's model, for use in this process. It needs `llamaq[tokenizer]`.
 
-        Raises `NoWorker`, and `MissingExtra` without `llamaq[tokenizer]`.
+        Returns:
+            The tokenizer. It is downloaded from Redis once per process and model.
+
+        Raises:
+            NoWorker: No worker serves the queue.
+            MissingExtra: `llamaq[tokenizer]` is not installed.
+            ProtocolError: The vocabulary in Redis is damaged.
         """
         workers = await self.workers()
         if not workers:
             raise NoWorker(self.queue)
         return await load_tokenizer(self.redis, self.keys, workers[0].card)
-
-    async def _ask_one(self, worker: str | None, order: SlotCommand, timeout: float | None) -> SlotReply:
-        chosen = slot_commands.choose_worker(await self.workers(), self.queue, worker)
-        return await self._ask(chosen, order, timeout)
-
-    async def _ask(self, worker: str, order: SlotCommand, timeout: float | None) -> SlotReply:
-        timeout_s = self.settings.timeout_s if timeout is None else timeout
-        return await slot_commands.ask(self.redis, self.keys, worker, order, timeout_s)
-
-    def _request(self, options: JobOptions, **more: Any) -> JobRequest:
-        """`more` are a prompt, and defaults that `options` may override."""
-        values = {**more, **options}
-        if values.get("seed") is None:
-            values["seed"] = secrets.randbits(SEED_BITS)
-        return codec.build_request(values)
-
-    async def _submit(self, request: JobRequest, job_id: JobId | None = None) -> AsyncJob:
-        payload = codec.encode_request(request, self.settings.max_request_bytes)
-        job_id = job_id or JobId.new(self.queue, self.settings.partitions, request.idempotency_key)
-        try:
-            outcome = await self._scripts.submit(job_id, request, payload, result_ttl_s=self.settings.result_ttl_s)
-        except ResponseError as exc:
-            if is_full(exc):
-                raise RedisFull(job_id.queue) from exc
-            raise
-        if isinstance(outcome, Refused):
-            raise QueueFull(job_id.queue, outcome.depth, outcome.max_queue, await self._estimate_wait(outcome.depth))
-        log.debug("job.submitted id=%s existing=%s bytes=%d", outcome.job_id, outcome.existing, len(payload))
-        return AsyncJob(self.connection, outcome.job_id, is_new=not outcome.existing)
-
-    async def _estimate_wait(self, depth: int) -> float | None:
-        """For a job behind `depth` others of its partition; the rate is that of all partitions."""
-        n_ahead = depth * self.settings.partitions
-        with suppress(RedisError, OSError):  # that the queue is full is known all the same
-            return await queue_snapshots.estimate_wait(self.redis, self.keys, self.queue, n_ahead)
-        return None
-
-    async def _submit_owned(self, request: JobRequest) -> AsyncJob:
-        """Submit so that a caller who is cancelled meanwhile leaves no job behind."""
-        submitting = self._background.start(self._submit(request))
-        try:
-            return await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            self._background.start(self._abandon_when_submitted(submitting))
-            raise
-
-    async def _generate(self, request: JobRequest, timeout: float | None) -> Result:
-        job = await self._submit_owned(request)
-        try:
-            return await job.result(timeout=timeout)
-        except ResultTimeout as exc:
-            await self._abandon(job)
-            raise await self._explain_timeout(exc) from exc
-        except (asyncio.CancelledError, RedisError, OSError):
-            self._background.start(self._abandon(job))
-            raise
-
-    async def _stream(self, request: JobRequest, timeout: float | None) -> AsyncGenerator[Chunk, None]:
-        job = await self._submit_owned(request)
-        chunks = job.stream(timeout=timeout)
-        has_ended = False
-        try:
-            async for chunk in chunks:
-                yield chunk
-            has_ended = True
-        except (JobFailed, JobNotFound):
-            has_ended = True
-            raise
-        except ResultTimeout as exc:
-            raise await self._explain_timeout(exc) from exc
-        finally:
-            await chunks.aclose()
-            if not has_ended:
-                # A task of its own: whoever closes this stream may be cancelled meanwhile.
-                await asyncio.shield(self._background.start(self._abandon(job)))
-
-    async def _explain_timeout(self, exc: ResultTimeout) -> LlamaqError:
-        return exc if await self.workers() else NoWorker(self.queue)
-
-    async def _abandon(self, job: AsyncJob) -> None:
-        """Cancel a job that nobody waits for any more; one that others share goes on."""
-        if not job.is_new:
-            return
-        try:
-            await job.cancel()
-        except JobNotFound:
-            pass
-        except (RedisError, OSError) as exc:
-            log.warning("job.not_cancelled id=%s error=%s", job.id, exc)
-
-    async def _abandon_when_submitted(self, submitting: asyncio.Task[AsyncJob]) -> None:
-        await self._abandon(await submitting)

@@ -127,7 +127,7 @@ async def test_what_cannot_be_retried_says_why_and_stays(redis_url: str, queue: 
         assert (await client.dead_letter(old)).request is None
         await bury_garbage(worker)
         garbage, _ = await client.dead_letters()
-        with pytest.raises(InvalidRequest, match="was no job"):
+        with pytest.raises(InvalidRequest, match="is not a job"):
             await client.retry_dead_letter(garbage.id)
         assert len(await client.dead_letters()) == 2
 
@@ -219,7 +219,7 @@ def test_the_command_says_what_is_wrong_in_one_line(
     letters: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for args, complaint in (
-        (["retry", letters[1]], "was no job"),
+        (["retry", letters[1]], "is not a job"),
         (["show", letters[0][:-1] + "x"], "not a job id"),
         (["purge", letters[0][:-4] + "0000"], "no dead letter"),
     ):

@@ -1,1 +1,1 @@
-"""Reads the state of jobs, workers and dead letters from Redis."""
+"""Reads the state of jobs, queues, workers and dead letters from Redis, and sends slot commands to workers."""

@@ -1,4 +1,4 @@
-"""The dead letters of a queue: the jobs that workers died of, and the entries that were no job."""
+"""Reads the dead letters of a queue: jobs that workers crashed with, and stream entries that are not jobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.producer.queries.job_records import read_output
 
-_ENTRY_ID = re.compile(r"([A-Za-z0-9_\-]{1,64})\.([0-9]{1,4})\.([0-9]{1,20}-[0-9]{1,20})")
+_LETTER_WITHOUT_JOB = re.compile(r"([A-Za-z0-9_\-]{1,64})\.([0-9]{1,4})\.([0-9]{1,20}-[0-9]{1,20})")
+"""Queue, partition and stream entry id: the id of a dead letter that is not a job."""
 Fields = dict[bytes, bytes]
 
 
 async def read_all(redis: Redis, keys: Keys, queue: str, partitions: int) -> tuple[DeadLetter, ...]:
-    """All dead letters of a queue, newest first."""
+    """Return all dead letters of a queue, newest first."""
     letters: list[DeadLetter] = []
     for partition in range(partitions):
         entries: Any = await redis.xrevrange(keys.dead(queue, partition))
@@ -29,8 +30,13 @@ async def read_all(redis: Redis, keys: Keys, queue: str, partitions: int) -> tup
 
 
 async def read_details(redis: Redis, keys: Keys, letter_id: str) -> DeadLetterDetails:
-    """One dead letter with all that is kept of it. Raises `DeadLetterNotFound`, `InvalidRequest`."""
-    queue, partition, entry, fields = await _find(redis, keys, letter_id)
+    """Return one dead letter with everything stored about it.
+
+    Raises:
+        DeadLetterNotFound: There is no such letter.
+        InvalidRequest: `letter_id` does not have the form of such an id.
+    """
+    queue, partition, entry, fields = await _find_entry(redis, keys, letter_id)
     summary = _letter(queue, partition, entry, fields).model_dump()
     if summary["job_id"] is None:
         return DeadLetterDetails(**summary, held=_text(fields, b"held"))
@@ -41,12 +47,17 @@ async def read_details(redis: Redis, keys: Keys, letter_id: str) -> DeadLetterDe
         request = await read_request(redis, keys, summary["job_id"])
         text, tokens = await read_output(redis, keys.of_job(summary["job_id"]))
     except (JobNotFound, InvalidRequest, ProtocolError):
-        pass  # it has expired, or somebody wrote over it
+        pass  # the job has expired, or its keys were overwritten
     return DeadLetterDetails(**summary, request=request, text=text, tokens=tokens)
 
 
 async def read_request(redis: Redis, keys: Keys, job_id: str) -> JobRequest:
-    """What the job asked for. Raises `JobNotFound`, `InvalidRequest`."""
+    """Return the request of a job.
+
+    Raises:
+        JobNotFound: The job has expired.
+        InvalidRequest: The stored request is damaged.
+    """
     payload: Any = await redis.hget(keys.of_job(job_id).job, "request")
     if payload is None:
         raise JobNotFound(job_id)
@@ -54,30 +65,36 @@ async def read_request(redis: Redis, keys: Keys, job_id: str) -> JobRequest:
 
 
 async def find(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, DeadLetter]:
-    """The queue of a dead letter, and the letter. Raises `DeadLetterNotFound`, `InvalidRequest`."""
-    queue, partition, entry, fields = await _find(redis, keys, letter_id)
+    """Return a dead letter, and the name of its queue in front of it.
+
+    Raises:
+        DeadLetterNotFound: There is no such letter.
+        InvalidRequest: `letter_id` does not have the form of such an id.
+    """
+    queue, partition, entry, fields = await _find_entry(redis, keys, letter_id)
     return queue, _letter(queue, partition, entry, fields)
 
 
 def id_of_retry(letter: DeadLetter, job_id: JobId) -> JobId:
-    """The id of the job that does it again: always the same one, so that two who retry at once submit one job."""
+    """Return the id of the job that a retry submits. It is always the same, so concurrent retries submit one job."""
+    # The text that is hashed is part of the protocol: clients of other versions must compute the same id.
     digest = hashlib.sha256(f"retry of {job_id}, dead as {letter.entry}".encode()).hexdigest()
     return JobId(job_id.queue, job_id.partition, digest[:32])
 
 
-async def _find(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, int, bytes, Fields]:
-    if match := _ENTRY_ID.fullmatch(letter_id):
+async def _find_entry(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, int, bytes, Fields]:
+    """Return the queue, the partition, and the id and fields of the entry in the stream of dead letters."""
+    if match := _LETTER_WITHOUT_JOB.fullmatch(letter_id):
         queue, partition = match[1], int(match[2])
-        entries: Any = await redis.xrange(keys.dead(queue, partition), min=match[3], max=match[3])
-        wanted = entries
+        matching: Any = await redis.xrange(keys.dead(queue, partition), min=match[3], max=match[3])
     else:
         job_id = JobId.parse(letter_id)
         queue, partition = job_id.queue, job_id.partition
-        entries = await redis.xrevrange(keys.dead(queue, partition))
-        wanted = [(entry, fields) for entry, fields in entries if fields.get(b"job") == letter_id.encode()]
-    if not wanted:
+        entries: Any = await redis.xrevrange(keys.dead(queue, partition))
+        matching = [(entry, fields) for entry, fields in entries if fields.get(b"job") == letter_id.encode()]
+    if not matching:
         raise DeadLetterNotFound(letter_id)
-    entry, fields = wanted[0]
+    entry, fields = matching[0]
     return queue, partition, entry, fields
 
 

@@ -1,4 +1,4 @@
-"""A job's hash and event stream, read into a `JobStatus` or a `Result`."""
+"""Reads a job's hash and event stream into a `JobStatus` or a `Result`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _RESULT_FIELDS = ("status", "request", "output", "stats", "finish_reason", "erro
 
 
 async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
-    """A snapshot of a job. Raises `JobNotFound`."""
+    """Return a snapshot of a job.
+
+    Raises:
+        JobNotFound: The id is wrong, or the result has expired.
+    """
     values: Any = await redis.hmget(keys.job, *_STATUS_FIELDS)
     fields = {name: value for name, value in zip(_STATUS_FIELDS, values, strict=True) if value is not None}
     if "status" not in fields:
@@ -45,7 +49,12 @@ async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
 
 
 async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
-    """What an ended job gave. Raises `JobNotFound`, `JobFailed`."""
+    """Return the result of a finished job.
+
+    Raises:
+        JobNotFound: The id is wrong, or the result has expired.
+        JobFailed: The job failed.
+    """
     values: Any = await redis.hmget(keys.job, *_RESULT_FIELDS)
     status, request, output, stats, finish_reason, error = values
     if status is None:
@@ -54,20 +63,23 @@ async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
         failed = _decode_error(error)
         raise JobFailed(failed.code, failed.message, job_id)
     text, tokens = codec.decode_output(output) if output is not None else await read_output(redis, keys)
-    asked = codec.decode_request(request, codec.MAX_EVENT_BYTES)
+    job_request = codec.decode_request(request, codec.MAX_EVENT_BYTES)
     return Result(
         job_id=job_id,
         text=text,
         tokens=tokens,
         finish_reason=FinishReason(finish_reason.decode()),
         stats=codec.decode_model(JobStats, stats) if stats is not None else JobStats(),
-        seed=asked.seed or 0,
-        metadata=asked.metadata,
+        seed=job_request.seed or 0,
+        metadata=job_request.metadata,
     )
 
 
 async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]]:
-    """Text and tokens out of the events: a job cancelled between two attempts has no other record of them."""
+    """Return text and tokens from the event stream.
+
+    It is the only record of the output of a job that was cancelled between two attempts.
+    """
     position = Position()
     texts: list[str] = []
     tokens: list[int] = []
@@ -85,7 +97,7 @@ def _decode_error(data: bytes | None) -> Failed:
     event = codec.decode_event(data) if data is not None else None
     if isinstance(event, Failed):
         return event
-    return Failed(code=ErrorCode.INTERNAL, message="the job failed, and its worker gave no reason")
+    return Failed(code=ErrorCode.INTERNAL, message="the job failed, and its worker stored no reason")
 
 
 def _int_or_none(text: str | None) -> int | None:

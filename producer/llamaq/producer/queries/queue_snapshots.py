@@ -1,4 +1,4 @@
-"""Who serves a queue, and what its last jobs took."""
+"""Reads the live workers of a queue and the stats of its last finished jobs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llamaq.common.redis.server_time import server_time_ms
 
 RECENT_JOBS = 100
 RATE_WINDOW_S = 300.0
-"""Jobs that ended longer ago say nothing about the present."""
+"""Jobs that finished earlier do not count for the present rate."""
 
 
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:
-    """The workers whose heartbeat has not expired; the others are taken off the list."""
+    """Return the workers whose heartbeat has not expired, sorted by id. The others are removed from the list."""
     members: Any = await redis.zrange(keys.workers(queue), 0, -1)
     ids = [member.decode() for member in members]
     if not ids:
@@ -28,9 +28,9 @@ async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ..
         for worker in ids:
             pipe.hget(keys.worker(worker), "worker")
         replies = await pipe.execute()
-    dead = [worker for worker, data in zip(ids, replies, strict=True) if data is None]
-    if dead:
-        await redis.zrem(keys.workers(queue), *dead)
+    expired = [worker for worker, data in zip(ids, replies, strict=True) if data is None]
+    if expired:
+        await redis.zrem(keys.workers(queue), *expired)
     found = [_decode_worker(data) for data in replies if data is not None]
     return tuple(sorted((worker for worker in found if worker is not None), key=lambda worker: worker.card.worker))
 
@@ -39,25 +39,28 @@ def _decode_worker(data: bytes) -> Worker | None:
     try:
         return codec.decode_model(Worker, data)
     except ProtocolError:
-        return None  # a worker of a version that this one does not understand
+        return None  # a worker of an incompatible version
 
 
 async def read_recent(redis: Redis, keys: Keys, queue: str) -> tuple[JobStats, ...]:
-    """Stats of the jobs that ended last, newest first."""
+    """Return the stats of the last `RECENT_JOBS` finished jobs, newest first."""
     entries: Any = await redis.xrevrange(keys.stats(queue), count=RECENT_JOBS)
     return tuple(codec.decode_model(JobStats, fields[b"stats"]) for _, fields in entries)
 
 
-async def estimate_wait(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> float | None:
-    """About how many seconds a job waits that has so many before it; None when fewer than two have ended lately.
+async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> float | None:
+    """Estimate how many seconds a job waits behind `n_ahead` others: `n_ahead` divided by the recent finish rate.
 
-    It is `n_ahead` divided by the rate at which jobs of the queue ended: of the last `RECENT_JOBS`, at most
-    `RATE_WINDOW_S` ago, those after the first, by the time from that one to now. The times are the ids of the stream of
-    stats, so all are by the clock of Redis. A queue that has come to a standstill shows a growing wait, and then None.
-    The rate is that of the jobs that ended: if those that wait are longer, or workers have left, it is too good.
+    The rate counts the last `RECENT_JOBS` jobs, finished at most `RATE_WINDOW_S` ago: all but the oldest one, divided
+    by the time since that one. The ids of the stats stream are the finish times, by the clock of Redis. In a queue
+    that has stalled the estimate grows, and becomes None when the window is empty. It is too low when the waiting jobs
+    are longer than the finished ones, or when workers have left.
+
+    Returns:
+        Seconds, or None if fewer than two jobs finished within the window.
     """
     now_ms = await server_time_ms(redis)
-    first_ms = int(now_ms - RATE_WINDOW_S * 1000)
+    first_ms = now_ms - int(RATE_WINDOW_S * 1000)
     entries: Any = await redis.xrevrange(keys.stats(queue), min=first_ms, count=RECENT_JOBS)
     if len(entries) < 2:
         return None

@@ -1,4 +1,7 @@
-"""Asking one worker something about its slots, and waiting for the answer."""
+"""Commands to a worker about its slots: list, save, restore and erase.
+
+A command is pushed to the worker's list in Redis. The worker pushes its reply to a list that only this command uses.
+"""
 
 from __future__ import annotations
 
@@ -7,66 +10,114 @@ import secrets
 from typing import Any
 
 from pydantic import ValidationError
-from redis.asyncio import Redis
 
 from llamaq.common.errors import InvalidRequest, NoWorker, ResultTimeout, SlotCommandRefused
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_state import Worker
-from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply
+from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply, WorkerSlots
 from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.connection import Connection
+from llamaq.producer.queries.queue_snapshots import read_workers
 
-BLOCK_S = 1.0
-"""How long to wait in one command; then it is looked whether the worker still lives."""
-SLACK_MS = 60_000
-"""The list of orders outlives the last of them by this, where no worker takes them."""
+REPLY_BLOCK_S = 1.0
+"""Longest wait for a reply within one BLPOP. Between two of them, the worker's heartbeat is checked."""
+LIST_TTL_MARGIN_MS = 60_000
+"""The worker's list of commands expires this long after the deadline of the newest command, if no worker reads it."""
 
 
-def choose_worker(workers: tuple[Worker, ...], queue: str, named: str | None) -> str:
-    """The worker that is meant: the named one, or the only one. Raises `NoWorker`, `InvalidRequest`."""
-    ids = [worker.card.worker for worker in workers]
+def build_command(action: SlotAction, slot: int | None = None, name: str | None = None) -> SlotCommand:
+    """Return a validated command without a deadline; `send` sets it.
+
+    Raises:
+        InvalidRequest: The slot or the name is not valid, or the action does not accept it.
+    """
+    try:
+        return SlotCommand(id=_new_id(), action=action, slot=slot, name=name, deadline_ms=0)
+    except ValidationError as exc:
+        raise InvalidRequest(codec.explain(exc)) from exc
+
+
+async def list_slots(connection: Connection, worker: str | None, timeout: float | None) -> tuple[WorkerSlots, ...]:
+    """Return the slots of one worker, or of all workers of the queue. See `AsyncClient.slots`."""
+    command = build_command(SlotAction.LIST)
+    ids = await _worker_ids(connection)
+    if worker is not None or not ids:
+        ids = [choose_worker(ids, connection.settings.queue, worker)]
+    replies = await asyncio.gather(*(send(connection, one, command, timeout) for one in ids))
+    return tuple(
+        WorkerSlots(worker=one, slots=reply.slots, files=reply.files) for one, reply in zip(ids, replies, strict=True)
+    )
+
+
+async def send_to_one(
+    connection: Connection, worker: str | None, command: SlotCommand, timeout: float | None
+) -> SlotReply:
+    """Send a command to the named worker, or to the only one of the queue, and return the reply.
+
+    Raises:
+        NoWorker: No worker serves the queue.
+        InvalidRequest: `worker` does not serve the queue, or it is None and several workers do.
+        SlotCommandRefused: The worker refused the command, or ended before it replied.
+        ResultTimeout: The reply did not arrive in time.
+    """
+    chosen = choose_worker(await _worker_ids(connection), connection.settings.queue, worker)
+    return await send(connection, chosen, command, timeout)
+
+
+def choose_worker(ids: list[str], queue: str, named: str | None) -> str:
+    """Return `named`, or the only worker of `ids` if `named` is None.
+
+    Raises:
+        NoWorker: `ids` is empty.
+        InvalidRequest: `named` is not in `ids`, or it is None and there are several workers.
+    """
     if not ids:
         raise NoWorker(queue)
     if named is None and len(ids) > 1:
-        raise InvalidRequest(f"worker: {len(ids)} serve queue {queue!r}, say which: {', '.join(ids)}")
+        raise InvalidRequest(f"worker: {len(ids)} workers serve queue {queue!r}; name one of: {', '.join(ids)}")
     if named is not None and named not in ids:
         raise InvalidRequest(f"worker: {named[:100]!r} does not serve queue {queue!r}; these do: {', '.join(ids)}")
     return named or ids[0]
 
 
-def check_order(action: SlotAction, slot: int | None = None, name: str | None = None) -> SlotCommand:
-    """An order to be given with `ask`; raises `InvalidRequest`."""
-    try:
-        return SlotCommand(id=secrets.token_hex(16), action=action, slot=slot, name=name, deadline_ms=0)
-    except ValidationError as exc:
-        raise InvalidRequest(codec.explain(exc)) from exc
+async def send(connection: Connection, worker: str, command: SlotCommand, timeout: float | None) -> SlotReply:
+    """Send a command to a worker and return its reply. The worker ignores a command that it reads after its deadline.
 
-
-async def ask(redis: Redis, keys: Keys, worker: str, order: SlotCommand, timeout_s: float) -> SlotReply:
-    """Have a worker carry out an order, unless it does not take it within `timeout_s`, and return what it answers.
-
-    Raises `SlotCommandRefused`, also when the worker ends meanwhile, and `ResultTimeout`.
+    Raises:
+        SlotCommandRefused: The worker refused the command, or ended before it replied.
+        ResultTimeout: The reply did not arrive in time.
     """
+    redis, timeout_s = connection.redis, connection.timeout_s(timeout)
     deadline_ms = await server_time_ms(redis) + int(timeout_s * 1000)
-    # An id of its own for each worker: the same order may go to several.
-    order = order.model_copy(update={"id": secrets.token_hex(16), "deadline_ms": deadline_ms})
+    # A new id for each worker, because one command may be sent to several and each reply list belongs to one id.
+    command = command.model_copy(update={"id": _new_id(), "deadline_ms": deadline_ms})
+    command_list = connection.keys.orders(worker)
     async with redis.pipeline(transaction=False) as pipe:
-        pipe.rpush(keys.orders(worker), codec.encode_model(order))
-        pipe.pexpire(keys.orders(worker), int(timeout_s * 1000) + SLACK_MS)
+        pipe.rpush(command_list, codec.encode_model(command))
+        pipe.pexpire(command_list, int(timeout_s * 1000) + LIST_TTL_MARGIN_MS)
         await pipe.execute()
-    reply = await _await_reply(redis, keys, worker, order, timeout_s)
+    reply = await _await_reply(connection, worker, command, timeout_s)
     if reply.error is not None:
         raise SlotCommandRefused(reply.error)
     return reply
 
 
-async def _await_reply(redis: Redis, keys: Keys, worker: str, order: SlotCommand, timeout_s: float) -> SlotReply:
+async def _await_reply(connection: Connection, worker: str, command: SlotCommand, timeout_s: float) -> SlotReply:
+    redis, keys = connection.redis, connection.keys
     clock = asyncio.get_running_loop().time
-    until_s = clock() + timeout_s
-    while (left_s := until_s - clock()) > 0:
-        found: Any = await redis.blpop([keys.reply(order.id)], timeout=max(0.01, min(BLOCK_S, left_s)))
+    deadline_s = clock() + timeout_s
+    while (left_s := deadline_s - clock()) > 0:
+        found: Any = await redis.blpop([keys.reply(command.id)], timeout=max(0.01, min(REPLY_BLOCK_S, left_s)))
         if found is not None:
             return codec.decode_model(SlotReply, found[1])
         if not await redis.exists(keys.worker(worker)):
-            raise SlotCommandRefused(f"worker {worker} ended, or fell silent, before it answered")
-    raise ResultTimeout(f"worker {worker} has not answered within {timeout_s:g} s")
+            raise SlotCommandRefused(f"worker {worker} ended, or its heartbeat stopped, before it replied")
+    raise ResultTimeout(f"worker {worker} has not replied within {timeout_s:g} s")
+
+
+async def _worker_ids(connection: Connection) -> list[str]:
+    workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
+    return [worker.card.worker for worker in workers]
+
+
+def _new_id() -> str:
+    return secrets.token_hex(16)

@@ -1,0 +1,92 @@
+"""Puts jobs into the queue."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from contextlib import suppress
+from typing import Any
+
+from redis.exceptions import RedisError, ResponseError
+
+from llamaq.common.errors import InvalidRequest, QueueFull, RedisFull
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_request import JobOptions, JobRequest
+from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.scripts import Refused
+from llamaq.common.redis.redis_errors import is_full
+from llamaq.producer.connection import Connection
+from llamaq.producer.job import AsyncJob
+from llamaq.producer.queries import dead_letters
+from llamaq.producer.queries.queue_snapshots import estimate_wait_s
+
+log = logging.getLogger(__name__)
+
+SEED_BITS = 53
+"""A JSON number keeps integers of up to 53 bits exactly, in any language."""
+
+
+def build_request(options: JobOptions, **values: Any) -> JobRequest:
+    """Return the validated request. A missing seed is drawn here, so that every attempt of the job has the same one.
+
+    Args:
+        options: The caller's job options. They override `values`.
+        **values: The prompt in one of its forms, and defaults of options.
+
+    Raises:
+        InvalidRequest: A value is out of its bounds, or there is not exactly one prompt.
+    """
+    merged = {**values, **options}
+    if merged.get("seed") is None:
+        merged["seed"] = secrets.randbits(SEED_BITS)
+    return codec.build_request(merged)
+
+
+async def submit(connection: Connection, request: JobRequest, job_id: JobId | None = None) -> AsyncJob:
+    """Put a job into the queue and return its handle.
+
+    Args:
+        connection: The client's connection. Its settings name the queue.
+        request: The validated request.
+        job_id: Id and queue of the job. None: a new id in the client's queue.
+
+    Raises:
+        InvalidRequest: The encoded request is larger than `max_request_bytes`.
+        QueueFull: The queue has `max_queue` waiting jobs.
+        RedisFull: Redis has reached its `maxmemory`.
+    """
+    settings = connection.settings
+    payload = codec.encode_request(request, settings.max_request_bytes)
+    job_id = job_id or JobId.new(settings.queue, settings.partitions, request.idempotency_key)
+    try:
+        outcome = await connection.scripts.submit(job_id, request, payload, result_ttl_s=settings.result_ttl_s)
+    except ResponseError as exc:
+        if is_full(exc):
+            raise RedisFull(job_id.queue) from exc
+        raise
+    if isinstance(outcome, Refused):
+        wait_s = await _estimate_wait_s(connection, outcome.depth)
+        raise QueueFull(job_id.queue, outcome.depth, outcome.max_queue, wait_s)
+    log.debug("job.submitted id=%s existing=%s bytes=%d", outcome.job_id, outcome.existing, len(payload))
+    return AsyncJob(connection, outcome.job_id, is_new=not outcome.existing)
+
+
+async def retry_dead_letter(connection: Connection, letter_id: str) -> AsyncJob:
+    """Submit the job of a dead letter as a new job and remove the letter. See `AsyncClient.retry_dead_letter`."""
+    redis, keys = connection.redis, connection.keys
+    queue, letter = await dead_letters.find(redis, keys, letter_id)
+    if letter.job_id is None:
+        raise InvalidRequest(f"{letter.id} is not a job ({letter.reason}): it cannot be retried, only purged")
+    request = await dead_letters.read_request(redis, keys, letter.job_id)
+    new_id = dead_letters.id_of_retry(letter, JobId.parse(letter.job_id))
+    job = await submit(connection, request.model_copy(update={"idempotency_key": None}), new_id)
+    await connection.scripts.purge(queue, letter.partition, letter.entry, letter.job_id)
+    return job
+
+
+async def _estimate_wait_s(connection: Connection, depth: int) -> float | None:
+    """Estimate how long a job waits behind `depth` jobs of its partition. The rate is that of all partitions."""
+    n_ahead = depth * connection.settings.partitions
+    with suppress(RedisError, OSError):  # the caller gets QueueFull without an estimate
+        return await estimate_wait_s(connection.redis, connection.keys, connection.settings.queue, n_ahead)
+    return None
