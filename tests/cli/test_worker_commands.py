@@ -28,7 +28,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", ["worker", "up"])
 def test_help_shows_every_setting_in_its_group_with_default_and_variable(command: str) -> None:
-    shown = run(command, "--help").stdout
+    shown = run(command, "--help", COLUMNS="400").stdout
     for name, field in WorkerSettings.model_fields.items():
         assert re.search(rf"│ --{name.replace('_', '-')} ", shown), name
         assert f"LLAMAQ_{name.upper()})" in shown, name
@@ -38,12 +38,12 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
     titles = re.findall(r"╭─ (.*?) ─", shown)
     assert titles == [
         "Options",
-        "The connection and the queue",
-        "The model and its context",
-        "Slots and how ticks are planned",
+        "Redis and the queue",
+        "Model and context",
+        "Slots and batches",
         "The prefix cache",
-        "Leases, heartbeats and the end",
-        "A worker's sampling defaults, used where a job says nothing",
+        "Leases, heartbeats and shutdown",
+        "Sampling defaults",
     ]
     assert "--config" in shown
 

@@ -73,9 +73,12 @@ def test_settings_survive_the_way_to_a_child_process() -> None:
         ({"temperature": float("nan")}, "--temperature (LLAMAQ_TEMPERATURE)"),
         ({"queue": "no spaces"}, "--queue (LLAMAQ_QUEUE)"),
         ({"log_level": "loud"}, "--log-level (LLAMAQ_LOG_LEVEL)"),
-        ({"devices": "0,0"}, "--devices (LLAMAQ_DEVICES): a device stands there twice"),
+        ({"devices": "0,0"}, "--devices (LLAMAQ_DEVICES): a device is listed twice"),
         ({"devices": "0,x"}, "--devices"),
-        ({"n_parallel": 8, "n_batch": 4}, "--n-parallel (LLAMAQ_N_PARALLEL): 8 slots need a batch of as many tokens"),
+        (
+            {"n_parallel": 8, "n_batch": 4},
+            "--n-parallel (LLAMAQ_N_PARALLEL): 8 slots need a batch of at least as many tokens",
+        ),
         ({"n_batch": 4096, "n_ctx": 2048}, "--n-batch (LLAMAQ_N_BATCH): 4096 is more than --n-ctx 2048"),
     ],
 )

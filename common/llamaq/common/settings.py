@@ -1,7 +1,7 @@
-"""How to reach Redis and name a queue: what producers and workers have in common.
+"""Settings of a client, and the settings that clients and workers share: the Redis server and the queue.
 
-Flags and arguments win over `LLAMAQ_*` environment variables, which win over the defaults. Nothing is read from
-the environment before an instance is made.
+An argument or flag wins over the environment variable (`LLAMAQ_` and the name in capitals), which wins over the
+default. The environment is read when an instance is created, never on import.
 """
 
 from __future__ import annotations
@@ -19,40 +19,52 @@ DEFAULT_URL = "redis://localhost:6379/0"
 
 
 class QueueSettings(BaseSettings):
-    """The connection and the queue."""
+    """Redis and the queue. Clients and workers of one queue use the same values."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
     redis_url: str = Field(
         DEFAULT_URL,
-        description="redis:// or unix://, redis+sentinel://HOST,HOST/NAME, redis+cluster://HOST,HOST; rediss for TLS",
+        description="URL of Redis: `redis://HOST:PORT/DB`, `unix:///PATH`, `redis+sentinel://HOST,HOST/NAME` or "
+        "`redis+cluster://HOST,HOST`. `rediss` in place of `redis` turns on TLS.",
     )
-    queue: str = Field("default", pattern=QUEUE_PATTERN, description="name of the queue")
-    key_prefix: str = Field("llamaq", pattern=r"^[A-Za-z0-9_\-:]{1,64}$", description="prefix of every Redis key")
-    partitions: int = Field(1, ge=1, le=1024, description="streams a queue is split into; the same for all its users")
+    queue: str = Field("default", pattern=QUEUE_PATTERN, description="Name of the queue.")
+    key_prefix: str = Field(
+        "llamaq", pattern=r"^[A-Za-z0-9_\-:]{1,64}$", description="Prefix of every Redis key that llamaq uses."
+    )
+    partitions: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Number of partitions of the queue. A Redis Cluster spreads them over its nodes.",
+    )
     max_request_bytes: int = Field(
-        4 * 1024 * 1024, ge=1024, le=256 * 1024 * 1024, description="the largest request that is sent or decoded"
+        4 * 1024 * 1024, ge=1024, le=256 * 1024 * 1024, description="Largest size of an encoded request, in bytes."
     )
 
 
 class ClientSettings(QueueSettings):
-    """What a producer may set."""
+    """The settings of a client."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
-    timeout_s: float = Field(300.0, gt=0, description="how long generate() and result() wait")
-    result_ttl_s: float = Field(3600.0, gt=0, le=10**8, description="how long a result lives after its job ended")
+    timeout_s: float = Field(
+        300.0, gt=0, description="Longest time that `generate()`, `chat()` and `result()` wait, in seconds."
+    )
+    result_ttl_s: float = Field(
+        3600.0, gt=0, le=10**8, description="How long Redis stores a result after its job ended, in seconds."
+    )
 
 
 def explain_settings(exc: ValidationError) -> InvalidSettings:
-    """One line for each bad setting, with the flag and the variable it is set by."""
+    """Return an error in one line that names the flag and the environment variable of each invalid setting."""
     lines = []
     for error in exc.errors(include_url=False, include_context=False):
         message = error["msg"].removeprefix("Value error, ")
         if not error["loc"]:
             lines.append(message)
             continue
-        name = str(error["loc"][0])  # what follows is a place within the value
+        name = str(error["loc"][0])  # the other parts of "loc" are a place inside the value
         if error["type"] == "extra_forbidden":
             lines.append(f"{name}: there is no such setting")
             continue
@@ -62,7 +74,14 @@ def explain_settings(exc: ValidationError) -> InvalidSettings:
 
 
 def client_settings(**values: Any) -> ClientSettings:
-    """Settings out of these values, the environment and the defaults; raises `InvalidSettings`."""
+    """Return the settings of a client.
+
+    Args:
+        values: Fields of `ClientSettings`. None stands for "not given".
+
+    Raises:
+        InvalidSettings: A value is not valid; the message names it.
+    """
     try:
         return ClientSettings(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as exc:

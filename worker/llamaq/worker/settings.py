@@ -1,4 +1,8 @@
-"""A worker's settings: small groups, checked once, from flags, `LLAMAQ_*` variables or a TOML file, in that order."""
+"""A worker's settings: small groups, validated together.
+
+A flag wins over the environment variable (`LLAMAQ_` and the name in capitals), which wins over the TOML file, which
+wins over the default.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from llamaq.common.protocol.job_request import MAX_SALT_CHARS
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
 
+# llama.cpp's LLAMA_MAX_SEQ.
 MAX_SEQUENCES = 256
-"""llama.cpp's LLAMA_MAX_SEQ."""
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on."""
+    """Return the number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -29,90 +33,159 @@ def _split_commas(value: Any) -> Any:
 
 
 class ModelSettings(BaseModel):
-    """The model and its context."""
+    """Model and context."""
 
-    model: str | None = Field(None, description="a GGUF file, or hf:OWNER/REPO/FILE.gguf; without it the demo model")
-    n_gpu_layers: int = Field(99, ge=0, description="layers to offload to the GPU")
-    n_ctx: int = Field(8192, ge=64, description="KV cells, shared by all slots")
-    n_batch: int | None = Field(None, ge=1, description="most tokens in a tick; n_ctx, at most 2048, when not given")
-    n_ubatch: int = Field(512, ge=1, description="most tokens that llama.cpp computes at once")
+    model: str | None = Field(
+        None, description="Path of a GGUF file, or `hf:OWNER/REPO/FILE.gguf`. If not set: the demo model of llamaq."
+    )
+    n_gpu_layers: int = Field(99, ge=0, description="Number of layers that the GPU computes.")
+    n_ctx: int = Field(
+        8192, ge=64, description="Number of KV cells. All slots share them; each token of a job needs one."
+    )
+    n_batch: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens in the batch of one tick, at most `n_ctx`. If not set: `n_ctx`, but at most 2048.",
+    )
+    n_ubatch: int = Field(512, ge=1, description="Most tokens that llama.cpp computes in one step of a batch.")
     n_threads: int = Field(
-        default_factory=usable_cores, ge=1, description="threads of llama.cpp; the cores it may use when not given"
+        default_factory=usable_cores,
+        ge=1,
+        description="Number of llama.cpp's threads; by default one for each CPU core that the process may use. Set "
+        "fewer when other programs need the cores: each step waits for the slowest thread.",
     )
     flash_attn: Literal["auto", "on", "off"] = Field(
-        "auto", description="auto, on or off; on a CPU neither is faster everywhere"
+        "auto", description="Flash attention: `auto`, `on` or `off`. On a CPU, measure which is faster for your load."
     )
-    device: int | None = Field(None, ge=0, description="GPU to use alone; all when not given")
+    device: int | None = Field(None, ge=0, description="Index of the only GPU to use. If not set: all GPUs.")
     devices: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="0,1,…: one process for each of these GPUs, under a supervisor"
+        (), description="GPU indices, separated by commas. A supervisor starts one worker process for each."
     )
 
     _split_devices = field_validator("devices", mode="before")(_split_commas)
 
     @property
     def batch_budget(self) -> int:
-        """The most tokens that one `llama_decode` gets."""
+        """Most tokens in one call of `llama_decode`."""
         return self.n_batch or min(self.n_ctx, 2048)
 
 
 class BatchSettings(BaseModel):
-    """Slots and how ticks are planned."""
+    """Slots and batches."""
 
-    n_parallel: int = Field(4, ge=1, le=MAX_SEQUENCES, description="slots: jobs that run at the same time")
-    chunk_size: int = Field(512, ge=1, description="most tokens of a prompt that one tick prefills")
-    batch_strategy: str = Field(
-        "decode-maximal", description="decode-maximal, prefill-priority, balanced, or your own as module:Class"
+    n_parallel: int = Field(
+        4, ge=1, le=MAX_SEQUENCES, description="Number of slots, which is the number of jobs that run at the same time."
     )
-    max_queue: int = Field(0, ge=0, description="waiting jobs at which submit raises QueueFull; 0: no bound")
+    chunk_size: int = Field(512, ge=1, description="Most tokens of one prompt that a tick computes.")
+    batch_strategy: str = Field(
+        "decode-maximal",
+        description="Strategy that builds each batch: `decode-maximal`, `prefill-priority`, `balanced`, or a class of "
+        "your own as `module:Class`.",
+    )
+    max_queue: int = Field(
+        0,
+        ge=0,
+        description="Number of waiting jobs in a partition at which submit raises `QueueFull`. 0 sets no bound.",
+    )
     inbox_window: int = Field(
-        2, ge=0, le=MAX_SEQUENCES, description="jobs claimed and prepared beyond the free slots, so that none waits"
+        2,
+        ge=0,
+        le=MAX_SEQUENCES,
+        description="Number of jobs that the worker claims and prepares in addition to its free slots, so that a slot "
+        "does not wait for Redis.",
     )
 
 
 class CacheSettings(BaseModel):
-    """The prefix cache. Computed prefixes stay for later jobs: on the device, in host memory, on disk."""
+    """The prefix cache. It stores computed prefixes on the device, in host memory and on disk."""
 
-    cache_prompt: bool = Field(True, description="keep and share prefixes; off: every prompt is computed in full")
+    cache_prompt: bool = Field(
+        True, description="Store computed prefixes and reuse them. Off: the worker computes every prompt in full."
+    )
     cache_sequences: int | None = Field(
-        None, ge=0, le=MAX_SEQUENCES, description="kept sequences at most; what llama.cpp allows when not given"
+        None,
+        ge=0,
+        le=MAX_SEQUENCES,
+        description="Most cached sequences on the device. If not set: 64; three for each slot with "
+        "a recurrent model; 0 if `kv_unified` is off.",
     )
     held_cells: int | None = Field(
-        None, ge=0, description="KV cells that kept sequences may hold while jobs run; 256 when not given (see docs)"
+        None,
+        ge=0,
+        description="Most KV cells that cached sequences hold while jobs run. Attention scans every used cell, so idle "
+        "cells slow each tick. If not set: 256, or a quarter of `n_ctx` on a GPU or if `cache_ram_mb` is 0.",
     )
-    cache_ram_mb: int = Field(2048, ge=0, description="host memory for prefixes that left the device, in MiB")
-    cache_dir: Path | None = Field(None, description="folder for prefixes that left host memory, and for saved slots")
-    cache_disk_mb: int = Field(8192, ge=0, description="most that lies in --cache-dir, saved slots aside, in MiB")
+    cache_ram_mb: int = Field(
+        2048, ge=0, description="Host memory for prefixes that were evicted from the device, in MiB. 0 turns it off."
+    )
+    cache_dir: Path | None = Field(
+        None,
+        description="Folder for prefixes that were evicted from host memory, and for saved slots. If not set: neither.",
+    )
+    cache_disk_mb: int = Field(8192, ge=0, description="Most MiB of prefixes in `cache_dir`; saved slots do not count.")
     cache_salt: str = Field(
-        "", max_length=MAX_SALT_CHARS, description="share prefixes only among workers and jobs of this salt"
+        "", max_length=MAX_SALT_CHARS, description="Workers share files in `cache_dir` only if they have the same salt."
     )
     slot_prompt_similarity: float = Field(
-        0.1, ge=0, le=1, description="share of a prompt that a slot's last content must begin with to be its own"
+        0.1,
+        ge=0,
+        le=1,
+        description="A job prefers the slot whose last content begins with at least this share of the prompt. 0 turns "
+        "the preference off.",
     )
-    kv_unified: bool = Field(True, description="one pool of cells for all sequences; off: n_ctx split among them")
+    kv_unified: bool = Field(
+        True,
+        description="All sequences share one pool of KV cells. Off: each sequence has an equal part of `n_ctx`.",
+    )
 
 
 class LifeSettings(BaseModel):
-    """Leases, heartbeats and the end."""
+    """Leases, heartbeats and shutdown."""
 
-    lease_s: float = Field(10.0, ge=1, description="how long a job stays with a silent worker")
-    hang_s: float = Field(60.0, ge=1, description="a tick that takes longer, and than four of the slowest, is a hang")
-    heartbeat_s: float = Field(1.0, gt=0, le=60, description="how often the worker shows what it does")
-    drain_s: float = Field(30.0, ge=0, description="how long running jobs may go on after SIGTERM")
-    max_crashes: int = Field(3, ge=1, description="workers that may die of a job before it is given up")
-    checkpoint_tokens: int = Field(64, ge=1, description="stream=false: store what was generated every so many tokens")
-    checkpoint_s: float = Field(5.0, gt=0, description="stream=false: and at least so often")
-    disconnect_s: float = Field(5.0, gt=0, description="cancel_on_disconnect: how long a job may be without a reader")
-    hooks: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="module:function, comma separated, called with each tick's and job's measurements"
+    lease_s: float = Field(
+        10.0, ge=1, description="Seconds without a sign of life from a worker after which another one takes its jobs."
     )
-
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+    hang_s: float = Field(
+        60.0,
+        ge=1,
+        description="A tick hangs if it takes longer than this many seconds and longer than four of the slowest ticks.",
+    )
+    heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between two heartbeats.")
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that running jobs may continue after SIGTERM. Then the worker requeues the others.",
+    )
+    max_crashes: int = Field(
+        3,
+        ge=1,
+        description="A job becomes a dead letter when this many workers in a row died of it. 1 acts as 2.",
+    )
+    checkpoint_tokens: int = Field(
+        64, ge=1, description="Jobs with `stream=False`: number of new tokens after which the output is stored."
+    )
+    checkpoint_s: float = Field(
+        5.0, gt=0, description="Jobs with `stream=False`: seconds after which new output is stored in any case."
+    )
+    disconnect_s: float = Field(
+        5.0,
+        gt=0,
+        description="Jobs with `cancel_on_disconnect`: seconds without a subscriber after which the job is cancelled.",
+    )
+    hooks: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Functions as `module:function`, separated by commas. They get the measurements of each tick and "
+        "each job.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."
+    )
 
     _split_hooks = field_validator("hooks", mode="before")(_split_commas)
 
 
 class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults):
-    """Everything that `llamaq worker` can be told; sampling parameters are defaults that a job may override."""
+    """All settings of `llamaq worker`. The sampling parameters are defaults; a job may set its own."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -120,30 +193,38 @@ class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings,
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **sources: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags first, then the environment, then the file."""
+        """Return the sources of settings: flags before the environment before the file."""
         return init_settings, sources["env_settings"], TomlSource(settings_cls)
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.n_parallel > self.batch_budget:
             raise ValueError(
-                f"--n-parallel (LLAMAQ_N_PARALLEL): {self.n_parallel} slots need a batch of as many tokens,"
+                f"--n-parallel (LLAMAQ_N_PARALLEL): {self.n_parallel} slots need a batch of at least as many tokens,"
                 f" but --n-batch is {self.batch_budget}"
             )
         if self.batch_budget > self.n_ctx:
             raise ValueError(f"--n-batch (LLAMAQ_N_BATCH): {self.batch_budget} is more than --n-ctx {self.n_ctx}")
         if len(set(self.devices)) != len(self.devices):
-            raise ValueError("--devices (LLAMAQ_DEVICES): a device stands there twice")
+            raise ValueError("--devices (LLAMAQ_DEVICES): a device is listed twice")
         return self
 
     @property
     def sampling(self) -> SamplingDefaults:
-        """The sampling defaults alone."""
+        """The sampling defaults only."""
         return SamplingDefaults(**{name: getattr(self, name) for name in SamplingDefaults.model_fields})
 
 
 def load_settings(config: Path | None = None, **flags: Any) -> WorkerSettings:
-    """Settings out of flags (None: not given), the environment and a TOML file; raises `InvalidSettings`."""
+    """Return the settings from flags, the environment and a TOML file.
+
+    Args:
+        config: The TOML file. None: no file.
+        flags: Fields of `WorkerSettings`. None stands for "not given".
+
+    Raises:
+        InvalidSettings: A setting is unknown or not valid, or the file cannot be read.
+    """
     if config is not None and not config.is_file():
         raise InvalidSettings(f"--config: there is no file {config}")
 

@@ -59,7 +59,7 @@ class JobParams(SamplingParams):
         None,
         ge=0,
         le=MAX_SEED,
-        description="Seed of the random draws; the result contains it. None draws a seed at submit.",
+        description="Seed of the random draws; the result contains it. If not set, it is drawn at submit.",
     )
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-1e9, le=1e9)]] = Field(
         default_factory=dict,
@@ -100,20 +100,20 @@ class JobParams(SamplingParams):
         "also set this. `system` shares the system messages at the beginning of a chat.",
     )
     slot: int | None = Field(
-        None, ge=0, le=255, description="Index of the only slot that may run the job. None lets the worker choose."
+        None, ge=0, le=255, description="Index of the only slot that may run the job. If not set, the worker chooses."
     )
     timeout_s: float | None = Field(
         None,
         gt=0,
         le=10**7,
-        description="Longest running time in seconds; then the job ends with `deadline`. None sets no limit.",
+        description="Longest running time in seconds; then the job ends with `deadline`. If not set: no limit.",
     )
     queue_timeout_s: float | None = Field(
         None,
         gt=0,
         le=10**7,
         description="Longest waiting time in seconds; then the job ends with `deadline` without a start. "
-        "None sets no limit.",
+        "If not set: no limit.",
     )
     priority: Priority = Field(
         Priority.INTERACTIVE, description="`interactive` or `bulk`. Workers read interactive jobs first."
@@ -131,7 +131,7 @@ class JobParams(SamplingParams):
         min_length=1,
         max_length=256,
         description="A second submit with the same key returns the first job until its result expires. "
-        "None always submits a new job.",
+        "If not set, every submit creates a job.",
     )
     metadata: dict[str, JsonValue] = Field(
         default_factory=dict, description="Any JSON object. It is stored with the job and returned with the result."
