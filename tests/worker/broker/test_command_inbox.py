@@ -34,7 +34,7 @@ from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
-from llamaq.worker.slot_files.saved_files import SavedSlots
+from llamaq.worker.slot_files.saved_files import SavedSlotFiles
 from llamaq.worker.slot_files.slot_operations import SlotOperations
 from llamaq.worker.testing.fake_engine import FakeEngine, make_job
 
@@ -196,7 +196,7 @@ class Place:
             end_tokens=self.engine.vocab.end_tokens,
             cache=RadixPrefixCache(),
         )
-        saved = SavedSlots(folder, model, max_file_bytes=10**7) if folder else None
+        saved = SavedSlotFiles(folder, model, max_file_bytes=10**7) if folder else None
         self.ticks = TickLoop(self.scheduler, self.engine, Telemetry(()), hang_s=60, capacity=4)
         self.control = SlotCommandHandler(
             self.ticks, SlotOperations(self.scheduler.memory, self.engine.sequences, NoOffload()), saved
@@ -280,12 +280,12 @@ async def test_of_another_model_or_torn_is_refused_and_nothing_changes(tmp_path:
             path.write_bytes(data)
             with pytest.raises(InvalidRequest, match="damaged"):
                 await one.ask("restore", 0, "story")
-        state = SavedSlots(tmp_path, "model", max_file_bytes=10**7)
+        state = SavedSlotFiles(tmp_path, "model", max_file_bytes=10**7)
         for meta in ({}, {"namespace": "zz", "public": 0}, {"namespace": "00", "public": 0}, {"namespace": 5}):
-            state.write_named("odd", meta, bytes(40), b"")
+            state.write("odd", meta, bytes(40), b"")
             with pytest.raises(InvalidRequest, match="'odd' is damaged"):
                 await one.ask("restore", 0, "odd")
-        state.write_named("odd", {"namespace": "00" * 32, "public": 0}, bytes(40), b"short")
+        state.write("odd", {"namespace": "00" * 32, "public": 0}, bytes(40), b"short")
         with pytest.raises(InvalidRequest, match="'odd' is damaged"):
             await one.ask("restore", 0, "odd")
         assert await one.run() == 0
@@ -333,7 +333,7 @@ def test_what_is_no_order_is_none(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [*PATHS, "a", "A-b_9", "x" * 64])
 def test_names_are_the_same_for_orders_and_for_files(name: str, tmp_path: Path) -> None:
     try:
-        SavedSlots(tmp_path, "model", max_file_bytes=10**6).write_named(name, {}, b"", b"")
+        SavedSlotFiles(tmp_path, "model", max_file_bytes=10**6).write(name, {}, b"", b"")
     except InvalidRequest:
         assert name in PATHS
     else:

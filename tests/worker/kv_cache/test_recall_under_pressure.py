@@ -72,7 +72,7 @@ class Rig:
             chunk_size=48,
             end_tokens=engine.vocab.end_tokens,
             cache=RadixPrefixCache() if cache else NullPrefixCache(),
-            tiers=BlockTransfers(tree, engine.sequences, memory=HostArena(3 * 2**20, 32)) if cache else None,
+            tiers=BlockTransfers(tree, engine.sequences, arena=HostArena(3 * 2**20, 32)) if cache else None,
             held_cells=N_CTX // 4,
         )
         self.said: dict[str, list[int]] = {}

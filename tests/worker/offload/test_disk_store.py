@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.kv_data import Data
-from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, Write
+from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload import disk_store
 from llamaq.worker.offload.atomic_files import write_file
-from llamaq.worker.offload.disk_format import HEADER, block_header, checksum, fingerprint_key
+from llamaq.worker.offload.disk_format import HEADER, checksum, encode_header, fingerprint_key
 from llamaq.worker.offload.disk_store import DiskStore
 
 ROOMY = 10**9
@@ -40,31 +40,31 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 class Disk:
-    """A tree without memory and its files: whatever is put is written."""
+    """A store without memory and its files: whatever is put is written."""
 
     def __init__(self, folder: Path, fingerprint: str = "model", *, host_bytes: int = 0, **limits: int) -> None:
-        self.tree = BlockStore(2, host_bytes, limits.pop("max_disk_bytes", ROOMY), can_cut=True)
+        self.store = BlockStore(2, host_bytes, limits.pop("max_disk_bytes", ROOMY), can_cut=True)
         self.files = DiskStore(folder, fingerprint, **{"max_file_bytes": ROOMY, **limits})
-        self.files.restore(self.tree)
+        self.files.rebuild(self.store)
 
     def put(self, tokens: Sequence[int], data: bytes = b"data", scope: Scope = SCOPE) -> None:
         packed = pack(tokens)
-        for span in self.tree.missing(packed, scope):
-            self.tree.put(packed, scope, span, data + bytes([span.end]))
-        self.files.carry_out(self.tree.take_orders())
+        for span in self.store.missing_spans(packed, scope):
+            self.store.insert(packed, scope, span, data + bytes([span.end]))
+        self.files.submit(self.store.drain_disk_operations())
 
     def blocks(self, tokens: Sequence[int], scope: Scope = SCOPE) -> tuple[Block, ...]:
-        return self.tree.match(pack(tokens), scope).blocks
+        return self.store.match(pack(tokens), scope).blocks
 
     def read(self, tokens: Sequence[int], scope: Scope = SCOPE) -> list[Data | None]:
         return [self.files.read(block).result(LIMIT_S) for block in self.blocks(tokens, scope)]
 
     def flush(self) -> None:
         assert self.files.flush(LIMIT_S)
-        for block in self.files.failures():
-            self.tree.lost(block)
-        self.files.carry_out(self.tree.take_orders())
-        self.tree.check_integrity()
+        for block in self.files.drain_failed_blocks():
+            self.store.mark_file_lost(block)
+        self.files.submit(self.store.drain_disk_operations())
+        self.store.check_integrity()
 
     def close(self) -> None:
         self.files.close(LIMIT_S)
@@ -122,7 +122,7 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
         disk.put(range(5))
         disk.flush()
         assert disk.read(range(5)) == [b"data\x02", b"data\x04", b"data\x05"]
-        assert sum(path.stat().st_size for path in disk.paths) == disk.tree.disk_bytes
+        assert sum(path.stat().st_size for path in disk.paths) == disk.store.disk_bytes
 
 
 def test_only_this_user_can_read_the_files(tmp_path: Path) -> None:
@@ -224,8 +224,8 @@ def test_what_memory_still_has_is_written_without_such_a_limit(tmp_path: Path) -
         with Stopped(disk.files):
             for n in range(5):
                 disk.put([n, n])
-            disk.tree.spill()
-            disk.files.carry_out(disk.tree.take_orders())
+            disk.store.write_host_to_disk()
+            disk.files.submit(disk.store.drain_disk_operations())
         disk.flush()
         assert len(disk.paths) == 5
 
@@ -236,7 +236,7 @@ def test_a_disk_that_cannot_be_written_costs_the_blocks_and_one_warning(tmp_path
         for n in range(3):
             disk.put([n, n])
             disk.flush()
-        assert len(disk.tree) == 0
+        assert len(disk.store) == 0
         assert ["not_written" in line for line in warnings] == [True]
         disk.files.folder.mkdir()
         disk.put([7, 7])
@@ -252,11 +252,11 @@ def test_what_could_not_be_written_stays_in_memory(tmp_path: Path) -> None:
     with Disk(tmp_path, host_bytes=ROOMY) as disk:
         shutil.rmtree(disk.files.folder)
         disk.put(range(4))
-        disk.tree.spill()
-        disk.files.carry_out(disk.tree.take_orders())
+        disk.store.write_host_to_disk()
+        disk.files.submit(disk.store.drain_disk_operations())
         disk.flush()
-        assert disk.tree.match(pack(range(4)), SCOPE).is_resident
-        assert disk.tree.disk_bytes == 0
+        assert all(block.data is not None for block in disk.blocks(range(4)))
+        assert disk.store.disk_bytes == 0
 
 
 def test_closing_writes_what_is_left_and_stops_the_thread(tmp_path: Path) -> None:
@@ -284,14 +284,14 @@ def test_after_a_restart_everything_is_found_again(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         disk.put(range(9))
         disk.put([0, 1, 5, 5], scope=Scope("other", 2))
-        before = disk.tree.disk_bytes
+        before = disk.store.disk_bytes
     with Disk(tmp_path) as disk:
-        assert disk.tree.disk_bytes == before
+        assert disk.store.disk_bytes == before
         assert disk.read(range(9)) == [b"data\x02", b"data\x04", b"data\x06", b"data\x08", b"data\x09"]
-        assert disk.tree.match(pack([0, 1, 5, 5]), Scope("other", 2)).n_tokens == 4
-        assert disk.tree.match(pack([0, 1, 5, 5]), Scope("third", 2)).n_tokens == 2
-        assert disk.tree.match(pack([0, 1, 5, 5]), Scope("other", 0)).n_tokens == 0
-        disk.tree.check_integrity()
+        assert disk.store.match(pack([0, 1, 5, 5]), Scope("other", 2)).n_tokens == 4
+        assert disk.store.match(pack([0, 1, 5, 5]), Scope("third", 2)).n_tokens == 2
+        assert disk.store.match(pack([0, 1, 5, 5]), Scope("other", 0)).n_tokens == 0
+        disk.store.check_integrity()
 
 
 def test_a_smaller_limit_after_a_restart_erases_the_oldest(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_another_models_files_are_left_alone(tmp_path: Path) -> None:
     with Disk(tmp_path, "one") as disk:
         disk.put([1, 1])
     with Disk(tmp_path, "two") as disk:
-        assert len(disk.tree) == 0
+        assert len(disk.store) == 0
         disk.put([1, 1])
         assert disk.files.folder.parent == tmp_path
     with Disk(tmp_path, "one") as disk:
@@ -348,7 +348,7 @@ def test_a_file_whose_parent_is_gone_is_erased(tmp_path: Path, caplog: pytest.Lo
     caplog.set_level(logging.INFO)
     with Disk(tmp_path) as disk:
         assert "orphans_erased files=1" in caplog.text
-        assert len(disk.paths) == len(disk.tree) == 1
+        assert len(disk.paths) == len(disk.store) == 1
 
 
 def test_a_process_that_dies_while_it_writes_leaves_nothing_that_is_taken_for_a_block(tmp_path: Path) -> None:
@@ -356,14 +356,14 @@ def test_a_process_that_dies_while_it_writes_leaves_nothing_that_is_taken_for_a_
 import os, signal, sys
 from pathlib import Path
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.kv_cache.blocks.block import Span
+from llamaq.worker.kv_cache.blocks.block import TokenSpan
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.disk_store import DiskStore
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 files = DiskStore(Path(sys.argv[1]), "model", max_file_bytes=10**9)
 store = BlockStore(2, 0, 10**9, can_cut=True)
-store.put(bytes(8), Scope("x"), Span(0, 2), b"data")
-files.carry_out(store.take_orders())
+store.insert(bytes(8), Scope("x"), TokenSpan(0, 2), b"data")
+files.submit(store.drain_disk_operations())
 files.flush(60)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=LIMIT_S)
@@ -372,7 +372,7 @@ files.flush(60)
     assert [path.suffix for path in folder.iterdir() if path.name != "lock"] == [".tmp"]
     with Disk(tmp_path) as disk:
         assert disk.files.folder == folder, "the dead process holds no lock"
-        assert len(disk.tree) == 0
+        assert len(disk.store) == 0
         assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
@@ -395,7 +395,7 @@ def test_bad_files_are_told_once_for_each_kind_and_never_used(tmp_path: Path, wa
     (folder / "notes.txt").write_text("mine")
     (folder / ("f" * 64 + ".kv")).mkdir()
     with Disk(tmp_path, max_file_bytes=1000) as disk:
-        assert len(disk.tree) == 1
+        assert len(disk.store) == 1
         assert set(warnings) == {
             f"disk_cache.ignored reason={reason} files={count} folder={folder}"
             for reason, count in [
@@ -425,7 +425,7 @@ def test_a_file_that_goes_bad_later_takes_its_block_and_those_below_it_along(
         path.write_bytes(path.read_bytes()[:-30] + b"x" + path.read_bytes()[-29:])
         assert disk.read(range(8)) == [b"data\x02", None, b"data\x06", b"data\x08"]
         disk.flush()
-        assert len(disk.tree) == 1
+        assert len(disk.store) == 1
         disk.flush()
         assert len(disk.paths) == 1
         assert [f"bad_file file={path}" in line for line in warnings] == [True]
@@ -438,7 +438,7 @@ def test_a_file_that_vanished_is_no_error(tmp_path: Path, warnings: Warnings) ->
         disk.paths[0].unlink()
         assert disk.read([1, 1]) == [None]
         disk.flush()
-        assert len(disk.tree) == 0
+        assert len(disk.store) == 0
         assert len(list(warnings)) == 1
 
 
@@ -490,7 +490,7 @@ def test_lengths_in_a_header_are_not_believed(tmp_path: Path, warnings: Warnings
         header = HEADER.pack(b"llamaqKV", 1, 0, fingerprint_key("model"), bytes(32), bytes(32), start, end, n_bytes)
         path.write_bytes(header + bytes(40))
         with Disk(tmp_path) as disk:
-            assert len(disk.tree) == 0
+            assert len(disk.store) == 0
     assert all("torn" in line for line in warnings)
 
 
@@ -499,7 +499,7 @@ def test_the_format_is_the_documented_one(tmp_path: Path) -> None:
         disk.put([1, 2])
         disk.flush()
         (path,), (block,) = disk.paths, disk.blocks([1, 2])
-        header = block_header(block, fingerprint_key("model"))
+        header = encode_header(block, fingerprint_key("model"))
         assert path.read_bytes() == header + b"data\x02" + checksum(header, b"data\x02")
         assert path.name == block.name.hex() + ".kv"
         assert path.stat().st_size == block.file_bytes
@@ -515,7 +515,7 @@ def test_a_defect_in_the_thread_is_logged_and_the_thread_goes_on(tmp_path: Path,
     with Disk(tmp_path) as disk:
         disk.put([1, 1])
         block = disk.blocks([1, 1])[0]
-        disk.files.carry_out([Write(block, "no bytes")])  # type: ignore[arg-type]
+        disk.files.submit([WriteBlock(block, "no bytes")])  # type: ignore[arg-type]
         disk.put([2, 2])
         disk.flush()
         assert "disk_cache.defect" in list(warnings)

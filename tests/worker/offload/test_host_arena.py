@@ -13,11 +13,11 @@ from llamaq.worker.core.kv_data import footprint
 from llamaq.worker.core.tokens import pack
 from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
-from llamaq.worker.offload.host_arena import PAGE, SLAB_BYTES, HostArena
+from llamaq.worker.offload.host_arena import PAGE_BYTES, SLAB_BYTES, HostArena
 
 SLOT_TOKENS = 64
 CELL_BYTES = 1000
-SLOT_BYTES = (SLOT_TOKENS * CELL_BYTES // PAGE + 2) * PAGE
+SLOT_BYTES = (SLOT_TOKENS * CELL_BYTES // PAGE_BYTES + 2) * PAGE_BYTES
 N_SLOTS = 20
 
 
@@ -29,7 +29,7 @@ def memory() -> Iterator[HostArena]:
 
 
 def take(memory: HostArena, n_tokens: int = SLOT_TOKENS) -> memoryview | None:
-    return memory.take(n_tokens * CELL_BYTES, n_tokens)
+    return memory.allocate(n_tokens * CELL_BYTES, n_tokens)
 
 
 def wait_for(come: Callable[[], object]) -> None:
@@ -105,12 +105,12 @@ def test_the_next_slab_is_there_before_the_last_one_is_used_up() -> None:
 
 def test_a_block_counts_all_of_the_slot_that_it_lies_in(memory: HostArena) -> None:
     lay_out(memory)
-    tree = BlockStore(SLOT_TOKENS, 10 * SLOT_BYTES, can_cut=True)
+    store = BlockStore(SLOT_TOKENS, 10 * SLOT_BYTES, can_cut=True)
     tokens, scope = pack(range(SLOT_TOKENS - 10)), Scope()
     lent = take(memory, SLOT_TOKENS - 10)
     assert lent is not None
     assert footprint(lent) == footprint(lent[3:]) == SLOT_BYTES
     assert footprint(b"four") == 4
-    tree.put(tokens, scope, tree.missing(tokens, scope)[0], lent)
-    assert tree.host_bytes == SLOT_BYTES + BLOCK_BYTES
-    tree.check_integrity()
+    store.insert(tokens, scope, store.missing_spans(tokens, scope)[0], lent)
+    assert store.host_bytes == SLOT_BYTES + BLOCK_BYTES
+    store.check_integrity()

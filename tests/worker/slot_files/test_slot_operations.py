@@ -19,8 +19,8 @@ from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.slot_files.restore_slot import Putting
-from llamaq.worker.slot_files.save_slot import Reading
+from llamaq.worker.slot_files.restore_slot import SlotRestore
+from llamaq.worker.slot_files.save_slot import SlotSave
 from llamaq.worker.slot_files.slot_operations import SlotOperations
 from llamaq.worker.slot_files.state_parts import StatePart, join_parts, split_parts
 from llamaq.worker.testing.fake_engine import FakeEngine, make_job, run_tick, run_to_end
@@ -47,35 +47,35 @@ class Rig:
         [ended] = [output for output in run_to_end(self.scheduler, self.engine) if isinstance(output, JobEnded)]
         return ended.stats
 
-    def read(self, slot: int = 0, between: Callable[[], object] = lambda: None) -> Reading:
+    def read(self, slot: int = 0, between: Callable[[], object] = lambda: None) -> SlotSave:
         """Read a slot's state to its end; something happens between two steps."""
-        reading = self.states.begin_reading(slot)
-        while not reading.is_complete:
+        save = self.states.begin_save(slot)
+        while not save.is_complete:
             between()
-            coming = self.states.reader.step(reading)
+            coming = self.states.saver.step(save)
             if coming is not None:
-                reading.take(coming.result())
-        return reading
+                save.take(coming.result())
+        return save
 
-    def put(self, reading: Reading, slot: int = 0, between: Callable[[], object] = lambda: None) -> Putting:
+    def put(self, save: SlotSave, slot: int = 0, between: Callable[[], object] = lambda: None) -> SlotRestore:
         """Put it to its end, by way of the bytes of a file, once there is room."""
-        parts = split_parts(join_parts(reading.parts), reading.n_tokens)
-        scope = Scope(public=reading.scope.public, hashed=reading.scope.key)
+        parts = split_parts(join_parts(save.parts), save.n_tokens)
+        scope = Scope(public=save.scope.public, hashed=save.scope.key)
         for _ in range(100):
-            putting = self.states.begin_putting(slot, reading.tokens, scope, parts)
-            if putting is not None:
+            restore = self.states.begin_restore(slot, save.tokens, scope, parts)
+            if restore is not None:
                 break
             self.scheduler.move(0)
-        assert putting is not None
-        while not putting.is_complete:
+        assert restore is not None
+        while not restore.is_complete:
             self.scheduler.check_integrity()
             between()
-            self.states.putter.step(putting)
+            self.states.restorer.step(restore)
         self.scheduler.check_integrity()
-        return putting
+        return restore
 
     def content(self, slot: int = 0) -> int:
-        return self.states.look()[slot].content_tokens
+        return self.states.snapshots()[slot].content_tokens
 
 
 def make(
@@ -102,7 +102,7 @@ def make(
     )
     states = SlotOperations(scheduler.memory, engine.sequences, tiers)
     ticking = itertools.count()
-    states.reader._clock = states.putter._clock = lambda: float(next(ticking))  # one block a step
+    states.saver._clock = states.restorer._clock = lambda: float(next(ticking))  # one block a step
     return Rig(engine, scheduler, states, tiers)
 
 
@@ -110,12 +110,12 @@ def make(
 def test_what_was_read_in_one_worker_is_a_hit_in_another(can_cut: bool, kv_unified: bool) -> None:
     one, other = (make(can_cut=can_cut, kv_unified=kv_unified) for _ in range(2))
     one.run(LONG)
-    reading = one.read()
-    assert reading.n_tokens == 303, "the last token has no cell"
-    assert len(reading.parts) == (5 if one.engine.sequences.in_blocks else 1)
-    other.put(reading, slot=1)
+    save = one.read()
+    assert save.n_tokens == 303, "the last token has no cell"
+    assert len(save.parts) == (5 if one.engine.sequences.in_blocks else 1)
+    other.put(save, slot=1)
     assert other.content(1) == 303
-    turn = [*memoryview(reading.tokens).cast("i"), *[9] * 20]
+    turn = [*memoryview(save.tokens).cast("i"), *[9] * 20]
     assert turn[:300] == LONG
     stats = other.run(turn, slot=1)
     assert (stats.prefix_cache_tokens, stats.prefix_cache_tier) == (303, CacheTier.DEVICE)
@@ -124,24 +124,24 @@ def test_what_was_read_in_one_worker_is_a_hit_in_another(can_cut: bool, kv_unifi
 def test_the_state_of_a_running_job_is_what_it_had_when_it_was_asked_for() -> None:
     rig = make()
     rig.scheduler.submit(make_job(LONG, max_tokens=8, slot=0))
-    while rig.states.look()[0].state != "decode":
+    while rig.states.snapshots()[0].state != "decode":
         run_tick(rig.scheduler, rig.engine)
-    reading = rig.read(between=lambda: run_tick(rig.scheduler, rig.engine))
-    assert reading.n_tokens == 300
-    assert rig.states.look()[0].generated_tokens > 1
+    save = rig.read(between=lambda: run_tick(rig.scheduler, rig.engine))
+    assert save.n_tokens == 300
+    assert rig.states.snapshots()[0].generated_tokens > 1
     run_to_end(rig.scheduler, rig.engine)
-    assert make().put(reading).is_complete
+    assert make().put(save).is_complete
 
 
 @pytest.mark.parametrize(("can_cut", "kv_unified"), KINDS)
 def test_a_running_job_is_read_whole_where_memory_is_not_saved_in_parts(can_cut: bool, kv_unified: bool) -> None:
     rig, other = make(can_cut=can_cut, kv_unified=kv_unified), make(can_cut=can_cut, kv_unified=kv_unified)
     rig.scheduler.submit(make_job(LONG, max_tokens=50, slot=0))
-    while rig.states.look()[0].generated_tokens < 10:
+    while rig.states.snapshots()[0].generated_tokens < 10:
         run_tick(rig.scheduler, rig.engine)
-    reading = rig.read(between=lambda: run_tick(rig.scheduler, rig.engine))
-    other.put(reading)
-    turn = [*memoryview(reading.tokens).cast("i"), 1, 2, 3]
+    save = rig.read(between=lambda: run_tick(rig.scheduler, rig.engine))
+    other.put(save)
+    turn = [*memoryview(save.tokens).cast("i"), 1, 2, 3]
     assert other.run(turn).prefix_cache_tokens == 309
 
 
@@ -159,31 +159,31 @@ def test_a_state_is_read_from_host_memory_and_while_it_moves_there() -> None:
             while rig.scheduler.cache_snapshot().entries:
                 run_tick(rig.scheduler, rig.engine)
 
-    reading = rig.read(between=crowd)
+    save = rig.read(between=crowd)
     saves = [call for call in rig.engine.sequences.calls if call[0] == "save"]
     assert (len(steps), len(saves)) == (5, 6), "one by the reader, five by what moved it"
-    assert reading.n_tokens == 303
+    assert save.n_tokens == 303
     run_to_end(rig.scheduler, rig.engine)
     assert rig.scheduler.cache_snapshot().host_bytes > 0
     again = rig.read()
-    assert again.tokens == reading.tokens
+    assert again.tokens == save.tokens
     make().put(again)
-    make().put(reading)
+    make().put(save)
 
 
 def test_what_has_left_every_tier_cannot_be_read() -> None:
     rig = make(n_ctx=400)
     with pytest.raises(SlotCommandRefused, match="slot 0 has no state"):
-        rig.states.begin_reading(0)
+        rig.states.begin_save(0)
     rig.run(LONG)
     rig.run([5] * 350, slot=1)
     with pytest.raises(SlotCommandRefused, match="slot 0 has no state"):
-        rig.states.begin_reading(0)
+        rig.states.begin_save(0)
     rig.run(LONG)
-    reading = rig.states.begin_reading(0)
+    save = rig.states.begin_save(0)
     rig.states.erase(0)
     with pytest.raises(SlotCommandRefused, match="left the cache while"):
-        rig.states.reader.step(reading)
+        rig.states.saver.step(save)
 
 
 def test_an_engine_that_cannot_save_is_an_answer_and_no_crash() -> None:
@@ -199,29 +199,29 @@ def test_a_state_goes_back_to_its_scope_alone_though_its_salt_is_not_known() -> 
     one, other = make(), make()
     salted = Scope("tenant", 100)
     one.run(LONG, scope=salted)
-    reading = one.read()
+    save = one.read()
     assert Scope(public=100, hashed=namespace_key("tenant")).key == salted.key
-    other.put(reading)
+    other.put(save)
     assert other.run(LONG).prefix_cache_tokens == 0
     other = make()
-    other.put(reading)
+    other.put(save)
     assert other.run(LONG, scope=Scope("stranger", 80)).prefix_cache_tokens == 80, "what is public"
     other = make()
-    other.put(reading)
+    other.put(save)
     assert other.run(LONG, scope=Scope("tenant")).prefix_cache_tokens == 299
 
 
 def test_what_is_there_already_is_shared_and_not_loaded() -> None:
     one, other = make(), make()
     one.run(LONG)
-    reading = one.read()
+    save = one.read()
     other.run([*LONG[:200], *[3] * 50])
     used = other.scheduler.cache_snapshot().used_cells
-    other.put(reading, slot=1)
+    other.put(save, slot=1)
     assert other.scheduler.cache_snapshot().used_cells == used + 103
     loads = [call for call in other.engine.sequences.calls if call[0] == "load"]
     assert [call[2:] for call in loads] == [(200, 256), (256, 303)]
-    other.put(reading, slot=0)
+    other.put(save, slot=0)
     assert len([call for call in other.engine.sequences.calls if call[0] == "load"]) == len(loads)
     assert other.content(0) == 303
 
@@ -229,13 +229,13 @@ def test_what_is_there_already_is_shared_and_not_loaded() -> None:
 def test_what_a_running_job_holds_is_put_without_loading() -> None:
     rig = make()
     rig.run(LONG)
-    reading = rig.read()
+    save = rig.read()
     rig.states.erase(0)
-    turn = [*memoryview(reading.tokens).cast("i"), *[1] * 9]
+    turn = [*memoryview(save.tokens).cast("i"), *[1] * 9]
     rig.scheduler.submit(make_job(turn, max_tokens=30, slot=0))
-    while rig.states.look()[0].state != "decode":
+    while rig.states.snapshots()[0].state != "decode":
         run_tick(rig.scheduler, rig.engine)
-    rig.put(reading, slot=1)
+    rig.put(save, slot=1)
     assert not [call for call in rig.engine.sequences.calls if call[0] == "load"]
     assert rig.content(1) == 303
     run_to_end(rig.scheduler, rig.engine)
@@ -244,33 +244,33 @@ def test_what_a_running_job_holds_is_put_without_loading() -> None:
 def test_entries_give_way_to_a_state_and_nothing_that_runs_does() -> None:
     one = make()
     one.run(LONG)
-    reading = one.read()
+    save = one.read()
     other = make(n_ctx=400, host_bytes=10**7)
     other.run([5] * 350)
-    other.put(reading, slot=1)
+    other.put(save, slot=1)
     assert other.run([5] * 351).prefix_cache_tier is CacheTier.HOST, "what gave way was kept"
     other = make(n_ctx=400)
     other.scheduler.submit(make_job([5] * 150, max_tokens=50, slot=0))
     run_tick(other.scheduler, other.engine)
     with pytest.raises(SlotCommandRefused, match="no room for 303 tokens beside"):
-        other.put(reading, slot=1)
+        other.put(save, slot=1)
     run_to_end(other.scheduler, other.engine)
     with pytest.raises(SlotCommandRefused, match="does not fit into 200 cells"):
-        make(n_ctx=200).put(reading)
+        make(n_ctx=200).put(save)
 
 
 @pytest.mark.parametrize(("can_cut", "kv_unified"), KINDS)
 def test_a_state_that_is_refused_leaves_nothing_behind(can_cut: bool, kv_unified: bool) -> None:
     one, other = (make(can_cut=can_cut, kv_unified=kv_unified) for _ in range(2))
     one.run(LONG)
-    reading = one.read()
+    save = one.read()
     other.engine.sequences.fail_loads()
-    putting = other.states.begin_putting(0, reading.tokens, reading.scope, reading.parts)
-    assert putting is not None
+    restore = other.states.begin_restore(0, save.tokens, save.scope, save.parts)
+    assert restore is not None
     with pytest.raises(SlotCommandRefused, match="does not take this state"):
-        other.states.putter.step(putting)
-    other.states.putter.end(putting)
-    other.states.putter.end(putting)
+        other.states.restorer.step(restore)
+    other.states.restorer.end(restore)
+    other.states.restorer.end(restore)
     other.scheduler.check_integrity()
     assert (other.scheduler.cache_snapshot().entries, other.engine.sequences.memory, other.content()) == (0, {}, 0)
     assert other.run(LONG).prefix_cache_tokens == 0
@@ -279,22 +279,22 @@ def test_a_state_that_is_refused_leaves_nothing_behind(can_cut: bool, kv_unified
 def test_a_worker_that_stops_takes_back_what_is_half_put() -> None:
     one, other = make(), make()
     one.run(LONG)
-    reading = one.read()
-    putting = other.states.begin_putting(0, reading.tokens, reading.scope, reading.parts)
-    assert putting is not None
-    other.states.putter.step(putting)
-    assert 0 < putting.n_held < putting.n_tokens
+    save = one.read()
+    restore = other.states.begin_restore(0, save.tokens, save.scope, save.parts)
+    assert restore is not None
+    other.states.restorer.step(restore)
+    assert 0 < restore.n_restored < restore.n_tokens
     assert other.run(LONG).prefix_cache_tokens == 0, "half of a state is found by nobody"
-    other.states.putter.close()
+    other.states.restorer.close()
     assert other.scheduler.cache_snapshot().entries == 1
     with pytest.raises(SlotCommandRefused, match="had to give way"):
-        other.states.putter.step(putting)
+        other.states.restorer.step(restore)
 
 
 def test_jobs_that_come_and_go_while_a_state_is_put_wait_for_it_at_most() -> None:
     one = make()
     one.run(LONG)
-    reading = one.read()
+    save = one.read()
     other = make(n_ctx=420)
     late = make_job([5] * 390, max_tokens=4, slot=1)
     submitted: list[Job] = []
@@ -305,7 +305,7 @@ def test_jobs_that_come_and_go_while_a_state_is_put_wait_for_it_at_most() -> Non
             other.scheduler.submit(late)
         run_tick(other.scheduler, other.engine)
 
-    other.put(reading, between=crowd)
+    other.put(save, between=crowd)
     [ended] = [output for output in run_to_end(other.scheduler, other.engine) if isinstance(output, JobEnded)]
     assert ended.job is late
     assert ended.error is None
@@ -337,7 +337,7 @@ def test_erasing_forgets_host_memory_too() -> None:
     assert left.n_tokens == 64, "what is public is everybody's"
     rig.tiers.check_integrity()
     with pytest.raises(SlotCommandRefused, match="no state"):
-        rig.states.begin_reading(0)
+        rig.states.begin_save(0)
 
 
 def test_erasing_a_recurrent_state_forgets_its_checkpoints() -> None:
@@ -353,15 +353,15 @@ def test_erasing_a_recurrent_state_forgets_its_checkpoints() -> None:
 def test_a_slot_that_runs_is_neither_erased_nor_restored_and_others_are_unknown() -> None:
     rig = make()
     rig.run(LONG)
-    reading = rig.read()
+    save = rig.read()
     job = make_job([5] * 20, max_tokens=9, slot=0)
     rig.scheduler.submit(job)
     run_tick(rig.scheduler, rig.engine)
     with pytest.raises(SlotCommandRefused, match=f"slot 0 is running job {job.id}"):
         rig.states.erase(0)
     with pytest.raises(SlotCommandRefused, match="slot 0 is running"):
-        rig.states.begin_putting(0, reading.tokens, reading.scope, reading.parts)
-    for call in (rig.states.erase, rig.states.begin_reading):
+        rig.states.begin_restore(0, save.tokens, save.scope, save.parts)
+    for call in (rig.states.erase, rig.states.begin_save):
         with pytest.raises(SlotCommandRefused, match="no slot 2: the worker has 2"):
             call(2)
     run_to_end(rig.scheduler, rig.engine)

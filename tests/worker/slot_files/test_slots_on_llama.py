@@ -92,21 +92,21 @@ class Rig:
 
     def save(self, slot: int = 0) -> tuple[bytes, bytes]:
         """Tokens and data of a slot's state, with a tick between any two steps."""
-        reading = self.states.begin_reading(slot)
-        while not reading.is_complete:
+        save = self.states.begin_save(slot)
+        while not save.is_complete:
             self.tick()
-            coming = self.states.reader.step(reading)
+            coming = self.states.saver.step(save)
             if coming is not None:
-                reading.take(coming.result())
-        return reading.tokens, join_parts(reading.parts)
+                save.take(coming.result())
+        return save.tokens, join_parts(save.parts)
 
     def restore(self, tokens: bytes, data: bytes, slot: int = 0) -> None:
         job = make_job([1])
-        putting = self.states.begin_putting(slot, tokens, job.scope, split_parts(data, len(tokens) // 4))
-        assert putting is not None
-        while not putting.is_complete:
+        restore = self.states.begin_restore(slot, tokens, job.scope, split_parts(data, len(tokens) // 4))
+        assert restore is not None
+        while not restore.is_complete:
             self.tick()
-            self.states.putter.step(putting)
+            self.states.restorer.step(restore)
         self.scheduler.check_integrity()
 
 
@@ -153,14 +153,14 @@ def test_the_state_of_a_running_job_and_that_from_host_memory_are_as_good(
     rigs += [Rig(path, unified=unified, host=True) for _ in range(2)]
     one, other = rigs
     one.scheduler.submit(make_job(PROMPT, max_tokens=40, slot=0))
-    while one.states.look()[0].generated_tokens < 9:
+    while one.states.snapshots()[0].generated_tokens < 9:
         one.tick()
     running = one.save()
     one.finish()
     one.scheduler.submit(make_job([9] * 20, max_tokens=2, slot=1))
     one.finish()
     assert one.scheduler.cache_snapshot().host_bytes > 0, "it has left the device"
-    assert one.states.look()[0].content_tokens > len(PROMPT)
+    assert one.states.snapshots()[0].content_tokens > len(PROMPT)
     ended = one.save()
     for tokens, data in (running, ended):
         turn = [*memoryview(tokens).cast("i"), 5, 6, 7]

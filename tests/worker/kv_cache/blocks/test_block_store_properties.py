@@ -13,7 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope, namespace_key
 from llamaq.worker.core.kv_data import Data
-from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES, FILE_BYTES, Block, Chain, Siblings, StoredBlock, Write
+from llamaq.worker.kv_cache.blocks.block import (
+    BLOCK_BYTES,
+    FILE_BYTES,
+    Block,
+    BlockHeader,
+    ChildBlocks,
+    StoredPrefix,
+    WriteBlock,
+)
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 
 ROOMY = 10**9
@@ -80,71 +88,71 @@ class BlockMachine(RuleBasedStateMachine):
     def begin(self, block_tokens: int | None, can_cut: bool, host: int, disk: int) -> None:
         self.host, self.disk = host, disk
         self.model = Model(block_tokens, can_cut, set())
-        self.tree = self.empty_tree()
+        self.store = self.empty_tree()
         self.files: dict[bytes, tuple[Block, Data]] = {}
-        self.pinned: list[Chain] = []
+        self.pinned: list[StoredPrefix] = []
         self.is_whole = ROOMY in (host, disk)
         self.clock = 0.0
         self.written_s: dict[bytes, float] = {}
 
     @rule(tokens=tokens_of, scope=scopes, n_saved=st.integers(1, 20))
-    def store(self, tokens: tuple[int, ...], scope: Scope, n_saved: int) -> None:
+    def insert(self, tokens: tuple[int, ...], scope: Scope, n_saved: int) -> None:
         """Save the first so many of the missing spans; an entry that is not saved to its end is one that is shorter."""
         packed = pack(tokens)
-        missing = self.tree.missing(packed, scope)
+        missing = self.store.missing_spans(packed, scope)
         public = 0
         for span in missing[:n_saved]:
             is_public = span.end <= scope.public
             key = PUBLIC if is_public else namespace_key(scope.namespace)
             data = made_for(key, packed[: 4 * span.end])
-            block = self.tree.put(packed, scope, span, data)
+            block = self.store.insert(packed, scope, span, data)
             self.is_whole &= block is not None
             public = span.end
         if len(missing) <= n_saved:
             self.model.entries.add((tokens, scope))
             if self.is_whole:
-                assert self.tree.missing(packed, scope) == []
+                assert self.store.missing_spans(packed, scope) == []
         elif public:
             self.model.entries.add((tokens[:public], scope))
         self.carry_out()
 
     @rule(query=tokens_of, scope=scopes)
     def look(self, query: tuple[int, ...], scope: Scope) -> None:
-        chain = self.tree.match(pack(query), scope)
+        chain = self.store.match(pack(query), scope)
         expected = self.model.found(query, scope)
         assert chain.n_tokens == expected if self.is_whole else chain.n_tokens <= expected
         self.check_chain(chain, query, scope)
 
     @rule(query=tokens_of, scope=scopes)
     def use(self, query: tuple[int, ...], scope: Scope) -> None:
-        self.tree.touch(self.tree.match(pack(query), scope))
+        self.store.touch(self.store.match(pack(query), scope))
 
     @rule(query=tokens_of, scope=scopes)
     def pin(self, query: tuple[int, ...], scope: Scope) -> None:
-        chain = self.tree.match(pack(query), scope)
-        self.tree.pin(chain)
+        chain = self.store.match(pack(query), scope)
+        self.store.pin(chain)
         self.pinned.append(chain)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        self.tree.unpin(self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1))))
+        self.store.unpin(self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1))))
 
     @rule(query=tokens_of, scope=scopes)
     def load(self, query: tuple[int, ...], scope: Scope) -> None:
-        for block in self.tree.match(pack(query), scope).blocks:
-            if block.data is None and block in self.tree:
-                self.tree.loaded(block, self.files[block.name][1])
+        for block in self.store.match(pack(query), scope).blocks:
+            if block.data is None and block in self.store:
+                self.store.store_in_host(block, self.files[block.name][1])
         self.carry_out()
 
     @rule(query=tokens_of, scope=scopes)
     def lose(self, query: tuple[int, ...], scope: Scope) -> None:
-        chain = self.tree.match(pack(query), scope)
+        chain = self.store.match(pack(query), scope)
         if chain and chain.blocks[-1].on_disk:
             self.is_whole = False
-            self.tree.lost(chain.blocks[-1])
-            for broken in [each for each in self.pinned if any(block not in self.tree for block in each.blocks)]:
-                self.tree.unpin(broken)
+            self.store.mark_file_lost(chain.blocks[-1])
+            for broken in [each for each in self.pinned if any(block not in self.store for block in each.blocks)]:
+                self.store.unpin(broken)
                 self.pinned.remove(broken)
             self.carry_out()
 
@@ -152,13 +160,13 @@ class BlockMachine(RuleBasedStateMachine):
     def restart(self, orderly: bool) -> None:
         """With or without the time to write what lies in memory; files alone remain."""
         if orderly:
-            self.tree.spill()
+            self.store.write_host_to_disk()
             self.carry_out()
         kept = {block.name for block in self.tree_blocks() if block.on_disk}
         assert kept == set(self.files)
         self.is_whole &= all(block.on_disk for block in self.tree_blocks())
-        self.tree = self.empty_tree()
-        assert self.tree.restore(self.stored()) == []
+        self.store = self.empty_tree()
+        assert self.store.rebuild(self.stored()) == []
         assert {block.name for block in self.tree_blocks()} == kept
         self.pinned.clear()
         self.carry_out()
@@ -166,10 +174,10 @@ class BlockMachine(RuleBasedStateMachine):
     def empty_tree(self) -> BlockStore:
         return BlockStore(self.model.block_tokens, self.host, self.disk, can_cut=self.model.can_cut)
 
-    def stored(self) -> Iterator[StoredBlock]:
+    def stored(self) -> Iterator[BlockHeader]:
         for name, (block, data) in self.files.items():
             assert block.parent is not None
-            yield StoredBlock(
+            yield BlockHeader(
                 name,
                 block.parent.name,
                 block.namespace,
@@ -181,11 +189,11 @@ class BlockMachine(RuleBasedStateMachine):
             )
 
     def tree_blocks(self) -> list[Block]:
-        return list(self.tree._index)
+        return list(self.store._tree)
 
     def carry_out(self) -> None:
-        for order in self.tree.take_orders():
-            if isinstance(order, Write):
+        for order in self.store.drain_disk_operations():
+            if isinstance(order, WriteBlock):
                 assert order.block.name not in self.files
                 self.files[order.block.name] = (order.block, order.data)
                 self.clock += 1
@@ -193,7 +201,7 @@ class BlockMachine(RuleBasedStateMachine):
             else:
                 del self.files[order.block.name]
 
-    def check_chain(self, chain: Chain, query: tuple[int, ...], scope: Scope) -> None:
+    def check_chain(self, chain: StoredPrefix, query: tuple[int, ...], scope: Scope) -> None:
         packed, at = pack(query), 0
         for block in chain.blocks:
             assert block.start == at
@@ -213,13 +221,13 @@ class BlockMachine(RuleBasedStateMachine):
     def all_fits(self) -> None:
         if not hasattr(self, "tree"):
             return
-        self.tree.check_integrity()
-        assert self.tree.host_bytes <= self.host
-        assert self.tree.disk_bytes <= self.disk
-        assert self.tree.disk_bytes == sum(FILE_BYTES + len(b.tokens) + len(data) for b, data in self.files.values())
+        self.store.check_integrity()
+        assert self.store.host_bytes <= self.host
+        assert self.store.disk_bytes <= self.disk
+        assert self.store.disk_bytes == sum(FILE_BYTES + len(b.tokens) + len(data) for b, data in self.files.values())
         assert {block.name for block in self.tree_blocks() if block.on_disk} == set(self.files)
         for chain in self.pinned:
-            assert all(block in self.tree for block in chain.blocks)
+            assert all(block in self.store for block in chain.blocks)
 
 
 BlockMachine.TestCase.settings = settings(
@@ -231,7 +239,7 @@ TestBlocks = BlockMachine.TestCase
 @settings(deadline=None, max_examples=80)
 @given(st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12), st.data())
 def test_siblings_are_found_as_a_scan_finds_them(strings: set[tuple[int, ...]], data: st.DataObject) -> None:
-    siblings = Siblings()
+    siblings = ChildBlocks()
     blocks = {string: Block(None, PUBLIC, pack(string), 0, len(string), b"", 0) for string in strings}
     for block in blocks.values():
         siblings.add(block)
@@ -242,11 +250,11 @@ def test_siblings_are_found_as_a_scan_finds_them(strings: set[tuple[int, ...]], 
     query = data.draw(st.lists(st.integers(0, 1), max_size=6).map(tuple))
     packed = pack(query)
     assert siblings.get(packed) is blocks.get(query)
-    within = [block.end for block in siblings.within(packed)]
+    within = [block.end for block in siblings.prefixes_of(packed)]
     assert within == sorted((len(string) for string in blocks if query[: len(string)] == string), reverse=True)
-    n_common, nearest = siblings.nearest(packed)
+    n_common, nearest = siblings.closest(packed)
     assert n_common == max(common(query, string) for string in blocks)
     assert nearest.tokens[: 4 * n_common] == packed[: 4 * n_common]
-    extending = siblings.extending(packed)
+    extending = siblings.first_starting_with(packed)
     assert (extending is not None) == any(string[: len(query)] == query for string in blocks)
     assert extending is None or extending.tokens.startswith(packed)

@@ -1,95 +1,117 @@
-"""The tiers behind the device, as `Memory` sees them: where entries go that leave it, and come back from."""
+"""The interface between `KvMemory` and the storage tiers behind the device: host memory and disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.kv_data import Data
 from llamaq.worker.core.slot import Run
-from llamaq.worker.kv_cache.blocks.block import Block, Chain
+from llamaq.worker.kv_cache.blocks.block import Block, StoredPrefix
 from llamaq.worker.kv_cache.prefix_cache import Entry
+
+
+class LoadedTokens(NamedTuple):
+    """One block was loaded into the sequence of a run."""
+
+    run: Run
+    n_tokens: int
+    """Tokens that the sequence holds after the load."""
+    tier: CacheTier
+    """The tier that the block came from."""
 
 
 @dataclass(slots=True)
 class OffloadStep:
-    """What one step brought."""
+    """The results of one call of `Offload.step`."""
 
-    loaded: list[tuple[Run, int, CacheTier]] = field(default_factory=list)
-    """The run's sequence holds so many tokens now, the last of them from this tier."""
-    fetched: list[Run] = field(default_factory=list)
-    """All that was stored has been loaded, or what is left cannot be."""
-    kept: list[Entry] = field(default_factory=list)
-    """Their cells are stored, as far as that is possible, and may go."""
+    loaded: list[LoadedTokens] = field(default_factory=list)
+    finished_loads: list[Run] = field(default_factory=list)
+    """Runs whose load has ended: every block was loaded, or a block could not be loaded."""
+    finished_saves: list[Entry] = field(default_factory=list)
+    """Entries whose save has ended. Their cells may be removed, also where a block could not be stored."""
 
 
 class Offload(Protocol):
-    """Where entries go that leave the device, and where their cells come back from."""
+    """Saves entries that leave the device into host memory and disk, and loads stored prefixes back."""
 
     @property
-    def host_bytes(self) -> int: ...
+    def host_bytes(self) -> int:
+        """Host memory used by stored blocks, in bytes."""
 
     @property
-    def disk_bytes(self) -> int: ...
+    def disk_bytes(self) -> int:
+        """Disk space used by stored blocks, in bytes."""
 
     @property
-    def is_busy(self) -> bool:
-        """Whether something waits to be moved."""
+    def has_transfers(self) -> bool:
+        """Whether a save or a load is not finished."""
 
-    def find(self, tokens: bytes, scope: Scope) -> Chain | None:
-        """The longest stored beginning of these tokens; worth nothing after the next `step`, except to `fetch`."""
+    def match(self, tokens: bytes, scope: Scope) -> StoredPrefix | None:
+        """Return the longest stored prefix of `tokens` (packed), or None.
 
-    def fetch(self, run: Run, stored: Chain) -> None:
-        """Begin to load what goes on from the run's `n_past`."""
+        The result is valid until the next `step`. `start_load` makes it valid until the load ends.
+        """
 
-    def keep(self, entry: Entry) -> bool:
-        """Begin to save the entry; False when there is nothing to do, and it may go at once."""
+    def start_load(self, run: Run, stored: StoredPrefix) -> None:
+        """Start to load the blocks of `stored` that end after the run's `n_past`."""
 
-    def read(self, block: Block) -> Future[Data | None]:
-        """The data of a block that `find` gave just now; None when its file is not good."""
+    def start_save(self, entry: Entry) -> bool:
+        """Start to save the entry. Returns False when there is nothing to save: the entry may be removed at once."""
 
-    def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
-        """Remove what is stored of these tokens after the first `n_kept`, as far as nobody else needs it."""
+    def read_block(self, block: Block) -> Future[Data | None]:
+        """Return the data of a block that `match` has just returned. The result is None when its file is invalid."""
 
-    def abandon(self, seq_id: int) -> None:
-        """Forget whatever was to be done for this sequence: it is removed now, or belongs to another."""
+    def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
+        """Remove the stored blocks of `tokens` that end after the first `n_kept` tokens.
+
+        Blocks that other stored tokens or other namespaces need stay.
+        """
+
+    def cancel_transfers(self, seq_id: int) -> None:
+        """Cancel the saves and loads of a sequence that is removed or gets another owner."""
 
     def step(self, budget_s: float) -> OffloadStep:
-        """Move for about so long, at least one block."""
+        """Transfer blocks for about `budget_s` seconds: at least one block, if one is ready."""
 
     def close(self, entries: Iterable[Entry], timeout_s: float) -> None:
-        """Save what a later worker may use."""
+        """Write the entries and the blocks in host memory to disk within about `timeout_s`, and stop.
+
+        Args:
+            entries: The entries on the device, the least recently used first.
+            timeout_s: Upper bound on the time, in seconds.
+        """
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` when what is stored contradicts itself."""
+        """Raise `AssertionError` when the stored blocks contradict each other."""
 
 
 class NoOffload:
-    """Nothing lies behind the device: what leaves it is gone."""
+    """No storage behind the device: an entry that leaves the device is lost."""
 
     host_bytes = disk_bytes = 0
-    is_busy = False
+    has_transfers = False
 
-    def find(self, tokens: bytes, scope: Scope) -> None:  # noqa: ARG002 - the interface's
+    def match(self, tokens: bytes, scope: Scope) -> None:  # noqa: ARG002 - the interface's
         return None
 
-    def fetch(self, run: Run, stored: Chain) -> None:  # noqa: ARG002 - the interface's
+    def start_load(self, run: Run, stored: StoredPrefix) -> None:  # noqa: ARG002 - the interface's
         raise LookupError(f"{stored!r} is not stored")
 
-    def keep(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
+    def start_save(self, entry: Entry) -> bool:  # noqa: ARG002 - the interface's
         return False
 
-    def read(self, block: Block) -> Future[Data | None]:
+    def read_block(self, block: Block) -> Future[Data | None]:
         raise LookupError(f"{block!r} is not stored")
 
-    def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
+    def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
         pass
 
-    def abandon(self, seq_id: int) -> None:
+    def cancel_transfers(self, seq_id: int) -> None:
         pass
 
     def step(self, budget_s: float) -> OffloadStep:  # noqa: ARG002 - the interface's

@@ -1,4 +1,4 @@
-"""Files that are there wholly or not at all, and that only this user can read."""
+"""Private files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,40 +12,58 @@ from typing import BinaryIO
 from llamaq.worker.core.kv_data import Data
 
 TEMPORARY = ".tmp"
-"""How the names of unfinished files end."""
+"""Suffix of the names of unfinished files."""
 
 LOCK = "lock"
-"""The file that is locked in a claimed folder."""
+"""Name of the file that is locked in a claimed folder."""
 
 MAX_FOLDERS = 256
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder for this user alone; one that is there is closed to others."""
+    """Create the folder with mode 0700. A folder that exists gets that mode."""
     folder.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
 
 
 def claim_folder(folder: Path, key: str) -> tuple[Path, int]:
-    """The first folder of this key that no other process has, and the descriptor of the lock that keeps it."""
+    """Lock the first of the folders `<key>`, `<key>.1`, ... that no other process has locked.
+
+    Args:
+        folder: The parent folder. It is created if it does not exist.
+        key: The name of the first folder to try.
+
+    Returns:
+        The locked folder, and the file descriptor of its lock. The lock ends when the descriptor is closed.
+
+    Raises:
+        OSError: All `MAX_FOLDERS` folders are locked, or the file system refuses.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for number in range(MAX_FOLDERS):
-        own = folder / (f"{key}.{number}" if number else key)
-        make_private_folder(own)
-        lock = os.open(own / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        claimed = folder / (f"{key}.{number}" if number else key)
+        make_private_folder(claimed)
+        lock = os.open(claimed / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
         else:
-            return own, lock
+            return claimed, lock
     raise OSError(f"{MAX_FOLDERS} other workers use {folder}")
 
 
 def write_file(path: Path, *parts: Data, is_synced: bool = False) -> None:
-    """Write the parts into a file of mode 0600 that takes `path`'s place at once. `OSError` leaves nothing behind.
+    """Write the parts into a file of mode 0600 that replaces `path` in one step.
 
-    Without `is_synced` a power failure may leave a torn file under the final name: readers verify a checksum.
+    Args:
+        path: The final name.
+        parts: The contents of the file, in their order.
+        is_synced: Whether to wait until the disk has the data. Without it a power failure may leave a torn file at
+            `path`: readers verify a checksum.
+
+    Raises:
+        OSError: The file cannot be written. Neither `path` nor the folder has changed.
     """
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=TEMPORARY, delete=False) as file:
         try:
@@ -61,7 +79,7 @@ def write_file(path: Path, *parts: Data, is_synced: bool = False) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open for reading. `OSError` when it is not a plain file, such as a link or a pipe."""
+    """Open a file for reading. Raises `OSError` when it is not a plain file, for example a link or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -69,13 +87,13 @@ def open_file(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def size_of(file: BinaryIO) -> int:
-    """In bytes."""
+def file_size(file: BinaryIO) -> int:
+    """Return the size of the file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
-def read_exactly(file: BinaryIO, n_bytes: int) -> bytes:
-    """So many bytes, or fewer at the end of the file. One call of a raw file reads at most 2 GiB."""
+def read_up_to(file: BinaryIO, n_bytes: int) -> bytes:
+    """Read `n_bytes`, or fewer at the end of the file. A single `read` of a raw file returns at most 2 GiB."""
     data = file.read(n_bytes)
     while len(data) < n_bytes and (more := file.read(n_bytes - len(data))):
         data += more

@@ -1,4 +1,4 @@
-"""One thread for slow work beside the engine's: what is handed to it is done in order, urgent work first."""
+"""A thread for slow work: it does submitted calls in their order, urgent calls first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ T = TypeVar("T")
 
 
 class BackgroundThread:
-    """A daemon thread with two queues. `Future`s tell what came of the work; whoever submitted polls them."""
+    """A daemon thread with two queues: urgent calls and other calls."""
 
     def __init__(self, name: str) -> None:
+        """Start the thread under this name."""
         self._changed = threading.Condition()
         self._urgent: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._others: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -24,25 +25,28 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Future[T]:
-        """Have the work done. After `close` the future is cancelled."""
+    def submit(self, call: Callable[[], T], *, urgent: bool = False) -> Future[T]:
+        """Queue a call. Returns the future of its result, which is already cancelled after `close`."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
                 future.cancel()
             else:
-                (self._urgent if urgent else self._others).append((future, work))
+                (self._urgent if urgent else self._others).append((future, call))
                 self._changed.notify_all()
         return future
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is done; False when the time was too short."""
+        """Wait until all submitted calls are done. False when that takes longer than `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._n_waiting and not self._is_busy, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Do what is left, within the time, and stop; the rest is cancelled. False when something was."""
-        ends_s = time.monotonic() + timeout_s
+        """Do the submitted calls for at most `timeout_s`, cancel the others, and stop the thread.
+
+        Returns False when a call was not done in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
         is_done = self.flush(timeout_s)
         with self._changed:
             self._is_closed = True
@@ -51,7 +55,7 @@ class BackgroundThread:
             self._urgent.clear()
             self._others.clear()
             self._changed.notify_all()
-        self._thread.join(max(0.0, ends_s - time.monotonic()))
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
         return is_done
 
     @property
@@ -59,13 +63,13 @@ class BackgroundThread:
         return len(self._urgent) + len(self._others)
 
     def _run(self) -> None:
-        while work := self._next():
-            future, call = work
+        while next_call := self._next():
+            future, call = next_call
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(call())
-            except BaseException as exc:  # noqa: BLE001 - whoever waits for it gets it
+            except BaseException as exc:  # noqa: BLE001 - the caller gets it from the future
                 future.set_exception(exc)
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:

@@ -1,7 +1,7 @@
-"""Moves cells between the device and the blocks in host memory and on disk.
+"""Moves KV cells between the device and the blocks in host memory and on disk.
 
-What lies where is `BlockStore`'s to decide. Here it is done: a block at a time, on the engine thread, between ticks and
-for no longer than the ticks of other jobs allow. Files are read and written on a thread of their own.
+`BlockStore` decides which block is stored in which tier. This module moves the data: one block at a time, on the engine
+thread, between ticks, and only for the time that the running jobs allow. Files are read and written by another thread.
 """
 
 from __future__ import annotations
@@ -20,251 +20,270 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.kv_data import Data
 from llamaq.worker.core.sequence_ops import StateOps
 from llamaq.worker.core.slot import Run
-from llamaq.worker.kv_cache.blocks.block import Block, Chain, DiskOperation, Span
+from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, StoredPrefix, TokenSpan
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
-from llamaq.worker.kv_cache.offload_interface import OffloadStep
+from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
 from llamaq.worker.kv_cache.prefix_cache import Entry
 from llamaq.worker.offload.host_arena import HostArena
 
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
-"""Small, so that one block is moved in less than a tick; saving and loading cost little more than by the hundred."""
-MIN_TOKENS = 16
-"""Shorter entries are not worth a transfer."""
+"""Tokens of a block: few enough to move it in less than a tick. Larger blocks cost little less per token."""
+MIN_ENTRY_TOKENS = 16
+"""Entries with fewer tokens are not saved: their transfer costs more than it gains."""
 
 
-class Files(Protocol):
-    """The disk, on a thread of its own."""
+class BlockFiles(Protocol):
+    """The files of the blocks on disk. No method except `close` waits for the disk."""
 
-    def carry_out(self, orders: Iterable[DiskOperation]) -> None:
-        """Write and erase, in this order, sometime."""
+    def submit(self, operations: Iterable[DiskOperation]) -> None:
+        """Start the operations. They are done in this order."""
 
     def read(self, block: Block) -> Future[Data | None]:
-        """The block's data; None when its file is not good."""
+        """Start to read the block's data. The result is None when its file is invalid."""
 
-    def failures(self) -> list[Block]:
-        """Blocks whose files could not be written since the last call."""
+    def drain_failed_blocks(self) -> list[Block]:
+        """Return the blocks whose files could not be written or read since the last call."""
 
     def close(self, timeout_s: float) -> None:
-        """Carry out what was ordered, for about so long."""
+        """Finish the submitted operations within about `timeout_s`, and stop."""
 
 
-class NoFiles:
+class NoBlockFiles:
     """There is no disk."""
 
-    def carry_out(self, orders: Iterable[DiskOperation]) -> None:
-        """Nothing is ordered without a disk."""
+    def submit(self, operations: Iterable[DiskOperation]) -> None:
+        """Do nothing: without a disk there are no operations."""
 
     def read(self, block: Block) -> Future[Data | None]:
         raise LookupError(f"{block!r} has no file")
 
-    def failures(self) -> list[Block]:
+    def drain_failed_blocks(self) -> list[Block]:
         return []
 
     def close(self, timeout_s: float) -> None:
-        """There is nothing to wait for."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
-class Saving:
-    """An entry on its way out: the spans that are not stored yet."""
+class SaveTransfer:
+    """The save of an entry from the device."""
 
     entry: Entry
-    spans: deque[Span]
+    spans: deque[TokenSpan]
+    """The spans that are not saved yet."""
 
 
 @dataclass(slots=True)
-class Loading:
-    """A run whose first tokens are on their way in."""
+class LoadTransfer:
+    """The load of a stored prefix into the sequence of a run."""
 
     run: Run
-    chain: Chain
+    stored: StoredPrefix
     blocks: deque[Block]
-    """Those that are still to be loaded."""
-    read: Future[Data | None] | None = None
-    """The first one's data, coming from disk."""
+    """The blocks that are not loaded yet."""
+    disk_read: Future[Data | None] | None = None
+    """The data of the first of `blocks`, while it is read from disk."""
 
     @property
     def is_ready(self) -> bool:
-        return self.read is None or self.read.done()
+        """Whether the next block can be loaded without waiting for the disk."""
+        return self.disk_read is None or self.disk_read.done()
 
 
 @dataclass(slots=True)
-class Pace:
-    """How long a step takes, so that the next is not begun when there is no time for it."""
+class TransferPacer:
+    """Limits a loop of transfers to a time budget, from the measured time of one transfer."""
 
-    step_s: float = field(default=0.0)
+    transfer_s: float = field(default=0.0)
+    """Moving average of the time of one transfer, in seconds."""
 
-    def steps(self, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
-        """One turn at least, and more while another will probably fit into the budget."""
-        until_s = clock() + budget_s
+    def rounds(self, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+        """Yield once, and again while the next transfer will probably end within `budget_s`."""
+        deadline_s = clock() + budget_s
         started_s = clock()
         while True:
             yield
             now_s = clock()
-            self.step_s += 0.25 * (now_s - started_s - self.step_s)
-            if now_s + self.step_s > until_s:
+            self.transfer_s += 0.25 * (now_s - started_s - self.transfer_s)
+            if now_s + self.transfer_s > deadline_s:
                 return
             started_s = now_s
 
 
 class BlockTransfers:
-    """Host memory, and disk where `files` are given."""
+    """Saves entries into a `BlockStore` and loads stored prefixes from it. Fulfils `Offload`."""
 
     def __init__(
-        self, tree: BlockStore, mover: StateOps, files: Files | None = None, memory: HostArena | None = None
+        self,
+        store: BlockStore,
+        sequences: StateOps,
+        files: BlockFiles | None = None,
+        arena: HostArena | None = None,
     ) -> None:
-        """Blocks are written into `memory` that is ready, where there is some."""
-        self.tree = tree
-        self._memory = memory
-        self._mover = mover
-        self._files = files or NoFiles()
-        self._savings: deque[Saving] = deque()
-        self._loadings: deque[Loading] = deque()
-        self._pace = Pace()
-        self._done = OffloadStep()
+        """Connect the parts.
+
+        Args:
+            store: Decides which blocks are stored, and in which tier.
+            sequences: Saves and loads the cells of the engine's sequences.
+            files: The disk tier. None: there is no disk.
+            arena: Provides memory for saved cells. None: every save allocates its memory.
+        """
+        self.store = store
+        self._sequences = sequences
+        self._files = files or NoBlockFiles()
+        self._arena = arena
+        self._saves: deque[SaveTransfer] = deque()
+        self._loads: deque[LoadTransfer] = deque()
+        self._pacer = TransferPacer()
+        self._results = OffloadStep()
 
     @property
     def host_bytes(self) -> int:
-        return self.tree.host_bytes
+        return self.store.host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        return self.tree.disk_bytes
+        return self.store.disk_bytes
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self._savings or self._loadings)
+    def has_transfers(self) -> bool:
+        return bool(self._saves or self._loads)
 
-    def find(self, tokens: bytes, scope: Scope) -> Chain | None:
-        return self.tree.match(tokens, scope) or None
+    def match(self, tokens: bytes, scope: Scope) -> StoredPrefix | None:
+        return self.store.match(tokens, scope) or None
 
-    def fetch(self, run: Run, stored: Chain) -> None:
-        self.tree.pin(stored)
+    def start_load(self, run: Run, stored: StoredPrefix) -> None:
+        self.store.pin(stored)
         blocks = deque(block for block in stored.blocks if block.end > run.n_past)
-        self._loadings.append(Loading(run, stored, blocks))
-        self._read_next(self._loadings[-1])
+        self._loads.append(LoadTransfer(run, stored, blocks))
+        self._start_disk_read(self._loads[-1])
 
-    def keep(self, entry: Entry) -> bool:
-        if entry.n_tokens < MIN_TOKENS:
+    def start_save(self, entry: Entry) -> bool:
+        if entry.n_tokens < MIN_ENTRY_TOKENS:
             return False
-        spans = deque(self.tree.missing(entry.tokens, entry.scope))
+        spans = deque(self.store.missing_spans(entry.tokens, entry.scope))
         if spans:
-            self._savings.append(Saving(entry, spans))
+            self._saves.append(SaveTransfer(entry, spans))
         else:
-            self.tree.touch(self.tree.match(entry.tokens, entry.scope))
+            self.store.touch(self.store.match(entry.tokens, entry.scope))
         return bool(spans)
 
-    def read(self, block: Block) -> Future[Data | None]:
+    def read_block(self, block: Block) -> Future[Data | None]:
         if block.data is None:
             return self._files.read(block)
         done: Future[Data | None] = Future()
         done.set_result(block.data)
         return done
 
-    def forget(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
-        self.tree.forget(tokens, scope, n_kept)
-        self._files.carry_out(self.tree.take_orders())
+    def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
+        self.store.discard(tokens, scope, n_kept)
+        self._submit_disk_operations()
 
-    def abandon(self, seq_id: int) -> None:
-        self._savings = deque(saving for saving in self._savings if saving.entry.seq_id != seq_id)
-        for loading in [each for each in self._loadings if each.run.seq_id == seq_id]:
-            self._end_loading(loading)
+    def cancel_transfers(self, seq_id: int) -> None:
+        self._saves = deque(save for save in self._saves if save.entry.seq_id != seq_id)
+        for load in [each for each in self._loads if each.run.seq_id == seq_id]:
+            self._end_load(load)
 
     def step(self, budget_s: float) -> OffloadStep:
-        for block in self._files.failures():
-            self.tree.lost(block)
-        if self.is_busy:
-            for _ in self._pace.steps(budget_s):
-                if not self._move_one():
+        for block in self._files.drain_failed_blocks():
+            self.store.mark_file_lost(block)
+        if self.has_transfers:
+            for _ in self._pacer.rounds(budget_s):
+                if not self._transfer_one_block():
                     break
-        self._files.carry_out(self.tree.take_orders())
-        done, self._done = self._done, OffloadStep()
-        return done
+        self._submit_disk_operations()
+        results, self._results = self._results, OffloadStep()
+        return results
 
     def close(self, entries: Iterable[Entry], timeout_s: float) -> None:
-        """Save the entries too if there is a disk, the warmest first, and write everything to it."""
-        until_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         for entry in reversed(list(entries)):
-            saving = Saving(entry, deque(self.tree.missing(entry.tokens, entry.scope)))
-            while saving.spans and time.monotonic() < until_s:
-                self._save_one(saving)
-        self.tree.spill()
-        self._files.carry_out(self.tree.take_orders())
-        self._files.close(max(0.0, until_s - time.monotonic()))
-        if self._memory:
-            self._memory.close()
+            save = SaveTransfer(entry, deque(self.store.missing_spans(entry.tokens, entry.scope)))
+            while save.spans and time.monotonic() < deadline_s:
+                self._save_one_block(save)
+        self.store.write_host_to_disk()
+        self._submit_disk_operations()
+        self._files.close(max(0.0, deadline_s - time.monotonic()))
+        if self._arena:
+            self._arena.close()
 
     def check_integrity(self) -> None:
-        self.tree.check_integrity()
+        self.store.check_integrity()
 
-    def _move_one(self) -> bool:
-        """Move one block, into the device first: somebody waits for it. False when nothing can be moved now."""
-        for loading in self._loadings:
-            if loading.is_ready:
-                self._load_one(loading)
+    def _submit_disk_operations(self) -> None:
+        self._files.submit(self.store.drain_disk_operations())
+
+    def _transfer_one_block(self) -> bool:
+        """Load or save one block. Loads come first, because jobs wait for them. False when no transfer is ready."""
+        for load in self._loads:
+            if load.is_ready:
+                self._load_one_block(load)
                 return True
-        if self._savings:
-            saving = self._savings[0]
-            self._save_one(saving)
-            if not saving.spans:
-                self._savings.popleft()
-                self._done.kept.append(saving.entry)
+        if self._saves:
+            save = self._saves[0]
+            self._save_one_block(save)
+            if not save.spans:
+                self._saves.popleft()
+                self._results.finished_saves.append(save.entry)
             return True
         return False
 
-    # ---- out
+    # ---- from the device
 
-    def _save_one(self, saving: Saving) -> None:
-        entry, span = saving.entry, saving.spans.popleft()
+    def _save_one_block(self, save: SaveTransfer) -> None:
+        entry, span = save.entry, save.spans.popleft()
         try:
-            data = self._mover.save(entry.seq_id, span.start, span.end, lambda n_bytes: self._ready(n_bytes, span))
+            data = self._sequences.save(
+                entry.seq_id, span.start, span.end, lambda n_bytes: self._allocate(n_bytes, span)
+            )
         except EngineError as exc:
             log.warning("cache.not_saved entry=%r error=%s", entry, exc)
-            saving.spans.clear()
+            save.spans.clear()
             return
-        if self.tree.put(entry.tokens, entry.scope, span, data) is None:
-            saving.spans.clear()  # no room for what comes after it either
+        if self.store.insert(entry.tokens, entry.scope, span, data) is None:
+            save.spans.clear()  # the later spans need this one
 
-    def _ready(self, n_bytes: int, span: Span) -> memoryview | None:
-        return self._memory.take(n_bytes, span.end - span.start) if self._memory else None
+    def _allocate(self, n_bytes: int, span: TokenSpan) -> memoryview | None:
+        return self._arena.allocate(n_bytes, span.end - span.start) if self._arena else None
 
-    # ---- in
+    # ---- to the device
 
-    def _load_one(self, loading: Loading) -> None:
-        run, block = loading.run, loading.blocks.popleft()
+    def _load_one_block(self, load: LoadTransfer) -> None:
+        run, block = load.run, load.blocks.popleft()
         data, tier = block.data, CacheTier.HOST
-        if loading.read is not None:
-            data, tier, loading.read = loading.read.result(), CacheTier.DISK, None
+        if load.disk_read is not None:
+            data, tier, load.disk_read = load.disk_read.result(), CacheTier.DISK, None
             if data is not None:
-                self.tree.loaded(block, data)
-        end = min(block.end, loading.chain.n_tokens)
-        if data is None or not self._mover.load(run.seq_id, self._held(run), end, data, block.start):
+                self.store.store_in_host(block, data)
+        end = min(block.end, load.stored.n_tokens)
+        if data is None or not self._sequences.load(run.seq_id, self._n_loaded(run), end, data, block.start):
             log.warning("cache.not_loaded job=%s block=%r", run.job.id, block)
-            self._end_loading(loading)
+            self._end_load(load)
             if data is None:
-                self.tree.lost(block)
+                self.store.mark_file_lost(block)
         else:
-            self._done.loaded.append((run, end, tier))
-            if loading.blocks:
-                self._read_next(loading)
+            self._results.loaded.append(LoadedTokens(run, end, tier))
+            if load.blocks:
+                self._start_disk_read(load)
                 return
-            self._end_loading(loading)
-        self._done.fetched.append(run)
+            self._end_load(load)
+        self._results.finished_loads.append(run)
 
-    def _held(self, run: Run) -> int:
-        """Tokens that the run's sequence holds, those of this step included."""
-        return next((end for other, end, _ in reversed(self._done.loaded) if other is run), run.n_past)
+    def _n_loaded(self, run: Run) -> int:
+        """Return how many tokens the run's sequence holds, with the loads of this step."""
+        return next((each.n_tokens for each in reversed(self._results.loaded) if each.run is run), run.n_past)
 
-    def _read_next(self, loading: Loading) -> None:
-        block = loading.blocks[0]
+    def _start_disk_read(self, load: LoadTransfer) -> None:
+        """Start to read the next block of the load, if its data is only on disk."""
+        block = load.blocks[0]
         if block.data is None:
-            loading.read = self._files.read(block)
+            load.disk_read = self._files.read(block)
 
-    def _end_loading(self, loading: Loading) -> None:
-        self._loadings.remove(loading)
-        self.tree.unpin(loading.chain)
+    def _end_load(self, load: LoadTransfer) -> None:
+        self._loads.remove(load)
+        self.store.unpin(load.stored)
 
     def __repr__(self) -> str:
-        return f"<BlockTransfers {self.tree!r} {len(self._savings)} going out, {len(self._loadings)} coming in>"
+        return f"<BlockTransfers {self.store!r} {len(self._saves)} saves, {len(self._loads)} loads>"

@@ -1,10 +1,10 @@
-"""The prefix cache's disk tier, done: one file a block, written, read and erased by one background thread.
+"""The disk tier of the prefix cache: one file for each block, written, read and erased by a background thread.
 
     <folder>/<hash of the fingerprint>/<name of the block>.kv
 
-A process has such a folder to itself, by a lock; a second worker of the same model takes `<hash>.1`. Files appear
-by a rename, so a process that dies leaves none half written. They are not synced: after a power failure some may be
-torn, and a cache that is lost then costs less than one that waits for the disk. What is read is verified first.
+Each process locks a folder: a second worker of the same model uses `<hash>.1`. A file gets its final name only when it
+is complete, so a process that dies leaves no half-written block. Files are not synced: after a power failure some may
+be torn, which costs less than to wait for the disk on every write. Every file is verified when it is read.
 """
 
 from __future__ import annotations
@@ -21,31 +21,42 @@ from pathlib import Path
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.kv_data import Data
-from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, StoredBlock, Write
+from llamaq.worker.kv_cache.blocks.block import Block, BlockHeader, DiskOperation, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.atomic_files import LOCK, TEMPORARY, claim_folder, open_file, write_file
 from llamaq.worker.offload.background_thread import BackgroundThread
-from llamaq.worker.offload.disk_format import Fault, block_header, checksum, fingerprint_key, read_data, read_header
+from llamaq.worker.offload.disk_format import Fault, checksum, encode_header, fingerprint_key, read_data, read_header
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
 MAX_PENDING_BYTES = 256 * 1024**2
 _FILE_NAME = re.compile(r"([0-9a-f]{64})\.kv")
-_USELESS = frozenset({Fault.TORN, Fault.TOO_LARGE})
+_ERASED_FAULTS = frozenset({Fault.TORN, Fault.TOO_LARGE})
+"""Files with these faults are erased at the start. Files with other faults may belong to another program."""
 
 
 class DiskStore:
-    """The files of one `BlockStore`. All methods are for the engine thread and do not wait for the disk, but for
-    `restore`, `flush` and `close`.
+    """The files of one `BlockStore`. Fulfils `BlockFiles`.
 
-    `fingerprint` says for which model, settings and llama.cpp the data is good. Files over `max_file_bytes` are not
-    used. What memory has given up and is not yet written takes at most `max_pending_bytes`; what exceeds it is lost.
+    All methods are for the engine thread. Only `rebuild`, `flush` and `close` wait for the disk.
     """
 
     def __init__(
         self, folder: Path, fingerprint: str, *, max_file_bytes: int, max_pending_bytes: int = MAX_PENDING_BYTES
     ) -> None:
+        """Lock a folder and start the background thread.
+
+        Args:
+            folder: The cache folder, shared by all models and workers.
+            fingerprint: Identifies the model, the settings and the llama.cpp version that the data is valid for.
+            max_file_bytes: Larger files are not used.
+            max_pending_bytes: Upper bound on data that host memory has evicted and that is not written yet. Blocks
+                beyond it are lost.
+
+        Raises:
+            InvalidSettings: The folder cannot be used.
+        """
         self._fingerprint = fingerprint_key(fingerprint)
         self._max_file_bytes = max_file_bytes
         self._max_pending_bytes = max_pending_bytes
@@ -54,147 +65,152 @@ class DiskStore:
         except OSError as exc:
             raise InvalidSettings(f"--cache-dir (LLAMAQ_CACHE_DIR): {exc}") from exc
         self.background = BackgroundThread("llamaq-disk")
-        self._pending: dict[bytes, Write] = {}
-        """What is still to be written, by the blocks' names; the thread only looks at it."""
-        self._written: deque[tuple[Write, bool]] = deque()
-        """From the thread: what it has tried to write, and whether that went well."""
+        self._pending: dict[bytes, WriteBlock] = {}
+        """Writes that are not done, by the blocks' names. The background thread only reads this."""
+        self._written: deque[tuple[WriteBlock, bool]] = deque()
+        """Writes that the background thread has tried, and whether they succeeded."""
         self._failed: list[Block] = []
-        self._bad: deque[Block] = deque()
-        """From the thread: whose files could not be read."""
+        """Blocks that could not be written."""
+        self._unreadable: deque[Block] = deque()
+        """Blocks whose files the background thread could not read."""
         self._is_failing = False
         self.pending_bytes = 0
 
-    def restore(self, tree: BlockStore) -> None:
-        """Bring the empty tree to what lies on disk, and remove what is of no use. Waits for the disk."""
-        orphans = tree.restore(self._scan())
+    def rebuild(self, store: BlockStore) -> None:
+        """Fill an empty store from the files in the folder, and erase the files that cannot be used."""
+        orphans = store.rebuild(self._scan())
         for orphan in orphans:
-            self._unlink(orphan.name)
+            self._erase(orphan.name)
         if orphans:
             log.info("disk_cache.orphans_erased files=%d folder=%s", len(orphans), self.folder)
-        self.carry_out(tree.take_orders())
-        log.info("disk_cache.restored blocks=%d bytes=%d folder=%s", len(tree), tree.disk_bytes, self.folder)
+        self.submit(store.drain_disk_operations())
+        log.info("disk_cache.restored blocks=%d bytes=%d folder=%s", len(store), store.disk_bytes, self.folder)
 
-    def carry_out(self, orders: Iterable[DiskOperation]) -> None:
-        """Start to write and erase, in this order."""
-        self._settle_writes()
-        for order in orders:
-            self._forget_pending(order.block.name)
-            if isinstance(order, Write):
-                self._start_write(order)
+    def submit(self, operations: Iterable[DiskOperation]) -> None:
+        """Start the operations. They are done in this order."""
+        self._collect_written()
+        for operation in operations:
+            self._remove_pending(operation.block.name)
+            if isinstance(operation, WriteBlock):
+                self._submit_write(operation)
             else:
-                self._start(partial(self._unlink, order.block.name))
+                self._submit_call(partial(self._erase, operation.block.name))
 
-    def failures(self) -> list[Block]:
-        """Blocks whose files could not be written, or read, since the last call: they are lost to the tree."""
-        self._settle_writes()
+    def drain_failed_blocks(self) -> list[Block]:
+        """Return the blocks whose files could not be written or read since the last call."""
+        self._collect_written()
         failed, self._failed = self._failed, []
-        while self._bad:
-            failed.append(self._bad.popleft())
+        while self._unreadable:
+            failed.append(self._unreadable.popleft())
         return failed
 
     def read(self, block: Block) -> Future[Data | None]:
-        """The block's data, verified, or None when its file is not good, which `failures` tells too.
+        """Start to read the block's data; reads are done before writes. The caller has pinned the block.
 
-        Reads go before writes. The block is to be pinned meanwhile.
+        Returns:
+            The verified data. None when the file is missing or invalid; `drain_failed_blocks` then returns the block.
         """
-        if order := self._pending.get(block.name):
+        if write := self._pending.get(block.name):
             done: Future[Data | None] = Future()
-            done.set_result(order.data)
+            done.set_result(write.data)
             return done
         return self.background.submit(partial(self._read, block), urgent=True)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was started is done; False when the time was too short."""
+        """Wait until all started operations are done. False when that takes longer than `timeout_s`."""
         return self.background.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Do what is left, within the time, and stop."""
+        """Finish the started operations within `timeout_s`, stop the thread and unlock the folder."""
         is_done = self.background.close(timeout_s)
-        self._settle_writes()
+        self._collect_written()
         if not is_done:
             log.warning("disk_cache.closed_early files=%d bytes=%d", len(self._pending), self.pending_bytes)
         os.close(self._lock)
 
-    def _start_write(self, order: Write) -> None:
-        size = len(order.data)
-        # What memory still has costs nothing more, and a single one may be large.
-        if order.block.data is None and self._pending and self.pending_bytes + size > self._max_pending_bytes:
+    def _submit_write(self, write: WriteBlock) -> None:
+        size = len(write.data)
+        # Data that is still in host memory costs no extra memory. A single write may exceed the bound.
+        if write.block.data is None and self._pending and self.pending_bytes + size > self._max_pending_bytes:
             self._warn_of_write("the disk is too slow")
-            self._failed.append(order.block)
+            self._failed.append(write.block)
         else:
-            self._pending[order.block.name] = order
+            self._pending[write.block.name] = write
             self.pending_bytes += size
-            self._start(partial(self._write, order))
+            self._submit_call(partial(self._write, write))
 
-    def _start(self, work: Callable[[], None]) -> None:
-        """Have work done that nobody waits for."""
-        self.background.submit(work).add_done_callback(_report_defect)
+    def _submit_call(self, call: Callable[[], None]) -> None:
+        """Run a call in the background thread, and log an unexpected exception."""
+        self.background.submit(call).add_done_callback(_log_unexpected_exception)
 
-    def _settle_writes(self) -> None:
+    def _collect_written(self) -> None:
+        """Remove the writes that were tried from the pending ones."""
         while self._written:
-            order, is_good = self._written.popleft()
-            if self._pending.get(order.block.name) is order:  # else it was erased or ordered anew since
-                self._forget_pending(order.block.name)
-                if not is_good:
-                    self._failed.append(order.block)
+            write, has_succeeded = self._written.popleft()
+            if self._pending.get(write.block.name) is write:  # otherwise the block was erased or written again
+                self._remove_pending(write.block.name)
+                if not has_succeeded:
+                    self._failed.append(write.block)
 
-    def _forget_pending(self, name: bytes) -> None:
-        if order := self._pending.pop(name, None):
-            self.pending_bytes -= len(order.data)
+    def _remove_pending(self, name: bytes) -> None:
+        if write := self._pending.pop(name, None):
+            self.pending_bytes -= len(write.data)
 
-    # -- in the thread
+    # ---- in the background thread
 
-    def _write(self, order: Write) -> None:
-        block, data = order.block, order.data
-        if self._pending.get(block.name) is not order:
+    def _write(self, write: WriteBlock) -> None:
+        block, data = write.block, write.data
+        if self._pending.get(block.name) is not write:
             return
-        header = block_header(block, self._fingerprint)
+        header = encode_header(block, self._fingerprint)
         try:
             write_file(self._path(block.name), header, data, checksum(header, data))
         except OSError as exc:
             self._warn_of_write(exc)
-            self._written.append((order, False))
+            self._written.append((write, False))
         else:
             self._is_failing = False
-            self._written.append((order, True))
+            self._written.append((write, True))
 
     def _read(self, block: Block) -> Data | None:
         try:
             with open_file(self._path(block.name)) as file:
                 found = read_data(file, block, self._fingerprint)
                 with suppress(OSError):
-                    os.utime(file.fileno())  # the next start sees what was used last
+                    os.utime(file.fileno())  # records the use for the LRU order after a restart
         except OSError as exc:
-            self._report_bad(block, exc)
+            self._report_unreadable(block, exc)
             return None
         if isinstance(found, Fault):
-            self._report_bad(block, found)
+            self._report_unreadable(block, found)
             return None
         return found
 
-    def _report_bad(self, block: Block, reason: object) -> None:
+    def _report_unreadable(self, block: Block, reason: object) -> None:
         log.warning("disk_cache.bad_file file=%s reason=%s", self._path(block.name), reason)
-        self._bad.append(block)
+        self._unreadable.append(block)
 
-    def _unlink(self, name: bytes) -> None:
+    def _erase(self, name: bytes) -> None:
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as exc:
             log.warning("disk_cache.not_erased file=%s error=%s", self._path(name), exc)
 
     def _warn_of_write(self, reason: object) -> None:
-        """Once until a write succeeds again."""
+        """Log a warning for the first failed write, and the next one only after a write has succeeded."""
         if not self._is_failing:
             self._is_failing = True
             log.warning(
-                "disk_cache.not_written reason=%s folder=%s: blocks are lost until this ends", reason, self.folder
+                "disk_cache.not_written reason=%s folder=%s: blocks are lost until a write succeeds",
+                reason,
+                self.folder,
             )
 
-    # -- at start-up
+    # ---- at the start
 
-    def _scan(self) -> list[StoredBlock]:
-        """What the headers of all good files say. Unfinished and useless files of ours go, others stay."""
-        found = []
+    def _scan(self) -> list[BlockHeader]:
+        """Return the headers of all valid files. Erases unfinished, torn and too large files of this format."""
+        headers = []
         faults: Counter[Fault] = Counter()
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -202,28 +218,28 @@ class DiskStore:
                 if path.name.endswith(TEMPORARY):
                     path.unlink(missing_ok=True)
                 elif path.name != LOCK:
-                    stored = self._look_at(path)
-                    if isinstance(stored, StoredBlock):
-                        found.append(stored)
+                    header = self._read_header(path)
+                    if isinstance(header, BlockHeader):
+                        headers.append(header)
                     else:
-                        faults[stored] += 1
+                        faults[header] += 1
         for fault, count in faults.items():
             log.warning("disk_cache.ignored reason=%s files=%d folder=%s", fault, count, self.folder)
-        return found
+        return headers
 
-    def _look_at(self, path: Path) -> StoredBlock | Fault:
+    def _read_header(self, path: Path) -> BlockHeader | Fault:
         match = _FILE_NAME.fullmatch(path.name)
         if match is None:
             return Fault.FOREIGN
         name = bytes.fromhex(match[1])
         try:
             with open_file(path) as file:
-                stored = read_header(file, name, self._fingerprint, self._max_file_bytes)
+                header = read_header(file, name, self._fingerprint, self._max_file_bytes)
         except OSError:
             return Fault.UNREADABLE
-        if stored in _USELESS:
-            self._unlink(name)
-        return stored
+        if header in _ERASED_FAULTS:
+            self._erase(name)
+        return header
 
     def _path(self, name: bytes) -> Path:
         return self.folder / (name.hex() + SUFFIX)
@@ -232,7 +248,7 @@ class DiskStore:
         return f"<DiskStore {self.folder} {len(self._pending)} files to write, {self.pending_bytes} bytes>"
 
 
-def _report_defect(done: Future[None]) -> None:
-    """What nobody waits for must not fail in silence."""
+def _log_unexpected_exception(done: Future[None]) -> None:
+    """Log the exception of a call whose result is not read otherwise."""
     if not done.cancelled() and (defect := done.exception()):
         log.error("disk_cache.defect", exc_info=defect)

@@ -1,8 +1,8 @@
-"""Memory for saved cells that is there before it is needed.
+"""Host memory that is allocated and touched before saved cells need it.
 
-Whoever first touches fresh memory waits for the system to find and clear it. Page by page that took many times as long
-as the copy that went there (0.5 MB: 1.5 ms instead of 0.09), and it was the engine thread that waited. Here a thread of
-its own lays out slabs ahead, in huge pages where the system has them, and what was given back is used again.
+The first write to fresh memory waits until the system finds and clears a page. Page by page that takes many times as
+long as the copy itself (measured for 0.5 MB: 1.5 ms instead of 0.09 ms), and the engine thread would wait. Here a
+background thread allocates slabs ahead, in huge pages where the system has them, and buffers are used again.
 """
 
 from __future__ import annotations
@@ -15,62 +15,71 @@ import numpy.typing as npt
 
 from llamaq.worker.offload.background_thread import BackgroundThread
 
-PAGE = 4096
+PAGE_BYTES = 4096
 SLAB_BYTES = 64 * 2**20
-N_AHEAD = 8
-"""With fewer slots left than these the next slab is laid out."""
+MIN_FREE_BUFFERS = 8
+"""With fewer free buffers the next slab is allocated."""
 
 
 class HostArena:
-    """Slots of one size, in slabs that are never given back. `take` is for one thread; slots come back from any."""
+    """Buffers of one size, cut from slabs that are never freed.
 
-    def __init__(self, max_bytes: int, slot_tokens: int) -> None:
-        """All slabs together take at most `max_bytes`. A slot is for the cells of so many tokens."""
+    One thread calls `allocate`. A buffer becomes free when its last reference is deleted, in any thread.
+    """
+
+    def __init__(self, max_bytes: int, buffer_tokens: int) -> None:
+        """Create an arena without a slab.
+
+        Args:
+            max_bytes: Upper bound on the size of all slabs together, in bytes.
+            buffer_tokens: Number of tokens whose cells fit into one buffer.
+        """
         self._max_bytes = max_bytes
-        self._slot_tokens = slot_tokens
-        self._slot_bytes = 0  # known when the first cells are saved
+        self._buffer_tokens = buffer_tokens
+        self._buffer_bytes = 0  # unknown until the first allocation
         self._slab_bytes = 0
         self._free: deque[npt.NDArray[np.uint8]] = deque()
         self._thread = BackgroundThread("host-memory")
         self._is_growing = False
 
-    def take(self, n_bytes: int, n_tokens: int) -> memoryview | None:
-        """Memory for the cells of so many tokens; it comes back when nobody refers to it any more.
+    def allocate(self, n_bytes: int, n_tokens: int) -> memoryview | None:
+        """Return `n_bytes` of a free buffer for the cells of `n_tokens` tokens.
 
-        None when none is ready, or the slot would be left half empty.
+        None when no buffer is free, or when the cells do not fit into a buffer or fill less than half of it. The first
+        call fixes the size of a buffer.
         """
-        if not self._slot_bytes:
-            self._slot_bytes = (n_bytes * self._slot_tokens // n_tokens // PAGE + 2) * PAGE
-        if not self._slot_bytes // 2 < n_bytes <= self._slot_bytes:
+        if not self._buffer_bytes:
+            self._buffer_bytes = (n_bytes * self._buffer_tokens // n_tokens // PAGE_BYTES + 2) * PAGE_BYTES
+        if not self._buffer_bytes // 2 < n_bytes <= self._buffer_bytes:
             return None
-        if len(self._free) < N_AHEAD:
+        if len(self._free) < MIN_FREE_BUFFERS:
             self._grow()
         return self._lend(self._free.popleft()).data[:n_bytes] if self._free else None
 
     def close(self) -> None:
-        """Lay out no more."""
+        """Stop to allocate slabs."""
         self._thread.close(0.0)
 
-    def _lend(self, slot: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """The slot as an object of its own, whose end brings the slot back."""
-        lent = slot[:]
-        weakref.finalize(lent, self._free.append, slot).atexit = False
-        return lent
+    def _lend(self, buffer: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Return a view of the buffer. The deletion of the view makes the buffer free again."""
+        view = buffer[:]
+        weakref.finalize(view, self._free.append, buffer).atexit = False
+        return view
 
     def _grow(self) -> None:
-        n_slots = min(SLAB_BYTES, self._max_bytes - self._slab_bytes) // self._slot_bytes
-        if n_slots > 0 and not self._is_growing:
+        n_buffers = min(SLAB_BYTES, self._max_bytes - self._slab_bytes) // self._buffer_bytes
+        if n_buffers > 0 and not self._is_growing:
             self._is_growing = True
-            self._slab_bytes += n_slots * self._slot_bytes
-            self._thread.submit(lambda: self._lay_out(n_slots))
+            self._slab_bytes += n_buffers * self._buffer_bytes
+            self._thread.submit(lambda: self._allocate_slab(n_buffers))
 
-    def _lay_out(self, n_slots: int) -> None:
-        """Add slots one by one as they are there. A `MemoryError` here ends all growing."""
-        slab = np.empty((n_slots, self._slot_bytes), np.uint8)
-        for slot in slab:
-            slot.fill(0)  # without the interpreter's lock
-            self._free.append(slot)
+    def _allocate_slab(self, n_buffers: int) -> None:
+        """Allocate a slab and add its buffers one by one. After a `MemoryError` the arena does not grow any more."""
+        slab = np.empty((n_buffers, self._buffer_bytes), np.uint8)
+        for buffer in slab:
+            buffer.fill(0)  # releases the GIL
+            self._free.append(buffer)
         self._is_growing = False
 
     def __repr__(self) -> str:
-        return f"<HostArena {self._slab_bytes} bytes in slots of {self._slot_bytes}, {len(self._free)} free>"
+        return f"<HostArena {self._slab_bytes} bytes in buffers of {self._buffer_bytes}, {len(self._free)} free>"

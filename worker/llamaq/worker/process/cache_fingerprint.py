@@ -1,6 +1,6 @@
-"""What saved KV state is good for: this model file, this shape of memory, this llama.cpp.
+"""The fingerprint of saved KV state: identifies the model file, the memory kind, the settings and llama.cpp's version.
 
-llama.cpp itself takes any state of the same shape, so nothing but this keeps models apart.
+llama.cpp loads any state of the right shape. Only the fingerprint keeps the states of different models apart.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from llamaq.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Raised when what is saved changes in meaning."""
-HASHES = "models"
-"""The folder of remembered hashes of model files, in the cache's."""
+"""Increased when the meaning of saved data changes."""
+MODEL_HASHES = "models"
+"""Name of the folder with the known hashes of model files, in the cache folder."""
 
 
 def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
-    """A string that is equal only where saved state may be exchanged."""
+    """Return the fingerprint as text. Saved state may be exchanged only between workers with equal fingerprints."""
     parts = {
         "format": FORMAT,
         "model": _file_hash(path, settings.cache_dir),
@@ -38,29 +38,32 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
 
 
 def _file_hash(path: Path, cache_dir: Path | None) -> str:
-    """The hash of the whole file, remembered by its name, size and time: a large model takes seconds to read."""
+    """Return the hash of the whole file.
+
+    To read a large model takes seconds. The hash is therefore saved in `cache_dir`, with path, size, time and inode.
+    """
     stat = path.stat()
     identity = [os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]
     if cache_dir is None:
-        return _read_hash(path)
-    folder = cache_dir / HASHES
-    note = folder / f"{hashlib.blake2b(str(identity[0]).encode(), digest_size=16).hexdigest()}.json"
+        return _hash_contents(path)
+    folder = cache_dir / MODEL_HASHES
+    hash_file = folder / f"{hashlib.blake2b(str(identity[0]).encode(), digest_size=16).hexdigest()}.json"
     try:
-        known = json.loads(note.read_text())
+        known = json.loads(hash_file.read_text())
         if known["identity"] == identity and isinstance(known["hash"], str):
             return str(known["hash"])
     except (OSError, ValueError, KeyError, TypeError):
         log.info("cache.hashing_model file=%s bytes=%d", path.name, stat.st_size)
-    digest = _read_hash(path)
+    digest = _hash_contents(path)
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private_folder(folder)
-        note.write_text(json.dumps({"identity": identity, "hash": digest}))
+        hash_file.write_text(json.dumps({"identity": identity, "hash": digest}))
     except OSError as exc:
         log.warning("cache.hash_not_remembered error=%s", exc)
     return digest
 
 
-def _read_hash(path: Path) -> str:
+def _hash_contents(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()

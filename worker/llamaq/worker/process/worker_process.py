@@ -29,7 +29,13 @@ from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import load_hooks, load_strategy
-from llamaq.worker.process.cache_factory import choose_n_sequences, held_cells, make_prefix_cache, make_saved_slots
+from llamaq.worker.process.cache_factory import (
+    choose_held_cells,
+    choose_n_sequences,
+    make_offload,
+    make_prefix_cache,
+    make_saved_slot_files,
+)
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.scheduling.scheduler import Scheduler
@@ -61,7 +67,7 @@ class WorkerProcess:
         self._grammar_sandbox = GrammarSandbox(self._blob)
         self._telemetry = Telemetry(hooks)
         self.card = self._describe(path.name)
-        cache, tiers = make_prefix_cache(settings, engine, path)
+        offload = make_offload(settings, engine, path)
         scheduler = Scheduler(
             SlotPool(
                 settings.n_parallel,
@@ -75,9 +81,9 @@ class WorkerProcess:
             chunk_size=settings.chunk_size,
             end_tokens=engine.vocab.end_tokens,
             strategy=strategy,
-            cache=cache,
-            tiers=tiers,
-            held_cells=held_cells(settings, engine),
+            cache=make_prefix_cache(settings, engine),
+            tiers=offload,
+            held_cells=choose_held_cells(settings, engine),
             worker=self.card.worker,
         )
         self._scheduler = scheduler
@@ -96,8 +102,8 @@ class WorkerProcess:
             max_request_bytes=settings.max_request_bytes,
             counts_system_tokens=not engine.sequences.can_cut,
         )
-        states = SlotOperations(scheduler.memory, engine.sequences, tiers)
-        self._control = SlotCommandHandler(self._ticks, states, make_saved_slots(settings, engine, path))
+        states = SlotOperations(scheduler.memory, engine.sequences, offload)
+        self._control = SlotCommandHandler(self._ticks, states, make_saved_slot_files(settings, engine, path))
         self._link = IoThread(settings, self.card, self._blob, preparer, self._ticks, self._telemetry, self._control)
         self._signals = 0
 

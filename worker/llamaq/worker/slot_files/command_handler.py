@@ -16,8 +16,8 @@ from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFi
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.offload.background_thread import BackgroundThread
-from llamaq.worker.slot_files.restore_slot import Putting
-from llamaq.worker.slot_files.saved_files import SavedSlot, SavedSlotInfo, SavedSlots
+from llamaq.worker.slot_files.restore_slot import SlotRestore
+from llamaq.worker.slot_files.saved_files import SavedSlot, SavedSlotFiles, SavedSlotInfo
 from llamaq.worker.slot_files.slot_operations import SlotOperations
 from llamaq.worker.slot_files.state_parts import StatePart, join_parts, split_parts
 
@@ -34,7 +34,7 @@ KEY_BYTES = 32
 class SlotCommandHandler:
     """What a worker can be asked about its slots. Without `saved` they can only be listed."""
 
-    def __init__(self, ticks: TickLoop, states: SlotOperations, saved: SavedSlots | None) -> None:
+    def __init__(self, ticks: TickLoop, states: SlotOperations, saved: SavedSlotFiles | None) -> None:
         self._ticks = ticks
         self._states = states
         self._saved = saved
@@ -53,55 +53,55 @@ class SlotCommandHandler:
             case SlotCommand(action=SlotAction.ERASE, slot=int(slot)):
                 return SlotReply(n_tokens=await self._between_ticks(partial(self._states.erase, slot)))
             case SlotCommand(action=SlotAction.ERASE, name=str(name)):
-                await self._on_disk(partial(saved.erase_named, name))
+                await self._on_disk(partial(saved.erase, name))
                 return SlotReply()
         raise LookupError(f"nothing is done for {order!r}")
 
     def close(self) -> None:
         """Give up what is under way, once the engine thread makes no more ticks."""
-        self._states.putter.close()
+        self._states.restorer.close()
         self._disk.close(0)
 
     async def _list(self) -> SlotReply:
-        slots = await self._between_ticks(self._states.look)
-        saved = await self._on_disk(self._saved.list_named) if self._saved else []
+        slots = await self._between_ticks(self._states.snapshots)
+        saved = await self._on_disk(self._saved.list_all) if self._saved else []
         return SlotReply(slots=slots, files=tuple(map(_describe, saved)))
 
-    async def _save(self, saved: SavedSlots, slot: int, name: str) -> SlotFile:
-        reader = self._states.reader
-        reading = await self._between_ticks(partial(self._states.begin_reading, slot))
-        while not reading.is_complete:
-            coming = await self._between_ticks(partial(reader.step, reading))
+    async def _save(self, saved: SavedSlotFiles, slot: int, name: str) -> SlotFile:
+        reader = self._states.saver
+        save = await self._between_ticks(partial(self._states.begin_save, slot))
+        while not save.is_complete:
+            coming = await self._between_ticks(partial(reader.step, save))
             if coming is not None:
-                reading.take(await asyncio.wrap_future(coming))
-        meta = {"namespace": reading.scope.key.hex(), "public": reading.scope.public}
+                save.take(await asyncio.wrap_future(coming))
+        meta = {"namespace": save.scope.key.hex(), "public": save.scope.public}
 
         def write() -> SavedSlotInfo:
-            return saved.write_named(name, meta, reading.tokens, join_parts(reading.parts))
+            return saved.write(name, meta, save.tokens, join_parts(save.parts))
 
         return _describe(await self._on_disk(write))
 
-    async def _restore(self, saved: SavedSlots, slot: int, name: str) -> SlotFile:
-        state = await self._on_disk(partial(saved.read_named, name))
+    async def _restore(self, saved: SavedSlotFiles, slot: int, name: str) -> SlotFile:
+        state = await self._on_disk(partial(saved.read, name))
         scope, parts = _read(state)
-        putting = await self._await_room(partial(self._states.begin_putting, slot, state.tokens, scope, parts))
+        restore = await self._await_room(partial(self._states.begin_restore, slot, state.tokens, scope, parts))
         try:
-            while not putting.is_complete:
-                await self._between_ticks(partial(self._states.putter.step, putting))
+            while not restore.is_complete:
+                await self._between_ticks(partial(self._states.restorer.step, restore))
         finally:
-            self._ticks.call(partial(self._states.putter.end, putting))
+            self._ticks.call(partial(self._states.restorer.end, restore))
         return _describe(state.info)
 
-    async def _await_room(self, begin: Callable[[], Putting | None]) -> Putting:
+    async def _await_room(self, begin: Callable[[], SlotRestore | None]) -> SlotRestore:
         try:
             async with asyncio.timeout(ROOM_TIMEOUT_S):
-                while (putting := await self._between_ticks(begin)) is None:  # noqa: ASYNC110 - entries are leaving
+                while (restore := await self._between_ticks(begin)) is None:  # noqa: ASYNC110 - entries are leaving
                     await asyncio.sleep(ROOM_EVERY_S)
-                return putting
+                return restore
         except TimeoutError as exc:
             raise SlotCommandRefused(f"there was no room for the state within {ROOM_TIMEOUT_S:g} s") from exc
 
-    def _need_folder(self) -> SavedSlots:
+    def _need_folder(self) -> SavedSlotFiles:
         if self._saved is None:
             raise SlotCommandRefused(
                 "the worker keeps no states of slots: start it with --cache-dir, and with the prefix cache"

@@ -26,7 +26,7 @@ STEP_S = 0.005
 
 
 @dataclass(slots=True, eq=False)
-class Putting:
+class SlotRestore:
     """A state on its way in. Until it is complete nobody can find it."""
 
     slot: Slot
@@ -35,7 +35,7 @@ class Putting:
     parts: Sequence[StatePart]
     entry: Entry | None = None
     """Its place; None where all of it was there."""
-    n_held: int = 0
+    n_restored: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -43,10 +43,10 @@ class Putting:
 
     @property
     def is_complete(self) -> bool:
-        return self.n_held == self.n_tokens
+        return self.n_restored == self.n_tokens
 
 
-class SlotPutter:
+class SlotRestorer:
     """Puts the states of slots. `SlotCommandRefused` says why one cannot be put."""
 
     def __init__(self, memory: KvMemory, mover: SlotStateOps, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -54,87 +54,87 @@ class SlotPutter:
         self._pool = memory.pool
         self._mover = mover
         self._clock = clock
-        self._puttings: list[Putting] = []
+        self._restores: list[SlotRestore] = []
         """Those that are under way."""
 
-    def begin(self, slot: Slot, tokens: bytes, scope: Scope, parts: Sequence[StatePart]) -> Putting | None:
+    def begin(self, slot: Slot, tokens: bytes, scope: Scope, parts: Sequence[StatePart]) -> SlotRestore | None:
         """Begin to put a state into the cache, as the slot's content. None while others are leaving to make room."""
-        putting = Putting(slot, tokens, scope, parts)
+        restore = SlotRestore(slot, tokens, scope, parts)
         limit = self._mover.cells_per_sequence
-        if putting.n_tokens > limit:
-            raise SlotCommandRefused(f"a state of {putting.n_tokens} tokens does not fit into {limit} cells (--n-ctx)")
+        if restore.n_tokens > limit:
+            raise SlotCommandRefused(f"a state of {restore.n_tokens} tokens does not fit into {limit} cells (--n-ctx)")
         if self._is_kept(tokens, scope):
-            putting.n_held = putting.n_tokens
-            self._settle(putting)
-            return putting
-        n_shareable = self._n_shareable(putting)
-        room = self._memory.eviction.make_way(putting.n_tokens - n_shareable)
+            restore.n_restored = restore.n_tokens
+            self._settle(restore)
+            return restore
+        n_shareable = self._n_shareable(restore)
+        room = self._memory.eviction.make_way(restore.n_tokens - n_shareable)
         if room is Room.NONE:
-            raise SlotCommandRefused(f"there is no room for {putting.n_tokens} tokens beside the jobs that run")
-        if room is Room.SOON or self._n_shareable(putting) < n_shareable:  # the latter: what was shared had to go
+            raise SlotCommandRefused(f"there is no room for {restore.n_tokens} tokens beside the jobs that run")
+        if room is Room.SOON or self._n_shareable(restore) < n_shareable:  # the latter: what was shared had to go
             return None
-        self._take_place(putting)
-        if putting.is_complete:  # a job that runs had all of it
-            self._settle(putting)
-        return putting
+        self._take_place(restore)
+        if restore.is_complete:  # a job that runs had all of it
+            self._settle(restore)
+        return restore
 
-    def step(self, putting: Putting) -> None:
-        """Go on putting; at the end the state is there for all jobs of its scope."""
+    def step(self, restore: SlotRestore) -> None:
+        """Go on restore; at the end the state is there for all jobs of its scope."""
         until_s = self._clock() + STEP_S
-        while not putting.is_complete:
-            entry = putting.entry
+        while not restore.is_complete:
+            entry = restore.entry
             if entry is None or entry not in self._memory.cache.entries():
                 raise SlotCommandRefused("the state had to give way to jobs that run: there is no room for it")
-            part = next(part for part in putting.parts if part.end > putting.n_held)
-            if not self._mover.load(entry.seq_id, putting.n_held, part.end, part.data, part.first):
+            part = next(part for part in restore.parts if part.end > restore.n_restored)
+            if not self._mover.load(entry.seq_id, restore.n_restored, part.end, part.data, part.first):
                 raise SlotCommandRefused("llama.cpp does not take this state")
-            putting.n_held = part.end
+            restore.n_restored = part.end
             if self._clock() >= until_s:
                 break
-        if putting.is_complete:
-            self._settle(putting)
+        if restore.is_complete:
+            self._settle(restore)
 
-    def end(self, putting: Putting) -> None:
+    def end(self, restore: SlotRestore) -> None:
         """Take back what is not complete."""
-        if putting in self._puttings:
-            self._puttings.remove(putting)
-            if putting.entry in self._memory.cache.entries():
-                self._memory.forget(putting.entry)
+        if restore in self._restores:
+            self._restores.remove(restore)
+            if restore.entry in self._memory.cache.entries():
+                self._memory.forget(restore.entry)
 
     def close(self) -> None:
         """Take back what is under way: the cache is about to be saved."""
-        for putting in list(self._puttings):
-            self.end(putting)
+        for restore in list(self._restores):
+            self.end(restore)
 
     def _is_kept(self, tokens: bytes, scope: Scope) -> bool:
         found = self._memory.cache.match(tokens, scope)
         is_entry = isinstance(found.source, Entry) and not found.source.leaving
         return is_entry and found.n_tokens * TOKEN_BYTES == len(tokens)
 
-    def _n_shareable(self, putting: Putting) -> int:
-        found = self._memory.cache.match(putting.tokens, putting.scope)
+    def _n_shareable(self, restore: SlotRestore) -> int:
+        found = self._memory.cache.match(restore.tokens, restore.scope)
         return found.n_tokens if self._mover.in_blocks else 0
 
-    def _take_place(self, putting: Putting) -> None:
+    def _take_place(self, restore: SlotRestore) -> None:
         """A sequence with all the cells that it will have, kept for a scope that nobody else is in.
 
         It counts as leaving, so that jobs that need its place wait for the end rather than have it saved.
         """
         seq_id = self._pool.keep_another()
-        found = self._memory.cache.match(putting.tokens, putting.scope)
+        found = self._memory.cache.match(restore.tokens, restore.scope)
         if self._mover.in_blocks and found.source is not None:
-            putting.n_held = self._mover.copy(found.source.seq_id, seq_id, found.n_tokens)
-            self._pool.share(found.source.seq_id, seq_id, putting.n_held)
-        self._pool.hold(seq_id, putting.n_tokens)
-        self._memory.keep(seq_id, putting.tokens, Scope(hashed=secrets.token_bytes(32)))
-        putting.entry = self._memory.cache.entries()[-1]
-        putting.entry.leaving = True
-        self._puttings.append(putting)
+            restore.n_restored = self._mover.copy(found.source.seq_id, seq_id, found.n_tokens)
+            self._pool.share(found.source.seq_id, seq_id, restore.n_restored)
+        self._pool.hold(seq_id, restore.n_tokens)
+        self._memory.keep(seq_id, restore.tokens, Scope(hashed=secrets.token_bytes(32)))
+        restore.entry = self._memory.cache.entries()[-1]
+        restore.entry.leaving = True
+        self._restores.append(restore)
 
-    def _settle(self, putting: Putting) -> None:
-        if putting.entry is not None:
-            self._puttings.remove(putting)
-            self._memory.cache.remove(putting.entry)
-            self._memory.keep(putting.entry.seq_id, putting.tokens, putting.scope)
-        if putting.slot.run is None:  # else another job has come meanwhile
-            putting.slot.content, putting.slot.scope = putting.tokens, putting.scope
+    def _settle(self, restore: SlotRestore) -> None:
+        if restore.entry is not None:
+            self._restores.remove(restore)
+            self._memory.cache.remove(restore.entry)
+            self._memory.keep(restore.entry.seq_id, restore.tokens, restore.scope)
+        if restore.slot.run is None:  # else another job has come meanwhile
+            restore.slot.content, restore.slot.scope = restore.tokens, restore.scope

@@ -29,7 +29,7 @@ STEP_S = 0.005
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class SlotSave:
     """A state on its way out: these packed tokens, as far as there are parts."""
 
     tokens: bytes
@@ -59,7 +59,7 @@ class Reading:
         self.parts.append(StatePart(*self.coming, data))
 
 
-class SlotReader:
+class SlotSaver:
     """Reads the states of slots. `SlotCommandRefused` says why something cannot be read."""
 
     def __init__(
@@ -70,31 +70,31 @@ class SlotReader:
         self._tiers = tiers
         self._clock = clock
 
-    def begin(self, slot: Slot) -> Reading:
+    def begin(self, slot: Slot) -> SlotSave:
         """Begin to read the state of the job that runs in the slot, or of the one that ran there last."""
         run = slot.run
         if run is not None:
-            reading = Reading(run.packed_history(run.n_past), run.job.scope, run)
+            save = SlotSave(run.packed_history(run.n_past), run.job.scope, run)
         else:
             n_tokens = self._n_there(slot.content, slot.scope)
-            reading = Reading(slot.content[: n_tokens * TOKEN_BYTES], slot.scope)
-        if not reading.tokens:
+            save = SlotSave(slot.content[: n_tokens * TOKEN_BYTES], slot.scope)
+        if not save.tokens:
             raise SlotCommandRefused(
                 f"slot {slot.index} has no state: nothing has run there, or the cache has given it up"
             )
         if run is not None and not self._mover.in_blocks:
-            self._read_from_device(reading)  # now: after the next tick it holds more, and cannot be read in part
-        return reading
+            self._read_from_device(save)  # now: after the next tick it holds more, and cannot be read in part
+        return save
 
-    def step(self, reading: Reading) -> Future[Data | None] | None:
-        """Go on reading. The next part may have to come from disk: then it is to be waited for, and taken."""
+    def step(self, save: SlotSave) -> Future[Data | None] | None:
+        """Go on save. The next part may have to come from disk: then it is to be waited for, and taken."""
         until_s = self._clock() + STEP_S
-        while not reading.is_complete:
-            if not self._read_from_device(reading):
-                data = self._read_from_tiers(reading)
+        while not save.is_complete:
+            if not self._read_from_device(save):
+                data = self._read_from_tiers(save)
                 if not data.done():
                     return data
-                reading.take(data.result())
+                save.take(data.result())
             if self._clock() >= until_s:
                 break
         return None
@@ -112,34 +112,34 @@ class SlotReader:
             return None, 0  # all of it would be saved, with what is no business of this scope
         return found.source, found.n_tokens
 
-    def _read_from_device(self, reading: Reading) -> bool:
-        run = reading.run
-        if run is not None and not run.is_released and run.n_past > reading.n_read:
+    def _read_from_device(self, save: SlotSave) -> bool:
+        run = save.run
+        if run is not None and not run.is_released and run.n_past > save.n_read:
             source: Entry | Run | None = run
-            n_held = min(run.n_past, reading.n_tokens)
+            n_held = min(run.n_past, save.n_tokens)
         else:
-            source, n_held = self._holder(reading.tokens, reading.scope)
-        start, end = reading.n_read, n_held
+            source, n_held = self._holder(save.tokens, save.scope)
+        start, end = save.n_read, n_held
         if source is None or end <= start:
             return False
         if self._mover.in_blocks:
             saved_end = end = min(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
-        elif end < reading.n_tokens:
+        elif end < save.n_tokens:
             return False
         else:
             saved_end = source.n_past if isinstance(source, Run) else source.n_tokens
         try:
-            reading.parts.append(StatePart(start, end, self._mover.save(source.seq_id, start, saved_end)))
+            save.parts.append(StatePart(start, end, self._mover.save(source.seq_id, start, saved_end)))
         except EngineError as exc:
             raise SlotCommandRefused(f"the state could not be read: {exc}") from exc
         return True
 
-    def _read_from_tiers(self, reading: Reading) -> Future[Data | None]:
-        stored = self._tiers.match(reading.tokens, reading.scope)
+    def _read_from_tiers(self, save: SlotSave) -> Future[Data | None]:
+        stored = self._tiers.match(save.tokens, save.scope)
         for block in stored.blocks if stored else ():
-            end = min(block.end, reading.n_tokens)
-            if block.start <= reading.n_read < end:
-                reading.coming = (block.start, end)
+            end = min(block.end, save.n_tokens)
+            if block.start <= save.n_read < end:
+                save.coming = (block.start, end)
                 return self._tiers.read_block(block)
         raise _gone()
 

@@ -21,10 +21,10 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.worker.core.tokens import TOKEN_BYTES
 from llamaq.worker.offload.atomic_files import (
     TEMPORARY,
+    file_size,
     make_private_folder,
     open_file,
-    read_exactly,
-    size_of,
+    read_up_to,
     write_file,
 )
 from llamaq.worker.offload.disk_format import CHECKSUM_BYTES, checksum, fingerprint_key
@@ -63,7 +63,7 @@ class SavedSlot:
     data: bytes
 
 
-class SavedSlots:
+class SavedSlotFiles:
     """The saved states of one folder. Every method waits for the disk: call them in a background thread.
 
     `fingerprint` says for which model, settings and llama.cpp the data is good. No file over `max_file_bytes` is
@@ -75,7 +75,7 @@ class SavedSlots:
         self._fingerprint = fingerprint_key(fingerprint)
         self._max_file_bytes = max_file_bytes
 
-    def write_named(self, name: str, meta: dict[str, Any], tokens: bytes, data: bytes) -> SavedSlotInfo:
+    def write(self, name: str, meta: dict[str, Any], tokens: bytes, data: bytes) -> SavedSlotInfo:
         """Save a state in place of what has this name. `meta` is anything JSON can say in 64 KiB."""
         path = self._path(name)
         text = json.dumps(meta, separators=(",", ":")).encode()
@@ -92,27 +92,27 @@ class SavedSlots:
         write_file(path, *parts, checksum(*parts), is_synced=True)
         return self._info(path)
 
-    def read_named(self, name: str) -> SavedSlot:
+    def read(self, name: str) -> SavedSlot:
         """The state of this name, verified."""
         path = self._path(name)
         with self._open(path) as file:
             info, parts = self._read_head(file, name)
             if not info.is_usable:
                 raise InvalidRequest(f"slot state {name!r} was saved with another model or other settings")
-            parts.append(read_exactly(file, info.n_tokens * TOKEN_BYTES))
-            parts.append(read_exactly(file, info.n_bytes))
-            if read_exactly(file, CHECKSUM_BYTES) != checksum(*parts):
+            parts.append(read_up_to(file, info.n_tokens * TOKEN_BYTES))
+            parts.append(read_up_to(file, info.n_bytes))
+            if read_up_to(file, CHECKSUM_BYTES) != checksum(*parts):
                 raise _damaged(name)
         return SavedSlot(info, *parts[-2:])
 
-    def erase_named(self, name: str) -> None:
+    def erase(self, name: str) -> None:
         """Remove the state of this name."""
         try:
             self._path(name).unlink()
         except FileNotFoundError as exc:
             raise _unknown(name) from exc
 
-    def list_named(self) -> list[SavedSlotInfo]:
+    def list_all(self) -> list[SavedSlotInfo]:
         """All saved states by name, also those of other models. Damaged files are left out."""
         found = []
         for path in sorted(self.folder.glob("*" + SUFFIX)):
@@ -129,8 +129,8 @@ class SavedSlots:
 
     def _read_head(self, file: BinaryIO, name: str) -> tuple[SavedSlotInfo, list[bytes]]:
         """What comes before the tokens, as it is and read; the lengths it gives are those of the file."""
-        size = size_of(file)
-        fixed = read_exactly(file, HEADER.size)
+        size = file_size(file)
+        fixed = read_up_to(file, HEADER.size)
         if len(fixed) < HEADER.size:
             raise _damaged(name)
         magic, version, n_meta, fingerprint, n_token_bytes, n_bytes = HEADER.unpack(fixed)
@@ -139,7 +139,7 @@ class SavedSlots:
         expected = HEADER.size + n_meta + n_token_bytes + n_bytes + CHECKSUM_BYTES
         if size != expected or size > self._max_file_bytes or n_meta > MAX_META_BYTES or n_token_bytes % TOKEN_BYTES:
             raise _damaged(name)
-        text = read_exactly(file, n_meta)
+        text = read_up_to(file, n_meta)
         try:
             meta = json.loads(text)
         except (ValueError, RecursionError) as exc:
@@ -171,7 +171,7 @@ class SavedSlots:
                 path.unlink(missing_ok=True)
 
     def __repr__(self) -> str:
-        return f"<SavedSlots {self.folder}>"
+        return f"<SavedSlotFiles {self.folder}>"
 
 
 def _unknown(name: str) -> InvalidRequest:

@@ -13,8 +13,8 @@ from llamaq.worker.core.tokens import TOKEN_BYTES, common_prefix
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache import Entry
-from llamaq.worker.slot_files.restore_slot import Putting, SlotPutter
-from llamaq.worker.slot_files.save_slot import Reading, SlotReader
+from llamaq.worker.slot_files.restore_slot import SlotRestore, SlotRestorer
+from llamaq.worker.slot_files.save_slot import SlotSave, SlotSaver
 from llamaq.worker.slot_files.state_parts import StatePart
 
 
@@ -22,23 +22,23 @@ class SlotOperations:
     """What can be done with the states of a worker's slots. `SlotCommandRefused` says why something cannot."""
 
     def __init__(self, memory: KvMemory, mover: SlotStateOps, tiers: Offload) -> None:
-        self.reader = SlotReader(memory, mover, tiers)
-        self.putter = SlotPutter(memory, mover)
+        self.saver = SlotSaver(memory, mover, tiers)
+        self.restorer = SlotRestorer(memory, mover)
         self._memory = memory
         self._pool = memory.pool
         self._tiers = tiers
 
-    def look(self) -> tuple[SlotSnapshot, ...]:
+    def snapshots(self) -> tuple[SlotSnapshot, ...]:
         """The slots as they are now."""
         return tuple(slot.snapshot() for slot in self._pool)
 
-    def begin_reading(self, index: int) -> Reading:
-        """See `SlotReader.begin`."""
-        return self.reader.begin(self._slot(index))
+    def begin_save(self, index: int) -> SlotSave:
+        """See `SlotSaver.begin`."""
+        return self.saver.begin(self._slot(index))
 
-    def begin_putting(self, index: int, tokens: bytes, scope: Scope, parts: Sequence[StatePart]) -> Putting | None:
-        """See `SlotPutter.begin`. The slot is to be idle."""
-        return self.putter.begin(self._idle_slot(index), tokens, scope, parts)
+    def begin_restore(self, index: int, tokens: bytes, scope: Scope, parts: Sequence[StatePart]) -> SlotRestore | None:
+        """See `SlotRestorer.begin`. The slot is to be idle."""
+        return self.restorer.begin(self._idle_slot(index), tokens, scope, parts)
 
     def erase(self, index: int) -> int:
         """Forget the slot's content, and the cells that nobody else's content needs; returns how many tokens it had."""
@@ -49,7 +49,7 @@ class SlotOperations:
         for entry in own:
             if entry.n_tokens > n_kept:
                 self._memory.forget(entry)
-        self._tiers.forget(tokens, scope, n_kept)
+        self._tiers.discard(tokens, scope, n_kept)
         slot.content, slot.scope = b"", Scope()
         return len(tokens) // TOKEN_BYTES
 

@@ -1,7 +1,7 @@
-"""Blocks of saved KV state: what they are, how they are named, and who their siblings are.
+"""A block: the saved KV state of a few consecutive tokens, and the small types around it.
 
-A block is the state of a few consecutive tokens of some prefix. It is worth something only together with the blocks
-before it, so its name is a hash over its parent's name, its namespace and its tokens: equal names, equal prefixes.
+A block is useful only together with the blocks before it. Its name is therefore a hash over the name of its parent, its
+namespace and its tokens: equal names mean equal prefixes.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from llamaq.worker.core.kv_data import Data, footprint
 from llamaq.worker.core.tokens import TOKEN_BYTES, common_prefix
 
 ROOT_NAME = bytes(32)
-"""The name of the root of the tree, the parent of first blocks."""
-
+"""Name of the root of the tree. The root is the parent of every first block."""
 
 BLOCK_BYTES = 1024
-"""What a block costs in memory beside its data, about: the object, its tokens, its places in tree and order."""
+"""Approximate host memory of a block beside its data, in bytes: the object, its tokens, its tree and LRU entries."""
 
 FILE_BYTES = 140
-"""What a block's file holds beside tokens and data; `block_format` holds itself to it."""
+"""Size of a block's file without tokens and data, in bytes. `disk_format` writes files of this size."""
 
 
 def block_name(parent_name: bytes, namespace: bytes, tokens: bytes) -> bytes:
-    """The 32 bytes that name a block: a sha256 chain from the root."""
+    """Return the 32-byte name of a block: a sha256 chain that starts at the root."""
     return hashlib.sha256(parent_name + namespace + tokens).digest()
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """The tokens [start, end) of a prompt."""
 
     start: int
@@ -40,41 +39,42 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The state of the tokens [start, end), after those of its ancestors.
+    """The KV state of the tokens [start, end), computed after the tokens of its ancestors.
 
-    Its data lies in memory (`data`), in a file (`on_disk`, perhaps still to be written), or in both.
+    Its data is in host memory (`data`), in a file (`on_disk`), or in both.
     """
 
     parent: Block | None
-    """None for the root of the tree alone."""
+    """None only for the root of the tree."""
     namespace: bytes
     """`PUBLIC` or the key of a namespace."""
     tokens: bytes
-    """Packed."""
+    """Packed tokens of this block alone."""
     start: int
     end: int
     name: bytes
     n_bytes: int
-    """Length of the data."""
+    """Length of the data in bytes."""
     data: Data | None = None
     on_disk: bool = False
-    pins: int = 0
-    """Transfers that use it: with any, it loses neither data nor file."""
-    children: dict[bytes, Siblings] = field(default_factory=dict)
-    """By their namespaces."""
+    """Whether the block has a file. The write of the file may still be pending."""
+    pin_count: int = 0
+    """Number of transfers that use the block. A pinned block keeps its data and its file."""
+    children: dict[bytes, ChildBlocks] = field(default_factory=dict)
+    """Maps a namespace to the children in it."""
 
     @property
     def host_bytes(self) -> int:
-        """What it takes of the host's memory, or would if its data lay there."""
+        """Host memory that the block uses when its data is in host memory, in bytes."""
         return (self.n_bytes if self.data is None else footprint(self.data)) + BLOCK_BYTES
 
     @property
     def file_bytes(self) -> int:
-        """The size of its file."""
+        """Size of the block's file in bytes."""
         return self.n_bytes + len(self.tokens) + FILE_BYTES
 
     def path(self) -> list[Block]:
-        """The blocks from the first one down to this one."""
+        """Return the blocks from the first one after the root to this one."""
         blocks = []
         block = self
         while block.parent is not None:
@@ -82,45 +82,44 @@ class Block:
             block = block.parent
         return blocks[::-1]
 
-    def is_above(self, other: Block) -> bool:
-        """Whether the other one is below this one in the tree."""
-        above = other.parent
-        while above is not None and above.end > self.end:
-            above = above.parent
-        return above is self
+    def is_ancestor_of(self, other: Block) -> bool:
+        """Whether this block is on the path from the root to `other`."""
+        ancestor = other.parent
+        while ancestor is not None and ancestor.end > self.end:
+            ancestor = ancestor.parent
+        return ancestor is self
 
     def subtree(self) -> list[Block]:
-        """This block and all below it, each before its children."""
+        """Return this block and all its descendants, each block before its children."""
         blocks = [self]
         for block in blocks:
-            for siblings in block.children.values():
-                blocks.extend(siblings)
+            for children in block.children.values():
+                blocks.extend(children)
         return blocks
 
     def __repr__(self) -> str:
-        places = [place for place, there in (("host", self.data is not None), ("disk", self.on_disk)) if there]
-        return f"<Block {self.name.hex()[:8]} [{self.start}, {self.end}) {'+'.join(places) or 'gone'} pins={self.pins}>"
+        tiers = [tier for tier, is_stored in (("host", self.data is not None), ("disk", self.on_disk)) if is_stored]
+        stored_in = "+".join(tiers) or "gone"
+        return f"<Block {self.name.hex()[:8]} [{self.start}, {self.end}) {stored_in} pins={self.pin_count}>"
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """Blocks from the root on and the `n_tokens` of a query that they hold, of the last one perhaps only a part."""
+class StoredPrefix:
+    """The stored blocks that contain the first `n_tokens` tokens of a query, from the root on.
+
+    The query may use only the first part of the last block.
+    """
 
     blocks: tuple[Block, ...] = ()
     n_tokens: int = 0
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether all its data lies in memory."""
-        return all(block.data is not None for block in self.blocks)
 
     def __bool__(self) -> bool:
         return self.n_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """What a block's file says about it."""
+class BlockHeader:
+    """The header of a block's file: everything about the block except its data."""
 
     name: bytes
     parent_name: bytes
@@ -129,31 +128,33 @@ class StoredBlock:
     start: int
     end: int
     n_bytes: int
+    """Length of the data in bytes."""
     modified_s: float
+    """Modification time of the file, in seconds of Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """To be done: write the block's file. Memory may have given up the data meanwhile, so it comes along."""
+class WriteBlock:
+    """Write the block's file. The data is part of the operation because host memory may evict it before the write."""
 
     block: Block
     data: Data
 
 
 @dataclass(frozen=True, slots=True)
-class Erase:
-    """To be done: delete the block's file."""
+class EraseBlock:
+    """Delete the block's file."""
 
     block: Block
 
 
-DiskOperation = Write | Erase
+DiskOperation = WriteBlock | EraseBlock
 
 
-class Siblings:
-    """The children of one block in one namespace, in the byte order of their tokens.
+class ChildBlocks:
+    """The children of one block in one namespace, sorted by the bytes of their tokens.
 
-    Of all strings, a neighbour of the query in this order has the most in common with it.
+    In this order a neighbour of a query has the longest prefix in common with it.
     """
 
     __slots__ = ("_blocks", "_keys")
@@ -171,35 +172,35 @@ class Siblings:
         del self._keys[bisect_left(self._keys, block.tokens)]
 
     def get(self, tokens: bytes) -> Block | None:
-        """The block of exactly these tokens."""
+        """Return the block of exactly these tokens, or None."""
         return self._blocks.get(tokens)
 
-    def extending(self, tokens: bytes) -> Block | None:
-        """A block that begins with these tokens, perhaps the one that has no others."""
+    def first_starting_with(self, tokens: bytes) -> Block | None:
+        """Return a block whose tokens start with `tokens` or equal them, or None."""
         at = bisect_left(self._keys, tokens)
         if at < len(self._keys) and self._keys[at].startswith(tokens):
             return self._blocks[self._keys[at]]
         return None
 
-    def within(self, tokens: bytes) -> Iterator[Block]:
-        """The blocks that these tokens begin with, the longest first."""
+    def prefixes_of(self, tokens: bytes) -> Iterator[Block]:
+        """Iterate over the blocks whose tokens are a prefix of `tokens`, the longest first."""
         at = bisect_right(self._keys, tokens)
         while at:
             key = self._keys[at - 1]
             if tokens.startswith(key):
                 yield self._blocks[key]
                 tokens = key[:-TOKEN_BYTES]
-            else:  # what is shorter and left of here is within what these two share
+            else:  # a shorter prefix that is sorted before `key` is also a prefix of what both have in common
                 tokens = tokens[: common_prefix(key, tokens) * TOKEN_BYTES]
             at = bisect_right(self._keys, tokens, 0, at - 1)
 
-    def nearest(self, tokens: bytes) -> tuple[int, Block]:
-        """The block that has the most tokens in common with these at the beginning, and how many."""
+    def closest(self, tokens: bytes) -> tuple[int, Block]:
+        """Return the block with the longest prefix in common with `tokens`, and that prefix's length in tokens."""
         at = bisect_left(self._keys, tokens)
         neighbours = self._keys[max(0, at - 1) : at + 1]
         in_common = [common_prefix(key, tokens) for key in neighbours]
-        most = max(in_common)
-        return most, self._blocks[neighbours[in_common.index(most)]]
+        longest = max(in_common)
+        return longest, self._blocks[neighbours[in_common.index(longest)]]
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
@@ -208,6 +209,6 @@ class Siblings:
         return len(self._keys)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` when order and blocks contradict each other."""
+        """Raise `AssertionError` when the sorted keys and the blocks contradict each other."""
         if self._keys != sorted(self._blocks) or any(key != block.tokens for key, block in self._blocks.items()):
-            raise AssertionError(f"siblings are out of order: {list(self._blocks.values())}")
+            raise AssertionError(f"child blocks are out of order: {list(self._blocks.values())}")

@@ -1,4 +1,4 @@
-"""One tier of the prefix cache beyond the device: what lies in it, counted in bytes, in the order of use."""
+"""The blocks of one tier (host memory or disk) in the order of their last use, and their total size."""
 
 from __future__ import annotations
 
@@ -8,84 +8,96 @@ from llamaq.worker.kv_cache.blocks.block import Block
 
 
 class LruOrder:
-    """The blocks of one tier. Pinned ones count, but stand in no order: nothing evicts them.
+    """The blocks of one tier. Pinned blocks count in `n_bytes` but are not in the order: they cannot be evicted.
 
-    In the order a block stands after all that are below it in the tree, for whoever uses a block uses its ancestors
-    too. It is a linked ring, so that a new block can take the place right before its parent's, wherever that is. The
-    root of the tree, above all, closes it: before the root stands the newest, after it the oldest.
+    Invariant: a block comes after all its descendants, because every use of a block is also a use of its ancestors.
+
+    The order is a linked ring, so that a new block can be placed directly before its parent wherever the parent is. The
+    root of the tree closes the ring: the newest block is before the root, the oldest one is after it.
     """
 
-    def __init__(self, root: Block, max_bytes: int, measure: Callable[[Block], int]) -> None:
+    def __init__(self, root: Block, max_bytes: int, size_of: Callable[[Block], int]) -> None:
+        """Create an empty order.
+
+        Args:
+            root: The root of the block tree.
+            max_bytes: Capacity of the tier in bytes.
+            size_of: Returns the bytes that a block uses in this tier.
+        """
         self.max_bytes = max_bytes
         self.n_bytes = 0
         self._root = root
-        self._measure = measure
-        self._after = {root: root}
-        self._before = {root: root}
+        self._size_of = size_of
+        self._next = {root: root}
+        self._previous = {root: root}
 
     @property
     def is_over(self) -> bool:
+        """Whether the blocks use more than `max_bytes`."""
         return self.n_bytes > self.max_bytes
 
     @property
     def oldest(self) -> Block | None:
-        """Who was used longest ago of those that are not pinned."""
-        block = self._after[self._root]
+        """The least recently used block that is not pinned."""
+        block = self._next[self._root]
         return None if block is self._root else block
 
     def add(self, block: Block) -> None:
-        """Take the block in; it counts as used when the nearest of its ancestors was that is here."""
-        self.n_bytes += self._measure(block)
-        if not block.pins:
+        """Add a block directly before its nearest ancestor in this order: it counts as used when the ancestor was."""
+        self.n_bytes += self._size_of(block)
+        if not block.pin_count:
             ancestor = block.parent
-            while ancestor is not None and ancestor not in self._after:
+            while ancestor is not None and ancestor not in self._next:
                 ancestor = ancestor.parent
-            self._place(block, ancestor or self._root)
+            self._link_before(ancestor or self._root, block)
 
     def remove(self, block: Block) -> None:
-        self.n_bytes -= self._measure(block)
-        self.hold(block)
+        self.n_bytes -= self._size_of(block)
+        self._unlink(block)
 
     def touch(self, block: Block) -> None:
-        """Used now, if it is here and not pinned. Whoever calls this touches its ancestors next."""
-        if block in self._after:
-            self.hold(block)
-            self._place(block, self._root)
+        """Make the block the newest, if it is in the order. The caller touches the block's ancestors next."""
+        if block in self._next:
+            self._unlink(block)
+            self._link_before(self._root, block)
 
-    def hold(self, block: Block) -> None:
-        """Pinned: take it out of the order."""
-        if block in self._after:
-            before, after = self._before.pop(block), self._after.pop(block)
-            self._after[before], self._before[after] = after, before
+    def pin(self, block: Block) -> None:
+        """Take the block out of the order, if it is in the order."""
+        self._unlink(block)
 
-    def release(self, block: Block) -> None:
-        """No longer pinned, and used now. Whoever calls this releases or touches its ancestors next."""
-        self._place(block, self._root)
+    def unpin(self, block: Block) -> None:
+        """Put the block back as the newest. The caller unpins or touches the block's ancestors next."""
+        self._link_before(self._root, block)
 
-    def _place(self, block: Block, after: Block) -> None:
-        before = self._before[after]
-        self._after[before] = self._before[after] = block
-        self._before[block], self._after[block] = before, after
+    def _link_before(self, successor: Block, block: Block) -> None:
+        previous = self._previous[successor]
+        self._next[previous] = self._previous[successor] = block
+        self._previous[block], self._next[block] = previous, successor
+
+    def _unlink(self, block: Block) -> None:
+        if block in self._next:
+            previous, successor = self._previous.pop(block), self._next.pop(block)
+            self._next[previous], self._previous[successor] = successor, previous
 
     def __iter__(self) -> Iterator[Block]:
-        """The order, the newest first."""
-        block = self._before[self._root]
+        """Iterate over the blocks that are not pinned, the newest first."""
+        block = self._previous[self._root]
         while block is not self._root:
             yield block
-            block = self._before[block]
+            block = self._previous[block]
 
     def check_integrity(self, members: set[Block]) -> None:
-        """Raise `AssertionError` when bytes or order do not fit the blocks that are in this tier."""
-        if self.n_bytes != sum(map(self._measure, members)) or self.is_over:
-            raise AssertionError(f"{self!r} counts wrong: {sum(map(self._measure, members))} bytes")
-        place = {block: -at for at, block in enumerate(self)}
-        if set(place) != {block for block in members if not block.pins} or len(place) + 1 != len(self._after):
-            raise AssertionError(f"{self!r} orders others than those it has")
-        for block, at in place.items():
-            if any(place.get(above, 1) <= at for above in block.path()[:-1]):
-                raise AssertionError(f"{block!r} would be evicted after one above it")
-            if self._after[self._before[block]] is not block:
-                raise AssertionError(f"the order is broken at {block!r}")
+        """Raise `AssertionError` when size or order contradict `members`, the blocks of this tier."""
+        if self.n_bytes != sum(map(self._size_of, members)) or self.is_over:
+            raise AssertionError(f"{self!r}: the blocks use {sum(map(self._size_of, members))} bytes")
+        position = {block: -at for at, block in enumerate(self)}
+        if set(position) != {block for block in members if not block.pin_count} or len(position) + 1 != len(self._next):
+            raise AssertionError(f"{self!r}: the order does not have exactly the tier's blocks that are not pinned")
+        for block, at in position.items():
+            if any(position.get(ancestor, 1) <= at for ancestor in block.path()[:-1]):
+                raise AssertionError(f"{block!r} would be evicted after one of its ancestors")
+            if self._next[self._previous[block]] is not block:
+                raise AssertionError(f"the links of {block!r} contradict each other")
 
     def __repr__(self) -> str:
         return f"{self.n_bytes}/{self.max_bytes} bytes"
