@@ -1,4 +1,4 @@
-"""A thread with an event loop in it, in which a blocking client's `AsyncClient` lives."""
+"""A thread with an event loop, in which a blocking client runs its `AsyncClient`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from llamaq.producer.client import AsyncClient
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
+"""Longest wait for the thread in `stop`."""
 
 
 class BlockingPortal:
-    """Runs coroutines for other threads. Its own thread ends with `stop` and never keeps the process alive."""
+    """Runs coroutines of one `AsyncClient` for other threads, in a daemon thread that `stop` ends."""
 
     def __init__(self, make_client: Callable[[], AsyncClient]) -> None:
         self._pid = os.getpid()
@@ -26,7 +27,7 @@ class BlockingPortal:
         self._stopping = asyncio.Event()
         self._running: set[asyncio.Task[Any]] = set()
         self.client = make_client()
-        self._thread = threading.Thread(target=self._serve, name="llamaq-client", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="llamaq-client", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -35,11 +36,15 @@ class BlockingPortal:
 
     @property
     def is_of_this_process(self) -> bool:
-        """False after a fork: threads stay behind."""
+        """Whether this process created the portal. After a fork it is False in the child, which has no such thread."""
         return self._pid == os.getpid()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` in the loop and wait for it; an interrupt of the waiting thread cancels it."""
+        """Run a coroutine in the event loop and return its result. An interrupt of the waiting thread cancels it.
+
+        Raises:
+            RuntimeError: The portal is stopped, or another thread stopped it during the call.
+        """
         tracked = self._track(work)
         try:
             future = asyncio.run_coroutine_threadsafe(tracked, self._loop)
@@ -50,13 +55,13 @@ class BlockingPortal:
         try:
             return future.result()
         except CancelledError:
-            raise RuntimeError("this client was closed meanwhile") from None
+            raise RuntimeError("this client was closed during the call") from None
         except BaseException:
             future.cancel()
             raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """The items one by one; leaving early closes their generator."""
+        """Yield the items of an async generator. Closing this generator early closes the async one too."""
         try:
             while True:
                 item = self.run(_next_or_none(items))
@@ -67,16 +72,19 @@ class BlockingPortal:
             self._close(items)
 
     def stop(self) -> None:
-        """Cancel what runs, close the client, end the thread. Does nothing the second time, and after a fork."""
+        """Cancel running calls, close the client and end the thread.
+
+        A second call does nothing, and neither does a call in a child process after a fork.
+        """
         if not self.is_of_this_process:
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._stopping.set)
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_TIMEOUT_S)
 
     def _close(self, items: AsyncGenerator[Any, None]) -> None:
-        """Also called by the garbage collector, in any thread, and when the loop has gone."""
+        """Close an async generator. The garbage collector may call this in any thread, and after the loop is closed."""
         if not self.is_of_this_process or self._loop.is_closed():
             return
         if threading.current_thread() is self._thread:
@@ -90,13 +98,13 @@ class BlockingPortal:
         task.add_done_callback(self._running.discard)
         return await task
 
-    def _serve(self) -> None:
+    def _run_loop(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._live())
+            runner.run(self._run_until_stopped())
 
-    async def _live(self) -> None:
+    async def _run_until_stopped(self) -> None:
         await self._stopping.wait()
-        # In this order, so that every job left behind is cancelled while there is a connection to say so.
+        # The client is closed last: the cancelled calls still need its connections to cancel their jobs.
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

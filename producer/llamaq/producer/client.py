@@ -100,7 +100,8 @@ class AsyncClient:
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a text prompt and wait for the result.
 
-        A timeout or a cancelled call cancels the job, unless an idempotency key shares it with other callers.
+        If the call times out or is interrupted, its job is cancelled, unless an idempotency key shares the job with
+        other callers.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -159,9 +160,9 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """Submit a text prompt and yield the generated text in chunks.
 
-        The arguments are checked at once. The job is submitted when the first chunk is requested. A timeout, a
-        cancelled call or an iterator closed early cancels the job, unless an idempotency key shares it with other
-        callers.
+        The arguments are checked at once. The job is submitted when the first chunk is requested. If the iterator times
+        out, is interrupted or is closed early, its job is cancelled, unless an idempotency key shares the job with
+        other callers.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.

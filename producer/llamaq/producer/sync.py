@@ -1,49 +1,49 @@
-"""The client for threads: every method runs the one of `AsyncClient` in an event loop of its own."""
+"""The client for threads: every method runs the same method of the asyncio client and waits for it."""
+
+# Generated from client.py and job.py by `python -m llamaq.tools.sync_client`. Edit those files, not this one.
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
-from collections.abc import AsyncGenerator, Generator, Sequence
-from types import TracebackType
-from typing import Self, Unpack
+from collections.abc import Generator, Sequence
+from typing import Unpack
 
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
-from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
-from llamaq.common.settings import client_settings
-from llamaq.producer.blocking_portal import BlockingPortal
+from llamaq.producer.blocking_client import BlockingClient, BlockingJob
 from llamaq.producer.client import AsyncClient, Messages
-from llamaq.producer.job import AsyncJob, Chunk
+from llamaq.producer.job import Chunk
 from llamaq.producer.tokenizer import Tokenizer
 
-_starting = threading.Lock()
-_left_behind: list[BlockingPortal] = []
-"""Portals of a parent process. Never collected: closing their loops here would take the parent's sockets away."""
 
-
-def _after_fork() -> None:
-    """Another thread of the parent may have held the lock."""
-    global _starting  # noqa: PLW0603
-    _starting = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class Client:
-    """`AsyncClient` for threads: the same methods with the same parameters, and iterators for its async iterators.
-
-    May be used by several threads at once, and after a fork by the child too. It starts one thread at the first call,
-    which `close` ends.
+class Client(BlockingClient):
+    """A client for one queue. It connects to Redis at the first call.
 
         with Client("redis://localhost:6379/0") as client:
             for chunk in client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="", flush=True)
+
+    Threads may share one client, and a child process may use it after a fork. The first call starts a
+    thread, which `close` ends.
+
+    `ClientSettings` documents the settings with their units, bounds and defaults. An argument that is None is read
+    from its `LLAMAQ_*` environment variable, and otherwise has the default.
+
+    Every method that sends commands to Redis raises `redis.exceptions.RedisError` if Redis cannot be reached.
+
+    Args:
+        url: The setting `redis_url`.
+        queue: The setting `queue`.
+        timeout_s: The setting `timeout_s`, in seconds. It is the timeout of every call that passes none.
+        result_ttl_s: The setting `result_ttl_s`, in seconds.
+        key_prefix: The setting `key_prefix`.
+        partitions: The setting `partitions`.
+        max_request_bytes: The setting `max_request_bytes`.
+
+    Raises:
+        InvalidSettings: An argument or an environment variable is not valid.
     """
 
     def __init__(
@@ -57,74 +57,138 @@ class Client:
         partitions: int | None = None,
         max_request_bytes: int | None = None,
     ) -> None:
-        self.settings = client_settings(
-            redis_url=url,
-            queue=queue,
-            timeout_s=timeout_s,
-            result_ttl_s=result_ttl_s,
-            key_prefix=key_prefix,
-            partitions=partitions,
-            max_request_bytes=max_request_bytes,
+        super().__init__(
+            AsyncClient(
+                url,
+                queue,
+                timeout_s=timeout_s,
+                result_ttl_s=result_ttl_s,
+                key_prefix=key_prefix,
+                partitions=partitions,
+                max_request_bytes=max_request_bytes,
+            )
         )
-        self.queue = self.settings.queue
-        self._make_client()  # so that a bad URL is an error here, not at the first call
-        self._portal: BlockingPortal | None = None
-        self._is_closed = False
-
-    def __repr__(self) -> str:
-        return f"<Client queue={self.queue!r} {'closed' if self._is_closed else self._portal or 'idle'}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Cancel the calls that other threads are in, and close all connections. Submitted jobs go on."""
-        self._is_closed = True
-        if self._portal is not None:
-            self._portal.stop()
 
     def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
-        """See `AsyncClient.generate`."""
-        portal = self._enter()
-        return portal.run(portal.client.generate(prompt, timeout=timeout, **options))
+        """Submit a text prompt and wait for the result.
+
+        If the call times out or is interrupted, its job is cancelled, unless an idempotency key shares the job with
+        other callers.
+
+        Args:
+            prompt: The text to continue. Special tokens in it are parsed.
+            timeout: Longest wait for the result in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            The text, tokens, finish reason, seed and stats of the job.
+
+        Raises:
+            InvalidRequest: An argument is not valid. Nothing was submitted.
+            QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
+            RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
+            JobFailed: The job failed; `code` and `message` give the reason.
+            NoWorker: The timeout was reached, and no worker serves the queue.
+            ResultTimeout: The timeout was reached.
+        """
+        return self._call(lambda client: client.generate(prompt, timeout=timeout, **options))
 
     def generate_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
     ) -> Result:
-        """See `AsyncClient.generate_tokens`."""
-        portal = self._enter()
-        return portal.run(portal.client.generate_tokens(tokens, timeout=timeout, **options))
+        """Submit a prompt of token ids and wait for the result, like `generate`.
+
+        Args:
+            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            timeout: Longest wait for the result in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            The text, tokens, finish reason, seed and stats of the job.
+
+        Raises:
+            LlamaqError: The same errors as `generate`.
+        """
+        return self._call(lambda client: client.generate_tokens(tokens, timeout=timeout, **options))
 
     def chat(self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
-        """See `AsyncClient.chat`."""
-        portal = self._enter()
-        return portal.run(portal.client.chat(messages, timeout=timeout, **options))
+        """Submit a chat and wait for the answer, like `generate`.
+
+        Args:
+            messages: The messages, oldest first. The worker renders them with the model's chat template.
+            timeout: Longest wait for the result in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            The text, tokens, finish reason, seed and stats of the job.
+
+        Raises:
+            LlamaqError: The same errors as `generate`.
+        """
+        return self._call(lambda client: client.chat(messages, timeout=timeout, **options))
 
     def stream(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]
     ) -> Generator[Chunk, None, None]:
-        """See `AsyncClient.stream`."""
-        portal = self._enter()
-        return self._iterate(portal, portal.client.stream(prompt, timeout=timeout, **options))
+        """Submit a text prompt and yield the generated text in chunks.
+
+        The arguments are checked at once. The job is submitted when the first chunk is requested. If the iterator times
+        out, is interrupted or is closed early, its job is cancelled, unless an idempotency key shares the job with
+        other callers.
+
+        Args:
+            prompt: The text to continue. Special tokens in it are parsed.
+            timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            An iterator over the chunks of the job, in order.
+
+        Raises:
+            InvalidRequest: An argument is not valid. Nothing was submitted.
+            QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
+            RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
+            JobFailed: The job failed; `code` and `message` give the reason.
+            NoWorker: The timeout was reached, and no worker serves the queue.
+            ResultTimeout: The timeout was reached.
+        """
+        return self._iterate(lambda client: client.stream(prompt, timeout=timeout, **options))
 
     def stream_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
     ) -> Generator[Chunk, None, None]:
-        """See `AsyncClient.stream_tokens`."""
-        portal = self._enter()
-        return self._iterate(portal, portal.client.stream_tokens(tokens, timeout=timeout, **options))
+        """Submit a prompt of token ids and yield the generated text in chunks, like `stream`.
+
+        Args:
+            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            An iterator over the chunks of the job, in order.
+
+        Raises:
+            LlamaqError: The same errors as `stream`.
+        """
+        return self._iterate(lambda client: client.stream_tokens(tokens, timeout=timeout, **options))
 
     def stream_chat(
         self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]
     ) -> Generator[Chunk, None, None]:
-        """See `AsyncClient.stream_chat`."""
-        portal = self._enter()
-        return self._iterate(portal, portal.client.stream_chat(messages, timeout=timeout, **options))
+        """Submit a chat and yield the answer in chunks, like `stream`.
+
+        Args:
+            messages: The messages, oldest first. The worker renders them with the model's chat template.
+            timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            An iterator over the chunks of the job, in order.
+
+        Raises:
+            LlamaqError: The same errors as `stream`.
+        """
+        return self._iterate(lambda client: client.stream_chat(messages, timeout=timeout, **options))
 
     def submit(
         self,
@@ -134,143 +198,279 @@ class Client:
         messages: Messages | None = None,
         **options: Unpack[JobOptions],
     ) -> Job:
-        """See `AsyncClient.submit`."""
-        portal = self._enter()
-        job = portal.run(portal.client.submit(prompt, tokens=tokens, messages=messages, **options))
+        """Put a job into the queue and return its handle. The job runs whether or not anything waits for it.
+
+        Exactly one of `prompt`, `tokens` and `messages` is required.
+
+        Args:
+            prompt: The text to continue. Special tokens in it are parsed.
+            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            messages: The messages of a chat, oldest first.
+            **options: Job options; `JobParams` documents each of them.
+
+        Returns:
+            The handle of the job. With an idempotency key that has a job already, the handle of that job.
+
+        Raises:
+            InvalidRequest: An argument is not valid.
+            QueueFull: The queue has `max_queue` waiting jobs.
+            RedisFull: Redis has reached its `maxmemory`.
+        """
+        job = self._call(lambda client: client.submit(prompt, tokens=tokens, messages=messages, **options))
         return Job(self, job.id, is_new=job.is_new)
 
     def job(self, job_id: str) -> Job:
-        """See `AsyncClient.job`."""
-        return Job(self, str(JobId.parse(job_id)))
+        """Return the handle of a job that was submitted before, also by another process or to another queue.
+
+        Args:
+            job_id: The id of the job. It is not looked up in Redis.
+
+        Raises:
+            InvalidRequest: `job_id` does not have the form of a job id.
+        """
+        return Job(self, job_id)
 
     def cancel(self, job_id: str) -> bool:
-        """See `AsyncClient.cancel`."""
-        portal = self._enter()
-        return portal.run(portal.client.cancel(job_id))
+        """Request the cancellation of a job. See `Job.cancel`.
+
+        Args:
+            job_id: The id of the job, in any queue.
+
+        Returns:
+            True if the job will be cancelled, False if it had already finished or failed.
+
+        Raises:
+            JobNotFound: The id is wrong, or the result has expired.
+            InvalidRequest: `job_id` does not have the form of a job id.
+        """
+        return self._call(lambda client: client.cancel(job_id))
 
     def queue_depth(self) -> QueueDepth:
-        """See `AsyncClient.queue_depth`."""
-        portal = self._enter()
-        return portal.run(portal.client.queue_depth())
+        """Return the numbers of waiting and running jobs in the queue."""
+        return self._call(lambda client: client.queue_depth())
 
     def workers(self) -> tuple[Worker, ...]:
-        """See `AsyncClient.workers`."""
-        portal = self._enter()
-        return portal.run(portal.client.workers())
+        """Return the live workers of the queue, sorted by worker id: their cards and last heartbeats."""
+        return self._call(lambda client: client.workers())
 
     def stats(self) -> QueueStats:
-        """See `AsyncClient.stats`."""
-        portal = self._enter()
-        return portal.run(portal.client.stats())
+        """Return the queue's depth, its live workers, and the stats of up to 100 finished jobs, newest first."""
+        return self._call(lambda client: client.stats())
 
     def dead_letters(self) -> tuple[DeadLetter, ...]:
-        """See `AsyncClient.dead_letters`."""
-        portal = self._enter()
-        return portal.run(portal.client.dead_letters())
+        """Return the dead letters of the queue, newest first.
+
+        A dead letter is a job that several workers in a row crashed with, or a stream entry that is not a job.
+        """
+        return self._call(lambda client: client.dead_letters())
 
     def dead_letter(self, letter_id: str) -> DeadLetterDetails:
-        """See `AsyncClient.dead_letter`."""
-        portal = self._enter()
-        return portal.run(portal.client.dead_letter(letter_id))
+        """Return one dead letter with its request and its generated tokens, as far as they have not expired.
+
+        Args:
+            letter_id: The `id` of a dead letter, in any queue.
+
+        Raises:
+            DeadLetterNotFound: The letter was retried or purged, or never existed.
+            InvalidRequest: `letter_id` does not have the form of such an id.
+        """
+        return self._call(lambda client: client.dead_letter(letter_id))
 
     def retry_dead_letter(self, letter_id: str) -> Job:
-        """See `AsyncClient.retry_dead_letter`."""
-        portal = self._enter()
-        job = portal.run(portal.client.retry_dead_letter(letter_id))
+        """Submit the job of a dead letter again as a new job, and remove the letter.
+
+        The new job starts from its prompt, with the same request, seed and metadata. The idempotency key stays with
+        the old job. Concurrent retries of one letter return the same new job.
+
+        Args:
+            letter_id: The `id` of a dead letter, in any queue.
+
+        Returns:
+            The handle of the new job.
+
+        Raises:
+            DeadLetterNotFound: The letter was retried or purged, or never existed.
+            JobNotFound: The request has expired.
+            InvalidRequest: The letter is not a job, or `letter_id` does not have the form of such an id.
+            QueueFull: The queue has `max_queue` waiting jobs.
+            RedisFull: Redis has reached its `maxmemory`.
+        """
+        job = self._call(lambda client: client.retry_dead_letter(letter_id))
         return Job(self, job.id, is_new=job.is_new)
 
     def purge_dead_letter(self, letter_id: str) -> None:
-        """See `AsyncClient.purge_dead_letter`."""
-        portal = self._enter()
-        portal.run(portal.client.purge_dead_letter(letter_id))
+        """Remove a dead letter. Its job then expires after `result_ttl_s`, like every other job.
+
+        Args:
+            letter_id: The `id` of a dead letter, in any queue.
+
+        Raises:
+            DeadLetterNotFound: The letter was retried or purged, or never existed.
+            InvalidRequest: `letter_id` does not have the form of such an id.
+        """
+        self._call(lambda client: client.purge_dead_letter(letter_id))
 
     def slots(self, *, worker: str | None = None, timeout: float | None = None) -> tuple[WorkerSlots, ...]:
-        """See `AsyncClient.slots`."""
-        portal = self._enter()
-        return portal.run(portal.client.slots(worker=worker, timeout=timeout))
+        """Return the slots of the queue's workers, and the slot states that are saved on their hosts.
+
+        Args:
+            worker: The id of one worker. None: all workers of the queue.
+            timeout: Longest wait for the replies in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            One object for each worker.
+
+        Raises:
+            NoWorker: No worker serves the queue.
+            InvalidRequest: `worker` does not serve the queue.
+            SlotCommandRefused: A worker ended before it replied.
+            ResultTimeout: A reply did not arrive in time.
+        """
+        return self._call(lambda client: client.slots(worker=worker, timeout=timeout))
 
     def save_slot(self, slot: int, name: str, *, worker: str | None = None, timeout: float | None = None) -> SlotFile:
-        """See `AsyncClient.save_slot`."""
-        portal = self._enter()
-        return portal.run(portal.client.save_slot(slot, name, worker=worker, timeout=timeout))
+        """Save the tokens and KV cells of the running or last job of a slot, in a file on the worker's host.
+
+        A saved state with the same name is replaced.
+
+        Args:
+            slot: The index of the slot, from 0 on.
+            name: The name of the saved state: 1 to 64 letters, digits, `_` and `-`.
+            worker: The id of the worker. None: the only worker of the queue.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The name and size of the saved state.
+
+        Raises:
+            SlotCommandRefused: The worker refused the command, or ended before it replied.
+            InvalidRequest: An argument is not valid, or `worker` is None and several workers serve the queue.
+            NoWorker: No worker serves the queue.
+            ResultTimeout: The reply did not arrive in time.
+        """
+        return self._call(lambda client: client.save_slot(slot, name, worker=worker, timeout=timeout))
 
     def restore_slot(
         self, slot: int, name: str, *, worker: str | None = None, timeout: float | None = None
     ) -> SlotFile:
-        """See `AsyncClient.restore_slot`."""
-        portal = self._enter()
-        return portal.run(portal.client.restore_slot(slot, name, worker=worker, timeout=timeout))
+        """Load a saved state into an idle slot, and into the worker's prefix cache.
+
+        A later job whose prompt begins with the same tokens reuses them, if it has the cache salt of the saved job.
+
+        Args:
+            slot: The index of the slot, from 0 on.
+            name: The name of the saved state.
+            worker: The id of the worker. None: the only worker of the queue.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The name and size of the saved state.
+
+        Raises:
+            LlamaqError: The same errors as `save_slot`.
+        """
+        return self._call(lambda client: client.restore_slot(slot, name, worker=worker, timeout=timeout))
 
     def erase_slot(self, slot: int, *, worker: str | None = None, timeout: float | None = None) -> int:
-        """See `AsyncClient.erase_slot`."""
-        portal = self._enter()
-        return portal.run(portal.client.erase_slot(slot, worker=worker, timeout=timeout))
+        """Evict the tokens of an idle slot from the KV cache. A prefix that other sequences share stays cached.
+
+        Args:
+            slot: The index of the slot, from 0 on.
+            worker: The id of the worker. None: the only worker of the queue.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The number of tokens that the slot had.
+
+        Raises:
+            LlamaqError: The same errors as `save_slot`.
+        """
+        return self._call(lambda client: client.erase_slot(slot, worker=worker, timeout=timeout))
 
     def erase_saved_slot(self, name: str, *, worker: str | None = None, timeout: float | None = None) -> None:
-        """See `AsyncClient.erase_saved_slot`."""
-        portal = self._enter()
-        portal.run(portal.client.erase_saved_slot(name, worker=worker, timeout=timeout))
+        """Delete a saved state from the worker's host.
+
+        Args:
+            name: The name of the saved state.
+            worker: The id of the worker. None: the only worker of the queue.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Raises:
+            LlamaqError: The same errors as `save_slot`.
+        """
+        self._call(lambda client: client.erase_saved_slot(name, worker=worker, timeout=timeout))
 
     def tokenizer(self) -> Tokenizer:
-        """See `AsyncClient.tokenizer`."""
-        portal = self._enter()
-        return portal.run(portal.client.tokenizer())
+        """Return the tokenizer of the queue's model, for use in this process. It needs `llamaq[tokenizer]`.
 
-    def _iterate(self, portal: BlockingPortal, chunks: AsyncGenerator[Chunk, None]) -> Generator[Chunk, None, None]:
-        # A method, so that the iterator keeps this client alive: `for chunk in Client().stream(...)`.
-        yield from portal.iterate(chunks)
+        Returns:
+            The tokenizer. It is downloaded from Redis once per process and model.
 
-    def _make_client(self) -> AsyncClient:
-        others = self.settings.model_dump(exclude={"redis_url", "queue"})
-        return AsyncClient(self.settings.redis_url, self.settings.queue, **others)
-
-    def _enter(self) -> BlockingPortal:
-        """The running portal of this process. The finalizer also runs when the interpreter exits."""
-        if self._is_closed:
-            raise RuntimeError("this client is closed")
-        if self._portal is not None and self._portal.is_of_this_process:
-            return self._portal
-        with _starting:
-            if self._portal is None or not self._portal.is_of_this_process:
-                if self._portal is not None:
-                    _left_behind.append(self._portal)
-                self._portal = BlockingPortal(self._make_client)
-                weakref.finalize(self, self._portal.stop)
-        return self._portal
+        Raises:
+            NoWorker: No worker serves the queue.
+            MissingExtra: `llamaq[tokenizer]` is not installed.
+            ProtocolError: The vocabulary in Redis is damaged.
+        """
+        return self._call(lambda client: client.tokenizer())
 
 
-class Job:
-    """`AsyncJob` for threads."""
+class Job(BlockingJob):
+    """A handle to a job. It has no state besides the job id, so any process may create one at any time.
 
-    def __init__(self, client: Client, job_id: str, *, is_new: bool = False) -> None:
-        self.id = job_id
-        self.is_new = is_new
-        """Whether this submit made the job; False where an idempotency key had one, and after `client.job()`."""
-        self._client = client
-
-    def __repr__(self) -> str:
-        return f"<Job {self.id}>"
+    `Client.submit` and `Client.job` return handles.
+    """
 
     def status(self) -> JobStatus:
-        """See `AsyncJob.status`."""
-        portal, job = self._enter()
-        return portal.run(job.status())
+        """Return a snapshot of the job: its state, attempts, worker and times.
+
+        Raises:
+            JobNotFound: The id is wrong, or the result has expired.
+        """
+        return self._call(lambda job: job.status())
 
     def cancel(self) -> bool:
-        """See `AsyncJob.cancel`."""
-        portal, job = self._enter()
-        return portal.run(job.cancel())
+        """Request the job's cancellation.
+
+        A waiting job finishes at once, a running one within a few ticks. Both keep what they generated.
+
+        Returns:
+            True if the job will be cancelled, False if it had already finished or failed.
+
+        Raises:
+            JobNotFound: The id is wrong, or the result has expired.
+        """
+        return self._call(lambda job: job.cancel())
 
     def result(self, *, timeout: float | None = None) -> Result:
-        """See `AsyncJob.result`."""
-        portal, job = self._enter()
-        return portal.run(job.result(timeout=timeout))
+        """Wait for the job to finish and return its result. A timeout does not cancel the job.
+
+        Args:
+            timeout: Longest wait in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The text, tokens, finish reason and stats of the job.
+
+        Raises:
+            ResultTimeout: The job has not finished in time.
+            JobFailed: The job failed; `code` and `message` give the reason.
+            JobNotFound: The id is wrong, or the result has expired.
+        """
+        return self._call(lambda job: job.result(timeout=timeout))
 
     def stream(self, *, timeout: float | None = None) -> Generator[Chunk, None, None]:
-        """See `AsyncJob.stream`."""
-        portal, job = self._enter()
-        return self._client._iterate(portal, job.stream(timeout=timeout))
+        """Yield all chunks of the job from its first token on, also when it started or finished earlier.
 
-    def _enter(self) -> tuple[BlockingPortal, AsyncJob]:
-        portal = self._client._enter()
-        return portal, AsyncJob(portal.client.connection, self.id, is_new=self.is_new)
+        Several readers may stream one job. Closing the iterator early does not cancel the job.
+
+        Args:
+            timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
+
+        Yields:
+            The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
+
+        Raises:
+            ResultTimeout: No chunk arrived in time. The job is not cancelled.
+            JobFailed: The job failed; `code` and `message` give the reason.
+            JobNotFound: The id is wrong, or the result has expired.
+        """
+        return self._iterate(lambda job: job.stream(timeout=timeout))

@@ -1,0 +1,125 @@
+"""The written part of the blocking client: its portal, across forks, and the calls through it.
+
+`llamaq.producer.sync` adds one method for each method of `AsyncClient` and `AsyncJob`. It is generated.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from llamaq.common.protocol.keys import JobId
+from llamaq.producer.blocking_portal import BlockingPortal
+from llamaq.producer.client import AsyncClient
+from llamaq.producer.job import AsyncJob
+
+T = TypeVar("T")
+
+_start_lock = threading.Lock()
+_portals_of_parent: list[BlockingPortal] = []
+"""Portals that a parent process created. They are kept forever, because closing their event loops in this process
+would unregister the parent's sockets."""
+
+
+def _replace_lock() -> None:
+    """Another thread of the parent process may have held the lock during the fork."""
+    global _start_lock  # noqa: PLW0603
+    _start_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_replace_lock)
+
+
+class BlockingClient:
+    """Base of `Client`. The first call starts a thread that runs an `AsyncClient`."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        """Take over the settings of `client`. It is not used for calls, because each process creates its own."""
+        self.settings = client.settings
+        self.queue = client.queue
+        self._portal: BlockingPortal | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else self._portal or "idle"
+        return f"<{type(self).__name__} queue={self.queue!r} {state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the calls of other threads, close all connections and end the thread. Submitted jobs keep running."""
+        self._is_closed = True
+        if self._portal is not None:
+            self._portal.stop()
+
+    def _call(self, call: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
+        """Run one call of the asyncio client and return its result."""
+        portal = self._running_portal()
+        return portal.run(call(portal.client))
+
+    def _iterate(self, call: Callable[[AsyncClient], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
+        """Return an iterator over the items of one call. The arguments of the call are checked now."""
+        portal = self._running_portal()
+        return self._iterate_through(portal, call(portal.client))
+
+    def _iterate_through(self, portal: BlockingPortal, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        # A method, so that the generator refers to this client and keeps it alive: `for c in Client().stream("x")`.
+        yield from portal.iterate(items)
+
+    def _running_portal(self) -> BlockingPortal:
+        """Return the portal of this process, and start it if needed.
+
+        Raises:
+            RuntimeError: The client is closed.
+        """
+        if self._is_closed:
+            raise RuntimeError("this client is closed")
+        if self._portal is not None and self._portal.is_of_this_process:
+            return self._portal
+        with _start_lock:
+            if self._portal is None or not self._portal.is_of_this_process:
+                if self._portal is not None:
+                    _portals_of_parent.append(self._portal)
+                self._portal = BlockingPortal(self._make_client)
+                # Stops the thread when the client is garbage collected, and when the interpreter exits.
+                weakref.finalize(self, self._portal.stop)
+        return self._portal
+
+    def _make_client(self) -> AsyncClient:
+        settings = self.settings.model_dump(exclude={"redis_url", "queue"})
+        return AsyncClient(self.settings.redis_url, self.settings.queue, **settings)
+
+
+class BlockingJob:
+    """Base of `Job`."""
+
+    def __init__(self, client: BlockingClient, job_id: str, *, is_new: bool = False) -> None:
+        self.id = str(JobId.parse(job_id))
+        """The job id. It names the queue and the partition too, so it is all that another process needs."""
+        self.is_new = is_new
+        """Whether this submit created the job. False where its idempotency key had a job, and after `client.job()`."""
+        self._client = client
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}>"
+
+    def _call(self, call: Callable[[AsyncJob], Coroutine[Any, Any, T]]) -> T:
+        """Run one call of the asyncio job and return its result."""
+        return self._client._call(lambda client: call(self._handle(client)))
+
+    def _iterate(self, call: Callable[[AsyncJob], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
+        """Return an iterator over the items of one call."""
+        return self._client._iterate(lambda client: call(self._handle(client)))
+
+    def _handle(self, client: AsyncClient) -> AsyncJob:
+        return AsyncJob(client.connection, self.id, is_new=self.is_new)

@@ -1,0 +1,40 @@
+"""`llamaq.producer.sync` is generated from the asyncio client and up to date."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from llamaq.producer import AsyncClient, AsyncJob, Client, Job
+from llamaq.tools.sync_client import __main__ as command
+from llamaq.tools.sync_client import generator
+
+
+def test_the_committed_blocking_client_is_what_the_generator_writes() -> None:
+    assert generator.SYNC_PATH.read_text() == generator.generate(), "run: python -m llamaq.tools.sync_client"
+
+
+def test_check_fails_for_a_file_that_is_not_up_to_date_and_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sync.py"
+    path.write_text("stale\n")
+    monkeypatch.setattr(command, "SYNC_PATH", path)
+    assert command.main(["--check"]) == 1
+    assert path.read_text() == "stale\n"
+    assert "python -m llamaq.tools.sync_client" in capsys.readouterr().err
+    assert command.main([]) == 0
+    assert command.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(("blocking", "asynchronous"), [(Client, AsyncClient), (Job, AsyncJob)])
+def test_both_clients_have_the_same_documentation(blocking: type, asynchronous: type) -> None:
+    for name, method in vars(blocking).items():
+        if inspect.isfunction(method) and name != "__init__":
+            other = inspect.getdoc(getattr(asynchronous, name)) or ""
+            assert inspect.getdoc(method) == other.replace("AsyncJob", "Job"), name
+    assert "Async" not in (blocking.__doc__ or "")
+    assert "async " not in (blocking.__doc__ or "")
+    assert "event loop" not in (blocking.__doc__ or "")

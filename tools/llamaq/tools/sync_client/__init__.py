@@ -1,0 +1,1 @@
+"""Generates `llamaq.producer.sync`, the blocking client, from the source of the asyncio client."""
