@@ -1,7 +1,7 @@
-"""The floor: nothing but `llama_decode` and numpy's argmax, n sequences at once, through the ctypes layer.
+"""The lower bound of the cost: `llama_decode` and numpy's argmax in a loop, n sequences at once, through ctypes.
 
-No queue, no Redis, no text, no stop conditions, no choice of what to compute: what a worker needs beyond this is its
-overhead. As a script it prints the tokens per second of 1, 4, 8, … sequences.
+The loop has no queue, no Redis, no text, no stop conditions and no scheduling. The time that a worker needs beyond it
+is the worker's overhead. As a script, it measures the tokens per second of 1, 4, 8, ... sequences.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: No
 
 @dataclass(frozen=True, slots=True)
 class BareRun:
-    """One run of the loop."""
+    """Tokens and timings of one run of the loop."""
 
     tokens: list[list[int]]
-    """By sequence."""
+    """Generated tokens of each sequence."""
     wall_s: float
     prefill_s: float
     tick_s: list[float]
@@ -47,7 +47,7 @@ class BareRun:
 
 
 class BareLoop:
-    """A model and a context with the options of a worker's."""
+    """A model and a context with the options of a worker."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         llama_cpp.llama_log_set(_discard_log, ctypes.c_void_p())
@@ -68,13 +68,13 @@ class BareLoop:
         self._end_tokens = [token for token in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> BareRun:
-        """Generate `n_tokens` after each prompt, greedily and never an end token; prompts are read at once."""
+        """Generate `n_tokens` tokens after each prompt, greedily and without end tokens. Prompts are not chunked."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         cpu_s, start_s = time.process_time(), time.perf_counter()
         newest = np.concatenate([self._prefill(group, first) for first, group in self._groups(prompts)])
         generated = [newest]
         prefilled_s = time.perf_counter()
-        self._lay_out_decode([len(prompt) for prompt in prompts])
+        self._prepare_decode([len(prompt) for prompt in prompts])
         ended_s = [prefilled_s]
         for _ in range(n_tokens - 1):
             self._token[: len(prompts)] = newest
@@ -91,7 +91,7 @@ class BareLoop:
         )
 
     def _groups(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
-        """Prompts that fit into a batch together, each group with the number of its first one."""
+        """Yield groups of prompts that fit into one batch, each with the index of its first prompt."""
         first, n_group = 0, 0
         for index, prompt in enumerate(prompts):
             if n_group + len(prompt) > self._capacity:
@@ -112,20 +112,20 @@ class BareLoop:
             at = end
         return self._decode(at, len(prompts))
 
-    def _lay_out_decode(self, lengths: Sequence[int]) -> None:
-        """One token for each sequence; from now on only tokens and positions change."""
+    def _prepare_decode(self, lengths: Sequence[int]) -> None:
+        """Fill the batch with one token for each sequence. Afterwards only tokens and positions change."""
         self._position[: len(lengths)] = lengths
         self._wants_logits[: len(lengths)] = 1
         for index in range(len(lengths)):
             self._assign((index,), index)
 
-    def _assign(self, places: Sequence[int], seq_id: int) -> None:
-        for place in places:
-            self._batch.n_seq_id[place] = 1
-            self._batch.seq_id[place][0] = seq_id
+    def _assign(self, rows: Sequence[int], seq_id: int) -> None:
+        for row in rows:
+            self._batch.n_seq_id[row] = 1
+            self._batch.seq_id[row][0] = seq_id
 
     def _decode(self, n_tokens: int, n_rows: int | None = None) -> npt.NDArray[np.int32]:
-        """Decode the first `n_tokens` of the batch; the best token of each row of logits."""
+        """Decode the first `n_tokens` tokens of the batch and return the best token of each row of logits."""
         self._batch.n_tokens = n_tokens
         status = llama_cpp.llama_decode(self._context, self._batch)
         if status != 0:
@@ -164,7 +164,7 @@ def _context_params(settings: WorkerSettings) -> Any:
 
 
 def measure(plan: Plan) -> Figures:
-    """Tokens per second of several numbers of sequences, 64 tokens in and 128 out."""
+    """Return the figures for several numbers of sequences, 64 tokens in and 128 out."""
     numbers, n_out = ((1, 4), 16) if plan.quick else ((1, 4, 8, 16, 32), 128)
     figures: dict[str, Any] = {}
     with BareLoop(plan.settings(n_parallel=max(numbers))) as bare:

@@ -12,13 +12,13 @@ from harness import Stack
 
 @dataclass(frozen=True, slots=True)
 class CpuClock:
-    """Processor time of a worker, of Redis and of this process; unlike wall time it hardly depends on other load."""
+    """Processor time of a worker, of Redis and of this process. Other load on the machine changes it little."""
 
     stack: Stack
     queue: str = "default"
 
     def read(self) -> dict[str, float]:
-        """Seconds so far; nothing where there is no /proc."""
+        """Return the seconds used so far by process; an empty dict on systems without /proc."""
         redis_pid = self.stack.redis.pid
         if redis_pid is None or not Path("/proc/self/stat").exists():
             return {}
@@ -26,12 +26,12 @@ class CpuClock:
         return {"worker": _cpu_s(worker_pid), "redis": _cpu_s(redis_pid), "client": time.process_time()}
 
     def us_per_token(self, before: dict[str, float], n_tokens: int) -> dict[str, float]:
-        """Microseconds per token since an earlier `read`."""
+        """Return the microseconds per token since `before`, the result of an earlier `read`."""
         now = self.read()
         return {name: round((now[name] - before[name]) * 1e6 / n_tokens, 1) for name in now}
 
 
 def _cpu_s(pid: int) -> float:
-    # man 5 proc_pid_stat: the second field is the name in parentheses; utime and stime are the 14th and the 15th.
+    # man 5 proc_pid_stat: field 2 is the name in parentheses, fields 14 and 15 are utime and stime.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,9 +1,12 @@
-"""How a worker's engine thread spends its time, measured in the worker's own process by a hook.
+"""How a worker's engine thread spends its time, measured in the worker's process by a hook.
 
-`hooks=("engine_thread_time:record",)` and `watched()` around the start of the workers; `read_totals` then says what the engine
-thread of one of them did so far. Stopwatches stand around every public method of `Scheduler` (what is decided), of
-`KvMemory` (the part of it that is about KV cells: slots, sequences, prefix cache, tiers), around `Engine.run`
-(llama.cpp and sampling), and around the methods of `KvSequences` that move cells: copy, cut, remove, save, load.
+Start the workers with `hooks=(HOOK,)` within `stopwatches_in_workers()`. `read_totals` then returns the times of one
+worker's engine thread. There are four stopwatches:
+
+- all public methods of `Scheduler`: every decision;
+- all public methods of `KvMemory`: the part of the decisions about KV cells (slots, sequences, prefix cache, offload);
+- `Engine.run`: llama.cpp and sampling;
+- the methods of `KvSequences` that move cells: copy, cut, remove, save, load.
 """
 
 from __future__ import annotations
@@ -28,13 +31,16 @@ from llamaq.worker.scheduling.scheduler import Scheduler
 
 HOOK = "engine_thread_time:record"
 FOLDER = "BENCH_TOTALS_FOLDER"
-"""Environment variable: where each worker's process writes its totals."""
+"""Environment variable: the folder in which each worker's process writes its totals."""
 WAIT_S = 10.0
 
 
 @dataclass(slots=True)
 class Totals:
-    """Of one worker's engine thread, since its first job. `memory_s` is a part of `scheduler_s`, `moves_s` of both."""
+    """Times of one worker's engine thread since its first job.
+
+    `memory_s` is a part of `scheduler_s`; `moves_s` is a part of both.
+    """
 
     jobs: int = 0
     ticks: int = 0
@@ -44,25 +50,25 @@ class Totals:
     engine_s: float = 0.0
 
     def since(self, before: Totals) -> Totals:
-        """What was added."""
+        """Return the difference to earlier totals."""
         now, then = asdict(self), asdict(before)
         return Totals(**{name: now[name] - then[name] for name in now})
 
     @property
     def busy_s(self) -> float:
-        """All that the engine thread did."""
+        """Busy time of the engine thread."""
         return self.scheduler_s + self.engine_s
 
 
 class Stopwatch:
-    """The time within the outermost of the calls that it stands around; for one thread."""
+    """Adds up the time of the wrapped calls of one thread. A call within another wrapped call is not counted twice."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
         self._depth = 0
 
-    def stand_around(self, owner: type, *names: str) -> None:
-        """Time these methods of a class from now on."""
+    def wrap(self, owner: type, *names: str) -> None:
+        """Replace methods of a class by timed ones."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 
@@ -81,23 +87,23 @@ class Stopwatch:
         return timed
 
 
-class Watch:
-    """The stopwatches of this process, and its file."""
+class Stopwatches:
+    """The stopwatches of a worker's process, and the file of their totals."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{os.getpid()}.json"
         self._totals = Totals()
         self._scheduler, self._memory, self._moves, self._engine = (Stopwatch() for _ in range(4))
-        self._scheduler.stand_around(Scheduler, *_public(Scheduler))
-        self._memory.stand_around(KvMemory, *_public(KvMemory))
-        self._engine.stand_around(Engine, "run")
-        self._moves.stand_around(KvSequences, "copy", "cut", "remove", "save", "load")
+        self._scheduler.wrap(Scheduler, *_public(Scheduler))
+        self._memory.wrap(KvMemory, *_public(KvMemory))
+        self._engine.wrap(Engine, "run")
+        self._moves.wrap(KvSequences, "copy", "cut", "remove", "save", "load")
 
-    def tick(self) -> None:
+    def count_tick(self) -> None:
         self._totals.ticks += 1
 
-    def job(self) -> None:
-        """Write the totals down."""
+    def count_job(self) -> None:
+        """Count a job and write the totals to the file."""
         totals = self._totals
         totals.jobs += 1
         totals.scheduler_s, totals.memory_s = self._scheduler.total_s, self._memory.total_s
@@ -112,21 +118,21 @@ def _public(owner: type) -> set[str]:
 
 
 @functools.cache
-def _watch() -> Watch:
-    return Watch(Path(os.environ[FOLDER]))
+def _stopwatches() -> Stopwatches:
+    return Stopwatches(Path(os.environ[FOLDER]))
 
 
 def record(name: str, _: Mapping[str, Any]) -> None:
-    """The hook, in the worker's process; the first measurement brings the stopwatches in."""
+    """Receive a measurement in the worker's process. The first call installs the stopwatches."""
     if name == "tick":
-        _watch().tick()
+        _stopwatches().count_tick()
     else:
-        _watch().job()
+        _stopwatches().count_job()
 
 
 @contextmanager
-def watched() -> Iterator[Path]:
-    """For workers that are started meanwhile: the folder of their totals, and this module to be found by them."""
+def stopwatches_in_workers() -> Iterator[Path]:
+    """Yield the folder of the totals. Workers that are started in this context can import this module as a hook."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]))
         os.environ |= {FOLDER: folder, "PYTHONPATH": path}
@@ -134,10 +140,13 @@ def watched() -> Iterator[Path]:
 
 
 def read_totals(folder: Path, pid: int, n_jobs: int) -> Totals:
-    """A worker's totals when so many jobs have ended; the hook hears of an end a little after the job's reader."""
-    until_s = time.monotonic() + WAIT_S
+    """Return a worker's totals as soon as `n_jobs` jobs are counted.
+
+    The hook is called a little after the job's subscriber received the end, so this function waits up to `WAIT_S`.
+    """
+    deadline_s = time.monotonic() + WAIT_S
     while (totals := _read(folder / f"{pid}.json")).jobs < n_jobs:
-        if time.monotonic() > until_s:
+        if time.monotonic() > deadline_s:
             sys.exit(f"{totals.jobs} of {n_jobs} jobs were measured within {WAIT_S:g} s")
         time.sleep(0.01)
     return totals

@@ -1,7 +1,7 @@
-"""What all benchmarks share: the command line, a Redis with workers, facts about the machine, and the last line.
+"""The common parts of all benchmarks: command line, Redis with workers, facts about the machine, and the output.
 
-A benchmark is a function from a `Plan` to its figures, given to `run`. What people read goes to standard error;
-the one line on standard output is JSON: benchmark, model, seed, hardware, versions, commit, figures.
+A benchmark is a function from a `Plan` to its figures. It is passed to `run`. Progress and tables are printed on
+standard error. Standard output gets one line of JSON: benchmark, model, seed, hardware, versions, commit, figures.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     model: Path
     quick: bool
@@ -59,13 +59,13 @@ class Plan:
     seed: int
 
     def settings(self, **values: Any) -> WorkerSettings:
-        """A worker's settings for this plan."""
+        """Return the settings of a worker for this plan; `values` are further settings."""
         return load_settings(model=str(self.model), n_threads=self.n_threads, log_level="warning", **values)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A Redis and its workers, one for each queue, all ready."""
+    """A running Redis and its workers, one for each queue. All are ready."""
 
     redis: EmbeddedRedis
     workers: Mapping[str, Worker]
@@ -73,14 +73,14 @@ class Stack:
 
     @property
     def worker(self) -> Worker:
-        """The only worker, or the first."""
+        """The first worker, or the only one."""
         return next(iter(self.workers.values()))
 
     def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, Result]], queue: str = "default") -> Result:
-        """Run this with a client of a queue, in an event loop of its own, so that other things can be timed between.
+        """Call `work` with a client of the queue, in a new event loop, and return its result.
 
-        A job of one token comes first, past the prefix cache: like a backend that runs for long, the client has its
-        connections then.
+        Before that, a job of one token opens the client's connections, as they are open in a backend that runs for
+        hours. This job does not use the prefix cache.
         """
 
         async def connected() -> Result:
@@ -92,58 +92,65 @@ class Stack:
 
 
 def run(measure: Callable[[Plan], Figures]) -> None:
-    """The command line of a benchmark: measure, then print the line of JSON. Leaves no process behind."""
+    """Parse the command line, call `measure`, and print the line of JSON. All started processes are stopped."""
 
     def main(
         model: Annotated[str, typer.Option(help=f"{' | '.join(random_models.SHAPES)} | demo | a GGUF file")] = "",
-        quick: Annotated[bool, typer.Option(help="A smoke run of seconds; its figures mean nothing.")] = False,
-        rounds: Annotated[int, typer.Option(min=1, help="Figures are medians of so many rounds.")] = 3,
-        n_threads: Annotated[int, typer.Option(min=0, help="Of llama.cpp; 0: all cores but one.")] = 0,
-        seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 1,
+        quick: Annotated[bool, typer.Option(help="Run for seconds only, as a test; the figures mean nothing.")] = False,
+        rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; figures are medians over the rounds.")] = 3,
+        n_threads: Annotated[int, typer.Option(min=0, help="Threads of llama.cpp; 0: all cores except one.")] = 0,
+        seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 1,
     ) -> None:
-        named = model or ("demo" if quick else "tiny")
+        model_name = model or ("demo" if quick else "tiny")
         threads = n_threads or max(1, usable_cores() - 1)  # Redis and the client need a core too
         try:
             with end_on_sigterm():
-                plan = Plan(find_model(named), quick, 1 if quick else rounds, threads, seed)
+                plan = Plan(find_model(model_name), quick, 1 if quick else rounds, threads, seed)
                 about = facts()
                 figures = measure(plan)
         except KeyboardInterrupt:
-            console.print("Interrupted; everything that was started has been stopped.")
+            console.print("Interrupted. All started processes are stopped.")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except LlamaqError as exc:
             console.print(f"[red]{type(exc).__name__}[/]: {exc}")
             raise typer.Exit(1) from exc
-        run_with = {"model": named, "quick": quick, "rounds": plan.rounds, "n_threads": threads, "seed": seed}
-        emit({"benchmark": Path(sys.argv[0]).stem, **run_with, **about, "figures": figures})
+        options = {"model": model_name, "quick": quick, "rounds": plan.rounds, "n_threads": threads, "seed": seed}
+        emit({"benchmark": Path(sys.argv[0]).stem, **options, **about, "figures": figures})
 
     main.__doc__ = sys.modules["__main__"].__doc__
     typer.run(main)
 
 
 def emit(result: Mapping[str, Any]) -> None:
-    """The one line of JSON on standard output."""
+    """Print the line of JSON on standard output."""
     print(json.dumps(result), flush=True)
 
 
 def find_model(name: str) -> Path:
-    """The file of a named random-weight model, of the demo model, or a path. Raises `ModelError`."""
+    """Return the file of a model.
+
+    Args:
+        name: Name of a random-weight model, "demo", or the path of a GGUF file.
+
+    Raises:
+        ModelError: `name` is neither a name nor the path of a file.
+    """
     if name in random_models.SHAPES:
         return random_models.ensure(name)
     path = demo_model_path() if name == "demo" else Path(name).expanduser()
     if not path.is_file():
-        raise ModelError(f"--model: no model is named {name!r}, and there is no such file")
+        raise ModelError(f"--model: {name!r} is neither the name of a model nor a file")
     return path
 
 
 @contextmanager
-def stack(workers: Sequence[WorkerSettings]) -> Iterator[Stack]:
-    """A Redis and these workers, which have queues of their own; when something fails, their log is shown."""
-    with ExitStack() as ends:
-        log_file = ends.enter_context(tempfile.TemporaryFile())
-        redis = ends.enter_context(EmbeddedRedis())
+def start_stack(workers: Sequence[WorkerSettings]) -> Iterator[Stack]:
+    """Start a Redis and these workers, each with a queue of its own. On an error, print the log of the workers."""
+    with ExitStack() as exits:
+        log_file = exits.enter_context(tempfile.TemporaryFile())
+        redis = exits.enter_context(EmbeddedRedis())
         supervisor = Supervisor([one.model_copy(update={"redis_url": redis.url}) for one in workers], log_file)
-        ends.callback(supervisor.stop)
+        exits.callback(supervisor.stop)
         supervisor.start()
         queues = [one.queue for one in workers]
         try:
@@ -160,7 +167,7 @@ async def _await_workers(url: str, queues: Sequence[str], supervisor: Supervisor
             async with AsyncClient(url, queue) as client:
                 while not (found := await client.workers()):
                     if supervisor.check() is not None:
-                        raise LlamaqError("a worker cannot start; its log is above")
+                        raise LlamaqError("a worker did not start; its log is printed above")
                     await asyncio.sleep(0.05)
             ready[queue] = found[0]
     return ready
@@ -172,7 +179,7 @@ def _show_log(log_file: BinaryIO) -> None:
 
 
 def facts() -> Figures:
-    """Hardware, versions and commit, as they are now."""
+    """Return date, hardware, versions and commit."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {
@@ -202,7 +209,7 @@ def _read(path: str) -> str:
 
 
 def _output_of(command: Sequence[str]) -> str:
-    """What it prints; nothing where it fails or is missing."""
+    """Return the standard output of a command; an empty string if the command fails or is not installed."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -210,12 +217,12 @@ def _output_of(command: Sequence[str]) -> str:
 
 
 def note(text: str) -> None:
-    """Progress, for people."""
+    """Print a line of progress on standard error."""
     console.print(text, style="dim", highlight=False)
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table, for people; the first column is text."""
+    """Print a table on standard error. The first column is text, the others are numbers."""
     table = Table(title=title)
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")

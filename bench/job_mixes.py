@@ -1,4 +1,4 @@
-"""Mixes of jobs that meet each other at the same places, whatever the speed of the worker."""
+"""Mixes of interactive and bulk jobs. Jobs meet at the same points of progress, whatever the speed of the worker."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ from workload import Prompt, follow, greedy
 
 @dataclass(slots=True)
 class Progress:
-    """How many of the users' tokens have been seen, for those who wait for a share of them."""
+    """Counts the tokens that the users have received, and lets a task wait until a share of them has arrived."""
 
     total: int
     seen: int = 0
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, n_tokens: int) -> None:
         self.seen += n_tokens
-        self._news.set()
+        self._changed.set()
 
     async def reach(self, share: float) -> None:
+        """Wait until this share of all tokens has arrived."""
         while self.seen < share * self.total:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class Interactive:
-    """Users with one short job after the other, and long prompts that arrive meanwhile.
+    """Users that run one short job after the other, and long prompts that arrive meanwhile.
 
-    Of three long prompts the first arrives when a quarter of the users' tokens has been seen, and so on: by progress,
-    not by the clock, so that a faster side has no easier work.
+    The long prompts divide the users' tokens evenly: the first of three arrives when a quarter of these tokens has been
+    received. Arrivals depend on progress and not on the clock, so that a faster system does not get easier work.
     """
 
     short: Sequence[Sequence[Prompt]]
-    """By user."""
+    """Prompts of each user."""
     long: Sequence[Prompt]
     n_out: int
     long_out: int
 
     async def run(self, client: AsyncClient) -> dict[str, Any]:
-        """Figures of all jobs, of the users' and of the others."""
+        """Run the mix and return the figures of all jobs, of the users' short jobs and of the long prompts."""
         progress = Progress(total=sum(map(len, self.short)) * self.n_out)
         async with asyncio.TaskGroup() as tasks:
-            users = [tasks.create_task(self._use(client, own, progress)) for own in self.short]
+            users = [tasks.create_task(self._run_user(client, prompts, progress)) for prompts in self.short]
             arriving = [
-                tasks.create_task(self._arrive(client, prompt, (index + 1) / (len(self.long) + 1), progress))
+                tasks.create_task(self._run_long(client, prompt, (index + 1) / (len(self.long) + 1), progress))
                 for index, prompt in enumerate(self.long)
             ]
         short = [timeline for user in users for timeline in user.result()]
@@ -59,22 +60,23 @@ class Interactive:
         figures = {"all": summarize(short + long), "short": summarize(short)}
         return figures | ({"long": summarize(long)} if long else {})
 
-    async def _use(self, client: AsyncClient, own: Sequence[Prompt], progress: Progress) -> list[Timeline]:
-        return [await follow(client, prompt, progress.add, **greedy(self.n_out)) for prompt in own]
+    async def _run_user(self, client: AsyncClient, prompts: Sequence[Prompt], progress: Progress) -> list[Timeline]:
+        return [await follow(client, prompt, progress.add, **greedy(self.n_out)) for prompt in prompts]
 
-    async def _arrive(self, client: AsyncClient, prompt: Prompt, share: float, progress: Progress) -> Timeline:
+    async def _run_long(self, client: AsyncClient, prompt: Prompt, share: float, progress: Progress) -> Timeline:
         await progress.reach(share)
         return await follow(client, prompt, **greedy(self.long_out))
 
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """Jobs submitted all at once, in the slow line: prompts and output lengths."""
+    """Jobs of priority `bulk` that are submitted all at once."""
 
     jobs: Sequence[tuple[Prompt, int]]
+    """Prompt and output length in tokens of each job."""
 
     async def run(self, client: AsyncClient) -> dict[str, Any]:
-        """Figures of all jobs."""
+        """Run the mix and return the figures of all jobs."""
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(follow(client, prompt, **_bulk(n_out))) for prompt, n_out in self.jobs]
         return {"all": summarize([task.result() for task in running])}

@@ -12,35 +12,36 @@ import numpy as np
 
 @dataclass(slots=True)
 class Timeline:
-    """What one subscriber saw: when its job was submitted, and when how many tokens came. Seconds of one clock."""
+    """Times at which one subscriber received the tokens of its job, in seconds of `time.perf_counter`."""
 
     submitted_s: float
     arrivals_s: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    """Number of tokens of each arrival."""
     ended_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     job_id: str | None = None
-    """To ask for its stats; None where it was no job of a worker."""
+    """Id of the worker's job; None for a request to llama-server."""
 
     @property
     def ttft_ms(self) -> float:
-        """From submit to the first token."""
+        """Time from submit to the first token."""
         return (self.arrivals_s[0] - self.submitted_s) * 1000
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between arrivals; several tokens may arrive together."""
+        """Times between two arrivals. Several tokens may arrive together."""
         return [float(gap) for gap in np.diff(self.arrivals_s) * 1000]
 
     @property
     def latency_ms(self) -> float:
-        """From submit to the end."""
+        """Time from submit to the end of the job."""
         return (self.ended_s - self.submitted_s) * 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A job as its caller saw it, and how much of its prompt needed no computing."""
+    """The timings of a job, and the number of its prompt tokens that were reused from a cache."""
 
     timeline: Timeline
     prompt_tokens: int
@@ -48,12 +49,12 @@ class Answer:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens that were computed."""
         return self.prompt_tokens - self.reused_tokens
 
 
 def summarize(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Figures of jobs that ran together: over all from the first submit to the last end."""
+    """Return figures of jobs that ran together. Wall time counts from the first submit to the last end."""
     n_tokens = sum(sum(one.counts) for one in timelines)
     wall_s = max(one.ended_s for one in timelines) - min(one.submitted_s for one in timelines)
     return {
@@ -68,13 +69,13 @@ def summarize(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Percentiles and the largest; zeros where nothing was measured."""
+    """Return the percentiles 50, 95 and 99 and the maximum; zeros where there are no values."""
     p50, p95, p99, largest = np.percentile(values or (0.0,), (50, 95, 99, 100)).round(2).tolist()
     return {"p50": p50, "p95": p95, "p99": p99, "max": largest}
 
 
 def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each figure over rounds that have the same ones."""
+    """Return the median of each figure over the rounds. All rounds have the same figures."""
     merged: dict[str, Any] = {}
     for name, first in rounds[0].items():
         values = [figures[name] for figures in rounds]

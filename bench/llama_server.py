@@ -1,13 +1,16 @@
-"""llama-server as a peer: started from the `xllamacpp` wheel, asked over HTTP with token ids as workers are.
+"""llama-server, started from the `xllamacpp` wheel. It is called over HTTP with token ids, as workers are.
 
-It gets the model file, the threads, the context and the number of slots of a worker, `--kv-unified`, which lets a slot
-use what others leave, and otherwise its own defaults: prompts cached, 8 GiB of host memory for slots' states, cells of
-idle slots moved there when others need room, similarity 0.1, no reuse of shifted chunks (`--cache-reuse 0`).
-Requests are greedy with top-k 1, which made its sampling fastest of what was tried (vocabulary 151,936: 1.16 ms a token
-against 1.3 with its default samplers, 1.25 with top-k alone, 1.9 with `backend_sampling`; nearly all of it the model).
+llama-server gets the model file, the threads, the context and the number of slots of a worker, and `--kv-unified`, so
+that a slot can use cells that other slots leave free. All other settings are its defaults: prompts are cached, 8 GiB
+of host memory hold the states of slots, cells of idle slots move there when other slots need room, the similarity is
+0.1, and shifted chunks are not reused (`--cache-reuse 0`).
 
-The wheel's x86-64 build for Linux stops at AVX2, where a worker's llama.cpp is built for the CPU: figures say also how
-the two compare where nothing can be reused.
+Requests are greedy with top-k 1. Of the sampler settings that were tried, this is the fastest: 1.16 ms a token at a
+vocabulary of 151,936, against 1.3 ms with the default samplers, 1.25 ms with top-k alone and 1.9 ms with
+`backend_sampling`. Nearly all of this time is the model.
+
+The wheel's build for Linux on x86-64 stops at AVX2. A worker's llama.cpp is built for the CPU that it runs on.
+Therefore the benchmarks also compare the two systems where nothing can be reused.
 """
 
 from __future__ import annotations
@@ -33,13 +36,13 @@ from job_timings import Answer, Timeline
 from llamaq.common.errors import LlamaqError
 from llamaq.worker.settings import WorkerSettings
 
-PYTHON = "LLAMAQ_BENCH_PEER"
-"""Environment variable: the python of an environment with xllamacpp. `make bench-peers` makes one and sets it."""
+PYTHON_VARIABLE = "LLAMAQ_BENCH_PEER"
+"""Environment variable with the path of a python that has xllamacpp. `make bench-peers` installs one and sets it."""
 STOP_TIMEOUT_S = 10.0
 
 
 class LlamaServer:
-    """A running llama-server, asked over HTTP."""
+    """A running llama-server, called over HTTP."""
 
     def __init__(self, address: str, version: str, params: dict[str, Any]) -> None:
         self._netloc = urlsplit(address).netloc
@@ -47,28 +50,28 @@ class LlamaServer:
         self._n_slots: int = params["n_parallel"]
         self.version = version
 
-    def ask(self, prompts: Sequence[list[int]], n_out: int, *, cache_prompt: bool = True) -> list[Answer]:
-        """All at once, streamed, over connections that are open before the first is sent."""
-        with ThreadPoolExecutor(len(prompts)) as threads, ExitStack() as ends:
-            connections = [ends.enter_context(self._connected()) for _ in prompts]
-            asked = partial(_complete, n_out=n_out, cache_prompt=cache_prompt)
-            answers = list(threads.map(asked, connections, prompts))
+    def generate(self, prompts: Sequence[list[int]], n_out: int, *, cache_prompt: bool = True) -> list[Answer]:
+        """Send all prompts at once and stream the answers. All connections are open before the first prompt is sent."""
+        with ThreadPoolExecutor(len(prompts)) as threads, ExitStack() as exits:
+            connections = [exits.enter_context(self._connected()) for _ in prompts]
+            complete = partial(_complete, n_out=n_out, cache_prompt=cache_prompt)
+            answers = list(threads.map(complete, connections, prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
             if len(answer.timeline.tokens) < n_out:
-                answer.timeline.tokens[:] = self._ask_again(prompt, n_out)
+                answer.timeline.tokens[:] = self._generate_again(prompt, n_out)
         return answers
 
-    def forget(self) -> None:
-        """Empty the slots, so that nothing has to be moved out of them for new prompts."""
+    def clear_cache(self) -> None:
+        """Erase all slots, so that no cells are moved to host memory when new prompts arrive."""
         for slot in range(self._n_slots):
             with self._connected() as connection:
                 connection.request("POST", f"/slots/{slot}?action=erase")
                 _check(connection.getresponse()).read()
 
     def describe(self) -> dict[str, Any]:
-        """Version and settings, for the record."""
-        unsaid = ("model.path", "slot_save_path", "verbosity")
-        return {"xllamacpp": self.version} | {key: one for key, one in self._params.items() if key not in unsaid}
+        """Return version and settings."""
+        omitted = ("model.path", "slot_save_path", "verbosity")
+        return {"xllamacpp": self.version} | {key: one for key, one in self._params.items() if key not in omitted}
 
     @contextmanager
     def _connected(self) -> Iterator[HTTPConnection]:
@@ -79,11 +82,11 @@ class LlamaServer:
             yield connection
         finally:
             with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # ends a thread that still reads
+                sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is still reading
             connection.close()
 
-    def _ask_again(self, prompt: list[int], n_out: int) -> list[int]:
-        """All tokens of an answer; its stream leaves those out that end within a character."""
+    def _generate_again(self, prompt: list[int], n_out: int) -> list[int]:
+        """Return all tokens of an answer. The stream omits tokens that end within a character."""
         with self._connected() as connection:
             response = _post(connection, _request(prompt, n_out, stream=False, return_tokens=True))
             tokens: list[int] = json.loads(response.read())["tokens"]
@@ -109,7 +112,7 @@ def _complete(connection: HTTPConnection, prompt: list[int], *, n_out: int, cach
             timeline.tokens += tokens
     timeline.ended_s = time.perf_counter()
     if not event.get("stop") or event["tokens_predicted"] != n_out:
-        raise LlamaqError(f"llama-server's answer is not one of {n_out} tokens: {event}")
+        raise LlamaqError(f"llama-server did not answer with {n_out} tokens: {event}")
     timings = event["timings"]
     return Answer(timeline, timings["cache_n"] + timings["prompt_n"], timings["cache_n"])
 
@@ -126,9 +129,9 @@ def _check(response: HTTPResponse) -> HTTPResponse:
 
 
 @contextmanager
-def llama_server(settings: WorkerSettings) -> Iterator[LlamaServer | None]:
-    """llama-server with these settings of a worker; None where `LLAMAQ_BENCH_PEER` names no python."""
-    python = os.environ.get(PYTHON)
+def start_llama_server(settings: WorkerSettings) -> Iterator[LlamaServer | None]:
+    """Start llama-server with a worker's settings. Yields None where `LLAMAQ_BENCH_PEER` is not set."""
+    python = os.environ.get(PYTHON_VARIABLE)
     if not python:
         yield None
         return
@@ -148,10 +151,10 @@ def _start(python: str, log: BinaryIO) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            start_new_session=True,  # Ctrl-C goes to the benchmark, which ends it by closing its standard input
+            start_new_session=True,  # Ctrl-C reaches only the benchmark, which closes the standard input
         )
     except OSError as exc:
-        raise LlamaqError(f"{PYTHON} names no python: {exc}") from exc
+        raise LlamaqError(f"{PYTHON_VARIABLE} does not name a python: {exc}") from exc
 
 
 def _params(settings: WorkerSettings, folder: str) -> dict[str, Any]:
@@ -162,35 +165,35 @@ def _params(settings: WorkerSettings, folder: str) -> dict[str, Any]:
         "n_ubatch": settings.n_ubatch,
         "n_parallel": settings.n_parallel,
         "kv_unified": True,
-        # its defaults
+        # defaults of llama-server
         "cache_prompt": True,
         "cache_ram_mib": 8192,
         "cache_idle_slots": True,
         "n_cache_reuse": 0,
         "slot_prompt_similarity": 0.1,
         "cont_batching": True,
-        # as a worker has it
+        # settings of the worker
         "cpuparams.n_threads": settings.n_threads,
         "cpuparams_batch.n_threads": settings.n_threads,
         "n_gpu_layers": settings.n_gpu_layers,
-        "fit_params": False,  # n_ctx and n_gpu_layers as they are set
-        "n_threads_http": 64,  # no request waits for another to end
-        "slot_save_path": folder + os.sep,  # without it slots cannot be erased
+        "fit_params": False,  # keep n_ctx and n_gpu_layers as given
+        "n_threads_http": 64,  # one for each request, so that no request waits for another
+        "slot_save_path": folder + os.sep,  # required for erasing slots
         "verbosity": 1,
     }
 
 
 def _await_ready(process: subprocess.Popen[bytes], params: dict[str, Any], log: BinaryIO) -> dict[str, str]:
-    """Where it listens, and its version."""
+    """Return the address and the version."""
     if process.stdin is None or process.stdout is None:
-        raise RuntimeError("a process without its pipes")
+        raise RuntimeError("llama-server was started without pipes")
     process.stdin.write(json.dumps(params).encode() + b"\n")
     process.stdin.flush()
     readable, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
     line = process.stdout.readline() if readable else b""
     if not line:
         log.seek(0)
-        raise LlamaqError(f"llama-server does not start: {log.read().decode(errors='replace')[-2000:]}")
+        raise LlamaqError(f"llama-server did not start: {log.read().decode(errors='replace')[-2000:]}")
     ready: dict[str, str] = json.loads(line)
     return ready
 

@@ -1,7 +1,8 @@
-"""Starts llama-server in this process, from the `xllamacpp` wheel: run by the python of an environment that has it.
+"""Run llama-server from the `xllamacpp` wheel. This file is run by the python of an environment that has the wheel.
 
-Standard input has one line of JSON: the attributes of `xllamacpp.CommonParams` to set, by dotted name. Standard output
-gets one: where the server listens, and the wheel's version. It runs until standard input is closed.
+Standard input: one line of JSON with the attributes of `xllamacpp.CommonParams` to set, by dotted name.
+Standard output: one line of JSON with the address of the server and the version of the wheel.
+The server runs until standard input is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def main() -> None:
         owner = params
         for part in path:
             owner = getattr(owner, part)
-        getattr(owner, attribute)  # an unknown one is an error here
+        getattr(owner, attribute)  # raises AttributeError for an unknown name
         setattr(owner, attribute, value)
     server = xllamacpp.Server(params)
     print(json.dumps({"address": server.listening_address, "version": xllamacpp.__version__}), flush=True)

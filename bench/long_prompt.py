@@ -1,12 +1,15 @@
-"""How long running streams wait for their next token while a prompt of 3,000 tokens is read.
+"""How long do running streams wait for their next token during the prefill of a prompt of 3,000 tokens?
 
-Three jobs stream; then a long prompt comes, which the worker reads in chunks of 512 tokens, each in one tick with the
-streams' decode tokens. `longest_gap_ms` is the longest time between two arrivals at any of the streams' subscribers
-meanwhile. Ticks are the worker's own measurements, through a hook: `chunk_tick_ms` are those with a full chunk and a
-token of every stream. `gap_per_median_tick` is the longest gap over the median of those; 1.5 is the target, and it
-shows also that later chunks take longer, as they look at more cells. `gap_per_own_tick` has the slowest tick that ended
-within the gap below the line: near 1 it says only that nothing beside the tick is in the way. `unchunked` are the same
-figures with the whole prompt in as few ticks as `n_batch` allows.
+Three jobs stream. Then a long prompt arrives, which the worker reads in chunks of 512 tokens. Each chunk is computed
+in one tick together with the streams' decode tokens. A hook in the worker measures the ticks.
+
+- `longest_gap_ms`: the longest time between two arrivals at any stream's subscriber during the prefill.
+- `chunk_tick_ms`: duration of the ticks with a full chunk and a token of every stream.
+- `gap_per_median_tick`: the longest gap divided by the median of these ticks; the target is 1.5. Later chunks take
+  longer than earlier ones, because their attention covers more cells; that raises this ratio.
+- `gap_per_own_tick`: the longest gap divided by the slowest tick that ended within it. A ratio near 1 says that
+  nothing but the tick delays the streams.
+- `unchunked`: the same figures when the prompt is read in as few ticks as `n_batch` allows.
 """
 
 from __future__ import annotations
@@ -24,25 +27,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from harness import Figures, Plan, note, run, show, stack
+from harness import Figures, Plan, note, run, show, start_stack
 from job_timings import Timeline, median_of, spread
 from llamaq.producer import AsyncClient
 from workload import Prompts, follow, greedy
 
 TICKS_FILE = "BENCH_TICKS_FILE"
-"""Environment variable: where the hook of a worker writes its ticks."""
+"""Environment variable: the file to which the hook of a worker writes its ticks."""
 N_STREAMS = 3
 N_IN, N_OUT = 64, 160
 N_LONG, QUICK_N_LONG = 3000, 1000
 CHUNK_SIZE, QUICK_CHUNK_SIZE = 512, 128
 N_CTX = 8192
 STREAMED_BEFORE = 24
-"""Tokens that every stream has had when the long prompt comes."""
+"""Number of tokens that every stream has received when the long prompt is submitted."""
 TARGET = 1.5
 
 
 def record(name: str, measurements: Mapping[str, Any]) -> None:
-    """The hook, in the worker's process: appends each tick to a file, with its end by the machine's clock."""
+    """Append each tick to the file, with its end in seconds of the machine's clock. Runs in the worker's process."""
     if name == "tick":
         with Path(os.environ[TICKS_FILE]).open("a") as file:
             file.write(json.dumps({"at_s": time.perf_counter(), **measurements}) + "\n")
@@ -50,7 +53,7 @@ def record(name: str, measurements: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one worker gets in one round."""
+    """The prompts that one worker gets in one round."""
 
     streams: list[list[int]]
     long_prompt: list[int]
@@ -61,18 +64,18 @@ class Load:
 
 
 async def read_beside_streams(load: Load, client: AsyncClient) -> tuple[Timeline, list[Timeline]]:
-    """The long prompt's timeline, and those of the streams."""
+    """Run the streams, submit the long prompt when all of them stream, and return the timelines of both."""
     counts = [0] * len(load.streams)
     all_stream = asyncio.Event()
 
-    def seen(index: int, n_tokens: int) -> None:
+    def count(index: int, n_tokens: int) -> None:
         counts[index] += n_tokens
         if min(counts) >= STREAMED_BEFORE:
             all_stream.set()
 
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(follow(client, prompt, partial(seen, index), **greedy(N_OUT)))
+            tasks.create_task(follow(client, prompt, partial(count, index), **greedy(N_OUT)))
             for index, prompt in enumerate(load.streams)
         ]
         await all_stream.wait()
@@ -81,25 +84,25 @@ async def read_beside_streams(load: Load, client: AsyncClient) -> tuple[Timeline
 
 
 Gap = tuple[float, float]
-"""Two arrivals, one after the other, in seconds."""
+"""Times of two successive arrivals in seconds."""
 
 
 def gaps_during(long: Timeline, streams: list[Timeline]) -> list[Gap]:
-    """The gaps of all streams that overlap the reading of the long prompt."""
+    """Return the gaps of all streams that overlap the prefill of the long prompt."""
     begin_s, end_s = long.submitted_s, long.arrivals_s[0]
     pairs = (pair for stream in streams for pair in pairwise(stream.arrivals_s))
     return [(before, after) for before, after in pairs if after > begin_s and before < end_s]
 
 
 def read_ticks(ticks_file: Path) -> list[dict[str, Any]]:
-    """The ticks since the last call; empties the file."""
+    """Return the ticks since the last call, and empty the file."""
     ticks = [json.loads(line) for line in ticks_file.read_text().splitlines()]
     ticks_file.write_text("")
     return ticks
 
 
 def summarize(long: Timeline, streams: list[Timeline], ticks: list[dict[str, Any]], full_chunk: int) -> dict[str, Any]:
-    """Figures of one round."""
+    """Return the figures of one round; `full_chunk` is the number of prompt tokens in a tick with a full chunk."""
     begin_s, end_s = max(gaps_during(long, streams), key=lambda gap: gap[1] - gap[0])
     longest_ms = (end_s - begin_s) * 1000
     within_ms = max(tick["eval_ms"] for tick in ticks if begin_s < tick["at_s"] < end_s)
@@ -120,11 +123,11 @@ def _is_chunk_tick(tick: dict[str, Any], full_chunk: int) -> bool:
 
 
 def measure(plan: Plan) -> Figures:
-    """The figures of all rounds, chunked and not."""
+    """Return the medians over the rounds, with chunks and without."""
     n_long, chunk_size = (QUICK_N_LONG, QUICK_CHUNK_SIZE) if plan.quick else (N_LONG, CHUNK_SIZE)
     n_batch = 2048
-    with ExitStack() as ends:
-        ticks_file = Path(ends.enter_context(tempfile.TemporaryDirectory())) / "ticks.jsonl"
+    with ExitStack() as exits:
+        ticks_file = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "ticks.jsonl"
         ticks_file.touch()
         os.environ |= {TICKS_FILE: str(ticks_file), "PYTHONPATH": _path_with_this_folder()}
         sizes = {"chunked": chunk_size, "unchunked": n_batch}
@@ -132,15 +135,15 @@ def measure(plan: Plan) -> Figures:
             plan.settings(queue=name, n_ctx=N_CTX, n_batch=n_batch, chunk_size=size, hooks=("long_prompt:record",))
             for name, size in sizes.items()
         ]
-        over = ends.enter_context(stack(settings))
-        prompts = Prompts(plan.seed, over.worker.card.n_vocab)
+        stack = exits.enter_context(start_stack(settings))
+        prompts = Prompts(plan.seed, stack.worker.card.n_vocab)
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sizes}
         for index in range(plan.rounds + 1):
             for name, size in sizes.items():
                 load = Load.draw(prompts, n_long)
-                long, streams = over.run(partial(read_beside_streams, load), name)
-                whole = min(size, n_batch - N_STREAMS, n_long)
-                figures = summarize(long, streams, read_ticks(ticks_file), whole)
+                long, streams = stack.run(partial(read_beside_streams, load), name)
+                full_chunk = min(size, n_batch - N_STREAMS, n_long)
+                figures = summarize(long, streams, read_ticks(ticks_file), full_chunk)
                 if index or plan.quick:  # the first round warms up
                     rounds[name].append(figures)
                     note(f"{name}: longest gap {figures['longest_gap_ms']} ms")
@@ -153,7 +156,7 @@ def measure(plan: Plan) -> Figures:
 
 
 def _path_with_this_folder() -> str:
-    """For the worker's process, which loads the hook from this file."""
+    """Return a `PYTHONPATH` with which the worker's process can import the hook from this file."""
     folders = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(filter(None, folders))
 
@@ -165,7 +168,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
         ratio, median_tick = f"{one['gap_per_median_tick']:.2f}", one["chunk_tick_ms"]["p50"]
         times = (one["longest_gap_ms"], one["tick_within_ms"], ratio, median_tick)
         rows.append((name, *times, one["ttft_long_ms"], one["itl_ms"]["p50"]))
-    show("streams while a long prompt is read", columns, rows)
+    show("streams during the prefill of a long prompt", columns, rows)
 
 
 if __name__ == "__main__":

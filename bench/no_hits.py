@@ -1,14 +1,17 @@
-"""What does the prefix cache cost where nothing is shared?
+"""What does the prefix cache cost where no prefix is shared?
 
-24 jobs over 8 slots at once, 256 random tokens in, no two alike, 64 out, greedy, streamed, on workers that have seen
-enough other prompts to be full. `null` is a worker without a cache (`--no-cache-prompt`), `default` one as it comes,
-with host memory behind its cells, `held-N` one that may keep N cells on the device and has no host memory: attention
-walks held cells in every tick, and these show what that costs. `vs_null` is wall time over that of `null` in the same
-round.
+24 jobs run at once on 8 slots: 256 random tokens in, all prompts different, 64 tokens out, greedy and streamed.
+Before that, other prompts fill the caches. The systems are:
 
-`bookkeeping_share` is the share of the engine thread's busy time that goes to deciding about KV memory (`Memory`
-without the moving of cells, which is `moves_share`); `added_share` is what all of the scheduler's time, moves included,
-is longer than with `null`.
+- `null`: a worker without a cache (`--no-cache-prompt`);
+- `default`: a worker with default settings, which moves cells to host memory;
+- `held-N`: a worker that keeps at most N idle cells on the device and has no host memory. Attention scans held cells
+  in every tick; these workers show the cost of that.
+
+`vs_null` is the wall time divided by the wall time of `null` in the same round. `bookkeeping_share` is the share of
+the engine thread's busy time that is spent on decisions about KV memory (`KvMemory` without moving cells).
+`moves_share` is the share that moves cells. `added_share` is the scheduler's time, moves included, minus that of
+`null`, as a share.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from cpu_clock import CpuClock
-from engine_thread_time import HOOK, Totals, read_totals, watched
+from engine_thread_time import HOOK, Totals, read_totals, stopwatches_in_workers
 from harness import Figures, Plan, Stack, note, run, show
 from llamaq.common.protocol.queue_state import CacheSnapshot
 from llamaq.producer import AsyncClient
 from llamaq.worker.settings import WorkerSettings
-from systems import Round, Side, Sides, figures_of, over_rounds, said, sides, verdict
+from systems import Round, System, Systems, check_target, figures_of, format_range, merge_rounds, start_systems
 from workload import Prompts
 
 NULL, DEFAULT = "null", "default"
@@ -34,7 +37,7 @@ WALL_TARGET, SHARE_TARGET = 1.10, 0.01
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every side gets in a round."""
+    """The work of a round; lengths in tokens."""
 
     n_slots: int
     n_jobs: int
@@ -42,11 +45,11 @@ class Load:
     n_out: int
     n_ctx: int
     held: tuple[int, ...]
-    """Points of the curve, in cells."""
+    """Values of `held_cells` that are compared."""
 
     @property
     def n_fill(self) -> int:
-        """Jobs of one token out after which the most cells are held."""
+        """Number of jobs of one token out that fill the largest number of held cells."""
         return -(-max(self.held) // self.n_in)
 
 
@@ -55,36 +58,36 @@ QUICK = Load(n_slots=2, n_jobs=4, n_in=32, n_out=8, n_ctx=512, held=(0, 256))
 
 
 @dataclass(slots=True)
-class Ledger:
-    """The engine threads' totals as they were last read."""
+class TotalsReader:
+    """Reads the totals of the engine threads, and remembers the last values."""
 
     stack: Stack
     folder: Path
     _last: dict[str, Totals] = field(default_factory=dict)
 
-    def added(self, queue: str, n_jobs: int) -> Totals:
-        """What a worker added since the last call, in which `n_jobs` jobs and the client's first one ended."""
+    def since_last(self, queue: str, n_jobs: int) -> Totals:
+        """Return a worker's totals since the last call. `n_jobs` jobs and the client's first job ended since then."""
         before = self._last.get(queue, Totals())
         now = read_totals(self.folder, self.stack.workers[queue].card.pid, before.jobs + n_jobs + 1)
         self._last[queue] = now
         return now.since(before)
 
 
-def time_jobs(over: Sides, ledger: Ledger, prompts: list[list[int]], n_out: int) -> Round:
-    """The same jobs at once on each side."""
+def time_jobs(systems: Systems, totals_reader: TotalsReader, prompts: list[list[int]], n_out: int) -> Round:
+    """Run the same jobs at once on each system."""
     busy: dict[str, Totals] = {}
 
-    def ask(name: str, side: Side) -> Figures:
-        if name not in over.workers:
-            return figures_of(side.ask(prompts, n_out))
-        clock = CpuClock(over.stack, name)
+    def measure_system(name: str, system: System) -> Figures:
+        if name not in systems.workers:
+            return figures_of(system.generate(prompts, n_out))
+        clock = CpuClock(systems.stack, name)
         before = clock.read()
-        figures = figures_of(side.ask(prompts, n_out))
+        figures = figures_of(system.generate(prompts, n_out))
         used = clock.us_per_token(before, figures["tokens"])
-        busy[name] = ledger.added(name, len(prompts))
+        busy[name] = totals_reader.since_last(name, len(prompts))
         return figures | {"cpu_us_per_token": used}
 
-    one_round = over.in_turn(ask)
+    one_round = systems.measure_each(measure_system)
     null = one_round[NULL]["wall_s"]
     for name, totals in busy.items():
         one_round[name] |= engine_figures(totals, busy[NULL])
@@ -94,8 +97,8 @@ def time_jobs(over: Sides, ledger: Ledger, prompts: list[list[int]], n_out: int)
 
 
 def engine_figures(totals: Totals, null: Totals) -> Figures:
-    """The engine thread's time by tick, and the cache's shares of it."""
-    by_tick = {
+    """Return the engine thread's time per tick, and the cache's shares of its busy time."""
+    per_tick = {
         "tick_ms": totals.busy_s,
         "scheduler_ms": totals.scheduler_s,
         "memory_ms": totals.memory_s,
@@ -103,15 +106,15 @@ def engine_figures(totals: Totals, null: Totals) -> Figures:
     }
     return {
         "ticks": totals.ticks,
-        **{name: round(seconds * 1000 / totals.ticks, 4) for name, seconds in by_tick.items()},
+        **{name: round(seconds * 1000 / totals.ticks, 4) for name, seconds in per_tick.items()},
         "bookkeeping_share": round((totals.memory_s - totals.moves_s) / totals.busy_s, 5),
         "moves_share": round(totals.moves_s / totals.busy_s, 5),
         "added_share": round((totals.scheduler_s - null.scheduler_s) / totals.busy_s, 5),
     }
 
 
-def workers_of(plan: Plan, load: Load) -> dict[str, WorkerSettings]:
-    """The worker without a cache, the one with defaults, and those of the curve."""
+def worker_settings(plan: Plan, load: Load) -> dict[str, WorkerSettings]:
+    """Return the worker without a cache, the worker with defaults, and one worker for each number of held cells."""
     common: dict[str, Any] = {"n_parallel": load.n_slots, "n_ctx": load.n_ctx, "hooks": (HOOK,)}
     workers = {NULL: plan.settings(cache_prompt=False, **common), DEFAULT: plan.settings(**common)}
     for cells in load.held:
@@ -119,8 +122,8 @@ def workers_of(plan: Plan, load: Load) -> dict[str, WorkerSettings]:
     return workers
 
 
-async def look(client: AsyncClient) -> CacheSnapshot:
-    """The cache of the queue's worker, in a heartbeat that is newer than this call."""
+async def newest_cache_snapshot(client: AsyncClient) -> CacheSnapshot:
+    """Return the cache figures of the queue's worker from a heartbeat that is newer than this call."""
     called_ms = time.time() * 1000
     while True:
         worker = (await client.workers())[0]
@@ -130,42 +133,52 @@ async def look(client: AsyncClient) -> CacheSnapshot:
 
 
 def measure(plan: Plan) -> Figures:
-    """Figures by side."""
+    """Return the figures by system."""
     load = QUICK if plan.quick else FULL
-    with watched() as folder, sides(workers_of(plan, load)) as over:
-        prompts = Prompts(plan.seed, over.n_vocab)
-        ledger = Ledger(over.stack, folder)
-        time_jobs(over, ledger, prompts.several(load.n_fill, load.n_in), 1)  # warm up, and fill
+    with stopwatches_in_workers() as folder, start_systems(worker_settings(plan, load)) as systems:
+        prompts = Prompts(plan.seed, systems.n_vocab)
+        totals_reader = TotalsReader(systems.stack, folder)
+        time_jobs(systems, totals_reader, prompts.several(load.n_fill, load.n_in), 1)  # warm up, and fill the caches
         rounds = [
-            time_jobs(over, ledger, prompts.several(load.n_jobs, load.n_in), load.n_out) for _ in range(plan.rounds)
+            time_jobs(systems, totals_reader, prompts.several(load.n_jobs, load.n_in), load.n_out)
+            for _ in range(plan.rounds)
         ]
-        caches = {name: over.stack.run(look, name).model_dump() for name in over.workers}
-        peer = over.describe_peer()
-    results = over_rounds(rounds)
+        caches = {name: systems.stack.run(newest_cache_snapshot, name).model_dump() for name in systems.workers}
+        llama_server = systems.describe_llama_server()
+    results = merge_rounds(rounds)
     for name, cache in caches.items():
         results[name]["cache"] = cache
     _show(results)
     sizes = {"slots": load.n_slots, "jobs": load.n_jobs, "tokens_in": load.n_in, "tokens_out": load.n_out}
-    return sizes | {"n_ctx": load.n_ctx} | peer | {"targets": judge(results), "sides": results}
+    return sizes | {"n_ctx": load.n_ctx} | llama_server | {"targets": check_targets(results), "sides": results}
 
 
-def judge(results: Round) -> Figures:
-    """What was to be shown."""
+def check_targets(results: Round) -> Figures:
+    """Compare the figures with the targets."""
     default = results[DEFAULT]
     return {
-        "vs_null": verdict(default["vs_null"], at_most=WALL_TARGET),
-        "bookkeeping_share": verdict(default["bookkeeping_share"], at_most=SHARE_TARGET),
+        "vs_null": check_target(default["vs_null"], at_most=WALL_TARGET),
+        "bookkeeping_share": check_target(default["bookkeeping_share"], at_most=SHARE_TARGET),
     }
 
 
 def _show(results: Round) -> None:
-    columns = ("side", "tok/s", "wall s (range)", "of null", "of peer's", "TTFT p50 ms", "ITL p50 ms", "entries")
+    columns = (
+        "system",
+        "tok/s",
+        "wall s (range)",
+        "of null",
+        "of llama-server's",
+        "TTFT p50 ms",
+        "ITL p50 ms",
+        "entries",
+    )
     rows: list[tuple[object, ...]] = []
     for name, one in results.items():
-        ratios = (f"{one['vs_null']:.2f}" if "vs_null" in one else "-", said(one, "vs_peer"))
+        ratios = (f"{one['vs_null']:.2f}" if "vs_null" in one else "-", format_range(one, "vs_peer"))
         times = (one["ttft_ms"]["p50"], one["itl_ms"]["p50"])
         entries = one["cache"]["entries"] if "cache" in one else "-"
-        rows.append((name, one["tokens_per_s"], said(one, "wall_s", 3), *ratios, *times, entries))
+        rows.append((name, one["tokens_per_s"], format_range(one, "wall_s", 3), *ratios, *times, entries))
     show("nothing shared", columns, rows)
     _show_engine({name: one for name, one in results.items() if "tick_ms" in one})
 

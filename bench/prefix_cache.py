@@ -1,10 +1,13 @@
-"""A chat of four turns, with the prefix cache and without: what does a user wait for?
+"""A chat of four turns, with the prefix cache and without: how long does a user wait?
 
-256 random tokens first, 48 more in each later turn, answers of 64 tokens, greedy, streamed; each turn's prompt is all
-that was said before and the new tokens, with the side's own answers. Chats run one after the other, each with the
-cache (`on`), then the same again without (`off`: a worker with `--no-cache-prompt`, llama-server with
-`cache_prompt: false`). `extra_tokens` is what a turn computed beyond its new tokens: the last token of an answer has
-never been computed, so one is right. `speed_up` divides latencies without the cache by those with it, over all turns.
+The first turn has 256 random tokens, each later turn 48 more; answers have 64 tokens, greedy and streamed. The prompt
+of a turn is the whole history, with the system's own answers, and the new tokens. Chats run one after the other, each
+with the cache (`on`) and then without (`off`: a worker with `--no-cache-prompt`, llama-server with `cache_prompt:
+false`).
+
+`extra_tokens` is the number of tokens that a turn computed beyond its new tokens. One is right, because the last
+token of an answer has never been computed. `speed_up` is the latency without the cache divided by the latency with
+it, over all turns.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from harness import Figures, Plan, note, run, show
 from job_timings import Answer, median_of
-from systems import PEER, Side, Sides, range_of, sides, verdict
+from systems import LLAMA_SERVER, System, Systems, check_target, range_of, start_systems
 from workload import Prompts
 
 N_FIRST, QUICK_N_FIRST = 256, 64
@@ -25,14 +28,15 @@ N_CHATS, QUICK_N_CHATS = 3, 1
 N_CTX = 4096
 ON, OFF = "llamaq", "llamaq-off"
 
-Ask = Callable[[list[int]], Answer]
+Generate = Callable[[list[int]], Answer]
+"""Generates an answer to a prompt."""
 
 
-def chat(ask: Ask, said_by_user: Sequence[list[int]]) -> list[Figures]:
-    """One chat; the figures of its turns."""
+def chat(generate: Generate, user_turns: Sequence[list[int]]) -> list[Figures]:
+    """Run one chat and return the figures of its turns."""
     turns, history = [], list[int]()
-    for new in said_by_user:
-        answer = ask(history + new)
+    for new in user_turns:
+        answer = generate(history + new)
         turns.append(
             {
                 "prompt_tokens": answer.prompt_tokens,
@@ -46,39 +50,40 @@ def chat(ask: Ask, said_by_user: Sequence[list[int]]) -> list[Figures]:
     return turns
 
 
-def ways(over: Sides, n_out: int) -> dict[str, dict[str, Ask]]:
-    """How to ask each side, with the cache and without."""
+def generators(systems: Systems, n_out: int) -> dict[str, dict[str, Generate]]:
+    """Return for each system a function that generates with the cache (`on`) and one without (`off`)."""
 
-    def asking(side: Side, *, cache_prompt: bool) -> Ask:
-        return lambda prompt: side.ask([prompt], n_out, cache_prompt=cache_prompt)[0]
+    def generator(system: System, *, cache_prompt: bool) -> Generate:
+        return lambda prompt: system.generate([prompt], n_out, cache_prompt=cache_prompt)[0]
 
-    workers = over.workers
-    found = {ON: {"on": asking(workers[ON], cache_prompt=True), "off": asking(workers[OFF], cache_prompt=True)}}
-    if over.peer:
-        found[PEER] = {"on": asking(over.peer, cache_prompt=True), "off": asking(over.peer, cache_prompt=False)}
+    workers = systems.workers
+    found = {ON: {"on": generator(workers[ON], cache_prompt=True), "off": generator(workers[OFF], cache_prompt=True)}}
+    if server := systems.llama_server:
+        found[LLAMA_SERVER] = {
+            "on": generator(server, cache_prompt=True),
+            "off": generator(server, cache_prompt=False),
+        }
     return found
 
 
-def time_round(asks: dict[str, dict[str, Ask]], chats: Sequence[Sequence[list[int]]]) -> dict[str, Figures]:
-    """The same chats on every side, with and without the cache: medians by turn, and the speed-up."""
-    turns: dict[str, dict[str, list[list[Figures]]]] = {
-        name: {way: [] for way in by_way} for name, by_way in asks.items()
-    }
-    for said_by_user in chats:
-        for name, by_way in asks.items():
-            for way, ask in by_way.items():
-                turns[name][way].append(chat(ask, said_by_user))
-    figures = {name: _compare(by_way) for name, by_way in turns.items()}
+def time_round(by_system: dict[str, dict[str, Generate]], chats: Sequence[Sequence[list[int]]]) -> dict[str, Figures]:
+    """Run the same chats on every system, with and without the cache; return medians by turn, and the speed-up."""
+    turns: dict[str, dict[str, list[list[Figures]]]] = {name: {"on": [], "off": []} for name in by_system}
+    for user_turns in chats:
+        for name, on_and_off in by_system.items():
+            for mode, generate in on_and_off.items():
+                turns[name][mode].append(chat(generate, user_turns))
+    figures = {name: _compare(on_and_off) for name, on_and_off in turns.items()}
     note(", ".join(f"{name} {one['speed_up']['mean']:.2f} times faster" for name, one in figures.items()))
     return figures
 
 
-def _compare(by_way: dict[str, list[list[Figures]]]) -> Figures:
-    figures: Figures = {way: _by_turn(chats) for way, chats in by_way.items()}
-    on, off = ([turn["latency_ms"] for one in by_way[way] for turn in one] for way in ("on", "off"))
+def _compare(on_and_off: dict[str, list[list[Figures]]]) -> Figures:
+    figures: Figures = {mode: _by_turn(chats) for mode, chats in on_and_off.items()}
+    on, off = ([turn["latency_ms"] for one in on_and_off[mode] for turn in one] for mode in ("on", "off"))
     mean, median = statistics.mean(off) / statistics.mean(on), statistics.median(off) / statistics.median(on)
     figures["speed_up"] = {"mean": round(mean, 3), "median": round(median, 3)}
-    figures["most_extra_tokens"] = max(turn["extra_tokens"] for one in by_way["on"] for turn in one[1:])
+    figures["most_extra_tokens"] = max(turn["extra_tokens"] for one in on_and_off["on"] for turn in one[1:])
     return figures
 
 
@@ -87,36 +92,36 @@ def _by_turn(chats: list[list[Figures]]) -> Figures:
 
 
 def measure(plan: Plan) -> Figures:
-    """Medians over the rounds."""
+    """Return the medians over the rounds."""
     n_first, n_next = (QUICK_N_FIRST, QUICK_N_NEXT) if plan.quick else (N_FIRST, N_NEXT)
     n_out, n_chats = (QUICK_N_OUT, QUICK_N_CHATS) if plan.quick else (N_OUT, N_CHATS)
     workers = {ON: plan.settings(n_ctx=N_CTX), OFF: plan.settings(n_ctx=N_CTX, cache_prompt=False)}
-    with sides(workers) as over:
-        prompts, asks = Prompts(plan.seed, over.n_vocab), ways(over, n_out)
+    with start_systems(workers) as systems:
+        prompts, by_system = Prompts(plan.seed, systems.n_vocab), generators(systems, n_out)
 
         def draw(count: int) -> list[list[list[int]]]:
             later = N_TURNS - 1
             return [[prompts.tokens(n_first), *prompts.several(later, n_next)] for _ in range(count)]
 
-        time_round(asks, draw(1))  # warm up
-        rounds = [time_round(asks, draw(n_chats)) for _ in range(plan.rounds)]
-        peer = over.describe_peer()
-    results = {name: merge([one[name] for one in rounds]) for name in asks}
+        time_round(by_system, draw(1))  # warm up
+        rounds = [time_round(by_system, draw(n_chats)) for _ in range(plan.rounds)]
+        llama_server = systems.describe_llama_server()
+    results = {name: merge([one[name] for one in rounds]) for name in by_system}
     _show(results)
     sizes = {"tokens_first": n_first, "tokens_next": n_next, "tokens_out": n_out, "chats": n_chats}
-    targets = {"most_extra_tokens": verdict(results[ON]["most_extra_tokens"], at_most=1)}
-    return sizes | peer | {"targets": targets, "sides": results}
+    targets = {"most_extra_tokens": check_target(results[ON]["most_extra_tokens"], at_most=1)}
+    return sizes | llama_server | {"targets": targets, "sides": results}
 
 
 def merge(rounds: list[Figures]) -> Figures:
-    """Medians, the range of the speed-up, and the largest of what should not be."""
+    """Return the medians, the range of the speed-up, and the largest number of extra tokens."""
     speed_ups = [one["speed_up"] for one in rounds]
     most = max(one["most_extra_tokens"] for one in rounds)
     return median_of(rounds) | {"speed_up_range": range_of(speed_ups, "mean"), "most_extra_tokens": most}
 
 
 def _show(results: dict[str, Figures]) -> None:
-    columns = ("turn", "side", "prompt", "computed", "without", "ms", "without", "TTFT ms", "without")
+    columns = ("turn", "system", "prompt", "computed", "without", "ms", "without", "TTFT ms", "without")
     rows: list[tuple[object, ...]] = []
     for number in range(1, N_TURNS + 1):
         for name, one in results.items():
@@ -128,7 +133,7 @@ def _show(results: dict[str, Figures]) -> None:
     for name, one in results.items():
         (low, high), mean, median = one["speed_up_range"], one["speed_up"]["mean"], one["speed_up"]["median"]
         ratios.append((name, f"{mean:.2f} ({low:.2f}-{high:.2f})", f"{median:.2f}"))
-    show("faster with the cache", ("side", "mean (range)", "median"), ratios)
+    show("faster with the cache", ("system", "mean (range)", "median"), ratios)
 
 
 if __name__ == "__main__":

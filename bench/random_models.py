@@ -1,8 +1,8 @@
-"""Random-weight models in the shape of named ones, for benchmarks: `python bench/random_models.py qwen3-0.6b`.
+"""Models with random weights in the shape of named models, for benchmarks: `python bench/random_models.py qwen3-0.6b`.
 
-They run as fast as the models they are shaped after, need no download, and never stop by themselves. Each is written
-once per checkout, under `.cache/models/`. The last line printed is JSON: name, bytes, seconds (next to none where the
-file was there already) and path.
+They run as fast as the models of the same shape, need no download, and never stop before the requested length. Each
+file is written once per checkout, in `.cache/models/`. The last line of output is JSON: name, bytes, path, and
+seconds (close to 0 if the file existed).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ SHAPES = MappingProxyType(
 
 
 def ensure(name: str, directory: Path = CACHE) -> Path:
-    """The model's file, written if it is not there. Raises ValueError for an unknown name."""
+    """Return the file of a model. It is written if it does not exist. Raises ValueError for an unknown name."""
     if name not in SHAPES:
-        raise ValueError(f"no model is named {name!r}; there are {', '.join(SHAPES)}")
+        raise ValueError(f"no model is named {name!r}; the names are {', '.join(SHAPES)}")
     spec = SHAPES[name]
     fingerprint = hashlib.sha256(f"{REVISION} {spec!r}".encode()).hexdigest()[:8]
     path = directory / f"{name}-{fingerprint}.gguf"
@@ -67,9 +67,9 @@ def ensure(name: str, directory: Path = CACHE) -> Path:
 
 def main(
     name: Annotated[str, typer.Argument(help=" | ".join(SHAPES))],
-    out: Annotated[Path, typer.Option(help="Where to write it.")] = CACHE,
+    out: Annotated[Path, typer.Option(help="Folder of the file.")] = CACHE,
 ) -> None:
-    """Write a random-weight model in the shape of a named one."""
+    """Write a model with random weights in the shape of a named model."""
     start = time.perf_counter()
     try:
         path = ensure(name, out)

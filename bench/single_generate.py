@@ -1,8 +1,8 @@
-"""One job at a time: what a caller waits for, against the bare loop with one sequence.
+"""One job at a time: the latency that a caller sees, compared with the bare loop with one sequence.
 
-64 random tokens in, 128 out without end tokens, greedy. In every round the bare loop, `stream` and `generate` run a few
-jobs each. `overhead_ms` is what a streamed job takes longer than the bare loop: queue, Redis, text, events.
-`same_tokens` says in how many jobs the worker's tokens were those of the bare loop.
+64 random tokens in, 128 tokens out without end tokens, greedy. In every round the bare loop, `stream` and `generate`
+run a few jobs each. `overhead_ms` is the latency of a streamed job minus the time of the bare loop: queue, Redis,
+text, events. `same_tokens` is the number of jobs whose tokens are those of the bare loop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from bare_loop import BareLoop, BareRun
 from cpu_clock import CpuClock
-from harness import Figures, Plan, Stack, note, run, show, stack
+from harness import Figures, Plan, Stack, note, run, show, start_stack
 from job_timings import Timeline, median_of, spread, summarize
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer import AsyncClient
@@ -24,12 +24,12 @@ N_JOBS, QUICK_N_JOBS = 10, 2
 
 
 async def stream_each(prompts: list[list[int]], options: JobOptions, client: AsyncClient) -> list[Timeline]:
-    """One after the other, with a subscriber."""
+    """Stream the jobs one after the other and return their timelines."""
     return [await follow(client, prompt, **options) for prompt in prompts]
 
 
 async def generate_each(prompts: list[list[int]], options: JobOptions, client: AsyncClient) -> list[float]:
-    """One after the other, the result alone; their latencies in milliseconds."""
+    """Run the jobs one after the other without streaming and return their latencies in milliseconds."""
     latencies = []
     for prompt in prompts:
         start_s = time.perf_counter()
@@ -38,15 +38,15 @@ async def generate_each(prompts: list[list[int]], options: JobOptions, client: A
     return latencies
 
 
-def time_round(over: Stack, bare: BareLoop, prompts: list[list[int]], n_out: int) -> dict[str, Any]:
-    """One round on all sides, with the same prompts."""
+def time_round(stack: Stack, bare: BareLoop, prompts: list[list[int]], n_out: int) -> dict[str, Any]:
+    """Run one round with the same prompts for the bare loop, `stream` and `generate`."""
     options = greedy(n_out)
     alone = [bare.run([prompt], n_out) for prompt in prompts]
-    clock = CpuClock(over)
+    clock = CpuClock(stack)
     before = clock.read()
-    streamed = over.run(partial(stream_each, prompts, options))
+    streamed = stack.run(partial(stream_each, prompts, options))
     used = clock.us_per_token(before, n_out * len(prompts))
-    generated_ms = over.run(partial(generate_each, prompts, options))
+    generated_ms = stack.run(partial(generate_each, prompts, options))
     figures = _compare(alone, streamed) | {"generate_latency_ms": spread(generated_ms)}
     figures["stream"]["cpu_us_per_token"] = used
     note(f"tokens/s: bare {figures['bare']['tokens_per_s']}, stream {figures['stream']['tokens_per_s']}")
@@ -68,13 +68,13 @@ def _compare(alone: list[BareRun], streamed: list[Timeline]) -> dict[str, Any]:
 
 
 def measure(plan: Plan) -> Figures:
-    """Medians over the rounds."""
+    """Return the medians over the rounds."""
     settings = plan.settings()
     n_jobs, n_out = (QUICK_N_JOBS, QUICK_N_OUT) if plan.quick else (N_JOBS, N_OUT)
-    with BareLoop(settings) as bare, stack([settings]) as over:
+    with BareLoop(settings) as bare, start_stack([settings]) as stack:
         prompts = Prompts(plan.seed, bare.n_vocab)
-        time_round(over, bare, prompts.several(2, N_IN), 8)  # warm up
-        rounds = [time_round(over, bare, prompts.several(n_jobs, N_IN), n_out) for _ in range(plan.rounds)]
+        time_round(stack, bare, prompts.several(2, N_IN), 8)  # warm up
+        rounds = [time_round(stack, bare, prompts.several(n_jobs, N_IN), n_out) for _ in range(plan.rounds)]
     figures = median_of(rounds)
     _show(figures)
     return {"tokens_in": N_IN, "tokens_out": n_out, "jobs": n_jobs, **figures}
@@ -83,8 +83,8 @@ def measure(plan: Plan) -> Figures:
 def _show(figures: dict[str, Any]) -> None:
     bare, stream, generate = figures["bare"], figures["stream"], figures["generate_latency_ms"]
 
-    def latency(side: dict[str, Any]) -> tuple[float, float]:
-        return side["latency_ms"]["p50"], side["latency_ms"]["p95"]
+    def latency(figures: dict[str, Any]) -> tuple[float, float]:
+        return figures["latency_ms"]["p50"], figures["latency_ms"]["p95"]
 
     rows = [
         ("bare loop", *latency(bare), bare["tokens_per_s"], bare["ttft_ms"], ""),

@@ -1,8 +1,8 @@
-"""The three strategies under two mixes of jobs, each strategy with a worker of its own, in turn.
+"""The three batch strategies under two mixes of jobs. Each strategy has a worker; the workers are measured in turn.
 
-Interactive: six users, each with one short job after the other, streaming, while long prompts arrive. Bulk: jobs of
-mixed lengths, all submitted at once, three for each slot. TTFT counts from submit and so includes waiting for a slot;
-ITL is the gap between two arrivals at a subscriber.
+Interactive mix: six users, each with one short streamed job after the other, while long prompts arrive. Bulk mix:
+jobs of mixed lengths, all submitted at once, three for each slot. TTFT counts from submit and includes the wait for a
+slot. ITL is the time between two arrivals at a subscriber.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from cpu_clock import CpuClock
-from harness import Figures, Plan, Stack, note, run, show, stack
+from harness import Figures, Plan, Stack, note, run, show, start_stack
 from job_mixes import Bulk, Interactive
 from job_timings import median_of
 from llamaq.worker.plugins import BUILT_IN
@@ -24,27 +24,30 @@ N_PARALLEL = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much work a round is; lengths in tokens."""
+    """The work of a round; lengths in tokens."""
 
     users: int = 6
     jobs_per_user: int = 3
     short: tuple[int, int] = (48, 96)
-    """Prompt and output of a user's job."""
+    """Lengths of prompt and output of a user's job."""
     long: tuple[int, ...] = (1500, 2250, 3000)
-    """Prompts that arrive meanwhile."""
+    """Lengths of the long prompts that arrive meanwhile."""
     long_out: int = 16
+    """Output length of a long prompt's job."""
     bulk_jobs: int = 24
     bulk_in: tuple[int, int] = (32, 768)
+    """Shortest and longest prompt of a bulk job."""
     bulk_out: tuple[int, int] = (16, 128)
+    """Shortest and longest output of a bulk job."""
 
     def interactive(self, prompts: Prompts) -> Interactive:
-        """New prompts of the interactive mix."""
+        """Return the interactive mix with new prompts."""
         n_in, n_out = self.short
         short = [prompts.several(self.jobs_per_user, n_in) for _ in range(self.users)]
         return Interactive(short, [prompts.tokens(length) for length in self.long], n_out, self.long_out)
 
     def bulk(self, prompts: Prompts, lengths: Random) -> Bulk:
-        """New prompts of the bulk mix."""
+        """Return the bulk mix with new prompts; `lengths` draws their lengths."""
         sizes = [(lengths.randint(*self.bulk_in), lengths.randint(*self.bulk_out)) for _ in range(self.bulk_jobs)]
         return Bulk([(prompts.tokens(n_in), n_out) for n_in, n_out in sizes])
 
@@ -61,24 +64,26 @@ QUICK = Sizes(
 )
 
 
-def time_mix(over: Stack, mix: Interactive | Bulk, strategy: str) -> dict[str, Any]:
-    """Figures of one mix under one strategy."""
-    clock = CpuClock(over, strategy)
+def time_mix(stack: Stack, mix: Interactive | Bulk, strategy: str) -> dict[str, Any]:
+    """Run one mix under one strategy and return its figures."""
+    clock = CpuClock(stack, strategy)
     before = clock.read()
-    figures = over.run(mix.run, queue=strategy)
+    figures = stack.run(mix.run, queue=strategy)
     return figures | {"cpu_us_per_token": clock.us_per_token(before, figures["all"]["tokens"])}
 
 
 def measure(plan: Plan) -> Figures:
-    """Medians over the rounds, by mix and strategy."""
+    """Return the medians over the rounds by mix and strategy."""
     sizes, names, lengths = QUICK if plan.quick else Sizes(), list(BUILT_IN), Random(plan.seed)
     rounds: dict[str, dict[str, list[dict[str, Any]]]] = {
         mix: {name: [] for name in names} for mix in ("interactive", "bulk")
     }
-    with stack([plan.settings(n_parallel=N_PARALLEL, batch_strategy=name, queue=name) for name in names]) as over:
-        prompts = Prompts(plan.seed, over.worker.card.n_vocab)
+    with start_stack(
+        [plan.settings(n_parallel=N_PARALLEL, batch_strategy=name, queue=name) for name in names]
+    ) as stack:
+        prompts = Prompts(plan.seed, stack.worker.card.n_vocab)
         for name in names:  # warm up
-            time_mix(over, QUICK.bulk(prompts, lengths), name)
+            time_mix(stack, QUICK.bulk(prompts, lengths), name)
         for _ in range(plan.rounds):
             mixes: tuple[tuple[str, Interactive | Bulk], ...] = (
                 ("interactive", sizes.interactive(prompts)),
@@ -86,9 +91,9 @@ def measure(plan: Plan) -> Figures:
             )
             for mix, jobs in mixes:
                 for name in names:
-                    rounds[mix][name].append(time_mix(over, jobs, name))
+                    rounds[mix][name].append(time_mix(stack, jobs, name))
             note(_describe(rounds))
-            names = [*names[1:], names[0]]  # another one is first in the next round
+            names = [*names[1:], names[0]]  # another strategy is first in the next round
     medians = {mix: {name: median_of(rounds[mix][name]) for name in BUILT_IN} for mix in rounds}
     _show("interactive mix, the users", medians["interactive"], "short")
     _show("bulk mix", medians["bulk"], "all")

@@ -1,4 +1,4 @@
-"""Sides of a comparison: workers through their client and llama-server over HTTP, asked the same prompts in turn."""
+"""The systems of a comparison: llamaq workers and llama-server. Each system generates from the same prompts in turn."""
 
 from __future__ import annotations
 
@@ -10,49 +10,53 @@ from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
-from harness import Figures, Stack, note, stack
+from harness import Figures, Stack, note, start_stack
 from job_timings import Answer, median_of, summarize
-from llama_server import PYTHON, LlamaServer, llama_server
+from llama_server import PYTHON_VARIABLE, LlamaServer, start_llama_server
 from llamaq.producer import AsyncClient
 from llamaq.worker.settings import WorkerSettings
 from workload import follow_all, greedy
 
-PEER = "llama-server"
-"""The peer's name among the sides; workers have their queue's."""
+LLAMA_SERVER = "llama-server"
+"""Name of llama-server among the systems. A worker has the name of its queue."""
 CELL_BLOCK = 256
-"""llama.cpp rounds a context up to a multiple of it."""
+"""llama.cpp rounds the size of a context up to a multiple of this number of cells."""
 
 Round = dict[str, Figures]
-"""Figures of one round, by side."""
+"""Figures of one round, by the name of the system."""
 
 
-class Side(Protocol):
-    """What answers prompts."""
+class System(Protocol):
+    """A system that generates tokens after prompts."""
 
-    def ask(self, prompts: Sequence[list[int]], n_out: int, *, cache_prompt: bool = True) -> list[Answer]:
-        """Answers to all prompts, sent at once: greedy, past any end token. Returns when all have ended."""
+    def generate(self, prompts: Sequence[list[int]], n_out: int, *, cache_prompt: bool = True) -> list[Answer]:
+        """Send all prompts at once and return the answers when all of them are complete.
 
-    def forget(self) -> None:
-        """Forget earlier prompts, where that can be asked for."""
+        Decoding is greedy and continues past end tokens, so each answer has `n_out` tokens.
+        """
+
+    def clear_cache(self) -> None:
+        """Drop the cells of earlier prompts, where the system has such a command."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSide:
-    """A worker, asked through its queue."""
+class WorkerSystem:
+    """A worker, which receives its jobs through a queue."""
 
     stack: Stack
     queue: str
 
-    def ask(self, prompts: Sequence[list[int]], n_out: int, *, cache_prompt: bool = True) -> list[Answer]:
-        return self.stack.run(partial(_ask, prompts, n_out, cache_prompt), self.queue)
+    def generate(self, prompts: Sequence[list[int]], n_out: int, *, cache_prompt: bool = True) -> list[Answer]:
+        return self.stack.run(partial(_generate, prompts, n_out, cache_prompt), self.queue)
 
-    def forget(self) -> None:
-        """A worker keeps what it has: it is asked with a full cache."""
+    def clear_cache(self) -> None:
+        """Do nothing: a worker is measured with a full cache."""
 
 
-async def _ask(prompts: Sequence[list[int]], n_out: int, cache_prompt: bool, client: AsyncClient) -> list[Answer]:
+async def _generate(prompts: Sequence[list[int]], n_out: int, cache_prompt: bool, client: AsyncClient) -> list[Answer]:
     timelines = await follow_all(prompts, {**greedy(n_out), "cache_prompt": cache_prompt}, client)
-    results = [await client.job(one.job_id or "").result() for one in timelines]  # after all have ended
+    # The stats are fetched after all jobs have ended, so that this does not disturb the timings.
+    results = [await client.job(one.job_id or "").result() for one in timelines]
     stats = [result.stats for result in results]
     return [
         Answer(timeline, one.prompt_tokens, one.prefix_cache_tokens)
@@ -61,12 +65,13 @@ async def _ask(prompts: Sequence[list[int]], n_out: int, cache_prompt: bool, cli
 
 
 @dataclass(slots=True)
-class Sides:
-    """Everything that is compared, started and ready."""
+class Systems:
+    """All systems of a comparison, started and ready."""
 
     stack: Stack
-    workers: Mapping[str, WorkerSide]
-    peer: LlamaServer | None
+    workers: Mapping[str, WorkerSystem]
+    """By queue."""
+    llama_server: LlamaServer | None
     _n_turns: int = 0
 
     @property
@@ -74,60 +79,67 @@ class Sides:
         return self.stack.worker.card.n_vocab
 
     @property
-    def all(self) -> dict[str, Side]:
-        """By name."""
-        return {**self.workers, **({PEER: self.peer} if self.peer else {})}
+    def all(self) -> dict[str, System]:
+        """All systems by name."""
+        return {**self.workers, **({LLAMA_SERVER: self.llama_server} if self.llama_server else {})}
 
-    def in_turn(self, ask: Callable[[str, Side], Figures]) -> Round:
-        """Figures of all sides, one after the other; each call begins with the next side."""
+    def measure_each(self, measure: Callable[[str, System], Figures]) -> Round:
+        """Measure one system after the other. Each call begins with the next system."""
         names = list(self.all)
         first = self._n_turns % len(names)
         self._n_turns += 1
-        figures = {name: ask(name, self.all[name]) for name in names[first:] + names[:first]}
+        figures = {name: measure(name, self.all[name]) for name in names[first:] + names[:first]}
         return with_ratios({name: figures[name] for name in names})
 
-    def ask(self, prompts: Sequence[list[int]], n_out: int) -> Round:
-        """The same prompts at once on each side."""
-        return self.in_turn(lambda _, side: figures_of(side.ask(prompts, n_out)))
+    def generate_together(self, prompts: Sequence[list[int]], n_out: int) -> Round:
+        """Send the same prompts to each system, all prompts at once."""
+        return self.measure_each(lambda _, system: figures_of(system.generate(prompts, n_out)))
 
-    def ask_each(self, prompts: Sequence[list[int]], n_out: int) -> Round:
-        """The same prompts one after the other on each side."""
+    def generate_one_by_one(self, prompts: Sequence[list[int]], n_out: int) -> Round:
+        """Send the same prompts to each system, one prompt after the other."""
 
-        def ask(_: str, side: Side) -> Figures:
-            answers = [side.ask([one], n_out)[0] for one in prompts]
+        def measure(_: str, system: System) -> Figures:
+            answers = [system.generate([one], n_out)[0] for one in prompts]
             return figures_of(answers, busy_s(answers))
 
-        return self.in_turn(ask)
+        return self.measure_each(measure)
 
-    def describe_peer(self) -> Figures:
-        """The peer's version and settings, as figures of their own."""
-        return {"peer": self.peer.describe() if self.peer else None}
+    def describe_llama_server(self) -> Figures:
+        """Return version and settings of llama-server as the figure `peer`; None where it does not run."""
+        return {"peer": self.llama_server.describe() if self.llama_server else None}
 
 
 @contextmanager
-def sides(workers: Mapping[str, WorkerSettings]) -> Iterator[Sides]:
-    """These workers, by queue, and llama-server with the settings of the first, where there is one."""
+def start_systems(workers: Mapping[str, WorkerSettings]) -> Iterator[Systems]:
+    """Start these workers, given by queue, and, if installed, llama-server with the settings of the first worker."""
     settings = [one.model_copy(update={"queue": queue}) for queue, one in workers.items()]
-    with ExitStack() as ends:
-        over = ends.enter_context(stack(settings))
-        peer = ends.enter_context(llama_server(settings[0]))
-        if peer is None:
-            note(f"Without llama-server: {PYTHON} names no python that has xllamacpp (see `make bench-peers`).")
-        yield Sides(over, {queue: WorkerSide(over, queue) for queue in workers}, peer)
+    with ExitStack() as exits:
+        stack = exits.enter_context(start_stack(settings))
+        llama_server = exits.enter_context(start_llama_server(settings[0]))
+        if llama_server is None:
+            note(
+                f"llama-server is not compared: {PYTHON_VARIABLE} names no python with xllamacpp (`make bench-peers`)."
+            )
+        yield Systems(stack, {queue: WorkerSystem(stack, queue) for queue in workers}, llama_server)
 
 
-def whole_blocks(n_cells: float) -> int:
-    """The least context that has so many cells."""
+def round_up_to_cell_block(n_cells: float) -> int:
+    """Return the smallest size of a context with at least `n_cells` cells."""
     return math.ceil(n_cells / CELL_BLOCK) * CELL_BLOCK
 
 
 def busy_s(answers: Sequence[Answer]) -> float:
-    """The sum of the times of answers that came one after the other."""
+    """Return the sum of the latencies, for answers that were generated one after the other."""
     return sum(one.timeline.latency_ms for one in answers) / 1000
 
 
 def figures_of(answers: Sequence[Answer], wall_s: float | None = None) -> Figures:
-    """What the callers saw, and how many tokens of their prompts were computed."""
+    """Return the timings of the answers and the number of prompt tokens that were computed.
+
+    Args:
+        answers: Answers of one system.
+        wall_s: Wall time; by default the time from the first submit to the last end.
+    """
     n_prompt = sum(one.prompt_tokens for one in answers)
     n_computed = sum(one.computed_tokens for one in answers)
     figures = summarize([one.timeline for one in answers])
@@ -138,16 +150,16 @@ def figures_of(answers: Sequence[Answer], wall_s: float | None = None) -> Figure
 
 
 def with_ratios(one_round: Round) -> Round:
-    """`vs_peer` for each worker: its wall time over llama-server's, less is better."""
-    if (peer := one_round.get(PEER)) is not None:
+    """Add `vs_peer` to each worker: its wall time divided by llama-server's. Less is better."""
+    if (llama_server := one_round.get(LLAMA_SERVER)) is not None:
         for name, figures in one_round.items():
-            if name != PEER:
-                figures["vs_peer"] = round(figures["wall_s"] / peer["wall_s"], 4)
+            if name != LLAMA_SERVER:
+                figures["vs_peer"] = round(figures["wall_s"] / llama_server["wall_s"], 4)
     return one_round
 
 
-def over_rounds(rounds: Sequence[Round]) -> Round:
-    """Medians by side, and the smallest and largest of the times and ratios."""
+def merge_rounds(rounds: Sequence[Round]) -> Round:
+    """Return the medians over the rounds by system, with the range of the wall times and of the ratios."""
     merged = {}
     for name in rounds[0]:
         figures = [one[name] for one in rounds]
@@ -157,32 +169,35 @@ def over_rounds(rounds: Sequence[Round]) -> Round:
 
 
 def range_of(rounds: Sequence[Figures], key: str) -> list[float]:
-    """The smallest and the largest of a figure."""
+    """Return the smallest and the largest value of a figure."""
     values = [figures[key] for figures in rounds]
     return [min(values), max(values)]
 
 
 def distinct_tokens(prompts: Sequence[list[int]]) -> int:
-    """How many tokens have to be computed when no common prefix is computed twice: the nodes of a tree of them."""
+    """Return the number of nodes in a prefix tree of the prompts.
+
+    This is the number of tokens to compute when no common prefix is computed twice.
+    """
     ordered = sorted(prompts)
     return sum(map(len, ordered)) - sum(common_tokens(*pair) for pair in pairwise(ordered))
 
 
 def common_tokens(one: list[int], other: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (token, its) in pairs if token != its), min(len(one), len(other)))
 
 
-def verdict(value: float, *, at_most: float | None = None, at_least: float | None = None) -> Figures:
-    """A figure beside what it should be."""
+def check_target(value: float, *, at_most: float | None = None, at_least: float | None = None) -> Figures:
+    """Return a figure beside its target, and whether the target is met."""
     is_met = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
     target = at_most if at_least is None else at_least
     return {"value": value, "target": target, "is_met": is_met}
 
 
-def said(figures: Figures, key: str, digits: int = 2) -> str:
-    """A median with its range, for a table; a hyphen where there is none."""
+def format_range(figures: Figures, key: str, digits: int = 2) -> str:
+    """Return a median with its range for a table, or a hyphen where the figure is missing."""
     if key not in figures:
         return "-"
     low, high = figures["range"][key]

@@ -13,22 +13,22 @@ from llamaq.common.protocol.job_request import JobOptions
 from llamaq.producer import AsyncClient, Tokenizer
 
 Prompt = str | list[int]
-"""Text, or token ids."""
+"""Text or token ids."""
 
 
 def greedy(max_tokens: int) -> JobOptions:
-    """Always the best token, and no early end."""
+    """Return options for greedy decoding that does not end before `max_tokens`."""
     return {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
 
 
 def sampled(max_tokens: int) -> JobOptions:
-    """What most people set: temperature, top-k, top-p, min-p; and no early end."""
+    """Return common options for sampling (temperature, top-k, top-p, min-p) that does not end before `max_tokens`."""
     chain: JobOptions = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     return {**chain, "ignore_eos": True, "max_tokens": max_tokens, "seed": 1}
 
 
 class Prompts:
-    """Random prompts, no two alike, so that no prefix can be shared; the same for the same seed."""
+    """Source of random prompts. All prompts differ, so that no prefix can be shared. Equal seeds give equal prompts."""
 
     def __init__(self, seed: int, n_vocab: int) -> None:
         self._random = random.Random(seed)
@@ -41,7 +41,7 @@ class Prompts:
         return [self.tokens(n_tokens) for _ in range(count)]
 
     def text(self, n_tokens: int, tokenizer: Tokenizer) -> str:
-        """A text of about so many tokens, made of random ones that are whole characters."""
+        """Return a text of about `n_tokens` tokens, made of random tokens that are whole characters."""
         pieces: list[str] = []
         while len(pieces) < n_tokens:
             piece = tokenizer.decode(self.tokens(1))
@@ -53,10 +53,10 @@ class Prompts:
 async def follow(
     client: AsyncClient,
     prompt: Prompt,
-    seen: Callable[[int], object] = lambda _: None,
+    on_tokens: Callable[[int], object] = lambda _: None,
     **options: Unpack[JobOptions],
 ) -> Timeline:
-    """Submit a job and follow it to its end; `seen` is told of each arrival's number of tokens."""
+    """Submit a job and read its stream to the end. `on_tokens` is called with the number of tokens of each arrival."""
     timeline = Timeline(time.perf_counter())
     if isinstance(prompt, str):
         job = await client.submit(prompt, **options)
@@ -68,13 +68,13 @@ async def follow(
             timeline.arrivals_s.append(time.perf_counter())
             timeline.counts.append(len(chunk.tokens))
             timeline.tokens += chunk.tokens
-            seen(len(chunk.tokens))
+            on_tokens(len(chunk.tokens))
     timeline.ended_s = time.perf_counter()
     return timeline
 
 
 async def follow_all(prompts: Sequence[Prompt], options: JobOptions, client: AsyncClient) -> list[Timeline]:
-    """All at once; returns when all have ended."""
+    """Submit all prompts at once and return when all jobs have ended."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(follow(client, prompt, **options)) for prompt in prompts]
     return [task.result() for task in running]
