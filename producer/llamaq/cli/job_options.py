@@ -9,10 +9,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from pydantic_core import PydanticUndefined
 
 from llamaq.cli.generated_options import flag, with_flags
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import JobParams, Priority
+from llamaq.common.protocol.sampling import SamplingParams
 
 RedisUrl = Annotated[
     str | None, typer.Option(help="where Redis is [env: LLAMAQ_REDIS_URL] [default: redis://localhost:6379/0]")
@@ -21,42 +23,32 @@ Queue = Annotated[str | None, typer.Option(help="name of the queue [env: LLAMAQ_
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 _JSON = ("json_schema", "logit_bias", "metadata")
-_HELP = {
-    "max_tokens": "generate at most this many tokens [default: 256]",
-    "temperature": "0 is greedy",
-    "top_k": "keep the k most probable tokens, 0: all",
-    "top_p": "keep the smallest set with this probability, 1: off",
-    "min_p": "drop tokens below this share of the best, 0: off",
-    "typical_p": "locally typical sampling, 1: off",
-    "repeat_penalty": "1: off",
-    "frequency_penalty": "0: off",
-    "presence_penalty": "0: off",
-    "penalty_last_n": "tokens that the penalties look at, -1: all",
-    "seed": "drawn when missing",
-    "stop": "end before this text; may be given several times",
-    "grammar": "GBNF, or @FILE",
-    "grammar_root": "first rule of the grammar [default: root]",
-    "json_schema": "JSON, or @FILE",
-    "logit_bias": 'JSON, as {"TOKEN": BIAS}',
-    "metadata": "JSON, kept and returned",
-    "ignore_eos": "go on to --max-tokens",
-    "cache_prompt": "share the prompt's KV cells [default: yes]",
-    "cache_salt": "share them only with jobs of this salt",
-    "cache_public": "so many tokens of the prompt, or 'system' for its system messages, are no secret",
-    "slot": "run in this slot and no other",
-    "timeout_s": "end the job after running this long",
-    "queue_timeout_s": "end the job after waiting this long",
-    "stream": "per-token events [default: yes]",
-    "cancel_on_disconnect": "cancel when nobody listens",
-    "idempotency_key": "the same key gives the same job",
+_FORMS = {
+    "stop": "May be given several times.",
+    "grammar": "The grammar itself, or @FILE.",
+    "json_schema": "JSON, or @FILE.",
+    "logit_bias": 'JSON, such as {"TOKEN": BIAS}, or @FILE.',
+    "metadata": "JSON, or @FILE.",
 }
+"""How to write the parameters that are not plain values on a command line."""
 
 
 def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
     """Give the command one option for each field of `JobParams`; it gets those that were set as `options`."""
     names = [name for name in JobParams.model_fields if name not in without]
-    flags = [flag(name, _flag_type(name), help_text=_HELP.get(name), panel="Job") for name in names]
+    flags = [flag(name, _flag_type(name), help_text=_help(name), panel="Job") for name in names]
     return with_flags(command, flags, into="options", read=_read)
+
+
+def _help(name: str) -> str:
+    """Return the description of a parameter, with its form on the command line and its default."""
+    field = JobParams.model_fields[name]
+    default: object = "of the worker" if name in SamplingParams.model_fields else field.default
+    if isinstance(default, bool):
+        default = "yes" if default else "no"
+    is_shown = default not in (None, "", (), PydanticUndefined)
+    parts = [field.description, _FORMS.get(name), f"(default {default})" if is_shown else None]
+    return " ".join(part for part in parts if part)
 
 
 def _flag_type(name: str) -> Any:

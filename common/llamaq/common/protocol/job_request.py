@@ -68,7 +68,7 @@ class JobParams(SamplingParams):
     )
     grammar: str | None = Field(
         None,
-        description="A grammar in GBNF that the output follows, at most 64 KiB. "
+        description="A grammar in GBNF that constrains the output, at most 64 KiB. "
         "Cannot be combined with `json_schema` or `ignore_eos`.",
     )
     grammar_root: str = Field(
@@ -76,7 +76,7 @@ class JobParams(SamplingParams):
     )
     json_schema: dict[str, JsonValue] | None = Field(
         None,
-        description="A JSON schema that the output follows. The worker turns it into a grammar of at most 64 KiB.",
+        description="A JSON schema that constrains the output. The worker turns it into a grammar of at most 64 KiB.",
     )
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (),
