@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.distribution import distribute
 
 import llamaq.worker
 from llamaq.common.vocab.vocab import Vocab
@@ -19,6 +21,17 @@ from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 ASYNC_TEST_TIMEOUT_S = 60
+
+
+def pytest_configure() -> None:
+    # A shell makes its background jobs ignore SIGINT. The processes that tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if getattr(config.option, "loadgroup", False):  # pytest-xdist sets it in its workers
+        distribute(items)
 
 
 @pytest.hookimpl(tryfirst=True)

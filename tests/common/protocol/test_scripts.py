@@ -1,4 +1,8 @@
-"""Each Lua script on a real Redis: its fence, and that running it twice does no more than running it once."""
+"""Each Lua script: its fence, and that running it twice does no more than running it once.
+
+Every case runs on a real server and on the fake one of `tests.support.fake_redis`. This is the contract that lets other
+tests use the fake one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from tests.support.fake_redis import replace_redis
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
@@ -14,6 +19,14 @@ from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.scripts import Attempt, Claim, Refused, Submitted, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeAttempt, FakeWorker
+
+
+@pytest.fixture(params=["redis-server", "fakeredis"])
+def redis_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "fakeredis":
+        return replace_redis(monkeypatch)
+    url: str = request.getfixturevalue("redis_server").url
+    return url
 
 
 async def stored_events(worker: FakeWorker, job_id: str) -> list[Any]:

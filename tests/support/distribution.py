@@ -1,0 +1,57 @@
+"""Which tests run in the same pytest-xdist worker, and which of them start first.
+
+`make test` runs `pytest -n N --dist loadgroup --no-loadscope-reorder`: a group of tests goes to one xdist worker, as a
+whole, and groups start in the order in which the tests were collected. Without xdist nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+SERVED_QUEUES = ("slow", "narrow", "demo")
+"""Session fixtures of `tests/e2e`, each of which starts a worker. Their tests form one group for each, so that every
+worker is started once, and no test finds the jobs of another one in its queue."""
+
+SLOW_FOLDERS = ("tests/lifecycle/", "tests/repository/test_bench.py")
+"""Their tests start processes of their own and share nothing: each test may run in any xdist worker."""
+
+LONGEST_FIRST: tuple[str, ...] = ()
+"""Groups and tests of more than 8 seconds, by the beginning of their name: nothing long starts last."""
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """Return the name of the group of a test; None for a test that is a group by itself.
+
+    Tests that share a fixture of a module or a worker process stay together. Of the others, those of one file do: an
+    xdist worker then asks for work once for each file, not once for each of 1,800 tests.
+    """
+    fixtures = getattr(item, "fixturenames", ())
+    queue = next((name for name in SERVED_QUEUES if name in fixtures), None)
+    path = item.nodeid.partition("::")[0]
+    if queue is not None and path.startswith("tests/e2e/"):
+        return f"queue-{queue}"
+    if path.startswith(SLOW_FOLDERS) and not has_module_fixture(item):
+        return None
+    return path
+
+
+def has_module_fixture(item: pytest.Item) -> bool:
+    """Whether the test uses a fixture that its file creates once for several tests."""
+    info = getattr(item, "_fixtureinfo", None)
+    definitions = info.name2fixturedefs if info is not None else {}
+    return any(each[-1].scope == "module" for each in definitions.values())
+
+
+def place_of(item: pytest.Item) -> tuple[int, int]:
+    """Sort key: the longest first, then what starts processes, then everything else."""
+    name = group_of(item) or item.nodeid
+    long = next((place for place, begin in enumerate(LONGEST_FIRST) if name.startswith(begin)), len(LONGEST_FIRST))
+    return long, not item.nodeid.startswith(("tests/e2e/", *SLOW_FOLDERS))
+
+
+def distribute(items: list[pytest.Item]) -> None:
+    """Mark each test with its group, and sort the tests by `place_of`."""
+    items.sort(key=place_of)
+    for item in items:
+        if (name := group_of(item)) is not None:
+            item.add_marker(pytest.mark.xdist_group(name))
