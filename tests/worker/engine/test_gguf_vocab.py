@@ -76,7 +76,7 @@ def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot read"):
         extract_vocab(tmp_path / "empty.gguf")
     (tmp_path / "text.gguf").write_text("What is this? " * 10)
-    with pytest.raises(ModelError, match="no GGUF"):
+    with pytest.raises(ModelError, match="not a GGUF"):
         extract_vocab(tmp_path / "text.gguf")
 
 

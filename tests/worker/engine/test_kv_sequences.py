@@ -113,7 +113,7 @@ def compute(engine: Engine, seq_id: int, tokens: Sequence[int]) -> Logits:
     for start in range(n_past, len(tokens), 50):
         end = min(start + 50, len(tokens))
         batch.clear()
-        batch.add_run(tokens[start:end], start, seq_id, wants_logits=end == len(tokens))
+        batch.add_chunk(tokens[start:end], start, seq_id, wants_logits=end == len(tokens))
         assert engine.context.decode() == 0
     logits: Logits = engine.context.logits(1)[0].copy()
     return logits
@@ -137,7 +137,7 @@ def n_free(engine: Engine) -> int:
     for size in (128, 64, 32, 16, 8, 4, 2, 1):
         while True:
             batch.clear()
-            batch.add_run([1] * size, n, 0, wants_logits=False)
+            batch.add_chunk([1] * size, n, 0, wants_logits=False)
             if engine.context.decode():
                 break
             n += size
@@ -341,7 +341,7 @@ def test_what_a_sequence_does_not_hold_is_not_saved(make: Callable[..., Engine],
     for seq_id, end in ((0, 21), (1, 5)):
         with pytest.raises(EngineError):
             engine.sequences.save(seq_id, 0, end)
-    with pytest.raises(ValueError, match="no cells"):
+    with pytest.raises(ValueError, match="there are no cells"):
         engine.sequences.save(0, 3, 3)
     assert held(engine, 0, 1, 3) == [20, 0, 0]
 
@@ -510,7 +510,7 @@ def test_a_copy_is_saved_after_the_next_batch_when_no_sequence_is_empty(make: Ca
     for seq_id in (0, 2, 3):
         compute(engine, seq_id, tokens)
     assert engine.sequences.copy(0, 1, 50) == 50
-    with pytest.raises(EngineError, match="next batch"):
+    with pytest.raises(EngineError, match="before the next batch"):
         engine.sequences.save(1, 0, 50)
     compute(engine, 3, [*tokens, 1])
     assert engine.sequences.save(1, 0, 50)

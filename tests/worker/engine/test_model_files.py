@@ -86,9 +86,9 @@ def test_a_file_of_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ("outcome", "said"),
     [
         (LocalEntryNotFoundError("cannot connect"), "is not in the local cache and the hub cannot be reached"),
-        (HfHubHTTPError("404 Client Error"), "cannot be fetched: 404 Client Error"),
-        (OSError("no space left"), "cannot be fetched: no space left"),
-        (ValueError("a repo id must be …"), "cannot be fetched: a repo id must be …"),
+        (HfHubHTTPError("404 Client Error"), "cannot be downloaded: 404 Client Error"),
+        (OSError("no space left"), "cannot be downloaded: no space left"),
+        (ValueError("a repo id must be …"), "cannot be downloaded: a repo id must be …"),
     ],
 )
 def test_what_goes_wrong_with_the_hub_is_a_model_error(

@@ -1,9 +1,10 @@
-"""Whether the llama.cpp that is installed is one that this code was written for.
+"""Checks that the installed llama.cpp has the binary interface that this code was written for.
 
-ctypes cannot see a changed struct: it would write parameters into the wrong places. So before the first call, sizes,
-and the places of well-known defaults, are compared.
+ctypes cannot detect a changed struct: parameters would be written to wrong addresses. So before the first call, the
+sizes of structs and the values of known default parameters are compared.
 
-Beside that, what is called in every tick has signatures of our own here: ctypes pointers cost more than the calls.
+This module also declares the functions that are called in every tick a second time, with plain integers for pointers:
+converting ctypes pointers takes longer than the calls.
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ _CONTEXT_DEFAULTS = {
 
 @cache
 def check_abi() -> None:
-    """Raise `EngineError` unless llama_cpp has a supported version and its structs are as expected."""
+    """Compare the version, the struct sizes and the default parameters of llama_cpp with the expected ones.
+
+    Raises:
+        EngineError: One of them differs.
+    """
     version = tuple(int(number) for number in re.findall(r"\d+", llama_cpp.__version__)[:3])
     if not SUPPORTED_FROM <= version < SUPPORTED_BELOW:
         wanted = f">={_dotted(SUPPORTED_FROM)},<{_dotted(SUPPORTED_BELOW)}"
-        raise EngineError(f"llama-cpp-python {llama_cpp.__version__} is installed, llamaq needs {wanted}")
+        raise EngineError(f"llama-cpp-python {llama_cpp.__version__} is installed, but llamaq needs {wanted}")
     for name, size in _SIZES.items():
         if ctypes.sizeof(getattr(llama_cpp, name)) != size:
             raise EngineError(_mismatch(f"{name} has {ctypes.sizeof(getattr(llama_cpp, name))} bytes, not {size}"))
@@ -65,12 +70,12 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _mismatch(what: str) -> str:
-    return f"llama-cpp-python {llama_cpp.__version__} does not fit its own library or llamaq: {what}"
+def _mismatch(difference: str) -> str:
+    return f"llama-cpp-python {llama_cpp.__version__} does not match its own library or llamaq: {difference}"
 
 
 def _declare(name: str, argument_types: list[Any], result_type: Any) -> Any:
-    """A second, faster signature of a function of llama.cpp, beside the one that llama_cpp declares."""
+    """Return a function of llama.cpp with the given C types. It does not change the declaration in llama_cpp."""
     function = llama_cpp.llama_cpp._lib[name]
     function.argtypes = argument_types
     function.restype = result_type

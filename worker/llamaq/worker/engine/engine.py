@@ -1,10 +1,10 @@
-"""The engine: runs a batch through llama.cpp and samples, and copies and removes sequences.
+"""The engine: computes batches with llama.cpp and samples the next tokens.
 
-A fault of one job becomes that job's `error`. When llama.cpp cannot decode a batch, every sequence of it is put back
-to where it was, and the parts are run one by one, so that the one at fault fails alone. A recurrent sequence cannot be
-put back: it is emptied, its slot reported with `n_past` 0 so that it is prefilled again, and from then on it is
-decoded apart from the others. A part for which KV memory has no room by itself is reported as such, and may be run
-again when others have left.
+A failure of one job becomes the `error` of its result, and the other jobs continue. When llama.cpp cannot decode a
+batch, every sequence in it is cut back to its length before the batch. Then the parts are decoded one by one, so that
+only the part that causes the failure fails. A recurrent sequence cannot be cut back. It is emptied and reported with
+`n_past` 0, so that it is prefilled again, and from then on it is decoded separately. A part that does not fit in the KV
+memory, even by itself, is reported with `no_room`; it can be decoded after other sequences were removed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,23 @@ Part = DecodeToken | PrefillChunk
 
 
 class Engine:
-    """One model and one context. Not thread-safe, except for `vocab`."""
+    """One model with one context. Not thread-safe, except for `vocab`.
+
+    Attributes:
+        model: The model.
+        context: The llama_context; it has the limits, such as `n_ctx` and `n_batch`.
+        sequences: Copies, cuts, saves and loads sequences between batches.
+        vocab: The model's vocabulary, valid until `close`.
+
+    Args:
+        model: The model; `close` closes it too.
+        options: Options of the context.
+
+    Raises:
+        EngineError: The context cannot be created.
+    """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
-        """Make a context for the model, which belongs to the engine from now on. Raises `EngineError`."""
         self.model = model
         self.context = Context(self.model, options)
         self.vocab = Vocab.of_model(self.model.pointer)
@@ -36,7 +49,11 @@ class Engine:
         self._n_vocab = self.context.n_vocab
 
     def run(self, batch: Batch) -> list[SlotResult]:
-        """Decode a batch and sample where a slot's history is complete; one result for each part, in no set order."""
+        """Decode a batch, and sample a token for each slot whose history is complete.
+
+        Returns:
+            One result for each part of the batch, in any order.
+        """
         results: list[SlotResult] = []
         together: list[Part] = []
         alone: list[Part] = []
@@ -54,7 +71,7 @@ class Engine:
         return results
 
     def close(self) -> None:
-        """Free context and model; may be called twice."""
+        """Free the context and the model. May be called twice."""
         self.context.close()
         self.model.close()
 
@@ -68,11 +85,11 @@ class Engine:
         if status == SUCCESS:
             return self._sample_all(parts)
         if status != NO_ROOM:
-            logger.error("engine.decode_failed status=%d parts=%d: running them one by one", status, len(parts))
+            logger.error("engine.decode_failed status=%d parts=%d: decoding them one by one", status, len(parts))
         return [self._run_alone(part) for part in parts]
 
     def _run_alone(self, part: Part) -> SlotResult:
-        """Decode one part by itself, or report that its cells were lost before."""
+        """Decode one part by itself. If its cells were lost in a failed batch, remove the rest and report that."""
         run = part.slot.active
         if not self.sequences.holds(run.seq_id, run.n_past):
             self.sequences.isolated.add(run.seq_id)
@@ -82,14 +99,18 @@ class Engine:
             return self._sample_all([part])[0]
         if status == NO_ROOM:
             return SlotResult(part.slot, run.n_past, no_room=True)
-        why = f"{part.n_tokens} tokens at {run.n_past} failed alone: llama_decode returned {status}"
-        error = JobRejected(ErrorCode.DECODE_FAILED, why)
+        message = f"llama_decode failed with status {status} for {part.n_tokens} tokens at {run.n_past}"
+        error = JobRejected(ErrorCode.DECODE_FAILED, message)
         logger.error("engine.job_failed id=%s: %s", run.job.id, error)
         n_past = run.n_past if self.sequences.holds(run.seq_id, run.n_past) else 0
         return SlotResult(part.slot, n_past=n_past, error=error)
 
     def _decode(self, parts: Sequence[Part]) -> int:
-        """Fill the batch and decode it; after a failure, sequences are where they were, or empty."""
+        """Decode the parts. After a failure, their sequences are as before, or empty if they cannot be cut.
+
+        Returns:
+            The status of llama_decode.
+        """
         self._fill(parts)
         status = self.context.decode()
         if status not in (SUCCESS, NO_ROOM):
@@ -100,20 +121,20 @@ class Engine:
     def _fill(self, parts: Sequence[Part]) -> None:
         batch = self.context.batch
         batch.clear()
-        singles = [part.slot.active for part in parts if isinstance(part, DecodeToken)]
-        batch.add_singles(
-            [run.tokens[run.n_past] for run in singles],
-            [run.n_past for run in singles],
-            [run.seq_id for run in singles],
+        decoding = [part.slot.active for part in parts if isinstance(part, DecodeToken)]
+        batch.add_decode_tokens(
+            [run.tokens[run.n_past] for run in decoding],
+            [run.n_past for run in decoding],
+            [run.seq_id for run in decoding],
         )
         for part in parts:
             if isinstance(part, PrefillChunk):
                 run = part.slot.active
                 tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
-                batch.add_run(tokens, run.n_past, run.seq_id, wants_logits=part.is_last)
+                batch.add_chunk(tokens, run.n_past, run.seq_id, wants_logits=part.is_last)
 
     def _sample_all(self, parts: Sequence[Part]) -> list[SlotResult]:
-        # The batch has decode tokens first, then the chunks; its logits come in the same order.
+        # The order of the logits is that of `_fill`: first the decode tokens, then the chunks.
         ordered = [part for part in parts if isinstance(part, DecodeToken)]
         ordered += [part for part in parts if isinstance(part, PrefillChunk)]  # type: ignore[misc]
         n_rows = sum(_ends_history(part) for part in ordered)
@@ -130,7 +151,7 @@ class Engine:
             token = run.job.sampler.sample(logits, run.tokens, run.n_prompt)
         except JobRejected as exc:
             return SlotResult(part.slot, n_past, error=exc)
-        except Exception as exc:  # a defect of one sampler must not end the others' jobs
+        except Exception as exc:  # an error in one sampler must not end other jobs
             logger.exception("engine.sampler_failed id=%s", run.job.id)
             return SlotResult(part.slot, n_past, error=JobRejected(ErrorCode.INTERNAL, f"sampling failed: {exc!r}"))
         return SlotResult(part.slot, n_past, token=token)
@@ -141,7 +162,7 @@ class Engine:
         if min(tokens) >= 0 and max(tokens) < self._n_vocab:
             return None
         bad = next(token for token in tokens if not 0 <= token < self._n_vocab)
-        message = f"token {bad} is not in the vocabulary of {self._n_vocab}"
+        message = f"token {bad} is not in the vocabulary of {self._n_vocab} tokens"
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
 
 

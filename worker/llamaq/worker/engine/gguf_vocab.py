@@ -1,6 +1,6 @@
-"""The vocabulary of a GGUF file as bytes of its own: the file's header and key-value section, without tensors.
+"""Extracts the vocabulary of a GGUF file: the header and all metadata, without tensors.
 
-llama.cpp loads it with `vocab_only`, so that a producer tokenizes like the worker without having the model.
+llama.cpp loads the result with `vocab_only`, so that a producer gets the tokens of the worker without the model.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from llamaq.common.errors import ModelError
 
 MAX_BLOB_BYTES = 64 * 1024 * 1024
+"""Upper bound on the bytes of header and metadata."""
 MAX_KEYS = 65_536
 
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
@@ -25,19 +26,23 @@ _SPLIT_INDEX, _SPLIT_COUNT = b"split.no", b"split.count"
 
 
 def extract_vocab(path: Path) -> bytes:
-    """The vocabulary of the model file at `path`, and all its other metadata.
+    """Return the header and the metadata of a GGUF file, as a GGUF file without tensors.
 
-    Of a split model, give the first file. Raises `ModelError` when this is no GGUF file, or not the first part.
+    Args:
+        path: The model file. Of a model that is split into several files, the first one.
+
+    Raises:
+        ModelError: The file cannot be read, is not a GGUF file, or is not the first file of a split model.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data, path).extract()
-    except (OSError, ValueError) as exc:  # mmap refuses an empty file with a ValueError
+    except (OSError, ValueError) as exc:  # mmap raises a ValueError for an empty file
         raise ModelError(f"cannot read {path}: {exc}") from exc
 
 
 class _Reader:
-    """Walks over the key-value section by lengths alone; what is in it stays unread."""
+    """Skips through the metadata by the lengths of the values, without decoding them."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -50,68 +55,70 @@ class _Reader:
         try:
             magic, version, _, n_keys = _HEADER.unpack_from(self._data, 0)
             if magic != b"GGUF" or version not in _VERSIONS:
-                raise ModelError(f"{self._path} is no GGUF file of version 2 or 3")
+                raise ModelError(f"{self._path} is not a GGUF file of version 2 or 3")
             if n_keys > MAX_KEYS:
-                raise ModelError(f"{self._path} announces {n_keys} keys, more than {MAX_KEYS}")
+                raise ModelError(f"{self._path} has {n_keys} metadata keys, more than {MAX_KEYS}")
             self._at = _HEADER.size
             for _ in range(n_keys):
-                self._pass_key()
+                self._skip_key()
         except struct.error as exc:
-            raise ModelError(f"{self._path} ends inside its metadata, or has more than {MAX_BLOB_BYTES} bytes") from exc
+            raise ModelError(
+                f"{self._path} ends inside its metadata, or its metadata have more than {MAX_BLOB_BYTES} bytes"
+            ) from exc
         blob = bytearray(self._data[: self._at])
         _HEADER.pack_into(blob, 0, magic, version, 0, n_keys)
         if self._split_count_at is not None:
-            struct.pack_into("<H", blob, self._split_count_at, 0)  # else llama.cpp looks for the other files
+            struct.pack_into("<H", blob, self._split_count_at, 0)  # otherwise llama.cpp opens the other files
         return bytes(blob)
 
-    def _pass_key(self) -> None:
+    def _skip_key(self) -> None:
         start = self._at + _LENGTH.size
-        self._pass_string()
+        self._skip_string()
         key = self._data[start : self._at] if self._at - start <= len(_SPLIT_COUNT) else b""
         kind = self._read(_TYPE)
         if key == _SPLIT_COUNT:
             self._split_count_at = self._at
         elif key == _SPLIT_INDEX and struct.unpack_from("<H", self._data, self._at)[0] != 0:
             raise ModelError(
-                f"{self._path} is not the first file of a split model: give the one that ends in -00001-of-…"
+                f"{self._path} is not the first file of a split model: give the file whose name ends in -00001-of-…"
             )
-        self._pass_value(kind)
+        self._skip_value(kind)
 
-    def _pass_value(self, kind: int) -> None:
+    def _skip_value(self, kind: int) -> None:
         if kind == _STRING:
-            self._pass_string()
+            self._skip_string()
         elif kind == _ARRAY:
-            self._pass_array()
+            self._skip_array()
         else:
-            self._pass_bytes(self._scalar_bytes(kind))
+            self._skip_bytes(self._scalar_bytes(kind))
 
-    def _pass_array(self) -> None:
+    def _skip_array(self) -> None:
         kind, n = self._read(_TYPE), self._read(_LENGTH)
         if kind != _STRING:
-            self._pass_bytes(n * self._scalar_bytes(kind))
+            self._skip_bytes(n * self._scalar_bytes(kind))
             return
         unpack, data, at, end = _LENGTH.unpack_from, self._data, self._at, self._end
         for _ in range(n):
             at += 8 + unpack(data, at)[0]
             if at > end:
-                raise struct.error("past the end")
+                raise struct.error("beyond the end")
         self._at = at
 
-    def _pass_string(self) -> None:
-        self._pass_bytes(self._read(_LENGTH))
+    def _skip_string(self) -> None:
+        self._skip_bytes(self._read(_LENGTH))
 
-    def _pass_bytes(self, n: int) -> None:
+    def _skip_bytes(self, n: int) -> None:
         if self._at + n > self._end:
-            raise struct.error("past the end")
+            raise struct.error("beyond the end")
         self._at += n
 
     def _read(self, form: struct.Struct) -> int:
         value: int = form.unpack_from(self._data, self._at)[0]
-        self._pass_bytes(form.size)
+        self._skip_bytes(form.size)
         return value
 
     def _scalar_bytes(self, kind: int) -> int:
         try:
             return _SCALAR_BYTES[kind]
         except KeyError:
-            raise ModelError(f"{self._path} holds a value of the unknown type {kind}") from None
+            raise ModelError(f"{self._path} has a value of the unknown type {kind}") from None

@@ -1,12 +1,12 @@
-"""KV memory from the outside: sequences are shared, cut, saved and loaded, as far as their kind of memory can.
+"""Shares, cuts, saves and loads the sequences of a context, as far as its kind of KV memory permits.
 
-                            cut in the middle   saved in parts   a copy
-    attention, one pool     yes                 yes              shares cells
-    attention, streams      yes                 no               is made at the next decode
-    window without history  no                  no               as above; whole sequences only
-    recurrent, hybrid       no                  no               as above; whole sequences only
+    kind of KV memory                  cut at any token   saved in parts   a copy
+    attention, one pool of cells       yes                yes              shares cells
+    attention, a stream per sequence   yes                no               is made by the next decode
+    sliding window without swa_full    no                 no               as above, only of the whole sequence
+    recurrent, hybrid                  no                 no               as above, only of the whole sequence
 
-Every success that llama.cpp reports is checked by positions, because it proves nothing.
+After each call, the positions of the sequence are checked: llama.cpp returns success for calls that did nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from itertools import pairwise
 from llamaq.common.errors import EngineError
 from llamaq.worker.core.kv_data import Allocate, Data, no_buffer
 from llamaq.worker.engine.llama_bindings import Context, Model
-from llamaq.worker.engine.state_format import SavedPart, SavedState, allot
+from llamaq.worker.engine.state_format import SequenceState, StatePart, allocate_state
 
 
 class KvSequences:
-    """All sequences of one context. Where parts can be saved, the last one is scratch: it is empty between calls."""
+    """All sequences of one context; implements `SlotStateOps`. Not thread-safe.
+
+    Attributes:
+        can_cut: Whether a sequence can be cut, and shared, at any token.
+        in_blocks: Whether parts of a sequence can be saved, and loaded behind cells that a sequence holds. If so, the
+            last sequence of the context is a scratch sequence, which is empty between calls.
+        n_sequences: Number of sequences that callers may use; their ids are below it.
+        cells_per_sequence: Largest number of cells of one sequence.
+        isolated: Sequences that lost their cells in a failed batch. The engine decodes each of them in a batch of its
+            own. `remove` ends the isolation.
+    """
 
     def __init__(self, model: Model, context: Context) -> None:
         self._context = context
@@ -34,27 +44,30 @@ class KvSequences:
         self.n_sequences = context.n_seq_max - 1 if self.in_blocks else context.n_seq_max
         self.cells_per_sequence = context.cells_per_sequence
         self.isolated: set[int] = set()
-        """Sequences that the engine decodes in a batch of their own, because a failed batch cost them their cells."""
         self._scratch = context.n_seq_max - 1
 
     def holds(self, seq_id: int, n_tokens: int) -> bool:
-        """Whether the sequence has exactly the first `n_tokens` positions, as far as its layers need them."""
+        """Return whether the sequence has exactly the first `n_tokens` positions, as far as its layers need them."""
         last = self._context.last_position(seq_id)
         if last != n_tokens - 1:
             return False
         if self._is_recurrent:
-            # A hybrid memory says the smaller last position of its two parts, and the larger first one: that of its
-            # state. A state that is further on than the attention cells is seen by the first alone.
+            # Of its two parts, a hybrid memory returns the smaller last position, and the larger first position: that
+            # of the recurrent state. So only the first position reveals a state that is ahead of the attention cells.
             return self._context.first_position(seq_id) == last
         return not self._n_swa or self._context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
 
     def remove(self, seq_id: int) -> None:
-        """Empty a sequence, also one that is empty."""
+        """Remove all cells of a sequence, which may be empty."""
         self.isolated.discard(seq_id)
         self.cut(seq_id, 0)
 
     def cut(self, seq_id: int, n_tokens: int) -> int:
-        """Keep the first `n_tokens` cells; returns how many are held then, 0 where it cannot be cut there."""
+        """Remove the cells of a sequence after the first `n_tokens`.
+
+        Returns:
+            The number of cells that the sequence holds afterwards: `n_tokens`, or 0 if it cannot be cut there.
+        """
         self._context.remove(seq_id, n_tokens)
         if self.holds(seq_id, n_tokens):
             return n_tokens
@@ -62,28 +75,38 @@ class KvSequences:
         return 0
 
     def copy(self, source: int, target: int, n_tokens: int) -> int:
-        """Give the empty sequence `target` the first `n_tokens` cells of `source`; returns how many it holds then.
+        """Copy the first `n_tokens` cells of `source` to the empty sequence `target`.
 
-        That is 0 where this memory cannot be shared there: a recurrent state anywhere but at its end, a window that
-        has moved on. `source` may go at once.
+        `source` may be changed or removed immediately afterwards.
+
+        Returns:
+            The number of cells that `target` holds afterwards. It is 0 where this kind of memory cannot share them: a
+            recurrent state that is not at its end, or a sliding window that has passed them.
         """
         if not 1 <= n_tokens <= self._context.last_position(source) + 1:
             return 0
-        if self._has_streams:
+        if self._has_streams:  # llama_memory_seq_cp aborts on a partial copy between streams
             self._context.copy_stream(source, target)
         else:
             self._context.share(source, target, 0, n_tokens)
         return n_tokens if self.holds(target, n_tokens) else self.cut(target, n_tokens)
 
     def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
-        """The cells [start, end) of a sequence; all that it holds where memory is not saved in parts.
+        """Return the state of the cells [start, end) of a sequence.
 
-        Raises `EngineError` when it does not hold them, or llama.cpp refuses.
+        Args:
+            seq_id: The sequence.
+            start: The first cell; 0 unless `in_blocks`.
+            end: The end of the cells; the length of the sequence unless `in_blocks`.
+            allocate: Lends the memory for the state.
+
+        Raises:
+            EngineError: The sequence does not hold the cells, or llama.cpp cannot save them.
         """
         if not 0 <= start < end:
-            raise ValueError(f"no cells are in [{start}, {end})")
-        if any(seq_id == target for _, target in self._context.waiting_copies):
-            self._make_copies(self._empty_sequence())
+            raise ValueError(f"there are no cells in [{start}, {end})")
+        if any(seq_id == target for _, target in self._context.pending_copies):
+            self._finish_copies(self._empty_sequence())
         if self.in_blocks:
             return self._save_parts(seq_id, start, end, allocate)
         if start or not self.holds(seq_id, end):
@@ -91,11 +114,19 @@ class KvSequences:
         return self._save_whole(seq_id, end, allocate)
 
     def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
-        """Append the cells [start, end) of `data`, which `save` made from `first` on, to the `start` cells held.
+        """Append the cells [start, end) of saved state to a sequence that holds `start` cells.
 
-        False when there is no room or the data are not right; the sequence is then as before, or empty.
+        Args:
+            seq_id: The sequence.
+            start: The first cell to load; 0 unless `in_blocks`.
+            end: The end of the cells to load.
+            data: What `save` returned.
+            first: The first cell in `data`.
+
+        Returns:
+            False if there is no room, or the data do not fit. The sequence is then unchanged, or empty.
         """
-        saved = SavedState.parse(data, is_recurrent=self._is_recurrent)
+        saved = SequenceState.parse(data, is_recurrent=self._is_recurrent)
         if saved is None or saved.start != first or not first <= start < end <= saved.end:
             return False
         if not self.holds(seq_id, start):
@@ -106,15 +137,18 @@ class KvSequences:
 
     # ---- saving
 
-    def _borders(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Parts that lie in one window each: of a longer one llama.cpp leaves out what its end cannot see."""
+    def _part_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Split [start, end) into ranges that are each within one window.
+
+        Of a longer range, llama.cpp saves only the cells that are in the window of its last cell.
+        """
         step = self._n_swa or end
         inner = range((start // step + 1) * step, end, step)
         return list(pairwise([start, *inner, end]))
 
     @contextmanager
-    def _part(self, seq_id: int, start: int, end: int) -> Iterator[int]:
-        """A sequence that has the cells [start, end) of the given one and no others."""
+    def _scratch_with(self, seq_id: int, start: int, end: int) -> Iterator[int]:
+        """Give the scratch sequence only the cells [start, end) of `seq_id` inside the block; yield its id."""
         self._context.share(seq_id, self._scratch, start, end)
         try:
             if not self._spans(self._scratch, start, end):
@@ -124,37 +158,37 @@ class KvSequences:
             self._context.remove(self._scratch, 0)
 
     def _save_parts(self, seq_id: int, start: int, end: int, allocate: Allocate) -> Data:
-        borders, sizes = self._borders(start, end), []
-        for border in borders:
-            with self._part(seq_id, *border) as part:
-                sizes.append(self._context.state_size(part))
-        data, addresses = allot(borders, sizes, allocate)
-        for border, address, size in zip(borders, addresses, sizes, strict=True):
-            with self._part(seq_id, *border) as part:
-                self._write(part, address, size)
+        ranges, sizes = self._part_ranges(start, end), []
+        for cells in ranges:
+            with self._scratch_with(seq_id, *cells) as scratch:
+                sizes.append(self._context.state_size(scratch))
+        data, addresses = allocate_state(ranges, sizes, allocate)
+        for cells, address, size in zip(ranges, addresses, sizes, strict=True):
+            with self._scratch_with(seq_id, *cells) as scratch:
+                self._write(scratch, address, size)
         return data
 
     def _save_whole(self, seq_id: int, end: int, allocate: Allocate) -> Data:
         size = self._context.state_size(seq_id)
-        data, [address] = allot([(0, end)], [size], allocate)
+        data, [address] = allocate_state([(0, end)], [size], allocate)
         self._write(seq_id, address, size)
         return data
 
     def _write(self, seq_id: int, address: int, size: int) -> None:
         if self._context.write_state(seq_id, address, size) != size:
-            raise EngineError(f"llama.cpp cannot save sequence {seq_id}; its log says why")
+            raise EngineError(f"llama.cpp cannot save sequence {seq_id}; see its log for the reason")
 
     # ---- loading
 
-    def _load_parts(self, seq_id: int, start: int, end: int, saved: SavedState) -> bool:
+    def _load_parts(self, seq_id: int, start: int, end: int, saved: SequenceState) -> bool:
         for part in saved.parts:
             if start < part.end and part.start < end and not self._append(seq_id, start, end, part):
                 self.cut(seq_id, start)
                 return False
         return True
 
-    def _append(self, seq_id: int, start: int, end: int, part: SavedPart) -> bool:
-        """Read a part into scratch, and share what is wanted of it."""
+    def _append(self, seq_id: int, start: int, end: int, part: StatePart) -> bool:
+        """Load a part into the scratch sequence, and share its cells in [start, end) with the sequence."""
         end = min(end, part.end)
         try:
             if self._read(self._scratch, part) and self._spans(self._scratch, part.start, part.end):
@@ -163,18 +197,18 @@ class KvSequences:
             self._context.remove(self._scratch, 0)
         return self.holds(seq_id, end)
 
-    def _load_whole(self, seq_id: int, end: int, saved: SavedState) -> bool:
+    def _load_whole(self, seq_id: int, end: int, saved: SequenceState) -> bool:
         if len(saved.parts) != 1 or (end < saved.end and not self.can_cut):
             return False
-        if any(seq_id in copy for copy in self._context.waiting_copies):
-            self._make_copies(seq_id)
+        if any(seq_id in copy for copy in self._context.pending_copies):
+            self._finish_copies(seq_id)
         is_read = self._read(seq_id, saved.parts[0]) and self.holds(seq_id, saved.end)
         if is_read and (end == saved.end or self.cut(seq_id, end)):
             return True
         self._context.remove(seq_id, 0)
         return False
 
-    def _read(self, seq_id: int, part: SavedPart) -> bool:
+    def _read(self, seq_id: int, part: StatePart) -> bool:
         return self._context.read_state(seq_id, part.address, part.n_bytes) == part.n_bytes
 
     def _spans(self, seq_id: int, start: int, end: int) -> bool:
@@ -182,18 +216,18 @@ class KvSequences:
 
     # ---- copies between streams
 
-    def _make_copies(self, empty: int) -> None:
-        """Have the copies made that wait for a decode, by decoding a token in an empty sequence."""
+    def _finish_copies(self, empty: int) -> None:
+        """Let llama.cpp execute its pending copies, by decoding one token in the sequence `empty`."""
         batch = self._context.batch
         batch.clear()
-        batch.add_run([0], 0, empty, wants_logits=False)
+        batch.add_chunk([0], 0, empty, wants_logits=False)
         status = self._context.decode()
         self._context.remove(empty, 0)
-        if self._context.waiting_copies:
-            raise EngineError(f"llama_decode returned {status} before it copied sequences")
+        if self._context.pending_copies:
+            raise EngineError(f"llama_decode returned {status} and did not copy the sequences")
 
     def _empty_sequence(self) -> int:
         for seq_id in range(self._context.n_seq_max):
             if self._context.last_position(seq_id) < 0:
                 return seq_id
-        raise EngineError("a copied sequence can be saved only after the next batch when no sequence is empty")
+        raise EngineError("a copied sequence cannot be saved before the next batch, because no sequence is empty")

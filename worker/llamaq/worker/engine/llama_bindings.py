@@ -1,8 +1,8 @@
-"""The calls of llama.cpp that a worker makes, with Python types at the surface and no decisions.
+"""Wraps the llama.cpp functions that a worker calls. The wrappers have Python types and decide nothing.
 
-A `Model` owns a llama_model, a `Context` a llama_context with its KV memory and one batch that is filled again for
-every decode. Neither is thread-safe. The C arrays of the batch are numpy memory, because ctypes slices cost more than
-the calls.
+A `Model` owns a llama_model. A `Context` owns a llama_context with its KV memory, and one batch that is filled again
+for every decode. Neither is thread-safe. The C arrays of the batch are numpy arrays, because assigning ctypes slices
+takes longer than the calls.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ModelError
 from llamaq.worker.engine import abi_check
-from llamaq.worker.engine.llama_log import LogLines
+from llamaq.worker.engine.llama_log import LogLineJoiner
 
 logger = logging.getLogger(__name__)
 
 LLAMA_CPP_PYTHON_VERSION = str(llama_cpp.__version__)
-"""Of llama-cpp-python, which names the llama.cpp inside."""
-MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1  # what llama_decode returns
-
+"""Version of llama-cpp-python, which determines the version of llama.cpp."""
+MAX_SEQUENCES = 256
+"""LLAMA_MAX_SEQ of llama.cpp."""
+SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1
+"""Return values of llama_decode."""
 
 FlashAttention = Literal["auto", "on", "off"]
 
@@ -42,32 +43,47 @@ _FLASH_ATTENTION: dict[FlashAttention, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """How a context is made; counts are tokens unless they say otherwise."""
+    """Options of a llama_context. Counts are in tokens unless their name says otherwise."""
 
     n_ctx: int
     """KV cells, shared by all sequences."""
     n_batch: int
+    """Upper bound on the tokens of one decode."""
     n_ubatch: int
+    """Upper bound on the tokens that llama.cpp computes at once."""
     n_seq_max: int
-    """Sequences, at most `n_batch` and at most 256."""
+    """Number of sequences, at most `n_batch` and at most 256."""
     n_threads: int
+    """Threads for decodes of one token."""
     n_threads_batch: int
+    """Threads for decodes of several tokens."""
     kv_unified: bool = True
-    """One pool of cells for all sequences; else each has a stream of `n_ctx / n_seq_max`, rounded up to 256, of its own
-    and `n_ctx` is made as large as all of them."""
+    """True: all sequences share one pool of cells. False: each sequence has a stream of `n_ctx / n_seq_max` cells,
+    rounded up to a multiple of 256, and `n_ctx` is raised to the sum of the streams."""
     has_scratch_sequence: bool = True
-    """One of the sequences is for moving parts of others about; without it they are saved and loaded whole."""
+    """One sequence is reserved for saving and loading parts of other sequences. Without it, sequences are saved and
+    loaded as a whole."""
     flash_attn: FlashAttention = "auto"
-    """Whether attention is computed in one pass over the cells; `auto` leaves it to llama.cpp."""
+    """Whether flash attention is used; `auto` lets llama.cpp choose."""
     swa_full: bool = True
-    """Sliding-window layers keep what left the window, so that sequences can be cut and shared in the middle."""
+    """Whether sliding-window layers keep the cells that have left the window, so that sequences can be cut and shared
+    at any token."""
 
 
 class Model:
-    """A loaded model."""
+    """A loaded llama_model. Its memory is freed by `close`, or with this object.
+
+    Args:
+        path: The GGUF file.
+        n_gpu_layers: Number of layers to offload to the GPU.
+        main_gpu: The device for the whole model; None lets llama.cpp split the model among all devices.
+
+    Raises:
+        EngineError: The installed llama-cpp-python is not supported.
+        ModelError: The model cannot be loaded, is not decoder-only, or there is no GPU although `main_gpu` is given.
+    """
 
     def __init__(self, path: Path, *, n_gpu_layers: int, main_gpu: int | None = None) -> None:
-        """Load it; `main_gpu` keeps all of it on that one device. Raises `ModelError`."""
         abi_check.check_abi()
         _route_log()
         llama_cpp.llama_backend_init()
@@ -76,7 +92,7 @@ class Model:
         if main_gpu is not None:
             if not has_gpu():
                 raise ModelError(
-                    "--device, --devices: this build of llama.cpp knows no GPU; see CMAKE_ARGS in CONTRIBUTING.md"
+                    "--device, --devices: this build of llama.cpp has no GPU support; see CMAKE_ARGS in CONTRIBUTING.md"
                 )
             params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
             params.main_gpu = main_gpu
@@ -84,61 +100,69 @@ class Model:
             raise ModelError(f"there is no model file {path}")
         self.pointer = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
-            raise ModelError(f"llama.cpp cannot load {path}; its log says why")
+            raise ModelError(f"llama.cpp cannot load {path}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_model_free, self.pointer)
         if llama_cpp.llama_model_has_encoder(self.pointer) or not llama_cpp.llama_model_has_decoder(self.pointer):
             self.close()
-            raise ModelError(f"{path} is no text generator: llamaq runs decoder-only models")
+            raise ModelError(f"{path} is not a text generator: llamaq runs decoder-only models")
 
     @property
     def n_ctx_train(self) -> int:
-        """The longest context that the model was trained on."""
+        """Length in tokens of the longest context that the model was trained on."""
         return int(llama_cpp.llama_model_n_ctx_train(self.pointer))
 
     @property
     def n_swa(self) -> int:
-        """The window of its sliding-window layers, 0 without such."""
+        """Window in tokens of the sliding-window layers; 0 if the model has none."""
         return int(llama_cpp.llama_model_n_swa(self.pointer))
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether all or some layers keep one state per sequence, which cannot be cut back."""
+        """Whether some or all layers are recurrent: they keep one state per sequence, which cannot be cut."""
         return bool(llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer))
 
     @property
     def is_purely_recurrent(self) -> bool:
-        """Whether all layers do: there are no KV cells then."""
+        """Whether all layers are recurrent, so that there are no KV cells."""
         return bool(llama_cpp.llama_model_is_recurrent(self.pointer))
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantization, as llama.cpp writes them."""
+        """Architecture, size and quantization, as formatted by llama.cpp."""
         buffer = ctypes.create_string_buffer(256)
         llama_cpp.llama_model_desc(self.pointer, buffer, 256)
         return buffer.value.decode(errors="replace")
 
     @property
     def quantization(self) -> str:
-        """The weight format that most tensors have, such as "Q4_K - Medium"."""
+        """Weight format of most tensors, such as "Q4_K - Medium"."""
         name: bytes | None = llama_cpp.llama_ftype_name(llama_cpp.llama_model_ftype(self.pointer))
         return name.decode() if name else "unknown"
 
     def close(self) -> None:
-        """Free it; contexts must be closed before. May be called twice."""
+        """Free the model. Its contexts must be closed first. May be called twice."""
         self._close()
 
 
 class Context:
-    """KV memory and compute buffers of one worker."""
+    """A llama_context: KV memory and compute buffers. They are freed by `close`, or with this object.
+
+    Args:
+        model: The model, which must not be closed before the context.
+        options: The options.
+
+    Raises:
+        EngineError: The options are not valid, or llama.cpp cannot create the context, usually for lack of memory.
+    """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
-        """Raises `EngineError` when llama.cpp refuses, mostly for want of memory."""
+        # llama_init_from_model aborts on n_seq_max > n_batch with its default n_outputs_max.
         if not 1 <= options.n_seq_max <= min(options.n_batch, MAX_SEQUENCES):
             raise EngineError(f"{options.n_seq_max} sequences: must be at most n_batch and {MAX_SEQUENCES}")
-        self._model = model  # a context must not outlive its model
+        self._model = model  # keeps the model in memory as long as its context
         self.pointer = llama_cpp.llama_init_from_model(model.pointer, _context_params(options))
         if not self.pointer:
-            raise EngineError(f"llama.cpp cannot make a context with {options}; too little memory? Its log says why")
+            raise EngineError(f"llama.cpp cannot create a context with {options}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_free, self.pointer)
         self._memory = llama_cpp.llama_get_memory(self.pointer)
         self.n_ctx: int = llama_cpp.llama_n_ctx(self.pointer)
@@ -149,18 +173,33 @@ class Context:
         self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
         self.has_scratch_sequence = options.has_scratch_sequence
         self.batch = TokenBatch(self.n_batch)
-        self.waiting_copies: list[tuple[int, int]] = []
-        """Sources and targets of the copies between streams that the next decode makes before it computes."""
+        self.pending_copies: list[tuple[int, int]] = []
+        """(source, target) of the copies between streams that the next decode executes before it computes."""
 
     def decode(self) -> int:
-        """Run what the batch holds. 0 is success, 1 means no room in KV memory, all else a failure."""
+        """Compute the batch with llama_decode.
+
+        Returns:
+            The status: `SUCCESS`, `NO_ROOM` if the KV memory has no room for the batch, any other value for a failure.
+        """
         status: int = llama_cpp.llama_decode(self.pointer, self.batch.struct)
         if status != INVALID_BATCH:
-            self.waiting_copies.clear()
+            self.pending_copies.clear()
         return status
 
     def logits(self, n_rows: int) -> npt.NDArray[np.float32]:
-        """The rows that the batch asked for, in its order; a view, valid until the next decode."""
+        """Return the logits of the last decode.
+
+        Args:
+            n_rows: Number of tokens in the batch for which logits were requested.
+
+        Returns:
+            Array of shape (n_rows, n_vocab), rows in the order of the batch. It is a view of memory that belongs to the
+            llama_context: valid until the next decode.
+
+        Raises:
+            EngineError: llama.cpp has no logits.
+        """
         address = abi_check.get_logits(self.pointer)
         if not address:
             raise EngineError("llama.cpp has no logits for the last batch")
@@ -169,61 +208,74 @@ class Context:
         return rows.reshape(n_rows, self.n_vocab)
 
     def remove(self, seq_id: int, start: int) -> bool:
-        """Drop a sequence's cells from position `start` on. True proves nothing: ask `last_position`."""
+        """Remove a sequence's cells from position `start` on. True does not prove success: check `last_position`."""
         return bool(abi_check.seq_rm(self._memory, seq_id, start, -1))
 
     def share(self, source: int, target: int, start: int, end: int) -> None:
-        """Let `target` have the cells [start, end) of `source` too; recurrent state is shared whole.
+        """Add the cells [start, end) of `source` to `target` without copying. Recurrent state is copied as a whole.
 
-        With streams this ends the process: use `copy_stream`.
+        With one stream per sequence, llama_memory_seq_cp aborts on a partial copy: use `copy_stream`.
         """
         abi_check.seq_cp(self._memory, source, target, start, end)
 
     def copy_stream(self, source: int, target: int) -> None:
-        """Copy all of `source`'s stream over that of `target`; positions at once, data at the next decode."""
-        self.waiting_copies.append((source, target))
+        """Replace the stream of `target` by a copy of that of `source`.
+
+        llama.cpp copies the positions now and the data in the next decode.
+        """
+        self.pending_copies.append((source, target))
         abi_check.seq_cp(self._memory, source, target, -1, -1)
 
     def state_size(self, seq_id: int) -> int:
-        """How many bytes `write_state` writes."""
+        """Return the number of bytes that `write_state` needs for a sequence."""
         size: int = abi_check.state_size(self.pointer, seq_id)
         return size
 
     def write_state(self, seq_id: int, address: int, size: int) -> int:
-        """Write a sequence's cells to memory. Returns the bytes written, 0 when llama.cpp refuses."""
+        """Write a sequence's cells to `size` bytes of the caller's memory at `address`.
+
+        Returns:
+            The number of bytes written, 0 if llama.cpp fails.
+        """
         written: int = abi_check.state_get(self.pointer, address, size, seq_id)
         return written
 
     def read_state(self, seq_id: int, address: int, size: int) -> int:
-        """Replace a sequence's cells by written ones. Returns the bytes read, 0 when llama.cpp refuses.
+        """Replace a sequence's cells by those that `write_state` wrote to `size` bytes at `address`.
 
-        After a refusal the sequence may hold anything: remove it.
+        Returns:
+            The number of bytes read, 0 if llama.cpp fails. After a failure the cells of the sequence are undefined:
+            remove them.
         """
         read: int = abi_check.state_set(self.pointer, address, size, seq_id)
         return read
 
     def first_position(self, seq_id: int) -> int:
-        """The lowest position whose cell the sequence holds, -1 when it is empty."""
+        """Return the lowest position of a sequence that is in KV memory, -1 if the sequence is empty."""
         position: int = abi_check.seq_pos_min(self._memory, seq_id)
         return position
 
     def last_position(self, seq_id: int) -> int:
-        """The highest position whose cell the sequence holds, -1 when it is empty."""
+        """Return the highest position of a sequence that is in KV memory, -1 if the sequence is empty."""
         position: int = abi_check.seq_pos_max(self._memory, seq_id)
         return position
 
     def close(self) -> None:
-        """Free it; may be called twice."""
+        """Free the context. May be called twice."""
         self._close()
 
 
 def has_gpu() -> bool:
-    """Whether this build of llama.cpp can offload layers."""
+    """Return whether this build of llama.cpp can offload layers to a GPU."""
     return bool(llama_cpp.llama_supports_gpu_offload())
 
 
 class TokenBatch:
-    """A llama_batch over numpy memory, one sequence per token."""
+    """A llama_batch whose arrays are numpy arrays of this object. Each token belongs to one sequence.
+
+    Args:
+        capacity: Upper bound on the number of tokens.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -232,15 +284,15 @@ class TokenBatch:
         self._seq_ids = np.zeros(capacity, np.int32)
         self._wants_logits = np.zeros(capacity, np.int8)
         self._n_seq_ids = np.ones(capacity, np.int32)
-        addresses = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * 4
-        self._seq_id_pointers = addresses
+        # llama_batch.seq_id has one pointer for each token; the batch keeps no reference to this array.
+        self._seq_id_pointers = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * 4
         self.struct = llama_cpp.llama_batch(
             n_tokens=0,
             token=self._tokens.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token)),
             embd=None,
             pos=self._positions.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_pos)),
             n_seq_id=self._n_seq_ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            seq_id=addresses.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(llama_cpp.llama_seq_id))),
+            seq_id=self._seq_id_pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(llama_cpp.llama_seq_id))),
             logits=self._wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
@@ -248,11 +300,11 @@ class TokenBatch:
         return int(self.struct.n_tokens)
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.struct.n_tokens = 0
 
-    def add_singles(self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int]) -> None:
-        """Append one token for each of several sequences; each wants logits."""
+    def add_decode_tokens(self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int]) -> None:
+        """Append one token for each of several sequences, with logits for every token."""
         start = len(self)
         end = start + len(tokens)
         self._tokens[start:end] = tokens
@@ -261,8 +313,8 @@ class TokenBatch:
         self._wants_logits[start:end] = 1
         self.struct.n_tokens = end
 
-    def add_run(self, tokens: Sequence[int], position: int, seq_id: int, *, wants_logits: bool) -> None:
-        """Append consecutive tokens of one sequence; logits are those after the last one."""
+    def add_chunk(self, tokens: Sequence[int], position: int, seq_id: int, *, wants_logits: bool) -> None:
+        """Append consecutive tokens of one sequence, the first at `position`. Only the last one can have logits."""
         start = len(self)
         end = start + len(tokens)
         self._tokens[start:end] = tokens
@@ -279,7 +331,8 @@ def _context_params(options: ContextOptions) -> Any:
     params.n_batch = options.n_batch
     params.n_ubatch = options.n_ubatch
     params.n_seq_max = options.n_seq_max
-    # By default the compute buffer has room for n_ubatch rows of logits; fewer than n_seq_max ends the process.
+    # Upper bound on the rows of logits in one decode, by default n_ubatch. llama_init_from_model aborts if it is less
+    # than n_seq_max (assertion in llama_context::output_reserve).
     params.n_outputs_max = options.n_seq_max
     params.n_threads = options.n_threads
     params.n_threads_batch = options.n_threads_batch
@@ -290,17 +343,17 @@ def _context_params(options: ContextOptions) -> Any:
     return params
 
 
-_log_lines = LogLines()
+_line_joiner = LogLineJoiner()
 
 
 def _log(level: int, text: bytes, _user_data: Any) -> None:
-    for line_level, line in _log_lines.add(level, text.decode(errors="replace")):
+    for line_level, line in _line_joiner.add(level, text.decode(errors="replace")):
         logger.log(line_level, "llama.cpp: %s", line)
 
 
-_log_callback = llama_cpp.llama_log_callback(_log)  # llama.cpp keeps a pointer to it
+_log_callback = llama_cpp.llama_log_callback(_log)  # llama.cpp keeps a pointer to the callback
 
 
 def _route_log() -> None:
-    """Send llama.cpp's log to this module's logger; what it calls info is debug to us."""
+    """Send the log of llama.cpp to this module's logger."""
     llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p())

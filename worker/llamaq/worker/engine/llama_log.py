@@ -1,26 +1,27 @@
-"""From what llama.cpp logs to lines of Python's logging."""
+"""Joins the pieces that llama.cpp logs into lines for Python's logging."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 
-# By ggml_log_level. Its warnings speak to who writes a program or converts a model (a context larger than the model was
-# trained for, say, which we share among jobs), and not to who starts a worker.
+# Level of logging for each ggml_log_level. Info of llama.cpp becomes debug, and its warnings become info: they are
+# meant for developers (for example, that the context is larger than the model's training context, which is intended
+# here because jobs share it), not for operators of a worker.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
-_CONTINUES = 5
+_CONT = 5  # GGML_LOG_LEVEL_CONT: the piece continues the previous one
 
 
-class LogLines:
-    """Joins what llama.cpp logs in pieces into lines, each with the level of its first piece."""
+class LogLineJoiner:
+    """Joins pieces of log text into lines. A line has the level of its first piece."""
 
     def __init__(self) -> None:
         self._level = logging.DEBUG
         self._text = ""
 
     def add(self, level: int, text: str) -> Iterator[tuple[int, str]]:
-        """Add a piece; gives the lines that are complete now."""
-        if level != _CONTINUES:
+        """Add a piece, and yield the level and the text of each line that it completes."""
+        if level != _CONT:
             self._level = _LEVELS.get(level, logging.DEBUG)
         *lines, self._text = (self._text + text).split("\n")
         for line in lines:

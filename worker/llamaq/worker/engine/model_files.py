@@ -1,4 +1,4 @@
-"""From what the user calls a model to a file on disk."""
+"""Finds the file of a model, and downloads models of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,28 +8,36 @@ from pathlib import Path
 
 from llamaq.common.errors import MissingExtra, ModelError
 
-_HUB = re.compile(r"^hf:(?P<repo>[\w.\-]+/[\w.\-]+)/(?P<file>[\w.\-/]+\.gguf)$")
+_HUB_NAME = re.compile(r"^hf:(?P<repo>[\w.\-]+/[\w.\-]+)/(?P<file>[\w.\-/]+\.gguf)$")
 
 
 def demo_model_path() -> Path:
-    """The small model that ships with the package; see MODEL_CARD.md beside it."""
+    """Return the path of the small model in this package, described in its MODEL_CARD.md."""
     return Path(str(files("llamaq.worker").joinpath("model", "llamaq-demo.gguf")))
 
 
 def resolve_model_file(spec: str | None) -> Path:
-    """The file of a model: a path, `hf:OWNER/REPO/FILE.gguf`, or the demo model for None; raises `ModelError`."""
+    """Return the path of a model file, downloading the file if necessary.
+
+    Args:
+        spec: A path, or `hf:OWNER/REPO/FILE.gguf` for a file of the Hugging Face hub. None means the demo model.
+
+    Raises:
+        ModelError: The file does not exist or cannot be downloaded.
+        MissingExtra: `spec` names a file of the hub, and huggingface_hub is not installed.
+    """
     if spec is None:
         return demo_model_path()
     if spec.startswith("hf:"):
-        return _fetch(spec)
+        return _download(spec)
     path = Path(spec).expanduser()
     if not path.is_file():
-        raise ModelError(f"--model: there is no file {spec!r} (one of the Hugging Face hub is hf:OWNER/REPO/FILE.gguf)")
+        raise ModelError(f"--model: there is no file {spec!r} (for the Hugging Face hub: hf:OWNER/REPO/FILE.gguf)")
     return path
 
 
-def _fetch(spec: str) -> Path:
-    match = _HUB.fullmatch(spec)
+def _download(spec: str) -> Path:
+    match = _HUB_NAME.fullmatch(spec)
     if match is None:
         raise ModelError(f"--model: {spec!r} is not of the form hf:OWNER/REPO/FILE.gguf")
     try:
@@ -42,7 +50,7 @@ def _fetch(spec: str) -> Path:
     except LocalEntryNotFoundError as exc:
         raise ModelError(
             f"--model: {spec} is not in the local cache and the hub cannot be reached; "
-            "download the file where there is a network and give its path"
+            "download the file on a machine with network access, and give its path"
         ) from exc
-    except (HfHubHTTPError, OSError, ValueError) as exc:  # ValueError: a name that no repository can have
-        raise ModelError(f"--model: {spec} cannot be fetched: {exc}") from exc
+    except (HfHubHTTPError, OSError, ValueError) as exc:  # ValueError: not a valid name of a repository
+        raise ModelError(f"--model: {spec} cannot be downloaded: {exc}") from exc

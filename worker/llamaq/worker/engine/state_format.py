@@ -1,17 +1,18 @@
-"""The bytes of saved cells: a header of ours, then parts as llama.cpp writes them.
+"""The format of saved sequence state: a header of llamaq, then parts as llama.cpp writes them.
 
-llama.cpp reads such bytes trustingly: a count or a position that is wrong can end the process or lose cells for good.
-So what steers it is checked before, down to the rows of numbers, of which every pattern is valid.
+llama.cpp trusts the bytes that it reads: a wrong count or position can abort the process in llama_state_seq_set_data,
+or make cells unusable until the context is freed. So every number that controls the reading is checked here first. The
+keys and values themselves are not checked, because every bit pattern of them is valid.
 
-    header   "LQS1", parts: u32; per part: first cell, cell after the last: u32, bytes: u64
+    header   "LQS1", parts: u32; per part: first cell, end of cells: u32, bytes: u64
     part     magic: u32, sequence: i32, sections
-    section  attention (one for each of the caches that a memory consists of, such as that of windows):
-                 streams: u32; per stream: cells: u32, and where there are some, per cell: position: i32,
-                 sequences: u32, (x, y, token: i32 each, in some models), sequence: i32; then rows
-             recurrent (last, if at all): cells: u32; per cell: position: i32, sequences: u32; then rows
-    rows     V is transposed: u32, layers: u32; K of each layer: type: i32, row: u64, a row per cell; V of each layer
-             the same, or, transposed: type: i32, element: u32, elements: u32, that many elements per cell;
-             no V at all where it is computed from K
+    section  attention (one per cache of the memory; sliding-window layers have a cache of their own):
+                 streams: u32; per stream: cells: u32; if cells > 0: per cell: position: i32,
+                 sequences: u32, (some models: x, y, token: i32 each), sequence: i32; then rows
+             recurrent (only as the last section): cells: u32; per cell: position: i32, sequences: u32; then rows
+    rows     is V transposed: u32, layers: u32; K of each layer: type: i32, bytes per row: u64, one row per cell;
+             V of each layer: as K, or if transposed: type: i32, bytes per element: u32, elements per cell: u32,
+             the elements; no V in models that compute V from K
 
 Numbers are little-endian. Source: state_write in llama-kv-cache.cpp and llama-memory-recurrent.cpp.
 """
@@ -37,6 +38,9 @@ _MAX_SECTIONS = 4
 _MAX_STREAMS = 256
 _MAX_LAYERS = 4096
 _INTS_PER_CELL = (3, 6)
+"""Without and with x, y and token."""
+_SECTIONS_AT = 8
+"""Offset of the first section in a part."""
 
 _new_bytes: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
@@ -44,8 +48,8 @@ _new_bytes.restype = ctypes.py_object
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPart:
-    """What llama.cpp wrote of the cells [start, end): `n_bytes` at an address."""
+class StatePart:
+    """The state of the cells [start, end), as llama.cpp wrote it: `n_bytes` bytes at `address`."""
 
     start: int
     end: int
@@ -54,11 +58,11 @@ class SavedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
-    """Saved cells [start, end), in parts that follow one another. Its addresses are those of `data`."""
+class SequenceState:
+    """The state of the cells [start, end) of a sequence, in consecutive parts. It keeps the memory of `data` alive."""
 
     data: Data
-    parts: tuple[SavedPart, ...]
+    parts: tuple[StatePart, ...]
 
     @property
     def start(self) -> int:
@@ -69,8 +73,16 @@ class SavedState:
         return self.parts[-1].end
 
     @classmethod
-    def parse(cls, data: Data, *, is_recurrent: bool) -> SavedState | None:
-        """None when they are not what `allot` and llama.cpp made of a memory with or without recurrent layers."""
+    def parse(cls, data: Data, *, is_recurrent: bool) -> SequenceState | None:
+        """Check the structure of saved state, and return its parts.
+
+        Args:
+            data: The saved state.
+            is_recurrent: Whether the model has recurrent layers.
+
+        Returns:
+            None if the data do not have the structure that `allocate_state` and llama.cpp write.
+        """
         try:
             parts = tuple(_parts(data))
         except (struct.error, ValueError):
@@ -79,21 +91,29 @@ class SavedState:
         whole = memoryview(data)
         for part in parts:
             at = part.address - base
-            if not _Part(whole[at : at + part.n_bytes], part.start, part.end, is_recurrent).is_sound():
+            if not _PartChecker(whole[at : at + part.n_bytes], part.start, part.end, is_recurrent).is_valid():
                 return None
         return cls(data, parts)
 
 
-def allot(
-    borders: Sequence[tuple[int, int]], sizes: Sequence[int], allocate: Allocate = no_buffer
+def allocate_state(
+    ranges: Sequence[tuple[int, int]], sizes: Sequence[int], allocate: Allocate = no_buffer
 ) -> tuple[Data, list[int]]:
-    """Memory with the header of parts of these cells and sizes, and the addresses that the parts are to be written to.
+    """Allocate the memory for the state of some cells, and write the header.
 
-    Bytes are made where there is none to be had. They are written in place, though bytes never change: nobody else has
-    them yet, and a copy would cost as much again.
+    Without a buffer from `allocate`, a new `bytes` object is returned that the caller fills through its addresses. That
+    is safe, because no other code has the object yet, and it saves a copy.
+
+    Args:
+        ranges: The cells [start, end) of each part.
+        sizes: The number of bytes of each part.
+        allocate: Lends the memory.
+
+    Returns:
+        The memory, and the address at which each part is to be written.
     """
     header = _HEADER.pack(_MAGIC, len(sizes))
-    header += b"".join(_PART.pack(*border, size) for border, size in zip(borders, sizes, strict=True))
+    header += b"".join(_PART.pack(*cells, size) for cells, size in zip(ranges, sizes, strict=True))
     n_bytes = len(header) + sum(sizes)
     data: Data | None = allocate(n_bytes)
     if data is None:
@@ -108,47 +128,51 @@ def _address(data: Data) -> int:
     return np.frombuffer(data, np.uint8).ctypes.data
 
 
-def _parts(data: Data) -> Iterator[SavedPart]:
+def _parts(data: Data) -> Iterator[StatePart]:
     magic, n_parts = _HEADER.unpack_from(data)
     if magic != _MAGIC or not 1 <= n_parts <= _MAX_PARTS:
-        raise ValueError("no saved cells")
+        raise ValueError("not a saved state")
     address, offset, last = _address(data), _HEADER.size + n_parts * _PART.size, None
     for n in range(n_parts):
         start, end, n_bytes = _PART.unpack_from(data, _HEADER.size + n * _PART.size)
         if not start < end <= np.iinfo(np.int32).max or last not in (None, start):
-            raise ValueError("parts do not follow one another")
-        yield SavedPart(start, end, address + offset, n_bytes)
+            raise ValueError("the parts are not consecutive")
+        yield StatePart(start, end, address + offset, n_bytes)
         offset, last = offset + n_bytes, end
     if offset != len(data):
         raise ValueError("the parts do not fill the data")
 
 
-class _Part:
-    """One part, to be checked."""
+class _PartChecker:
+    """Checks the structure of one part, given its bytes and its cells [start, end)."""
 
     def __init__(self, data: memoryview, start: int, end: int, is_recurrent: bool) -> None:
         self._data = data
         self._start, self._end = start, end
         self._is_recurrent = is_recurrent
 
-    def is_sound(self) -> bool:
+    def is_valid(self) -> bool:
         try:
-            return self._are_sections(8, _MAX_SECTIONS)
+            return self._has_sections(_SECTIONS_AT, _MAX_SECTIONS)
         except (struct.error, ValueError):
             return False
 
-    def _are_sections(self, at: int, n_left: int) -> bool:
-        """Whether sections go from here to the end. Where one ends depends on whether it has V, so both are tried."""
-        if self._is_recurrent and self._is_recurrent_section(at):
+    def _has_sections(self, at: int, n_left: int) -> bool:
+        """Return whether the bytes from `at` to the end are at most `n_left` sections.
+
+        The end of a section depends on whether it contains V, which is not stored. So both are tried.
+        """
+        if self._is_recurrent and self._has_recurrent_section(at):
             return True
         if at == len(self._data):
-            return at > 8 and not self._is_recurrent
-        return n_left > 0 and any(self._are_sections(end, n_left - 1) for end in self._attention_ends(at))
+            return at > _SECTIONS_AT and not self._is_recurrent
+        return n_left > 0 and any(self._has_sections(end, n_left - 1) for end in self._attention_ends(at))
 
-    def _is_recurrent_section(self, at: int) -> bool:
+    def _has_recurrent_section(self, at: int) -> bool:
         return at + 12 <= len(self._data) and self._ints(at, 3) == (1, self._end - 1, 0)
 
     def _attention_ends(self, at: int) -> set[int]:
+        """Return the possible ends of an attention section at `at`."""
         [n_streams] = self._ints(at, 1)
         if not 1 <= n_streams <= _MAX_STREAMS:
             return set()
@@ -158,6 +182,7 @@ class _Part:
         return ends
 
     def _stream_ends(self, at: int) -> set[int]:
+        """Return the possible ends of a stream at `at`."""
         [n_cells] = self._ints(at, 1)
         if n_cells == 0:
             return {at + 4}
@@ -165,17 +190,18 @@ class _Part:
             return set()
         for n_ints in _INTS_PER_CELL:
             rows = at + 4 + n_cells * n_ints * 4
-            if rows <= len(self._data) and self._are_cells(at + 4, n_cells, n_ints):
+            if rows <= len(self._data) and self._has_cells(at + 4, n_cells, n_ints):
                 return set(self._rows_ends(rows, n_cells))
         return set()
 
-    def _are_cells(self, at: int, n_cells: int, n_ints: int) -> bool:
-        """Whether these are the last of the cells, in any order, each of one sequence."""
+    def _has_cells(self, at: int, n_cells: int, n_ints: int) -> bool:
+        """Return whether the cells at `at` are the last `n_cells` cells, in any order, each of one sequence."""
         cells = np.frombuffer(self._data, "<i4", n_cells * n_ints, at).reshape(n_cells, n_ints)
         positions = np.sort(cells[:, 0])
         return bool((cells[:, 1] == 1).all() and (positions == np.arange(self._end - n_cells, self._end)).all())
 
     def _rows_ends(self, at: int, n_cells: int) -> Iterator[int]:
+        """Yield the possible ends of the rows at `at`: without V, then with V."""
         is_transposed, n_layers = self._ints(at, 2)
         if is_transposed not in (0, 1) or not 1 <= n_layers <= _MAX_LAYERS:
             return
@@ -183,7 +209,7 @@ class _Part:
         for _ in range(n_layers):
             at = self._after_rows(at, n_cells)
         yield at
-        with suppress(struct.error, ValueError):  # no V
+        with suppress(struct.error, ValueError):  # the bytes after K are not V
             for _ in range(n_layers):
                 at = self._after_elements(at, n_cells) if is_transposed else self._after_rows(at, n_cells)
             yield at
@@ -198,7 +224,7 @@ class _Part:
 
     def _within(self, at: int) -> int:
         if at > len(self._data):
-            raise ValueError("rows go on after the end")
+            raise ValueError("the rows exceed the part")
         return at
 
     def _ints(self, at: int, n: int) -> tuple[int, ...]:
