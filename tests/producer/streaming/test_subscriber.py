@@ -99,19 +99,19 @@ class Dropping:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self._draw = random.Random(seed)
         self._dispatch = PubSubConnection._dispatch
-        monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *args: self.pass_on(*args))  # noqa: PLW0108  # it binds the line
+        monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *args: self.pass_on(*args))  # noqa: PLW0108  # it binds the connection
         self.dropped = 0
 
-    def pass_on(self, line: PubSubConnection, message: Any) -> None:
+    def pass_on(self, connection: PubSubConnection, message: Any) -> None:
         luck = self._draw.random()
         if message[0] == b"message" and luck < 0.5:
             self.dropped += 1
             return
-        self._dispatch(line, message)
+        self._dispatch(connection, message)
         if luck > 0.8:
-            self._dispatch(line, message)
+            self._dispatch(connection, message)
         if message[0] == b"message" and luck > 0.95:
-            self._dispatch(line, [message[0], message[1], b"garbage"])
+            self._dispatch(connection, [message[0], message[1], b"garbage"])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -342,7 +342,7 @@ async def test_a_redis_that_stays_away_ends_a_stream_with_its_error(
                 reader = asyncio.ensure_future(anext(chunks))
                 with suppress(RedisConnectionError):
                     await client.queue_depth()
-                next(iter(client.subscriber._listeners.values()))[0].look_again()
+                next(iter(client.subscriber._listeners.values()))[0].reread()
                 with pytest.raises(RedisConnectionError):
                     await reader
 

@@ -1,1 +1,1 @@
-"""Delivers the events of jobs to their readers."""
+"""Delivers the events of jobs from Redis to their readers."""

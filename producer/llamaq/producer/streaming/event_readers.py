@@ -1,4 +1,4 @@
-"""The two listeners: one that reads all of a job's tokens, and one that waits for its end."""
+"""The listeners of a job: `EventReader` reads all its tokens, `EndWaiter` waits until it has ended."""
 
 from __future__ import annotations
 
@@ -16,38 +16,44 @@ from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobKeys
 
 INBOX_MESSAGES = 256
-"""A reader slower than this many messages drops them and reads the stream instead."""
+"""Most messages that wait for a slow reader. Then it drops them and reads the event stream."""
 PAGE_EVENTS = 512
+"""Most events that one read of the event stream returns."""
 OUTAGE_S = 60.0
-"""How long a reader goes on trying while Redis cannot be reached."""
+"""How long a reader retries while Redis cannot be reached."""
 RETRY_S = 0.2
+"""Delay between two retries."""
 TAIL_EVENTS = 4
+"""Events that are read from the end of the event stream to find its last `tokens` event."""
 
 _ENDED = {JobState.FINISHED.value.encode(), JobState.FAILED.value.encode()}
 
 
 def has_ended(status: bytes | None) -> bool:
-    """Whether this `status` field of a job's hash is its last one."""
+    """Return whether the `status` field of a job's hash is final."""
     return status in _ENDED
 
 
 class Position:
-    """How far a text and its tokens have been seen. Makes sure of no gap and no repeat."""
+    """How much of a job's output was read, in tokens and characters. It excludes gaps and repeats."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.chars = 0
 
     def is_before(self, event: Tokens) -> bool:
-        """Whether something is missing between here and the event."""
+        """Return whether output is missing between this position and the event."""
         return event.offset > self.tokens or event.text_offset > self.chars
 
     def is_at_end_of(self, event: Tokens) -> bool:
-        """Whether the event has nothing new."""
+        """Return whether the event has no new output."""
         return event.offset + len(event.tokens) <= self.tokens and event.text_offset + len(event.text) <= self.chars
 
     def advance(self, event: Tokens) -> Tokens | None:
-        """What is new in the event, which must not lie behind a gap; None for nothing."""
+        """Move to the end of the event and return its new output, None if it has none.
+
+        The caller ensures that the position is not before the event.
+        """
         if self.is_at_end_of(event):
             return None
         tokens, text = event.tokens[self.tokens - event.offset :], event.text[self.chars - event.text_offset :]
@@ -58,29 +64,39 @@ class Position:
 
 
 class EventReader:
-    """What a job generates, from its first token, in order and once each, and how it ends."""
+    """Reads a job's output from its first token on, in order, without gap or repeat, and its terminal event.
+
+    It reads live messages while they continue its position. When a message may be lost, it is behind: it drops the
+    live messages and reads the event stream until it has reached the end.
+    """
 
     def __init__(self, redis: Redis, keys: JobKeys, job_id: str) -> None:
-        self.channel, self.job_key, self.heard = keys.channel, keys.job, 0.0
+        self.channel, self.job_key, self.last_heard_s = keys.channel, keys.job, 0.0
         self.position = Position()
         self._redis = redis
         self._events_key = keys.events
         self._job_id = job_id
         self._inbox: deque[bytes] = deque()
+        """Live messages that are not decoded yet."""
         self._ready: deque[Tokens | Finished | Failed] = deque()
+        """Events for the caller."""
         self._cursor = "-"
+        """Where the next page of the event stream starts, as an argument of XRANGE."""
         self._must_restart = True
-        self._is_whole_pass = False
+        """Whether the next page is the first one of the event stream."""
+        self._is_full_read = False
+        """Whether the present pages started at the beginning of the event stream."""
         self._is_behind = False
-        self._is_gone = False
+        self._is_missing = False
+        """Whether there is no such job."""
         self._wake = asyncio.Event()
 
     def __repr__(self) -> str:
-        state = "gone" if self._is_gone else "behind" if self._is_behind else "live"
+        state = "missing" if self._is_missing else "behind" if self._is_behind else "live"
         return f"<EventReader {self._job_id} {state} tokens={self.position.tokens} inbox={len(self._inbox)}>"
 
     def deliver(self, payload: bytes) -> None:
-        """Queue a message; it lies in the stream as well, so none is kept while that has to be read."""
+        """Queue a live message. While the reader is behind, messages are dropped: the event stream has them too."""
         if self._is_behind:
             return
         if len(self._inbox) >= INBOX_MESSAGES:
@@ -89,28 +105,34 @@ class EventReader:
             self._inbox.append(payload)
             self._wake.set()
 
-    def look_again(self) -> None:
-        """Read the stream from its beginning: after a rollback of Redis its ids may start over."""
+    def reread(self) -> None:
+        """Read the event stream from its beginning, because after a failover of Redis its entry ids may start over."""
         self._must_restart = True
         self._fall_behind()
 
-    def inform(self, status: bytes | None, generated: int) -> None:
-        """Read the stream if the job is ahead of what was seen."""
+    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:
+        """Read the event stream if the job has ended or has more tokens than were read."""
         if status is None:
-            self._is_gone = True
+            self._is_missing = True
             self._wake.set()
-        elif has_ended(status) or generated > self.position.tokens:
+        elif has_ended(status) or n_stored_tokens > self.position.tokens:
             self._fall_behind()
 
     async def next_event(self) -> Tokens | Finished | Failed:
-        """The next new tokens, or the end, which is the last. Raises `JobNotFound`."""
+        """Wait for new tokens or the terminal event, which is the last one, and return it.
+
+        Raises:
+            JobNotFound: The id is wrong, or the job has expired.
+            ProtocolError: Events are missing in the event stream.
+            RedisError: Redis could not be reached for `OUTAGE_S`.
+        """
         while not self._ready:
-            if self._is_gone:
+            if self._is_missing:
                 raise JobNotFound(self._job_id)
             if self._is_behind:
                 await self._catch_up()
             elif self._inbox:
-                await self._take_live(self._inbox.popleft())
+                await self._apply_live(self._inbox.popleft())
             else:
                 self._wake.clear()
                 await self._wake.wait()
@@ -121,10 +143,10 @@ class EventReader:
         self._inbox.clear()
         self._wake.set()
 
-    async def _take_live(self, payload: bytes) -> None:
+    async def _apply_live(self, payload: bytes) -> None:
         try:
             event = codec.decode_event(payload)
-        except ProtocolError:  # anyone may publish; the stream decides
+        except ProtocolError:  # any client of Redis may publish; only the event stream counts
             return self._fall_behind()
         if isinstance(event, Finished | Failed):
             if not await self._is_complete():
@@ -133,11 +155,11 @@ class EventReader:
         elif isinstance(event, Tokens):
             if self.position.is_before(event):
                 return self._fall_behind()
-            self._take_tokens(event)
+            self._apply_tokens(event)
         return None
 
     async def _is_complete(self) -> bool:
-        """Whether the stream's last tokens have been seen: a lost message right before the end leaves no gap."""
+        """Return whether all stored tokens were read. A message lost right before the end leaves no gap to notice."""
         try:
             tail: Any = await self._redis.xrevrange(self._events_key, count=TAIL_EVENTS)
         except (RedisError, OSError):
@@ -147,45 +169,45 @@ class EventReader:
         return last is not None and self.position.is_at_end_of(last)
 
     async def _catch_up(self) -> None:
-        """Read one page of the stream; stay behind when it was full."""
+        """Read one page of the event stream. The reader remains behind if the page was full."""
         self._is_behind = False
         self._inbox.clear()
         if self._must_restart:
-            self._must_restart, self._is_whole_pass, self._cursor = False, True, "-"
+            self._must_restart, self._is_full_read, self._cursor = False, True, "-"
         status, entries = await self._read_page()
         if status is None:
-            self._is_gone = True
+            self._is_missing = True
             return
         for entry_id, fields in entries:
             self._cursor = f"({entry_id.decode()}"
-            self._take_stored(codec.decode_event(fields[b"e"]))
+            self._apply_stored(codec.decode_event(fields[b"e"]))
         if len(entries) == PAGE_EVENTS:
             self._is_behind = True
             return
-        # The status was read before the events, so the events of an ended job hold its end.
+        # The status was read before the events, so the events of an ended job include its terminal event.
         if has_ended(status) and not (self._ready and isinstance(self._ready[-1], Finished | Failed)):
-            if self._is_whole_pass:
+            if self._is_full_read:
                 raise ProtocolError(f"job {self._job_id} has ended, but its events are missing")
-            self.look_again()
-        self._is_whole_pass = False
+            self.reread()
+        self._is_full_read = False
 
-    def _take_stored(self, event: Event) -> None:
+    def _apply_stored(self, event: Event) -> None:
         if isinstance(event, Finished | Failed):
             self._ready.append(event)
         elif isinstance(event, Tokens):
             if self.position.is_before(event):
                 raise ProtocolError(f"job {self._job_id} has lost events before token {event.offset}")
-            self._take_tokens(event)
+            self._apply_tokens(event)
 
-    def _take_tokens(self, event: Tokens) -> None:
+    def _apply_tokens(self, event: Tokens) -> None:
         new = self.position.advance(event)
         if new is not None:
             self._ready.append(new)
 
     async def _read_page(self) -> tuple[bytes | None, list[tuple[bytes, dict[bytes, bytes]]]]:
-        """The job's status, and after that a page of its events; tries again while Redis is away."""
+        """Return the job's status, read first, and a page of its events. Retries for `OUTAGE_S` if Redis is away."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + OUTAGE_S
+        deadline_s = loop.time() + OUTAGE_S
         while True:
             try:
                 async with self._redis.pipeline(transaction=False) as pipe:
@@ -193,7 +215,7 @@ class EventReader:
                     pipe.xrange(self._events_key, min=self._cursor, count=PAGE_EVENTS)
                     status, entries = await pipe.execute()
             except (RedisError, OSError):
-                if loop.time() > deadline:
+                if loop.time() > deadline_s:
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
@@ -201,57 +223,61 @@ class EventReader:
 
 
 class EndWaiter:
-    """Waits until one job has ended, without reading what it generated."""
+    """Waits until a job has ended, without reading its output."""
 
     def __init__(self, redis: Redis, keys: JobKeys, job_id: str) -> None:
-        self.channel, self.job_key, self.heard = keys.channel, keys.job, 0.0
+        self.channel, self.job_key, self.last_heard_s = keys.channel, keys.job, 0.0
         self._redis = redis
         self._job_id = job_id
-        self._must_look = False
+        self._must_read_status = False
         self._has_ended = False
-        self._is_gone = False
+        self._is_missing = False
         self._wake = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<EndWaiter {self._job_id} ended={self._has_ended}>"
 
     def deliver(self, payload: bytes) -> None:
-        """Look at the job when this may be its end."""
+        """Read the job's status if the message is a terminal event."""
         try:
-            is_end = isinstance(codec.decode_event(payload), Finished | Failed)
+            is_terminal = isinstance(codec.decode_event(payload), Finished | Failed)
         except ProtocolError:
             return
-        if is_end:
-            self.look_again()
+        if is_terminal:
+            self.reread()
 
-    def look_again(self) -> None:
+    def reread(self) -> None:
         """Read the job's status."""
-        self._must_look = True
+        self._must_read_status = True
         self._wake.set()
 
-    def inform(self, status: bytes | None, generated: int) -> None:  # noqa: ARG002 - as the protocol has it
-        """Take the job's status."""
-        self._is_gone = status is None
+    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:  # noqa: ARG002 - of the protocol
+        """Receive the job's status."""
+        self._is_missing = status is None
         self._has_ended = has_ended(status)
-        if self._is_gone or self._has_ended:
+        if self._is_missing or self._has_ended:
             self._wake.set()
 
     async def wait(self) -> None:
-        """Return when the job has ended. Raises `JobNotFound`."""
+        """Return when the job has ended.
+
+        Raises:
+            JobNotFound: The id is wrong, or the job has expired.
+        """
         while not self._has_ended:
-            if self._is_gone:
+            if self._is_missing:
                 raise JobNotFound(self._job_id)
             self._wake.clear()
-            if self._must_look:
-                self._must_look = False
-                await self._look()
+            if self._must_read_status:
+                self._must_read_status = False
+                await self._read_status()
             else:
                 await self._wake.wait()
 
-    async def _look(self) -> None:
+    async def _read_status(self) -> None:
         try:
             status: Any = await self._redis.hget(self.job_key, "status")
         except (RedisError, OSError):
-            self.heard = 0.0  # the subscriber looks as soon as Redis is back
+            self.last_heard_s = 0.0  # the subscriber polls this job as soon as Redis can be reached
         else:
-            self.inform(status, 0)
+            self.update_status(status, 0)

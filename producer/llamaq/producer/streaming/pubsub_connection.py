@@ -1,4 +1,4 @@
-"""A pub/sub connection to one server that is made again whenever it breaks, and the channels it carries."""
+"""A pub/sub connection to one Redis server. It reconnects whenever it breaks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from llamaq.common.backoff import Backoff
-
 log = logging.getLogger(__name__)
 
 PING_S = 5.0
-"""A connection that carries nothing is asked for a sign of life this often, and given up after twice the time."""
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
-"""The first and the longest delay before the connection is opened again."""
-MESSAGES_PER_TURN = 64
-"""A flood of messages must not keep the event loop from everyone else."""
+"""Interval of PINGs on a connection whose channels do not change. After two intervals without any reply or message,
+the connection is closed and made again."""
+BACKOFF_S = (0.05, 2.0)
+"""First and longest delay before a reconnect."""
+MESSAGES_PER_YIELD = 64
+"""Messages that are dispatched before other tasks of the event loop may run."""
 
 
 class PubSubConnection:
-    """Tells of each message, and each time the subscription of a channel stands; until then messages may be lost."""
+    """A connection that is subscribed to a changing set of channels.
+
+    Messages of a channel may be lost until its subscription is confirmed, and again after each reconnect.
+    """
 
     def __init__(
         self,
@@ -31,13 +33,19 @@ class PubSubConnection:
         on_message: Callable[[str, bytes], None],
         on_confirmed: Callable[[str], None],
     ) -> None:
-        """Starts at once, in the running event loop. The calls may neither block nor raise."""
+        """Connect in a task of the running event loop. The callbacks may neither block nor raise.
+
+        Args:
+            make_connection: Returns a new, unconnected connection to the server.
+            on_message: Called with the channel and the payload of each message.
+            on_confirmed: Called with a channel when the server has confirmed its subscription, after each connect.
+        """
         self._make_connection = make_connection
         self._on_message = on_message
         self._on_confirmed = on_confirmed
         self._channels: set[str] = set()
         self.confirmed: set[str] = set()
-        """Channels whose subscription stands."""
+        """Channels whose subscription is confirmed."""
         self._changed = asyncio.Event()
         self.task = asyncio.create_task(self._stay_connected())
         """Runs until it is cancelled."""
@@ -47,51 +55,50 @@ class PubSubConnection:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it carries no channel."""
+        """Whether it has no channel."""
         return not self._channels
 
     def add(self, channel: str) -> None:
-        """Carry this channel from now on."""
+        """Subscribe to a channel."""
         self._channels.add(channel)
         self._changed.set()
 
     def remove(self, channel: str) -> None:
-        """Carry it no more."""
+        """Unsubscribe from a channel."""
         self._channels.discard(channel)
         self._changed.set()
 
     async def _stay_connected(self) -> None:
-        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        delay_s = BACKOFF_S[0]
         while True:
             connection = self._make_connection()
             try:
                 await self._serve(connection)
             except* (RedisError, OSError) as errors:
                 log.warning("subscriber.disconnected error=%s", errors.exceptions[0])
-                if self.confirmed:
-                    backoff.reset()
+                delay_s = BACKOFF_S[0] if self.confirmed else min(2 * delay_s, BACKOFF_S[1])
             finally:
                 self.confirmed.clear()
                 await connection.disconnect(nowait=True)
-            await asyncio.sleep(backoff.next_delay_s())
+            await asyncio.sleep(delay_s)
 
     async def _serve(self, connection: AbstractConnection) -> None:
         await connection.connect()  # type: ignore[no-untyped-call]
-        # With a timeout redis-py sends within `asyncio.wait_for`, which before Python 3.12 may swallow the cancellation
-        # that `aclose` needs. Who does not take what is sent gives no sign of life either.
+        # With a socket timeout, redis-py sends within `asyncio.wait_for`. Before Python 3.12 that may swallow the
+        # cancellation that `aclose` needs. The PINGs notice a server that no longer reads.
         connection.socket_timeout = None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_subscribed(connection))
             tasks.create_task(self._receive(connection))
 
     async def _keep_subscribed(self, connection: AbstractConnection) -> None:
-        """Send what makes the connection's channels those that are wanted."""
+        """Subscribe and unsubscribe as the set of channels changes, and send PINGs when it does not change."""
         subscribed: set[str] = set()
         while True:
             self._changed.clear()
             wanted = set(self._channels)
             await self._send(connection, "SUBSCRIBE", wanted - subscribed)
-            # Forgotten before the answer comes: who joins meanwhile must wait for a confirmation of its own.
+            # Removed before the server replies: a channel that is added again meanwhile needs a new confirmation.
             self.confirmed &= wanted
             await self._send(connection, "UNSUBSCRIBE", subscribed - wanted)
             subscribed = wanted
@@ -105,7 +112,7 @@ class PubSubConnection:
         words = list(args)
         if not words:
             return
-        if not connection.is_connected:  # sending would connect again, in silence and without the other channels
+        if not connection.is_connected:  # `send_command` would reconnect without the other channels
             raise RedisConnectionError("the connection is closed")
         await connection.send_command(command, *words, check_health=False)
 
@@ -114,15 +121,15 @@ class PubSubConnection:
         while True:
             message = await connection.read_response(timeout=2 * PING_S, disconnect_on_error=False)
             if message is None:
-                raise RedisConnectionError(f"no sign of life for {2 * PING_S} s")
+                raise RedisConnectionError(f"no reply and no message for {2 * PING_S} s")
             self._dispatch(message)
             count += 1
-            if count % MESSAGES_PER_TURN == 0:
+            if count % MESSAGES_PER_YIELD == 0:
                 await asyncio.sleep(0)
 
     def _dispatch(self, message: object) -> None:
         if not isinstance(message, list) or len(message) != 3:
-            return  # an answer to PING
+            return  # a reply to PING
         kind, channel, payload = message[0], message[1].decode(), message[2]
         if kind == b"message":
             self._on_message(channel, payload)

@@ -1,12 +1,13 @@
-"""One pub/sub connection for all streams of a client; with a cluster one to each node that has jobs of them.
+"""Delivers pub/sub messages to the listeners of a client, over one connection, or one for each node of a cluster.
 
-Pub/sub may lose messages, and it never says so. What makes it safe is that everything published also lies in the
-job's event stream or hash: a listener is told to look there again whenever something may have been lost, that is
-after each confirmation of its subscription (the first one, and those after a reconnect) and when a look at the job
-after a second of silence shows that it has gone on.
+Redis may lose pub/sub messages without notice. Everything that is published is also stored, in the job's event stream
+or hash, so a listener rereads Redis whenever a message may be lost:
 
-A cluster would pass messages on between its nodes, but a worker asks the node of a job who listens. So we listen there
-too, and move when the job's keys do.
+- after each confirmation of its subscription: the first one, and one after each reconnect;
+- when no message arrived for `SILENCE_S`, and the job's hash then shows that the job has made progress.
+
+In a cluster, a worker asks only the node of a job for the number of its subscribers. So the subscriber connects to
+that node, and moves the channel to another node when the job's keys move.
 """
 
 from __future__ import annotations
@@ -28,148 +29,151 @@ from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 log = logging.getLogger(__name__)
 
 SILENCE_S = 1.0
-"""Without a message for this long, a job is looked at."""
-LOOKS_PER_ROUND_TRIP = 500
+"""A job without a message for this long is polled: its status is read from Redis."""
+POLLS_PER_ROUND_TRIP = 500
 
 
 class Listener(Protocol):
-    """Who waits for a job's events. None of these calls may block or raise."""
+    """Receives what is known of one job. None of its methods may block or raise."""
 
     channel: str
     job_key: str
-    heard: float
-    """Event-loop time of the last message or look."""
+    last_heard_s: float
+    """Event-loop time of the last message or poll."""
 
     def deliver(self, payload: bytes) -> None:
-        """Take a message from the channel."""
+        """Receive a message of the channel."""
 
-    def look_again(self) -> None:
-        """Messages may have been lost: read Redis, from the beginning."""
+    def reread(self) -> None:
+        """Read the job from Redis, from the beginning: messages may be lost."""
 
-    def inform(self, status: bytes | None, generated: int) -> None:
-        """Take what the job's hash says: its status (None: there is no such job) and how many tokens are stored."""
+    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:
+        """Receive the `status` field of the job's hash (None: there is no such job) and its number of stored tokens."""
 
 
 class Subscriber:
-    """Hands each channel's messages to its listeners. Bound to the event loop it is first used in."""
+    """Delivers the messages of each channel to its listeners. It belongs to the event loop of its first use."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._listeners: dict[str, list[Listener]] = {}
-        self._lines: dict[str, PubSubConnection] = {}
-        self._places: dict[str, str] = {}
-        """For each channel the node whose line carries it; none while the cluster is not known."""
-        self._watch: asyncio.Task[None] | None = None
+        """Listeners by channel."""
+        self._connections: dict[str, PubSubConnection] = {}
+        """Connections by node."""
+        self._nodes: dict[str, str] = {}
+        """The node of each subscribed channel. A channel is missing while the nodes of the cluster are unknown."""
+        self._polling: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<Subscriber channels={len(self._listeners)} confirmed={self.n_confirmed}>"
 
     @property
     def n_confirmed(self) -> int:
-        """Channels whose subscription stands."""
-        return sum(len(line.confirmed) for line in self._lines.values())
+        """Number of channels whose subscription is confirmed."""
+        return sum(len(connection.confirmed) for connection in self._connections.values())
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Deliver to this listener meanwhile; `look_again` follows as soon as the subscription stands."""
-        self._join(listener)
+        """Deliver to the listener within this context. `reread` is called as soon as its subscription is confirmed."""
+        self._add(listener)
         try:
             yield
         finally:
-            self._leave(listener)
+            self._remove(listener)
 
-    def _join(self, listener: Listener) -> None:
-        if self._watch is None:
-            self._watch = asyncio.create_task(self._watch_over())
-        listener.heard = asyncio.get_running_loop().time()
+    async def aclose(self) -> None:
+        """Unsubscribe from all channels and close the connections."""
+        tasks = [connection.task for connection in self._connections.values()]
+        await cancel_tasks(*tasks, *([self._polling] if self._polling else []))
+        self._connections.clear()
+        self._nodes.clear()
+        self._polling = None
+
+    def _add(self, listener: Listener) -> None:
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll_silent_jobs())
+        listener.last_heard_s = asyncio.get_running_loop().time()
         self._listeners.setdefault(listener.channel, []).append(listener)
-        self._place(listener.channel)
-        line = self._line_of(listener.channel)
-        if line is not None and listener.channel in line.confirmed:
-            listener.look_again()
+        self._subscribe(listener.channel)
+        connection = self._connection_of(listener.channel)
+        if connection is not None and listener.channel in connection.confirmed:
+            listener.reread()
 
-    def _leave(self, listener: Listener) -> None:
+    def _remove(self, listener: Listener) -> None:
         others = self._listeners[listener.channel]
         others.remove(listener)
         if not others:
             del self._listeners[listener.channel]
-            self._take_off(listener.channel)
+            self._unsubscribe(listener.channel)
 
-    def _line_of(self, channel: str) -> PubSubConnection | None:
-        place = self._places.get(channel)
-        return None if place is None else self._lines[place]
+    def _connection_of(self, channel: str) -> PubSubConnection | None:
+        node = self._nodes.get(channel)
+        return None if node is None else self._connections[node]
 
-    def _place(self, channel: str) -> None:
-        """See that the line to the channel's node carries it, and no other."""
-        node, place = node_of(self._redis, channel), self._places.get(channel)
-        if node is None or node == place:
+    def _subscribe(self, channel: str) -> None:
+        """Subscribe to a channel at the node of its job, and at no other node."""
+        node = node_of(self._redis, channel)
+        if node is None or node == self._nodes.get(channel):
             return
-        self._take_off(channel)
-        if node not in self._lines:
-            self._lines[node] = PubSubConnection(
-                partial(make_connection, self._redis, node), self._deliver, self._look_again
+        self._unsubscribe(channel)
+        if node not in self._connections:
+            self._connections[node] = PubSubConnection(
+                partial(make_connection, self._redis, node), self._deliver, self._reread
             )
-        self._lines[node].add(channel)
-        self._places[channel] = node
+        self._connections[node].add(channel)
+        self._nodes[channel] = node
 
-    def _take_off(self, channel: str) -> None:
-        line = self._line_of(channel)
-        if line is not None:
-            line.remove(channel)
-            del self._places[channel]
-
-    async def aclose(self) -> None:
-        """Unsubscribe everything and close the connections."""
-        tasks = [line.task for line in self._lines.values()]
-        await cancel_tasks(*tasks, *([self._watch] if self._watch else []))
-        self._lines.clear()
-        self._places.clear()
-        self._watch = None
+    def _unsubscribe(self, channel: str) -> None:
+        connection = self._connection_of(channel)
+        if connection is not None:
+            connection.remove(channel)
+            del self._nodes[channel]
 
     def _deliver(self, channel: str, payload: bytes) -> None:
-        now = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
         for listener in self._listeners.get(channel, ()):
-            listener.heard = now
+            listener.last_heard_s = now_s
             listener.deliver(payload)
 
-    def _look_again(self, channel: str) -> None:
+    def _reread(self, channel: str) -> None:
         for listener in self._listeners.get(channel, ()):
-            listener.look_again()
+            listener.reread()
 
-    async def _watch_over(self) -> None:
-        """Look at jobs that nothing is heard of, and follow those whose keys have moved to another node."""
+    async def _poll_silent_jobs(self) -> None:
+        """Poll jobs without messages, and move the channels of jobs whose keys have moved to another node."""
         while True:
             await asyncio.sleep(SILENCE_S / 2)
-            wanted = self._to_be_looked_at()
-            for start in range(0, len(wanted), LOOKS_PER_ROUND_TRIP):
+            due = self._listeners_to_poll()
+            for start in range(0, len(due), POLLS_PER_ROUND_TRIP):
                 try:
-                    await self._look_at(wanted[start : start + LOOKS_PER_ROUND_TRIP])
+                    await self._poll(due[start : start + POLLS_PER_ROUND_TRIP])
                 except (RedisError, OSError) as exc:
                     log.warning("subscriber.look_failed error=%s", exc)
             if is_cluster(self._redis):
-                await self._follow()
+                await self._move_channels()
 
-    def _to_be_looked_at(self) -> list[Listener]:
-        now = asyncio.get_running_loop().time()
-        listeners = [one for group in self._listeners.values() for one in group]
-        wanted = [one for one in listeners if now - one.heard >= SILENCE_S]
-        if is_cluster(self._redis):  # a look is also how we hear that keys have moved: one for each hash tag
-            by_tag = {one.channel.partition("}")[0]: one for one in listeners}
-            wanted += [one for one in by_tag.values() if one not in wanted]
-        return wanted
+    def _listeners_to_poll(self) -> list[Listener]:
+        now_s = asyncio.get_running_loop().time()
+        listeners = [listener for group in self._listeners.values() for listener in group]
+        due = [listener for listener in listeners if now_s - listener.last_heard_s >= SILENCE_S]
+        if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one of each hash tag is polled
+            by_tag = {listener.channel.partition("}")[0]: listener for listener in listeners}
+            due += [listener for listener in by_tag.values() if listener not in due]
+        return due
 
-    async def _follow(self) -> None:
+    async def _move_channels(self) -> None:
+        """Subscribe at the present node of each channel, and close connections without channels."""
         for channel in list(self._listeners):
-            self._place(channel)
-        idle = [node for node, line in self._lines.items() if line.is_idle]
-        await cancel_tasks(*(self._lines.pop(node).task for node in idle))
+            self._subscribe(channel)
+        idle = [node for node, connection in self._connections.items() if connection.is_idle]
+        await cancel_tasks(*(self._connections.pop(node).task for node in idle))
 
-    async def _look_at(self, listeners: list[Listener]) -> None:
+    async def _poll(self, listeners: list[Listener]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for listener in listeners:
                 pipe.hmget(listener.job_key, "status", "generated")
             replies = await pipe.execute()
-        now = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
         for listener, (status, generated) in zip(listeners, replies, strict=True):
-            listener.heard = now
-            listener.inform(status, int(generated or 0))
+            listener.last_heard_s = now_s
+            listener.update_status(status, int(generated or 0))
