@@ -90,7 +90,7 @@ def test_only_this_user_can_read_saved_states(slots: SavedSlotFiles) -> None:
 def test_what_is_too_large_is_refused(slots: SavedSlotFiles) -> None:
     with pytest.raises(InvalidRequest, match="1000000 are allowed"):
         slots.write("chat", {}, TOKENS, bytes(ROOMY))
-    with pytest.raises(InvalidRequest, match="meta data"):
+    with pytest.raises(InvalidRequest, match="of metadata"):
         slots.write("chat", {"text": "x" * MAX_META_BYTES}, TOKENS, b"")
     slots.write("chat", {}, TOKENS, bytes(1000))
     small = SavedSlotFiles(slots.folder.parent, "model", max_file_bytes=1000)

@@ -54,7 +54,7 @@ class Rig:
             between()
             coming = self.states.saver.step(save)
             if coming is not None:
-                save.take(coming.result())
+                save.add_awaited_part(coming.result())
         return save
 
     def put(self, save: SlotSave, slot: int = 0, between: Callable[[], object] = lambda: None) -> SlotRestore:
@@ -267,10 +267,10 @@ def test_a_state_that_is_refused_leaves_nothing_behind(can_cut: bool, kv_unified
     other.engine.sequences.fail_loads()
     restore = other.states.begin_restore(0, save.tokens, save.scope, save.parts)
     assert restore is not None
-    with pytest.raises(SlotCommandRefused, match="does not take this state"):
+    with pytest.raises(SlotCommandRefused, match="refuses this state"):
         other.states.restorer.step(restore)
-    other.states.restorer.end(restore)
-    other.states.restorer.end(restore)
+    other.states.restorer.cancel(restore)
+    other.states.restorer.cancel(restore)
     other.scheduler.check_integrity()
     assert (other.scheduler.cache_snapshot().entries, other.engine.sequences.memory, other.content()) == (0, {}, 0)
     assert other.run(LONG).prefix_cache_tokens == 0
@@ -287,7 +287,7 @@ def test_a_worker_that_stops_takes_back_what_is_half_put() -> None:
     assert other.run(LONG).prefix_cache_tokens == 0, "half of a state is found by nobody"
     other.states.restorer.close()
     assert other.scheduler.cache_snapshot().entries == 1
-    with pytest.raises(SlotCommandRefused, match="had to give way"):
+    with pytest.raises(SlotCommandRefused, match="was evicted during"):
         other.states.restorer.step(restore)
 
 
@@ -376,6 +376,6 @@ def test_parts_come_back_as_they_were_and_nonsense_is_an_error() -> None:
     for bad, n_tokens in ((data, 91), (data[:-1], 90), (data[:30], 90), (data + b"x", 90), (b"", 1)):
         with pytest.raises(ValueError, match="part"):
             split_parts(bad, n_tokens)
-    with pytest.raises(ValueError, match="go on"):
+    with pytest.raises(ValueError, match="continue"):
         split_parts(join_parts([parts[0], parts[2]]), 90)
     assert TOKEN_BYTES == 4

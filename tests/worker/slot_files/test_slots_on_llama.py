@@ -97,7 +97,7 @@ class Rig:
             self.tick()
             coming = self.states.saver.step(save)
             if coming is not None:
-                save.take(coming.result())
+                save.add_awaited_part(coming.result())
         return save.tokens, join_parts(save.parts)
 
     def restore(self, tokens: bytes, data: bytes, slot: int = 0) -> None:

@@ -1,6 +1,7 @@
-"""Orders about slots, carried out: the engine thread moves states in steps, a thread of its own reads and writes files.
+"""Carries out the slot commands of clients: list, save, restore and erase.
 
-Runs in the I/O thread's loop, one order at a time.
+The handler runs in the event loop of the I/O thread, one command at a time. The engine thread moves cells in short
+steps between ticks, and a background thread reads and writes files.
 """
 
 from __future__ import annotations
@@ -25,97 +26,112 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ROOM_EVERY_S = 0.02
+ROOM_POLL_S = 0.02
+"""Interval between two attempts to start a restore while entries are evicted for it."""
 ROOM_TIMEOUT_S = 30.0
-"""How long kept sequences may take to leave for a state that is restored."""
+"""Upper bound on the wait for room for a state to restore."""
 KEY_BYTES = 32
 
 
 class SlotCommandHandler:
-    """What a worker can be asked about its slots. Without `saved` they can only be listed."""
+    """Carries out slot commands. Without a folder of saved slots it only lists the slots."""
 
-    def __init__(self, ticks: TickLoop, states: SlotOperations, saved: SavedSlotFiles | None) -> None:
+    def __init__(self, ticks: TickLoop, operations: SlotOperations, files: SavedSlotFiles | None) -> None:
+        """Start the background thread.
+
+        Args:
+            ticks: Runs the operations on the engine thread, between ticks.
+            operations: The operations on the slots.
+            files: The saved slots. None: the worker has no cache folder.
+        """
         self._ticks = ticks
-        self._states = states
-        self._saved = saved
+        self._operations = operations
+        self._files = files
         self._disk = BackgroundThread("llamaq-slots")
 
-    async def carry_out(self, order: SlotCommand) -> SlotReply:
-        """Do what is asked. Raises `SlotCommandRefused`, `InvalidRequest`, and `OSError` of a disk."""
-        if order.action is SlotAction.LIST:
+    async def carry_out(self, command: SlotCommand) -> SlotReply:
+        """Carry out a command and return its reply.
+
+        Raises:
+            SlotCommandRefused: The state of the worker does not allow the command.
+            InvalidRequest: The name or the saved file is invalid.
+            OSError: The disk is full or refuses to write.
+        """
+        if command.action is SlotAction.LIST:
             return await self._list()
-        saved = self._need_folder()
-        match order:
+        files = self._require_files()
+        match command:
             case SlotCommand(action=SlotAction.SAVE, slot=int(slot), name=str(name)):
-                return SlotReply(files=(await self._save(saved, slot, name),))
+                return SlotReply(files=(await self._save(files, slot, name),))
             case SlotCommand(action=SlotAction.RESTORE, slot=int(slot), name=str(name)):
-                return SlotReply(files=(await self._restore(saved, slot, name),))
+                return SlotReply(files=(await self._restore(files, slot, name),))
             case SlotCommand(action=SlotAction.ERASE, slot=int(slot)):
-                return SlotReply(n_tokens=await self._between_ticks(partial(self._states.erase, slot)))
+                return SlotReply(n_tokens=await self._between_ticks(partial(self._operations.erase, slot)))
             case SlotCommand(action=SlotAction.ERASE, name=str(name)):
-                await self._on_disk(partial(saved.erase, name))
+                await self._on_disk(partial(files.erase, name))
                 return SlotReply()
-        raise LookupError(f"nothing is done for {order!r}")
+        raise LookupError(f"no action for {command!r}")
 
     def close(self) -> None:
-        """Give up what is under way, once the engine thread makes no more ticks."""
-        self._states.restorer.close()
+        """Cancel unfinished restores and file operations. Call this after the last tick."""
+        self._operations.restorer.close()
         self._disk.close(0)
 
     async def _list(self) -> SlotReply:
-        slots = await self._between_ticks(self._states.snapshots)
-        saved = await self._on_disk(self._saved.list_all) if self._saved else []
-        return SlotReply(slots=slots, files=tuple(map(_describe, saved)))
+        slots = await self._between_ticks(self._operations.snapshots)
+        saved = await self._on_disk(self._files.list_all) if self._files else []
+        return SlotReply(slots=slots, files=tuple(map(_slot_file, saved)))
 
-    async def _save(self, saved: SavedSlotFiles, slot: int, name: str) -> SlotFile:
-        reader = self._states.saver
-        save = await self._between_ticks(partial(self._states.begin_save, slot))
+    async def _save(self, files: SavedSlotFiles, slot: int, name: str) -> SlotFile:
+        saver = self._operations.saver
+        save = await self._between_ticks(partial(self._operations.begin_save, slot))
         while not save.is_complete:
-            coming = await self._between_ticks(partial(reader.step, save))
-            if coming is not None:
-                save.take(await asyncio.wrap_future(coming))
+            disk_read = await self._between_ticks(partial(saver.step, save))
+            if disk_read is not None:
+                save.add_awaited_part(await asyncio.wrap_future(disk_read))
         meta = {"namespace": save.scope.key.hex(), "public": save.scope.public}
 
         def write() -> SavedSlotInfo:
-            return saved.write(name, meta, save.tokens, join_parts(save.parts))
+            return files.write(name, meta, save.tokens, join_parts(save.parts))
 
-        return _describe(await self._on_disk(write))
+        return _slot_file(await self._on_disk(write))
 
-    async def _restore(self, saved: SavedSlotFiles, slot: int, name: str) -> SlotFile:
-        state = await self._on_disk(partial(saved.read, name))
-        scope, parts = _read(state)
-        restore = await self._await_room(partial(self._states.begin_restore, slot, state.tokens, scope, parts))
+    async def _restore(self, files: SavedSlotFiles, slot: int, name: str) -> SlotFile:
+        saved = await self._on_disk(partial(files.read, name))
+        scope, parts = _decode(saved)
+        restore = await self._begin_restore(partial(self._operations.begin_restore, slot, saved.tokens, scope, parts))
         try:
             while not restore.is_complete:
-                await self._between_ticks(partial(self._states.restorer.step, restore))
+                await self._between_ticks(partial(self._operations.restorer.step, restore))
         finally:
-            self._ticks.call(partial(self._states.restorer.end, restore))
-        return _describe(state.info)
+            self._ticks.call(partial(self._operations.restorer.cancel, restore))
+        return _slot_file(saved.info)
 
-    async def _await_room(self, begin: Callable[[], SlotRestore | None]) -> SlotRestore:
+    async def _begin_restore(self, begin: Callable[[], SlotRestore | None]) -> SlotRestore:
+        """Call `begin` between ticks until it returns a restore: entries are evicted meanwhile."""
         try:
             async with asyncio.timeout(ROOM_TIMEOUT_S):
-                while (restore := await self._between_ticks(begin)) is None:  # noqa: ASYNC110 - entries are leaving
-                    await asyncio.sleep(ROOM_EVERY_S)
+                while (restore := await self._between_ticks(begin)) is None:  # noqa: ASYNC110 - there is no event
+                    await asyncio.sleep(ROOM_POLL_S)
                 return restore
         except TimeoutError as exc:
             raise SlotCommandRefused(f"there was no room for the state within {ROOM_TIMEOUT_S:g} s") from exc
 
-    def _need_folder(self) -> SavedSlotFiles:
-        if self._saved is None:
-            raise SlotCommandRefused(
-                "the worker keeps no states of slots: start it with --cache-dir, and with the prefix cache"
-            )
-        return self._saved
+    def _require_files(self) -> SavedSlotFiles:
+        if self._files is None:
+            raise SlotCommandRefused("the worker saves no slots: start it with --cache-dir and with the prefix cache")
+        return self._files
 
-    async def _between_ticks(self, work: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._ticks.call(work))
+    async def _between_ticks(self, call: Callable[[], T]) -> T:
+        """Run a call on the engine thread between two ticks."""
+        return await asyncio.wrap_future(self._ticks.call(call))
 
-    async def _on_disk(self, work: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._disk.submit(work))
+    async def _on_disk(self, call: Callable[[], T]) -> T:
+        """Run a call in the background thread."""
+        return await asyncio.wrap_future(self._disk.submit(call))
 
 
-def _describe(info: SavedSlotInfo) -> SlotFile:
+def _slot_file(info: SavedSlotInfo) -> SlotFile:
     return SlotFile(
         name=info.name,
         n_tokens=info.n_tokens,
@@ -125,12 +141,12 @@ def _describe(info: SavedSlotInfo) -> SlotFile:
     )
 
 
-def _read(state: SavedSlot) -> tuple[Scope, list[StatePart]]:
-    """Who may share the state, and its parts. Raises `InvalidRequest` for what no worker has written."""
+def _decode(saved: SavedSlot) -> tuple[Scope, list[StatePart]]:
+    """Return the scope and the parts of a saved state. Raises `InvalidRequest` when no worker can have written it."""
     try:
-        key, public = bytes.fromhex(state.info.meta["namespace"]), int(state.info.meta["public"])
+        key, public = bytes.fromhex(saved.info.meta["namespace"]), int(saved.info.meta["public"])
         if len(key) != KEY_BYTES or public < 0:
-            raise ValueError("no scope")
-        return Scope(public=public, hashed=key), split_parts(state.data, state.info.n_tokens)
+            raise ValueError("the scope is invalid")
+        return Scope(public=public, hashed=key), split_parts(saved.data, saved.info.n_tokens)
     except (KeyError, TypeError, ValueError) as exc:
-        raise InvalidRequest(f"slot state {state.info.name!r} is damaged: {exc}") from exc
+        raise InvalidRequest(f"slot state {saved.info.name!r} is damaged: {exc}") from exc

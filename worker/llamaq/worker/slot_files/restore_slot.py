@@ -1,7 +1,7 @@
-"""The state of a slot is put back: it becomes a kept sequence, for all jobs of its scope.
+"""Restores the state of a slot: the state becomes a cached sequence that the jobs of its scope can use.
 
-In steps of a few milliseconds, a block of tokens at least, on the engine thread between ticks. Where memory is not
-loaded in parts, a state is one block, and ticks wait for as long as its copy takes.
+A restore runs on the engine thread between ticks, in steps of a few milliseconds and at least one part of the state.
+Where the KV memory is not loaded in blocks, a state has one part, and the ticks wait for the whole copy.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from llamaq.worker.kv_cache.prefix_cache import Entry
 from llamaq.worker.slot_files.state_parts import StatePart
 
 STEP_S = 0.005
-"""A step begins no further block after this."""
+"""A step starts no further part after this time."""
 
 
 @dataclass(slots=True, eq=False)
 class SlotRestore:
-    """A state on its way in. Until it is complete nobody can find it."""
+    """A restore under way. No job finds the state before the restore is complete."""
 
     slot: Slot
     tokens: bytes
+    """Packed tokens of the state."""
     scope: Scope
     parts: Sequence[StatePart]
     entry: Entry | None = None
-    """Its place; None where all of it was there."""
+    """The entry that the state is loaded into. None when the cache holds the whole state already."""
     n_restored: int = 0
+    """Tokens of the state that are on the device."""
 
     @property
     def n_tokens(self) -> int:
@@ -47,94 +49,95 @@ class SlotRestore:
 
 
 class SlotRestorer:
-    """Puts the states of slots. `SlotCommandRefused` says why one cannot be put."""
+    """Restores the states of slots. The messages of `SlotCommandRefused` tell the client why a restore fails."""
 
-    def __init__(self, memory: KvMemory, mover: SlotStateOps, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, memory: KvMemory, sequences: SlotStateOps, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._memory = memory
-        self._pool = memory.pool
-        self._mover = mover
+        self._sequences = sequences
         self._clock = clock
         self._restores: list[SlotRestore] = []
-        """Those that are under way."""
+        """Restores that are not complete."""
 
     def begin(self, slot: Slot, tokens: bytes, scope: Scope, parts: Sequence[StatePart]) -> SlotRestore | None:
-        """Begin to put a state into the cache, as the slot's content. None while others are leaving to make room."""
+        """Start to restore a state as the content of an idle slot.
+
+        Args:
+            slot: The slot.
+            tokens: Packed tokens of the state.
+            scope: The jobs that may use the state.
+            parts: The saved cells of the state.
+
+        Returns:
+            The restore. None while entries are evicted to make room: call again later.
+
+        Raises:
+            SlotCommandRefused: There is no room for the state.
+        """
         restore = SlotRestore(slot, tokens, scope, parts)
-        limit = self._mover.cells_per_sequence
+        limit = self._sequences.cells_per_sequence
         if restore.n_tokens > limit:
             raise SlotCommandRefused(f"a state of {restore.n_tokens} tokens does not fit into {limit} cells (--n-ctx)")
-        if self._is_kept(tokens, scope):
+        if self._is_cached(tokens, scope):
             restore.n_restored = restore.n_tokens
-            self._settle(restore)
+            self._finish(restore)
             return restore
-        n_shareable = self._n_shareable(restore)
-        room = self._memory.eviction.make_way(restore.n_tokens - n_shareable)
-        if room is Room.NONE:
-            raise SlotCommandRefused(f"there is no room for {restore.n_tokens} tokens beside the jobs that run")
-        if room is Room.SOON or self._n_shareable(restore) < n_shareable:  # the latter: what was shared had to go
+        n_copyable = self._memory.n_copyable(tokens, scope)
+        room = self._memory.make_room_for_entry(restore.n_tokens - n_copyable)
+        if room is Room.UNAVAILABLE:
+            raise SlotCommandRefused(f"there is no room for {restore.n_tokens} tokens beside the running jobs")
+        has_evicted_source = self._memory.n_copyable(tokens, scope) < n_copyable
+        if room is Room.PENDING or has_evicted_source:
             return None
-        self._take_place(restore)
-        if restore.is_complete:  # a job that runs had all of it
-            self._settle(restore)
+        hidden = Scope(hashed=secrets.token_bytes(32))
+        restore.entry, restore.n_restored = self._memory.begin_restore(tokens, scope, hidden)
+        self._restores.append(restore)
+        if restore.is_complete:  # a running job holds all of it
+            self._finish(restore)
         return restore
 
     def step(self, restore: SlotRestore) -> None:
-        """Go on restore; at the end the state is there for all jobs of its scope."""
-        until_s = self._clock() + STEP_S
+        """Load parts for about `STEP_S`. The last step makes the state available to the jobs of its scope.
+
+        Raises:
+            SlotCommandRefused: The state was evicted, or llama.cpp refuses it.
+        """
+        deadline_s = self._clock() + STEP_S
         while not restore.is_complete:
             entry = restore.entry
-            if entry is None or entry not in self._memory.cache.entries():
-                raise SlotCommandRefused("the state had to give way to jobs that run: there is no room for it")
+            if entry is None or not self._memory.is_cached(entry):
+                raise SlotCommandRefused("the state was evicted during the restore: running jobs need its cells")
             part = next(part for part in restore.parts if part.end > restore.n_restored)
-            if not self._mover.load(entry.seq_id, restore.n_restored, part.end, part.data, part.first):
-                raise SlotCommandRefused("llama.cpp does not take this state")
+            if not self._sequences.load(entry.seq_id, restore.n_restored, part.end, part.data, part.first):
+                raise SlotCommandRefused("llama.cpp refuses this state")
             restore.n_restored = part.end
-            if self._clock() >= until_s:
+            if self._clock() >= deadline_s:
                 break
         if restore.is_complete:
-            self._settle(restore)
+            self._finish(restore)
 
-    def end(self, restore: SlotRestore) -> None:
-        """Take back what is not complete."""
+    def cancel(self, restore: SlotRestore) -> None:
+        """Remove the entry of a restore that is not complete. Does nothing after the restore is complete."""
         if restore in self._restores:
             self._restores.remove(restore)
-            if restore.entry in self._memory.cache.entries():
-                self._memory.forget(restore.entry)
+            if restore.entry is not None and self._memory.is_cached(restore.entry):
+                self._memory.discard(restore.entry)
 
     def close(self) -> None:
-        """Take back what is under way: the cache is about to be saved."""
+        """Cancel all restores, so that no incomplete entry is saved to disk."""
         for restore in list(self._restores):
-            self.end(restore)
+            self.cancel(restore)
 
-    def _is_kept(self, tokens: bytes, scope: Scope) -> bool:
-        found = self._memory.cache.match(tokens, scope)
-        is_entry = isinstance(found.source, Entry) and not found.source.leaving
-        return is_entry and found.n_tokens * TOKEN_BYTES == len(tokens)
+    def _is_cached(self, tokens: bytes, scope: Scope) -> bool:
+        """Whether an entry that stays on the device holds the whole state."""
+        match = self._memory.match(tokens, scope)
+        is_staying = isinstance(match.source, Entry) and not match.source.in_transfer
+        return is_staying and match.n_held * TOKEN_BYTES == len(tokens)
 
-    def _n_shareable(self, restore: SlotRestore) -> int:
-        found = self._memory.cache.match(restore.tokens, restore.scope)
-        return found.n_tokens if self._mover.in_blocks else 0
-
-    def _take_place(self, restore: SlotRestore) -> None:
-        """A sequence with all the cells that it will have, kept for a scope that nobody else is in.
-
-        It counts as leaving, so that jobs that need its place wait for the end rather than have it saved.
-        """
-        seq_id = self._pool.keep_another()
-        found = self._memory.cache.match(restore.tokens, restore.scope)
-        if self._mover.in_blocks and found.source is not None:
-            restore.n_restored = self._mover.copy(found.source.seq_id, seq_id, found.n_tokens)
-            self._pool.share(found.source.seq_id, seq_id, restore.n_restored)
-        self._pool.hold(seq_id, restore.n_tokens)
-        self._memory.keep(seq_id, restore.tokens, Scope(hashed=secrets.token_bytes(32)))
-        restore.entry = self._memory.cache.entries()[-1]
-        restore.entry.leaving = True
-        self._restores.append(restore)
-
-    def _settle(self, restore: SlotRestore) -> None:
+    def _finish(self, restore: SlotRestore) -> None:
         if restore.entry is not None:
             self._restores.remove(restore)
-            self._memory.cache.remove(restore.entry)
-            self._memory.keep(restore.entry.seq_id, restore.tokens, restore.scope)
-        if restore.slot.run is None:  # else another job has come meanwhile
+            self._memory.finish_restore(restore.entry, restore.scope)
+        if restore.slot.run is None:  # otherwise a job was admitted to the slot meanwhile
             restore.slot.content, restore.slot.scope = restore.tokens, restore.scope

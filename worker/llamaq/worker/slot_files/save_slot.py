@@ -1,8 +1,8 @@
-"""The state of a slot is read out: from its sequence, from kept ones, from host memory and from disk.
+"""Saves the state of a slot: collects its cells from the slot's sequence, cached entries, host memory and disk.
 
-It goes in steps of a few milliseconds, a block of tokens at least, on the engine thread between ticks. Between two
-steps anything may happen: the job goes on and leaves, entries move between the tiers. Where memory is not saved in
-parts, a state is one block, and ticks wait for as long as its copy takes.
+A save runs on the engine thread between ticks, in steps of a few milliseconds and at least one block. Between two steps
+the job may continue or end, and entries may move between the tiers: every step searches for the next cells anew. Where
+the KV memory is not saved in blocks, a state has one part, and the ticks wait for the whole copy.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from llamaq.worker.offload.block_transfers import BLOCK_TOKENS
 from llamaq.worker.slot_files.state_parts import StatePart
 
 STEP_S = 0.005
-"""A step begins no further block after this."""
+"""A step starts no further part after this time."""
 
 
 @dataclass(slots=True, eq=False)
 class SlotSave:
-    """A state on its way out: these packed tokens, as far as there are parts."""
+    """A save under way: the tokens of the state, and the parts that were read."""
 
     tokens: bytes
+    """Packed tokens of the state."""
     scope: Scope
     run: Run | None = None
-    """The job, if it was running when this began."""
+    """The job that ran in the slot when the save began."""
     parts: list[StatePart] = field(default_factory=list)
-    coming: tuple[int, int] = (0, 0)
-    """The part that `SlotStates.read_some` has told to wait for."""
+    awaited_span: tuple[int, int] = (0, 0)
+    """First and end token of the part that is being read from disk."""
 
     @property
     def n_tokens(self) -> int:
@@ -46,107 +47,126 @@ class SlotSave:
 
     @property
     def n_read(self) -> int:
+        """Tokens of the state that were read."""
         return self.parts[-1].end if self.parts else 0
 
     @property
     def is_complete(self) -> bool:
         return self.n_read == self.n_tokens
 
-    def take(self, data: Data | None) -> None:
-        """What was waited for has come; raises `SlotCommandRefused` when it has gone."""
+    def add_awaited_part(self, data: Data | None) -> None:
+        """Add the part that was read from disk. Raises `SlotCommandRefused` when its file is invalid (None)."""
         if data is None:
-            raise _gone()
-        self.parts.append(StatePart(*self.coming, data))
+            raise _evicted()
+        self.parts.append(StatePart(*self.awaited_span, data))
 
 
 class SlotSaver:
-    """Reads the states of slots. `SlotCommandRefused` says why something cannot be read."""
+    """Reads the states of slots. The messages of `SlotCommandRefused` tell the client why a save fails."""
 
     def __init__(
-        self, memory: KvMemory, mover: SlotStateOps, tiers: Offload, clock: Callable[[], float] = time.perf_counter
+        self,
+        memory: KvMemory,
+        sequences: SlotStateOps,
+        offload: Offload,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._memory = memory
-        self._mover = mover
-        self._tiers = tiers
+        self._sequences = sequences
+        self._offload = offload
         self._clock = clock
 
     def begin(self, slot: Slot) -> SlotSave:
-        """Begin to read the state of the job that runs in the slot, or of the one that ran there last."""
+        """Start to save the state of the job that runs in the slot, or of the last job that ran there.
+
+        Raises:
+            SlotCommandRefused: The slot has no state, or the engine cannot read it.
+        """
         run = slot.run
         if run is not None:
             save = SlotSave(run.packed_history(run.n_past), run.job.scope, run)
         else:
-            n_tokens = self._n_there(slot.content, slot.scope)
+            n_tokens = self._n_available(slot.content, slot.scope)
             save = SlotSave(slot.content[: n_tokens * TOKEN_BYTES], slot.scope)
         if not save.tokens:
             raise SlotCommandRefused(
-                f"slot {slot.index} has no state: nothing has run there, or the cache has given it up"
+                f"slot {slot.index} has no state: no job has run there, or the cache has evicted its state"
             )
-        if run is not None and not self._mover.in_blocks:
-            self._read_from_device(save)  # now: after the next tick it holds more, and cannot be read in part
+        if run is not None and not self._sequences.in_blocks:
+            self._read_from_device(save)  # at once: after the next tick the sequence is longer and cannot be cut
         return save
 
     def step(self, save: SlotSave) -> Future[Data | None] | None:
-        """Go on save. The next part may have to come from disk: then it is to be waited for, and taken."""
-        until_s = self._clock() + STEP_S
+        """Read parts for about `STEP_S`.
+
+        Returns:
+            A future when the next part is read from disk. The caller waits for it and calls `save.add_awaited_part`
+            with its result before the next step. None otherwise.
+
+        Raises:
+            SlotCommandRefused: A part was evicted from all tiers, or the engine cannot read it.
+        """
+        deadline_s = self._clock() + STEP_S
         while not save.is_complete:
             if not self._read_from_device(save):
-                data = self._read_from_tiers(save)
+                data = self._read_from_offload(save)
                 if not data.done():
                     return data
-                save.take(data.result())
-            if self._clock() >= until_s:
+                save.add_awaited_part(data.result())
+            if self._clock() >= deadline_s:
                 break
         return None
 
-    def _n_there(self, tokens: bytes, scope: Scope) -> int:
-        """How many of the tokens have cells, on the device or behind it."""
-        stored = self._tiers.match(tokens, scope)
-        holder, n_held = self._holder(tokens, scope)
-        return max(n_held if holder else 0, stored.n_tokens if stored else 0)
+    def _n_available(self, tokens: bytes, scope: Scope) -> int:
+        """Return the length of the longest prefix of `tokens` that is on the device or in the offload tiers."""
+        stored = self._offload.match(tokens, scope)
+        source, n_held = self._find_on_device(tokens, scope)
+        return max(n_held if source else 0, stored.n_tokens if stored else 0)
 
-    def _holder(self, tokens: bytes, scope: Scope) -> tuple[Entry | Run | None, int]:
-        """Who on the device has the longest beginning of these tokens, and how many of them."""
-        found = self._memory.cache.match(tokens, scope)
-        if found.source and not self._mover.in_blocks and _scope_of(found.source).key != scope.key:
-            return None, 0  # all of it would be saved, with what is no business of this scope
-        return found.source, found.n_tokens
+    def _find_on_device(self, tokens: bytes, scope: Scope) -> tuple[Entry | Run | None, int]:
+        """Return the entry or run that holds the longest prefix of `tokens`, and the length of that prefix."""
+        match = self._memory.match(tokens, scope)
+        if match.source and not self._sequences.in_blocks and _scope_of(match.source).key != scope.key:
+            return None, 0  # the sequence can only be saved whole, with tokens of another namespace
+        return match.source, match.n_held
 
     def _read_from_device(self, save: SlotSave) -> bool:
+        """Read the next part from a sequence on the device. False when no sequence holds it."""
         run = save.run
         if run is not None and not run.is_released and run.n_past > save.n_read:
             source: Entry | Run | None = run
             n_held = min(run.n_past, save.n_tokens)
         else:
-            source, n_held = self._holder(save.tokens, save.scope)
+            source, n_held = self._find_on_device(save.tokens, save.scope)
         start, end = save.n_read, n_held
         if source is None or end <= start:
             return False
-        if self._mover.in_blocks:
+        if self._sequences.in_blocks:
             saved_end = end = min(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
         elif end < save.n_tokens:
             return False
         else:
             saved_end = source.n_past if isinstance(source, Run) else source.n_tokens
         try:
-            save.parts.append(StatePart(start, end, self._mover.save(source.seq_id, start, saved_end)))
+            save.parts.append(StatePart(start, end, self._sequences.save(source.seq_id, start, saved_end)))
         except EngineError as exc:
-            raise SlotCommandRefused(f"the state could not be read: {exc}") from exc
+            raise SlotCommandRefused(f"the engine cannot read the state: {exc}") from exc
         return True
 
-    def _read_from_tiers(self, save: SlotSave) -> Future[Data | None]:
-        stored = self._tiers.match(save.tokens, save.scope)
+    def _read_from_offload(self, save: SlotSave) -> Future[Data | None]:
+        """Start to read the next part from host memory or disk. Raises `SlotCommandRefused` when neither has it."""
+        stored = self._offload.match(save.tokens, save.scope)
         for block in stored.blocks if stored else ():
             end = min(block.end, save.n_tokens)
             if block.start <= save.n_read < end:
-                save.coming = (block.start, end)
-                return self._tiers.read_block(block)
-        raise _gone()
+                save.awaited_span = (block.start, end)
+                return self._offload.read_block(block)
+        raise _evicted()
 
 
-def _scope_of(holder: Entry | Run) -> Scope:
-    return holder.scope if isinstance(holder, Entry) else holder.job.scope
+def _scope_of(source: Entry | Run) -> Scope:
+    return source.scope if isinstance(source, Entry) else source.job.scope
 
 
-def _gone() -> SlotCommandRefused:
+def _evicted() -> SlotCommandRefused:
     return SlotCommandRefused("the state left the cache while it was being saved; try again")

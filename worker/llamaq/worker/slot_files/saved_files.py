@@ -1,9 +1,10 @@
-"""Slots' states under names that users give: `<folder>/slots/<name>.slot`, one file each.
+"""The files of saved slots: one file `<folder>/slots/<name>.slot` for each name that a user has given.
 
-    magic 8 | format 4 | meta length 4 | fingerprint 32 | tokens' length 8 | data length 8
-    meta as JSON | packed tokens | data | crc32 of all before 4
+    magic 8 | format 4 | metadata length 4 | fingerprint 32 | tokens' length 8 | data length 8
+    metadata as JSON | packed tokens | data | crc32 of all before 4
 
-These are written on purpose, so they are synced and no limit evicts them. Several workers may share the folder.
+A user has asked for each of these files. They are therefore synced and never evicted. Several workers may share the
+folder.
 """
 
 from __future__ import annotations
@@ -35,52 +36,69 @@ HEADER = struct.Struct("=8sII32sQQ")
 SUFFIX = ".slot"
 MAX_META_BYTES = 64 * 1024
 ABANDONED_S = 3600.0
-"""An unfinished file that is older belongs to no writer any more."""
+"""An unfinished file that is older than this is erased: its writer has died."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSlotInfo:
-    """What a saved state's file says, without its data."""
+    """The header of a saved state's file."""
 
     name: str
     meta: dict[str, Any]
+    """The metadata that was given to `SavedSlotFiles.write`."""
     n_tokens: int
     n_bytes: int
-    """Of the data."""
+    """Length of the data in bytes."""
     saved_s: float
-    """When, in seconds of Unix time."""
+    """Time of the save, in seconds of Unix time."""
     is_usable: bool
-    """Whether it is of this worker's model and settings."""
+    """Whether the state was saved with the fingerprint of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSlot:
-    """A saved state: its tokens, packed, and the data of their cells."""
+    """A saved state."""
 
     info: SavedSlotInfo
     tokens: bytes
+    """Packed tokens."""
     data: bytes
+    """The encoded parts of the state, see `state_parts`."""
 
 
 class SavedSlotFiles:
-    """The saved states of one folder. Every method waits for the disk: call them in a background thread.
+    """The saved states of one folder.
 
-    `fingerprint` says for which model, settings and llama.cpp the data is good. No file over `max_file_bytes` is
-    written or read. What the user got wrong is an `InvalidRequest`; a disk that is full or not writable, an `OSError`.
+    Every method waits for the disk: call the methods in a background thread. Each raises `InvalidRequest` when the
+    name or the file is at fault, and `OSError` when the disk is full or refuses to write.
     """
 
     def __init__(self, folder: Path, fingerprint: str, *, max_file_bytes: int) -> None:
+        """Nothing is created before the first `write`.
+
+        Args:
+            folder: The cache folder. The files are in its subfolder `slots`.
+            fingerprint: Identifies the model, the settings and the llama.cpp version that the data is valid for.
+            max_file_bytes: Larger files are neither written nor read.
+        """
         self.folder = folder / "slots"
         self._fingerprint = fingerprint_key(fingerprint)
         self._max_file_bytes = max_file_bytes
 
     def write(self, name: str, meta: dict[str, Any], tokens: bytes, data: bytes) -> SavedSlotInfo:
-        """Save a state in place of what has this name. `meta` is anything JSON can say in 64 KiB."""
+        """Save a state under this name, in place of an existing one.
+
+        Args:
+            name: 1 to 64 of the characters A-Z a-z 0-9 _ and -.
+            meta: Metadata that JSON can encode in at most 64 KiB.
+            tokens: Packed tokens.
+            data: The encoded parts of the state.
+        """
         path = self._path(name)
         text = json.dumps(meta, separators=(",", ":")).encode()
         if len(text) > MAX_META_BYTES:
-            raise InvalidRequest(f"slot state {name!r}: {len(text)} bytes of meta data, {MAX_META_BYTES} are allowed")
+            raise InvalidRequest(f"slot state {name!r}: {len(text)} bytes of metadata, {MAX_META_BYTES} are allowed")
         header = HEADER.pack(MAGIC, FORMAT, len(text), self._fingerprint, len(tokens), len(data))
         size = len(header) + len(text) + len(tokens) + len(data) + CHECKSUM_BYTES
         if size > self._max_file_bytes:
@@ -93,10 +111,10 @@ class SavedSlotFiles:
         return self._info(path)
 
     def read(self, name: str) -> SavedSlot:
-        """The state of this name, verified."""
+        """Read and verify the state with this name."""
         path = self._path(name)
         with self._open(path) as file:
-            info, parts = self._read_head(file, name)
+            info, parts = self._read_header(file, name)
             if not info.is_usable:
                 raise InvalidRequest(f"slot state {name!r} was saved with another model or other settings")
             parts.append(read_up_to(file, info.n_tokens * TOKEN_BYTES))
@@ -106,14 +124,14 @@ class SavedSlotFiles:
         return SavedSlot(info, *parts[-2:])
 
     def erase(self, name: str) -> None:
-        """Remove the state of this name."""
+        """Erase the file with this name."""
         try:
             self._path(name).unlink()
         except FileNotFoundError as exc:
             raise _unknown(name) from exc
 
     def list_all(self) -> list[SavedSlotInfo]:
-        """All saved states by name, also those of other models. Damaged files are left out."""
+        """Return all saved states sorted by name, also those of other models. Damaged files are left out."""
         found = []
         for path in sorted(self.folder.glob("*" + SUFFIX)):
             try:
@@ -125,10 +143,14 @@ class SavedSlotFiles:
     def _info(self, path: Path) -> SavedSlotInfo:
         name = path.name.removesuffix(SUFFIX)
         with self._open(self._path(name)) as file:
-            return self._read_head(file, name)[0]
+            return self._read_header(file, name)[0]
 
-    def _read_head(self, file: BinaryIO, name: str) -> tuple[SavedSlotInfo, list[bytes]]:
-        """What comes before the tokens, as it is and read; the lengths it gives are those of the file."""
+    def _read_header(self, file: BinaryIO, name: str) -> tuple[SavedSlotInfo, list[bytes]]:
+        """Read and verify everything before the tokens.
+
+        Returns:
+            The header, and the bytes that were read.
+        """
         size = file_size(file)
         fixed = read_up_to(file, HEADER.size)
         if len(fixed) < HEADER.size:
@@ -160,7 +182,7 @@ class SavedSlotFiles:
             raise InvalidRequest(f"slot state {name!r} cannot be read: {exc.strerror or exc}") from exc
 
     def _path(self, name: str) -> Path:
-        """The file of this name. A name is never a path."""
+        """Return the path of the file with this name. A name is never a path."""
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"slot state {name[:80]!r}: a name has 1 to 64 of A-Z a-z 0-9 _ -")
         return self.folder / (name + SUFFIX)

@@ -1,4 +1,4 @@
-"""Slots' states on explicit demand, on the engine thread between ticks: who holds what, and what is to be forgotten."""
+"""The operations of slot commands on the engine thread: list the slots, save, restore and erase their states."""
 
 from __future__ import annotations
 
@@ -19,50 +19,58 @@ from llamaq.worker.slot_files.state_parts import StatePart
 
 
 class SlotOperations:
-    """What can be done with the states of a worker's slots. `SlotCommandRefused` says why something cannot."""
+    """The operations on a worker's slots. All methods are called on the engine thread, between ticks.
 
-    def __init__(self, memory: KvMemory, mover: SlotStateOps, tiers: Offload) -> None:
-        self.saver = SlotSaver(memory, mover, tiers)
-        self.restorer = SlotRestorer(memory, mover)
+    Each method with a slot's index raises `SlotCommandRefused` when the worker has no such slot.
+    """
+
+    def __init__(self, memory: KvMemory, sequences: SlotStateOps, offload: Offload) -> None:
+        self.saver = SlotSaver(memory, sequences, offload)
+        self.restorer = SlotRestorer(memory, sequences)
         self._memory = memory
-        self._pool = memory.pool
-        self._tiers = tiers
+        self._offload = offload
 
     def snapshots(self) -> tuple[SlotSnapshot, ...]:
-        """The slots as they are now."""
-        return tuple(slot.snapshot() for slot in self._pool)
+        """Return the present state of every slot."""
+        return tuple(slot.snapshot() for slot in self._memory.slots)
 
     def begin_save(self, index: int) -> SlotSave:
-        """See `SlotSaver.begin`."""
+        """Start to save the state of a slot. See `SlotSaver.begin`."""
         return self.saver.begin(self._slot(index))
 
     def begin_restore(self, index: int, tokens: bytes, scope: Scope, parts: Sequence[StatePart]) -> SlotRestore | None:
-        """See `SlotRestorer.begin`. The slot is to be idle."""
+        """Start to restore a state into an idle slot. See `SlotRestorer.begin`."""
         return self.restorer.begin(self._idle_slot(index), tokens, scope, parts)
 
     def erase(self, index: int) -> int:
-        """Forget the slot's content, and the cells that nobody else's content needs; returns how many tokens it had."""
+        """Erase the content of an idle slot, and its cached cells in all tiers.
+
+        Cells that other cached content needs stay.
+
+        Returns:
+            The number of tokens that the slot's content had.
+        """
         slot = self._idle_slot(index)
         tokens, scope = slot.content, slot.scope
-        own, others = self._entries_of(tokens, scope)
+        prefixes, others = self._entries_of(tokens, scope)
         n_kept = max((common_prefix(other.tokens, tokens) for other in others), default=0)
-        for entry in own:
+        for entry in prefixes:
             if entry.n_tokens > n_kept:
-                self._memory.forget(entry)
-        self._tiers.discard(tokens, scope, n_kept)
+                self._memory.discard(entry)
+        self._offload.discard(tokens, scope, n_kept)
         slot.content, slot.scope = b"", Scope()
         return len(tokens) // TOKEN_BYTES
 
     def _entries_of(self, tokens: bytes, scope: Scope) -> tuple[list[Entry], list[Entry]]:
-        """The entries of this scope that hold beginnings of these tokens, and those that hold something else."""
-        entries = [entry for entry in self._memory.cache.entries() if entry.scope.key == scope.key]
-        own = [entry for entry in entries if tokens.startswith(entry.tokens)]
-        return own, [entry for entry in entries if entry not in own]
+        """Return the entries of this scope in two lists: those that hold a prefix of `tokens`, and the others."""
+        entries = self._memory.entries_in(scope)
+        prefixes = [entry for entry in entries if tokens.startswith(entry.tokens)]
+        return prefixes, [entry for entry in entries if entry not in prefixes]
 
     def _slot(self, index: int) -> Slot:
-        if index >= len(self._pool.slots):
-            raise SlotCommandRefused(f"there is no slot {index}: the worker has {len(self._pool.slots)}, from 0 on")
-        return self._pool.slots[index]
+        if index >= len(self._memory.slots):
+            raise SlotCommandRefused(f"there is no slot {index}: the worker has {len(self._memory.slots)}, from 0 on")
+        return self._memory.slots[index]
 
     def _idle_slot(self, index: int) -> Slot:
         slot = self._slot(index)

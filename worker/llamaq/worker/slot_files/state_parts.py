@@ -1,6 +1,6 @@
-"""A slot's state in parts, and the parts as the bytes of one file.
+"""The saved state of a slot as a list of parts, and the list as the bytes of one file.
 
-per part: first cell 8 | cell after the last 8 | length 8 | data
+Each part is encoded as: first token 8 | end token 8 | length of the data 8 | data
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ _PART = struct.Struct("<QQQ")
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Some cells of a state, up to `end`, after those of the part before.
+    """The cells of a state from the end of the part before it up to `end`.
 
-    The data begins with cell `first`, perhaps one of the part before, and may go on after the end.
+    The data may contain more cells than these: it begins with cell `first` and may extend beyond `end`.
     """
 
     first: int
+    """The first cell of the data, at or before the end of the part before."""
     end: int
     data: Data = field(repr=False)
 
 
 def join_parts(parts: Iterable[StatePart]) -> bytes:
-    """The parts in one."""
+    """Encode the parts as one byte string."""
     pieces: list[Data] = []
     for part in parts:
         pieces += [_PART.pack(part.first, part.end, len(part.data)), part.data]
@@ -35,18 +36,26 @@ def join_parts(parts: Iterable[StatePart]) -> bytes:
 
 
 def split_parts(data: bytes, n_tokens: int) -> list[StatePart]:
-    """The parts again, which share the memory of `data`; `ValueError` when they are not those of so many tokens."""
+    """Decode the parts of a state. The parts are views of `data`.
+
+    Args:
+        data: The result of `join_parts`.
+        n_tokens: Length of the state in tokens.
+
+    Raises:
+        ValueError: The data is damaged, or is not a state of `n_tokens` tokens.
+    """
     view, at, parts, n_covered = memoryview(data), 0, [], 0
     while at < len(data):
         if len(data) - at < _PART.size:
-            raise ValueError("a part has no head")
+            raise ValueError("a part has no complete header")
         first, end, n_bytes = _PART.unpack_from(data, at)
         at += _PART.size
         if not first <= n_covered < end or n_bytes > len(data) - at:
-            raise ValueError("a part does not go on where the last one ended")
+            raise ValueError("a part does not continue the part before it")
         parts.append(StatePart(first, end, view[at : at + n_bytes]))
         at += n_bytes
         n_covered = end
     if n_covered != n_tokens:
-        raise ValueError(f"the parts hold {n_covered} of {n_tokens} tokens")
+        raise ValueError(f"the parts contain {n_covered} of {n_tokens} tokens")
     return parts
