@@ -7,7 +7,7 @@ import json
 import secrets
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +27,9 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.command_inbox import MAX_ORDER_BYTES, CommandInbox
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.engine_loop.telemetry import Telemetry
+from llamaq.worker.core.job import JobEnded
+from llamaq.worker.engine_loop.output_mailbox import Message
+from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
@@ -197,7 +199,8 @@ class Place:
             cache=RadixPrefixCache(),
         )
         saved = SavedSlotFiles(folder, model, max_file_bytes=10**7) if folder else None
-        self.ticks = TickLoop(self.scheduler, self.engine, Telemetry(()), hang_s=60, capacity=4)
+        self.shared = SharedState()
+        self.ticks = TickLoop(self.scheduler, self.engine, self.shared, hang_s=60, capacity=4)
         self.control = SlotCommandHandler(
             self.ticks, SlotOperations(self.scheduler.memory, self.engine.sequences, NoOffload()), saved
         )
@@ -216,16 +219,15 @@ class Place:
     async def run(self, prompt: list[int] = PROMPT, salt: str = "") -> int:
         """Run a job to its end in slot 0; returns how much of its prompt was found."""
         ended = asyncio.get_running_loop().create_future()
-        loop = asyncio.get_running_loop()
         job = make_job(prompt, max_tokens=5, slot=0)
         job.scope = Scope(salt)
 
-        def put(outputs: list[Any]) -> None:
-            for output in outputs:
-                if hasattr(output, "stats"):
-                    loop.call_soon_threadsafe(ended.set_result, output.stats.prefix_cache_tokens)
+        def receive(messages: Sequence[Message]) -> None:
+            for message in messages:
+                if isinstance(message, JobEnded):
+                    ended.set_result(message.stats.prefix_cache_tokens)
 
-        self.ticks.put = put
+        self.shared.outputs.attach(receive)
         self.ticks.admit(job)
         found: int = await ended
         return found

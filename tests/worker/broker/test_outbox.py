@@ -26,6 +26,7 @@ from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
+from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, OutputMailbox
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 NEVER = Checkpoints(tokens=10**6, every_s=10**6)
@@ -57,6 +58,7 @@ class Desk:
     client: AsyncClient
     worker: FakeWorker
     outbox: Outbox
+    outputs: OutputMailbox
     engine: Engine
     streams: bool
 
@@ -67,18 +69,18 @@ class Desk:
         lease = Lease(job.id, 0, attempt.claim.stream, attempt.claim.entry_id, attempt.number)
         nothing = cast(Any, None)
         running = Job(lease, attempt.request, [1], sampler=nothing, detokenizer=nothing)
-        self.outbox.hold(lease, 0)
-        assert self.outbox.open(running, [])
+        self.outbox.register(lease, 0)
+        assert self.outbox.set_prepared(running, [])
         return job, running
 
     async def put(self, job: Job, *tokens: int) -> None:
         """The engine generated these tokens, whose text is a letter each."""
-        self.outbox.put([NewToken(job, token, chr(ord("a") + token % 26)) for token in tokens])
+        self.outputs.put([NewToken(job, token, chr(ord("a") + token % 26)) for token in tokens])
         await asyncio.sleep(0)
 
     async def end(self, job: Job, n_tokens: int) -> None:
         stats = JobStats(generated_tokens=n_tokens)
-        self.outbox.put([JobEnded(job, stats, reason=FinishReason.LENGTH)])
+        self.outputs.put([JobEnded(job, stats, reason=FinishReason.LENGTH)])
         await asyncio.sleep(0)
 
     async def events(self, job: AsyncJob) -> list[Any]:
@@ -109,18 +111,19 @@ async def desk(
     url: str, queue: str, *, checkpoints: Checkpoints = NEVER, streams: bool = True, lease_s: float = 1000.0
 ) -> AsyncIterator[Desk]:
     async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
-        engine = Engine()
+        engine, outputs = Engine(), OutputMailbox()
         outbox = Outbox(
             Scripts(worker.redis, worker.keys),
             worker.name,
             engine,
+            outputs,
             lease_s=lease_s,
             disconnect_s=1000.0,
             checkpoints=checkpoints,
             is_alive=lambda: True,
             on_finished=engine.record,
         )
-        yield Desk(client, worker, outbox, engine, streams)
+        yield Desk(client, worker, outbox, outputs, engine, streams)
 
 
 # jobs without per-token events
@@ -175,12 +178,12 @@ async def test_what_was_generated_is_stored_before_a_job_is_handed_back(
         job, running = await at.begin()
         await at.put(running, 0, 1, 2)
         if way == "give_up":
-            at.outbox.give_up([running])
+            at.outputs.put([JobWithdrawn(running)])
             await asyncio.sleep(0)
             await at.outbox.flush()
         else:
             await at.outbox.close()
-        assert at.outbox.n_open == 0
+        assert at.outbox.n_jobs == 0
         assert await at.stored(job) == [0, 1, 2]
         assert (await job.status()).state is JobState.QUEUED
         again = await at.worker.scripts.start(Claim(job.id, running.lease.stream, running.lease.entry_id), "other")
@@ -239,7 +242,7 @@ async def test_events_overwritten_before_the_end_are_written_again_with_it(
         await at.end(running, 3)
         for _ in range(2):
             await at.outbox.flush()
-        assert at.outbox.n_open == 0
+        assert at.outbox.n_jobs == 0
         chunks = [chunk async for chunk in at.client.job(job.id).stream()]
         assert "".join(chunk.text for chunk in chunks) == (await job.result()).text == "abc"
         assert at.engine.finished == [JobStats(generated_tokens=3)]
@@ -270,7 +273,7 @@ async def test_a_job_whose_hash_was_overwritten_is_lost_alone(redis_url: str, qu
             await at.end(first, 1)
         await at.outbox.flush()
         assert await at.stored(sound) == [7, 8]
-        assert at.outbox.n_open == 1
+        assert at.outbox.n_jobs == 1
         assert at.engine.released == [(broken.id, 1)]
 
 
@@ -314,13 +317,13 @@ async def test_jobs_wait_while_redis_is_full_keep_their_leases_and_go_on(
             await at.put(last, 5)
             await at.end(last, 1)
             await at.put(leaving, 9)
-            at.outbox.give_up([leaving])
+            at.outputs.put([JobWithdrawn(leaving)])
             idle = [await idle_ms(at, running)]
             while "redis_full" not in caplog.text or n_renewals(idle) < 3:
                 await asyncio.sleep(0.005)
                 idle.append(await idle_ms(at, running))
             assert await at.stored(job) == [0, 1]
-            assert at.outbox.n_open == 3
+            assert at.outbox.n_jobs == 3
         await until(at.stored, job, [0, 1, 2, 3])
         await until(at.stored, handed, [9])
         assert (await ending.result(timeout=5)).tokens == (5,)

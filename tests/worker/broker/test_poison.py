@@ -154,7 +154,7 @@ async def test_a_heartbeat_since_the_lease_was_lost_tells_that_nobody_died(
         await begin(worker, claim, worker.name)
         if beat_age_s is not None:
             await worker.announce(now_ms=int((time.time() - beat_age_s) * 1000))
-        assert await inbox.settle(claim) == "ok"
+        assert await inbox.check_for_crash(claim) == "ok"
         assert await crashes(job) == blamed
 
 
@@ -303,8 +303,8 @@ async def test_a_job_is_not_buried_because_redis_takes_no_writes(queue: str) -> 
             job, claim = await submit(client, worker)
             await worker.redis.config_set("maxmemory", "1")
             with pytest.raises(ResponseError):
-                await inbox.begin(claim)
+                await inbox.start_attempt(claim)
             await worker.redis.config_set("maxmemory", "0")
             assert await worker.redis.xlen(Keys().dead(queue, 0)) == 0
-            assert await inbox.begin(claim) is not None
+            assert await inbox.start_attempt(claim) is not None
             assert (await job.status()).state is JobState.RUNNING

@@ -23,6 +23,7 @@ from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
+from llamaq.worker.engine_loop.output_mailbox import OutputMailbox
 from llamaq.worker.generation.job_preparer import PreparedJob
 from llamaq.worker.testing.fake_engine import make_job
 
@@ -45,16 +46,17 @@ class Rig:
 
     name: str
     outbox: Outbox
+    outputs: OutputMailbox
     admitted: dict[str, Job] = field(default_factory=dict)
     """Jobs that the engine would have, by id."""
     history: list[str] = field(default_factory=list)
     """Ids in the order in which the engine got them."""
 
     def generate(self, job: AsyncJob, token: int = 65) -> None:
-        self.outbox.put([NewToken(self.admitted[job.id], token, "A")])
+        self.outputs.put([NewToken(self.admitted[job.id], token, "A")])
 
     def end(self, job: AsyncJob) -> None:
-        self.outbox.put([JobEnded(self.admitted.pop(job.id), JobStats(), FinishReason.STOP)])
+        self.outputs.put([JobEnded(self.admitted.pop(job.id), JobStats(), FinishReason.STOP)])
 
     def admit(self, job: Job) -> None:
         self.admitted[job.id] = job
@@ -72,13 +74,13 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
     """The I/O side of a worker, which claims and flushes meanwhile."""
     async with FakeWorker(redis_url, queue, name=name) as connection:
         await connection.announce()
-        rig = Rig(name, outbox=None)  # type: ignore[arg-type]  # they know each other
+        rig = Rig(name, outbox=None, outputs=OutputMailbox())  # type: ignore[arg-type]  # they know each other
         inbox = Inbox(
             connection.redis, connection.keys,
             queue=queue, partitions=1, worker_id=name, lease_s=LEASE_S, max_crashes=2,
         )  # fmt: skip
         rig.outbox = outbox = Outbox(
-            Scripts(connection.redis, connection.keys), name, rig, lease_s=LEASE_S, disconnect_s=60,
+            Scripts(connection.redis, connection.keys), name, rig, rig.outputs, lease_s=LEASE_S, disconnect_s=60,
             checkpoints=Checkpoints(1, 1.0), is_alive=lambda: True, on_finished=_ignore,
         )  # fmt: skip
         await inbox.open(max_queue=0)
@@ -135,7 +137,7 @@ async def suspect_beside(client: AsyncClient, other: FakeWorker, rig: Rig) -> As
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspects wait no longer than they must."""
-    monkeypatch.setattr(intake_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(intake_module, "MAX_SUSPECT_WAIT_S", 0.2)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.1)
 
 
@@ -166,7 +168,7 @@ async def test_a_suspect_waits_for_those_that_run_and_then_they_are_handed_back(
         good = await client.submit("good")
         await until(lambda: good.id in rig.admitted)
         rig.generate(good)
-        await until(lambda: rig.outbox.stored_of(good.id) == 1)
+        await until(lambda: rig.outbox.n_stored_tokens(good.id) == 1)
         bad = await suspect_beside(client, other, rig)
         await until(lambda: bad.id in rig.admitted)
         assert list(rig.admitted) == [bad.id]
@@ -180,7 +182,7 @@ async def test_a_suspect_waits_for_those_that_run_and_then_they_are_handed_back(
 async def test_a_suspect_keeps_its_lease_while_it_waits(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake_module, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(intake_module, "MAX_SUSPECT_WAIT_S", 60.0)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.1)
     async with (
         AsyncClient(redis_url, queue) as client,
@@ -255,7 +257,7 @@ async def test_what_a_stopping_worker_had_just_started_is_handed_back_and_blames
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
         jobs = [await client.submit("hello") for _ in range(5)]
         async with working(redis_url, queue) as rig:
-            await until(lambda: rig.outbox.n_open > 0 or rig.admitted)
+            await until(lambda: rig.outbox.n_jobs > 0 or rig.admitted)
         for job in jobs:
             status = await job.status()
             assert (status.state, status.crashes) == ("queued", 0)

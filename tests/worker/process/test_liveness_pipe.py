@@ -11,26 +11,26 @@ from dataclasses import dataclass
 import pytest
 
 from llamaq.worker.process import liveness_pipe as beats_module
-from llamaq.worker.process.liveness_pipe import BEAT_EVERY_S, MAX_STEP_S, SLACK_S, LivenessReader, LivenessWriter
+from llamaq.worker.process.liveness_pipe import MAX_STEP_S, SLACK_S, WRITE_EVERY_S, LivenessReader, LivenessWriter
 
-PATIENCE_S = 10.0
+HANG_AFTER_S = 10.0
 
 
 class Ticks:
     """A tick loop that ticks when it is told to, and counts who looks at it."""
 
     def __init__(self) -> None:
-        self.patience_s = PATIENCE_S
+        self.hang_after_s = HANG_AFTER_S
         self.n_looks = 0
-        self._stamp_s = 0.0
+        self._tick_started_s = 0.0
 
     @property
-    def stamp_s(self) -> float:
+    def tick_started_s(self) -> float:
         self.n_looks += 1
-        return self._stamp_s
+        return self._tick_started_s
 
     def tick(self) -> None:
-        self._stamp_s += 1
+        self._tick_started_s += 1
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Watch:
         looks = []
         for _ in range(round(seconds * 10)):
             self.now_s += 0.1
-            looks.append(self.pulse.look())
+            looks.append(self.pulse.poll())
         return all(looks)
 
 
@@ -68,10 +68,10 @@ def test_a_child_that_has_never_ticked_may_load_its_model_for_any_time(watch: Wa
 
 
 def test_a_silence_longer_than_a_tick_may_take_is_a_hang(watch: Watch) -> None:
-    watch.says(f"{PATIENCE_S}\n")
-    assert watch.pass_time(PATIENCE_S + SLACK_S - 0.5)
-    watch.says(f"{PATIENCE_S}\n")
-    assert watch.pass_time(PATIENCE_S + SLACK_S - 0.5)
+    watch.says(f"{HANG_AFTER_S}\n")
+    assert watch.pass_time(HANG_AFTER_S + SLACK_S - 0.5)
+    watch.says(f"{HANG_AFTER_S}\n")
+    assert watch.pass_time(HANG_AFTER_S + SLACK_S - 0.5)
     assert not watch.pass_time(1)
 
 
@@ -100,22 +100,22 @@ def test_a_supervisor_that_slept_does_not_blame_its_child(watch: Watch) -> None:
     watch.says("10\n")
     assert watch.pass_time(1)
     watch.now_s += 3600
-    assert watch.pulse.look()
+    assert watch.pulse.poll()
     assert watch.pulse.silent_s < 1 + MAX_STEP_S + 0.2
 
 
 def test_a_child_beats_once_for_each_new_stamp_and_says_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert BEAT_EVERY_S < SLACK_S / 2
-    monkeypatch.setattr(beats_module, "BEAT_EVERY_S", 0.001)
+    assert WRITE_EVERY_S < SLACK_S / 2
+    monkeypatch.setattr(beats_module, "WRITE_EVERY_S", 0.001)
     theirs, ours = os.pipe()
     ticks = Ticks()
     with os.fdopen(theirs, "rb") as read:
         with LivenessWriter(ours, ticks):
             assert read.readline() == b"10.000\n", "the first tick may be the one that hangs"
-            for patience_s in (10.0, 60.0):
-                ticks.patience_s = patience_s
+            for hang_after_s in (10.0, 60.0):
+                ticks.hang_after_s = hang_after_s
                 ticks.tick()
-                assert read.readline() == f"{patience_s:.3f}\n".encode()
+                assert read.readline() == f"{hang_after_s:.3f}\n".encode()
             n_looks = ticks.n_looks
             while ticks.n_looks < n_looks + 10:
                 time.sleep(0.001)

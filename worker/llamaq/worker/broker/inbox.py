@@ -1,4 +1,4 @@
-"""From Redis into the worker: claim entries of the job streams, take over lost ones, begin attempts, bury garbage."""
+"""From Redis to the worker: claims entries of the job streams, starts attempts, and dead-letters unusable entries."""
 
 from __future__ import annotations
 
@@ -21,24 +21,39 @@ from llamaq.worker.broker.job_streams import Entries, JobStreams
 log = logging.getLogger(__name__)
 
 MAX_DEAD_BYTES = 4096
-"""Of what a buried entry held, this much is kept for the curious."""
+"""Upper bound on the bytes of an unusable entry that its dead letter keeps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """An attempt that began: the claimed entry, its attempt, and the tokens that earlier attempts published."""
+class StartedAttempt:
+    """A claimed job and its attempt that has just started."""
 
     claim: Claim
     attempt: Attempt
     published: list[int]
+    """The tokens that earlier attempts published."""
 
 
 class Inbox:
-    """One worker's reading end of a queue."""
+    """Reads the job streams of one queue: every Redis command that claims a job, starts it or releases its claim.
+
+    `Intake` decides when these methods are called and for how many jobs.
+    """
 
     def __init__(
         self, redis: Redis, keys: Keys, *, queue: str, partitions: int, worker_id: str, lease_s: float, max_crashes: int
     ) -> None:
+        """Create the inbox; `open` must be called first.
+
+        Args:
+            redis: The client.
+            keys: The names of the keys.
+            queue: The queue to read.
+            partitions: The number of partitions of the queue.
+            worker_id: The id of this worker.
+            lease_s: Life of a lease, in seconds. A job of a worker that renewed none for that time may be reclaimed.
+            max_crashes: Crashes in a row after which a job fails.
+        """
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys)
@@ -50,32 +65,36 @@ class Inbox:
         self._max_crashes = max_crashes
 
     async def open(self, *, max_queue: int) -> None:
-        """Make the consumer groups, and tell submitters the bound of the queue."""
+        """Create the consumer groups, and store the bound of the queue, which the submit script checks.
+
+        Args:
+            max_queue: The most waiting jobs of a partition; 0 for no bound.
+        """
         await self._streams.open()
         for partition in self._partitions:
             await self._redis.hset(self._keys.config(self._queue, partition), "max_queue", str(max_queue))
 
     async def claim(self, count: int, *, block_s: float) -> list[Claim]:
-        """Up to `count` new entries, interactive ones first; waits up to `block_s` for the first.
+        """Claim up to `count` new entries, interactive jobs first. Waits up to `block_s` seconds for the first entry.
 
-        While it waits, several streams may each give one at the same moment. With the partitions of a cluster it may
-        also return early with none.
+        After a wait, one entry of each stream may be returned, also when these are more than `count`. On a cluster with
+        several partitions the wait may end early without an entry.
         """
         return await self._accept_all(await self._streams.read(count) or await self._streams.wait(block_s))
 
-    async def claim_urgent(self, count: int) -> list[Claim]:
-        """Up to `count` new interactive entries; does not wait for any."""
+    async def claim_interactive(self, count: int) -> list[Claim]:
+        """Claim up to `count` new entries of interactive jobs, without a wait."""
         return await self._accept_all(await self._streams.read(count, [Priority.INTERACTIVE]))
 
     async def reclaim(self, count: int) -> list[Claim]:
-        """Up to `count` entries whose worker has been silent for a lease, or has handed them back."""
+        """Claim up to `count` entries whose lease has expired, or that were requeued by their worker."""
         return await self._accept_all(await self._streams.reclaim(count, self._lease_ms))
 
     async def _accept_all(self, found: Entries) -> list[Claim]:
         return [claim for stream, entries in found for claim in await self._accept(stream, entries)]
 
     async def _accept(self, stream: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Claim]:
-        """The entries that name a job of this queue; the others are buried."""
+        """Return the entries that name a job of this queue. The other entries become dead letters."""
         claims = []
         for entry, fields in entries:
             entry_id = entry.decode()
@@ -84,7 +103,7 @@ class Inbox:
                 if job_id.queue != self._queue or not stream.startswith(self._stream_prefix(job_id)):
                     raise InvalidRequest(f"the job belongs to queue {job_id.queue!r}, partition {job_id.partition}")
             except InvalidRequest as exc:
-                await self._bury(stream, entry_id, fields, str(exc))
+                await self._dead_letter(stream, entry_id, fields, str(exc))
                 continue
             claims.append(Claim(str(job_id), stream, entry_id))
         return claims
@@ -92,22 +111,28 @@ class Inbox:
     def _stream_prefix(self, job_id: JobId) -> str:
         return self._keys.jobs(job_id.queue, job_id.partition, Priority.BULK).removesuffix(Priority.BULK.value)
 
-    async def settle(self, claim: Claim) -> SettleCode:
-        """Settle what the last worker of a reclaimed job left behind: see `settle.lua`.
+    async def check_for_crash(self, claim: Claim) -> SettleCode:
+        """Check whether the worker that last ran a reclaimed job died of it, and count the crash: see `settle.lua`.
 
-        That worker's heartbeats tell a death from a lease that was lost without one. A lease is renewed three times
-        before it is over, so a worker that died has not beaten for two thirds of it, however long it stays listed; one
-        that lives has within a heartbeat. The line is drawn at half a lease. A living worker whose heartbeat takes
-        longer than that is blamed by mistake, and takes the blame back with its next flush.
+        A lease may expire although its worker lives. The worker's heartbeat tells the two cases apart: a lease is
+        renewed after each third of it, so a worker that died has sent no heartbeat for the last two thirds. A living
+        worker sends one every few seconds. A heartbeat older than half a lease therefore means that the worker is
+        dead. A living worker with a slower heartbeat is counted as crashed by mistake; its next flush corrects that.
+
+        Returns:
+            `ok`: the job may be started. `suspect`: the job may be started while no other job runs here.
+            `dead`: the job has failed. `stale`: another worker has started the job.
         """
         try:
-            held: Any = await self._redis.hmget(self._keys.of_job(claim.job_id).job, ["status", "worker"])
-            had = held[1].decode() if held[1] and held[0] == b"running" else ""
-            heartbeat_ms = await self._redis.zscore(self._keys.workers(self._queue), had) if had else None
+            state: Any = await self._redis.hmget(self._keys.of_job(claim.job_id).job, ["status", "worker"])
+            last_worker = state[1].decode() if state[1] and state[0] == b"running" else ""
+            heartbeat_ms = None
+            if last_worker:
+                heartbeat_ms = await self._redis.zscore(self._keys.workers(self._queue), last_worker)
             return await self._scripts.settle(
                 claim,
                 self._worker_id,
-                had=had,
+                had=last_worker,
                 heartbeat_ms=int(heartbeat_ms or 0),
                 dead_after_s=self._lease_ms / 2000,
                 max_crashes=self._max_crashes,
@@ -115,44 +140,53 @@ class Inbox:
         except (ResponseError, ValueError) as exc:
             if is_unable(exc):
                 raise
-            return "ok"  # not a job's hash: to begin it gives it up
+            return "ok"  # the key holds no job: `start_attempt` makes a dead letter of the entry
 
     async def renew(self, claim: Claim) -> bool:
-        """Keep a claim whose job is not begun yet; False when it is somebody else's by now."""
+        """Renew the claim of a job that has not been started; False when another worker has claimed it."""
         entry = claim.entry_id
-        ours = await self._redis.xpending_range(claim.stream, GROUP, entry, entry, 1, consumername=self._worker_id)
-        if not ours:
+        pending = await self._redis.xpending_range(claim.stream, GROUP, entry, entry, 1, consumername=self._worker_id)
+        if not pending:
             return False
         await self._redis.xclaim(claim.stream, GROUP, self._worker_id, 0, [claim.entry_id], justid=True)
         return True
 
-    async def hand_back(self, claim: Claim) -> None:
-        """Let another worker begin this job, at once."""
+    async def requeue(self, claim: Claim) -> None:
+        """Requeue a job that has not been started, so that another worker claims it at once."""
         await self._scripts.requeue(claim, None)
 
-    async def begin(self, claim: Claim) -> Begun | None:
-        """Start an attempt; None when the job needs none (ended, cancelled, expired, or never was one)."""
+    async def start_attempt(self, claim: Claim) -> StartedAttempt | None:
+        """Start an attempt of a claimed job.
+
+        Returns:
+            None when there is nothing to run: the job has ended, was cancelled, has expired, or is unusable and is now
+            a dead letter.
+
+        Raises:
+            RedisError: Redis is unreachable, or takes no writes.
+        """
         try:
             outcome = await self._scripts.start(claim, self._worker_id)
         except (ResponseError, ValueError, LookupError) as exc:
             if is_unable(exc):
-                raise  # the job is as good as any
-            await self._give_up(claim, f"not a job's hash: {exc}")  # it holds what no client writes
+                raise  # Redis takes no writes: the job itself is sound
+            await self._dead_letter_job(claim, f"the job's hash is damaged: {exc}")
             return None
         if isinstance(outcome, Attempt):
-            published = await self._published(claim.job_id) if outcome.generated else []
+            published = await self._read_published(claim.job_id) if outcome.generated else []
             if len(published) == outcome.generated:
-                return Begun(claim, outcome, published)
-            held = f"{outcome.generated} tokens by its hash, {len(published)} by its events"
-            await self._give_up(claim, f"not a job's events: {held}")
+                return StartedAttempt(claim, outcome, published)
+            counts = f"{outcome.generated} tokens by its hash, {len(published)} by its events"
+            await self._dead_letter_job(claim, f"the job's events are damaged: {counts}")
         elif outcome == "gone":
-            await self._give_up(claim, "there is no such job")
+            await self._dead_letter_job(claim, "there is no such job")
         return None
 
-    async def _give_up(self, claim: Claim, reason: str) -> None:
-        await self._bury(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, reason)
+    async def _dead_letter_job(self, claim: Claim, reason: str) -> None:
+        await self._dead_letter(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, reason)
 
-    async def _published(self, job_id: str) -> list[int]:
+    async def _read_published(self, job_id: str) -> list[int]:
+        """Return the tokens of the stored events, as far as their offsets have no gap."""
         tokens: list[int] = []
         entries: Any = await self._redis.xrange(self._keys.of_job(job_id).events)
         for _, fields in entries:
@@ -166,17 +200,17 @@ class Inbox:
         return tokens
 
     async def close(self) -> None:
-        """Give up what was claimed and never started, and take this consumer out of the groups."""
+        """Requeue the claimed jobs that were not started, and remove this consumer from the groups."""
         await self._streams.close()
 
-    async def _bury(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
-        """Keep a trace of an entry that is no job, and take it out of the queue."""
+    async def _dead_letter(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
+        """Move an entry that names no usable job from its job stream to the dead letters."""
         partition = int(stream.partition("}")[0].rpartition(":")[2])
         log.warning("entry.buried stream=%s entry=%s reason=%s", stream, entry_id, reason)
-        held = repr(fields)[:MAX_DEAD_BYTES]
-        trace: dict[Any, Any] = {"stream": stream, "entry": entry_id, "reason": reason, "held": held}
+        content = repr(fields)[:MAX_DEAD_BYTES]
+        letter: dict[Any, Any] = {"stream": stream, "entry": entry_id, "reason": reason, "held": content}
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.xadd(self._keys.dead(self._queue, partition), trace, maxlen=MAX_DEAD)
+            pipe.xadd(self._keys.dead(self._queue, partition), letter, maxlen=MAX_DEAD)
             pipe.xack(stream, GROUP, entry_id)
             pipe.xdel(stream, entry_id)
             await pipe.execute()

@@ -1,53 +1,57 @@
-"""Keeps the engine fed: claims jobs while there is room, starts and prepares them, and hands them to the engine."""
+"""The intake: claims jobs while this worker has room, starts them, prepares them, and passes them to the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Any, TypeVar
 
 from redis.exceptions import RedisError, ResponseError
 
-from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.scripts import Claim
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full
-from llamaq.worker.broker.inbox import Begun, Inbox
+from llamaq.worker.broker.inbox import Inbox, StartedAttempt
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.generation.job_preparer import JobPreparer
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 BLOCK_S = 0.5
-"""How long one wait for new entries lasts; lost jobs of other workers, and those that were handed back, are looked for
-as often. A stream that moves to another worker stands still for that long at most, and for its prefill."""
+"""How long one wait for new entries lasts. Expired and requeued jobs of other workers are reclaimed as often, so a
+stream that moves to another worker pauses for this time and for the prefill."""
 MIN_BLOCK_S = 0.01
-"""To Redis 0 means for ever."""
+"""The shortest wait for new entries. A wait of 0 blocks without a limit in Redis."""
 RETRY_S = 0.5
-PATIENCE_S = 3.0
-"""So long what runs here may go on while suspects wait; then it is handed back."""
+MAX_SUSPECT_WAIT_S = 3.0
+"""How long a suspect waits for the running jobs to end. Then they are requeued for other workers."""
 POLL_S = 0.05
-URGENT_POLL_S = 0.1
-"""How long an interactive job waits at most until a worker full of bulk jobs sees it."""
+INTERACTIVE_POLL_S = 0.1
+"""How often a worker full of bulk jobs checks for interactive jobs."""
 START_TIMEOUT_S = 2.0
-"""For the starts that are on their way to Redis when the worker stops."""
+"""How long a stopping worker waits for the replies to starts that it has sent to Redis."""
 
 
 class Intake:
-    """Claims no more jobs than there is room for: the slots and a small window.
+    """Decides how many jobs this worker claims, and when.
 
-    Bulk jobs take no room from interactive ones, for whom they are preempted. What is too much then is handed back.
+    `Inbox` claims and starts the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers
+    them.
 
-    A suspect, of which so many workers died that one more is the last, is begun when nothing else runs here, and
-    nothing else is claimed before it has stored a token or has ended: who shares its worker would share the blame.
+    Bulk jobs take no room from interactive jobs. When interactive jobs arrive at a full worker, they are claimed too,
+    and surplus bulk jobs are preempted or requeued.
+
+    A suspect is a job that is one crash away from the dead-letter limit. It is started only while nothing else runs
+    here, and nothing else is claimed until it has stored a token or has ended: a job that runs beside it would be
+    blamed for a crash too.
+
+    Threads: all methods run on the I/O thread. Jobs are prepared on the threads of the executor.
     """
 
     def __init__(
@@ -62,9 +66,17 @@ class Intake:
         lease_s: float,
         is_alive: Callable[[], bool],
     ) -> None:
-        """`admit` hands a job to the engine thread; `executor` is where jobs are prepared.
+        """Create the intake; `run` starts to claim.
 
-        Nothing is claimed unless `is_alive` says that the engine ticks.
+        Args:
+            inbox: Claims and starts jobs.
+            outbox: Registers started jobs and requeues them.
+            preparer: Prepares started jobs.
+            executor: Its threads run the preparer.
+            admit: Passes a prepared job to the engine thread, without blocking.
+            capacity: The most jobs that this worker has at a time: its slots and a small window.
+            lease_s: Life of a lease, in seconds.
+            is_alive: Whether the engine ticks. Nothing is claimed while it does not.
         """
         self._inbox = inbox
         self._outbox = outbox
@@ -76,12 +88,13 @@ class Intake:
         self._is_alive = is_alive
         self._clock = asyncio.get_running_loop().time
         self._reclaimed_s = -BLOCK_S
-        self._patient_until_s: float | None = None
-        """Set since suspects take turns here, until other jobs are claimed again."""
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._trouble = OutageLog(log, "intake")
+        self._suspects_wait_until_s: float | None = None
+        """When running jobs are requeued to make room for a suspect. Set by the first suspect that waits; None again
+        when other jobs are claimed."""
+        self._tasks = BackgroundTasks()
+        self._outage = OutageLog(log, "intake")
         self._n_starting = 0
-        """Claimed jobs that the outbox does not answer for yet."""
+        """Claimed jobs that are not registered in the outbox yet."""
 
     @property
     def room(self) -> int:
@@ -89,150 +102,158 @@ class Intake:
         return self._capacity - self._outbox.n_running - self._n_starting
 
     @property
-    def urgent_room(self) -> int:
-        """How many more interactive jobs may be claimed."""
-        return self._capacity - self._outbox.n_urgent - self._n_starting
+    def interactive_room(self) -> int:
+        """How many more interactive jobs may be claimed. Bulk jobs do not count."""
+        return self._capacity - self._outbox.n_interactive - self._n_starting
 
     async def run(self) -> None:
-        """Claim and begin jobs until cancelled."""
+        """Claim and start jobs until cancelled."""
         while True:
-            if max(self.room, self.urgent_room) <= 0 or not self._is_alive():
-                await self._wait_for_news(BLOCK_S)
+            if max(self.room, self.interactive_room) <= 0 or not self._is_alive():
+                await self._wait_for_room(BLOCK_S)
                 continue
             try:
                 claims = await self._claim()
             except RedisError as exc:
-                self._trouble.note(exc)
+                self._outage.note(exc)
                 await asyncio.sleep(RETRY_S)
                 continue
             if not self._n_starting:
-                self._trouble.is_over()
+                self._outage.is_over()
             if claims:
-                self._patient_until_s = None
+                self._suspects_wait_until_s = None
             for claim in claims:
                 self._start_soon(claim)
 
+    # ---- claiming
+
     async def _claim(self) -> list[Claim]:
-        """Jobs to begin now: those that other workers lost, or new ones."""
+        """Claim jobs to start now: reclaimed jobs of other workers first, then new jobs."""
         if self.room <= 0:
-            return await self._claim_urgent()
+            return await self._claim_interactive()
         block_s = self._reclaimed_s + BLOCK_S - self._clock()
         if block_s <= 0:
-            lost = await self._inbox.reclaim(self.room)
+            reclaimed = await self._inbox.reclaim(self.room)
             self._reclaimed_s = self._clock()
-            if lost:
-                return await self._take_over(lost)
+            if reclaimed:
+                return await self._take_over(reclaimed)
             block_s = BLOCK_S
         return await self._inbox.claim(self.room, block_s=max(block_s, MIN_BLOCK_S))
 
-    async def _claim_urgent(self) -> list[Claim]:
-        """Interactive jobs, while bulk jobs take all the room. To wait in Redis would miss a slot that falls free."""
-        claims = await self._inbox.claim_urgent(self.urgent_room)
+    async def _claim_interactive(self) -> list[Claim]:
+        """Claim interactive jobs while bulk jobs fill this worker.
+
+        It polls, because a blocking read in Redis would not notice that a slot becomes free.
+        """
+        claims = await self._inbox.claim_interactive(self.interactive_room)
         if not claims:
-            await self._wait_for_news(URGENT_POLL_S)
+            await self._wait_for_room(INTERACTIVE_POLL_S)
         return claims
 
-    async def _take_over(self, lost: list[Claim]) -> list[Claim]:
-        """Those of the reclaimed jobs that may run beside others.
+    async def _wait_for_room(self, timeout_s: float) -> None:
+        """Wait until a job has left the engine, at most `timeout_s`."""
+        self._outbox.room_freed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._outbox.room_freed.wait()
 
-        If there is a suspect, that one is run, and the rest is handed back, for workers that do not have to wait.
+    # ---- suspects
+
+    async def _take_over(self, reclaimed: list[Claim]) -> list[Claim]:
+        """Return the reclaimed jobs that may run beside others.
+
+        If one is a suspect, it runs here alone and the others are requeued, so that they need not wait for it.
         """
-        codes = await asyncio.gather(*(self._inbox.settle(claim) for claim in lost))
-        suspects = [claim for claim, code in zip(lost, codes, strict=True) if code == "suspect"]
-        others = [claim for claim, code in zip(lost, codes, strict=True) if code == "ok"]
+        codes = await asyncio.gather(*(self._inbox.check_for_crash(claim) for claim in reclaimed))
+        suspects = [claim for claim, code in zip(reclaimed, codes, strict=True) if code == "suspect"]
+        others = [claim for claim, code in zip(reclaimed, codes, strict=True) if code == "ok"]
         if not suspects:
             return others
         for claim in (*suspects[1:], *others):
-            await self._inbox.hand_back(claim)
-        await self._run_apart(suspects[0])
-        self._reclaimed_s = -BLOCK_S  # the next one's turn
+            await self._inbox.requeue(claim)
+        await self._run_alone(suspects[0])
+        self._reclaimed_s = -BLOCK_S  # reclaim the next suspect at once
         return []
 
-    async def _run_apart(self, suspect: Claim) -> None:
-        """Begin a suspect when nothing else runs here; returns when it has stored a token or has ended."""
-        log.info("job.suspect id=%s beside=%d", suspect.job_id, self._outbox.n_open)
-        if not await self._clear_for(suspect):
+    async def _run_alone(self, suspect: Claim) -> None:
+        """Start a suspect once nothing else runs here, and wait until it has stored a token or has ended."""
+        log.info("job.suspect id=%s beside=%d", suspect.job_id, self._outbox.n_jobs)
+        if not await self._wait_until_alone(suspect):
             return
-        begun = await asyncio.shield(self._start_soon(suspect))
-        while begun is not None and self._outbox.stored_of(suspect.job_id) == begun.attempt.generated:
-            await self._wait_for_news(POLL_S)
+        started = await asyncio.shield(self._start_soon(suspect))
+        while started is not None and self._outbox.n_stored_tokens(suspect.job_id) == started.attempt.generated:
+            await self._wait_for_room(POLL_S)
 
-    async def _clear_for(self, suspect: Claim) -> bool:
-        """Wait until nothing else runs here, and see to it before long; False when the suspect was lost meanwhile."""
+    async def _wait_until_alone(self, suspect: Claim) -> bool:
+        """Wait until nothing else runs here; running jobs are requeued after `MAX_SUSPECT_WAIT_S`.
+
+        Returns:
+            False when another worker has claimed the suspect in the meantime.
+        """
         renewed_s = self._clock()
-        if self._patient_until_s is None:
-            self._patient_until_s = renewed_s + PATIENCE_S
-        while self._outbox.n_open or self._n_starting:
-            if self._clock() >= self._patient_until_s:
-                self._outbox.clear()
+        if self._suspects_wait_until_s is None:
+            self._suspects_wait_until_s = renewed_s + MAX_SUSPECT_WAIT_S
+        while self._outbox.n_jobs or self._n_starting:
+            if self._clock() >= self._suspects_wait_until_s:
+                self._outbox.requeue_all()
             if self._clock() - renewed_s >= self._renew_every_s:
                 renewed_s = self._clock()
                 if not await self._inbox.renew(suspect):
                     return False
-            await self._wait_for_news(POLL_S)
+            await self._wait_for_room(POLL_S)
         return await self._inbox.renew(suspect)
 
-    async def _wait_for_news(self, timeout_s: float) -> None:
-        """Until a job has left the engine, or so long at most."""
-        self._outbox.freed.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._outbox.freed.wait()
+    # ---- starting
 
-    def _start_soon(self, claim: Claim) -> asyncio.Task[Begun | None]:
+    def _start_soon(self, claim: Claim) -> asyncio.Task[StartedAttempt | None]:
         self._n_starting += 1
-        return self._spawn(self._start(claim))
+        return self._tasks.start(self._start(claim))
 
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _start(self, claim: Claim) -> Begun | None:
-        """Start one claimed job and have it prepared. Whatever goes wrong here stays with this job."""
+    async def _start(self, claim: Claim) -> StartedAttempt | None:
+        """Start one claimed job and begin to prepare it. An error affects this job alone."""
         try:
-            begun = await self._begin(claim)
-            if begun is not None:
-                self._spawn(self._prepare(begun, self._hold(begun)))
-            return begun
+            started = await self._start_attempt(claim)
+            if started is not None:
+                self._tasks.start(self._prepare(started, self._register(started)))
+            return started
         except RedisError as exc:
-            # The entry stays pending with us; when the lease is over somebody takes it, perhaps we.
+            # The entry stays pending. A worker reclaims it when its lease has expired.
             log.warning("job.start_failed id=%s error=%r", claim.job_id, exc)
             return None
         finally:
             self._n_starting -= 1
-            self._outbox.freed.set()
+            self._outbox.room_freed.set()
 
-    async def _begin(self, claim: Claim) -> Begun | None:
-        """Begin an attempt. While Redis is full the claim is kept: it takes room here, so that not all are claimed."""
+    async def _start_attempt(self, claim: Claim) -> StartedAttempt | None:
+        """Start an attempt. While Redis is full, retry and keep the claim: it occupies room, so claiming stops."""
         while True:
             try:
-                begun = await self._inbox.begin(claim)
+                started = await self._inbox.start_attempt(claim)
             except ResponseError as exc:
                 if not is_full(exc):
                     raise
-                self._trouble.note(exc)
+                self._outage.note(exc)
             else:
-                self._trouble.is_over()
-                return begun
+                self._outage.is_over()
+                return started
             await asyncio.sleep(RETRY_S)
             if not await self._inbox.renew(claim):
                 return None
 
-    def _hold(self, begun: Begun) -> Lease:
-        claim, attempt = begun.claim, begun.attempt
+    def _register(self, started: StartedAttempt) -> Lease:
+        claim, attempt = started.claim, started.attempt
         partition = JobId.parse(claim.job_id).partition
         lease = Lease(claim.job_id, partition, claim.stream, claim.entry_id, attempt.number)
-        self._outbox.hold(lease, attempt.generated)
+        self._outbox.register(lease, attempt.generated)
         return lease
 
-    async def _prepare(self, begun: Begun, lease: Lease) -> None:
-        attempt = begun.attempt
+    async def _prepare(self, started: StartedAttempt, lease: Lease) -> None:
+        """Prepare a started job on the executor and pass it to the engine, or reject it."""
+        attempt = started.attempt
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(
-                self._executor, self._preparer.prepare, attempt.request, lease, begun.published, attempt.queue_ms
+                self._executor, self._preparer.prepare, attempt.request, lease, started.published, attempt.queue_ms
             )
         except JobRejected as exc:
             log.info("job.rejected id=%s code=%s", lease.job_id, exc.code)
@@ -241,18 +262,22 @@ class Intake:
             log.exception("job.prepare_crashed id=%s", lease.job_id)
             self._outbox.reject(lease, JobRejected(ErrorCode.INTERNAL, "the worker could not prepare this job"))
         else:
-            if self._outbox.open(prepared.job, prepared.texts):
+            if self._outbox.set_prepared(prepared.job, prepared.texts):
                 self._admit(prepared.job)
             else:
                 prepared.job.sampler.close()
 
     async def close(self) -> None:
-        """Leave the jobs that are being prepared to the outbox, which hands them back; `run` has ended before.
+        """End the preparation of jobs, which `Outbox.close` then requeues. `run` must have ended before.
 
-        A start that is on its way is waited for: cut off it might have happened, and look like that of a dead worker.
+        Waits for the replies to starts that are on their way: a start whose reply is lost may have happened, and would
+        look like the start of a worker that died.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
                 while self._n_starting:
-                    await self._wait_for_news(POLL_S)
-        await cancel_tasks(*self._tasks)
+                    await self._wait_for_room(POLL_S)
+        await self._tasks.cancel()
+
+    def __repr__(self) -> str:
+        return f"<Intake room={self.room} starting={self._n_starting}>"

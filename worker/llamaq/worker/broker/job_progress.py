@@ -1,4 +1,4 @@
-"""What one job generated, how much of it Redis has, and what is to be written next."""
+"""The progress of one job: what it generated, how much of that Redis has stored, and what is written next."""
 
 from __future__ import annotations
 
@@ -15,97 +15,102 @@ from llamaq.worker.core.job import JobEnded, Lease
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """How often a job without per-token events is stored: after so many tokens or seconds, whichever comes first."""
+    """How often a job without per-token events is stored: after `tokens` or `every_s`, whichever comes first."""
 
     tokens: int
+    """Generated tokens between two checkpoints."""
     every_s: float
+    """Seconds between two checkpoints."""
 
 
 @dataclass(slots=True, eq=False)
 class JobProgress:
-    """What a job generated, and how much of it Redis has."""
+    """The generated tokens of one attempt, and how many of them Redis has stored."""
 
     lease: Lease
     checkpoints: Checkpoints | None
-    """None: every token is published as it comes."""
-    wants_reader: bool
-    """Whether it is cancelled when nobody listens."""
-    stored: int
-    """Tokens that Redis has."""
+    """None: every token is stored and published at once."""
+    cancel_on_disconnect: bool
+    """Whether the job is cancelled when it has no subscriber."""
+    n_stored: int
+    """Tokens that Redis has stored."""
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """The text that each token released."""
     text_ends: list[int] = field(default_factory=list)
-    """After each token the characters that were released so far."""
-    ending: TerminalWrite | None = None
+    """The number of characters released up to and including each token."""
+    terminal_write: TerminalWrite | None = None
+    """The end of the job, once it has ended."""
     stats: JobStats | None = None
-    tail: str = ""
-    """The text that only the end released."""
+    final_text: str = ""
+    """The text that only the end of the job released."""
     stored_s: float = field(default_factory=time.monotonic)
-    """When Redis last took tokens."""
-    heard_s: float = field(default_factory=time.monotonic)
-    """When somebody was last seen listening."""
+    """When `n_stored` last changed."""
+    subscriber_seen_s: float = field(default_factory=time.monotonic)
+    """When the job last had a subscriber."""
     is_cancelling: bool = False
-    is_leaving: bool = False
-    """It is to be handed back."""
+    """The engine thread was asked to cancel the job."""
+    must_requeue: bool = False
+    """The job is requeued for other workers as soon as all its tokens are stored."""
 
     def add(self, token: int, text: str) -> None:
-        """The job generated a token, which released this text."""
+        """Add a generated token and the text that it released."""
         self.tokens.append(token)
         self.texts.append(text)
         self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
 
     @property
-    def may_leave(self) -> bool:
-        """Whether it can be handed back: all that it generated is stored, so the next worker goes on from there."""
-        return self.is_leaving and self.ending is None and self.stored >= len(self.tokens)
+    def can_requeue(self) -> bool:
+        """Whether the job may be requeued now: all its tokens are stored, so the next worker resumes after them."""
+        return self.must_requeue and self.terminal_write is None and self.n_stored >= len(self.tokens)
 
-    def increment(self, now: float) -> Increment:
-        """What is to be written now of what Redis does not have yet."""
-        lease, since = self.lease, self.stored
-        tokens = self.tokens[since:] if self._is_due(now) else []
+    def next_increment(self, now_s: float) -> Increment:
+        """Return what the next flush writes: the tokens that are due and that Redis has not stored yet."""
+        lease, offset = self.lease, self.n_stored
+        tokens = self.tokens[offset:] if self._is_due(now_s) else []
         payload = b""
-        # At the end of a job without per-token events its output says everything.
-        if (tokens or self.tail) and not (self.checkpoints and self.ending):
-            text_offset = self.text_ends[since - 1] if since else 0
-            payload = codec.encode_tokens(since, tokens, text_offset, "".join(self.texts[since:]) + self.tail)
+        # The end of a job without per-token events carries its whole output: no event is needed before it.
+        if (tokens or self.final_text) and not (self.checkpoints and self.terminal_write):
+            text_offset = self.text_ends[offset - 1] if offset else 0
+            payload = codec.encode_tokens(offset, tokens, text_offset, "".join(self.texts[offset:]) + self.final_text)
         return Increment(
             lease.job_id,
             lease.attempt,
             lease.stream,
             lease.entry_id,
-            since,
+            offset,
             len(tokens),
             payload,
             publish=self.checkpoints is None,
         )
 
-    def _is_due(self, now: float) -> bool:
-        if self.checkpoints is None or self.ending or self.is_leaving:
+    def _is_due(self, now_s: float) -> bool:
+        """Whether the tokens that are not stored yet are written now, and not at a later checkpoint."""
+        if self.checkpoints is None or self.terminal_write or self.must_requeue:
             return True
-        is_old = now - self.stored_s >= self.checkpoints.every_s
-        return is_old or len(self.tokens) - self.stored >= self.checkpoints.tokens
+        is_old = now_s - self.stored_s >= self.checkpoints.every_s
+        return is_old or len(self.tokens) - self.n_stored >= self.checkpoints.tokens
 
-    def take_stored(self, stored: int, now: float) -> None:
-        """Redis has so many tokens."""
-        if stored != self.stored:
-            self.stored, self.stored_s = stored, now
+    def set_stored(self, n_stored: int, now_s: float) -> None:
+        """Record how many tokens Redis has stored."""
+        if n_stored != self.n_stored:
+            self.n_stored, self.stored_s = n_stored, now_s
 
-    def close(self, ended: JobEnded) -> None:
-        """Take the end of the job in; it is written with the next flush."""
-        self.tail, self.stats = ended.text, ended.stats
+    def end(self, ended: JobEnded) -> None:
+        """Record the end of the job. The next flush writes it."""
+        self.final_text, self.stats = ended.text, ended.stats
         if ended.error is not None:
-            self.ending = failure(ended.error)
+            self.terminal_write = failed_write(ended.error)
         elif ended.reason is not None:
             event = Finished(finish_reason=ended.reason, stats=ended.stats)
-            output = codec.encode_output("".join(self.texts) + self.tail, self.tokens)
+            output = codec.encode_output("".join(self.texts) + self.final_text, self.tokens)
             fields = {"finish_reason": ended.reason.value, "stats": codec.encode_model(ended.stats), "output": output}
-            self.ending = TerminalWrite(event, fields)
+            self.terminal_write = TerminalWrite(event, fields)
         else:
             raise ValueError(f"job {self.lease.job_id} ended without a reason")
 
 
-def failure(error: JobRejected) -> TerminalWrite:
-    """The end of a job that failed."""
+def failed_write(error: JobRejected) -> TerminalWrite:
+    """Return the terminal write of a job that failed with `error`."""
     event = Failed(code=error.code.value, message=error.message)
     return TerminalWrite(event, {"error": codec.encode_event(event)})

@@ -1,8 +1,8 @@
-"""The job streams of a queue as one worker reads them: new entries, those of silent workers, and its own at the end.
+"""The job streams of one queue: reads new entries, reclaims expired ones, and requeues those of a stopping worker.
 
-On one server a single command waits for all streams. A cluster reads each partition where it lies, and nothing waits
-in all places at once but a look: a read that claims, left behind in one place while there was work in another, would
-claim what the worker has no room for.
+On one server, a single XREADGROUP waits for entries in all streams. On a cluster, each partition may be on another
+node, so the wait uses XREAD ("peek"), which claims nothing. A waiting XREADGROUP on each node could claim more jobs
+than the worker has room for.
 """
 
 from __future__ import annotations
@@ -24,23 +24,29 @@ from llamaq.common.redis.connect import is_cluster
 log = logging.getLogger(__name__)
 
 StreamEntries = list[tuple[bytes, dict[bytes, bytes]]]
-"""Id and fields of each entry."""
+"""The id and the fields of each entry of one stream."""
 Entries = list[tuple[str, StreamEntries]]
-"""For each stream its entries."""
+"""The entries of each stream."""
 Reply = tuple[str, StreamEntries | RedisError]
+"""A stream with its entries, or with the error of its partition."""
 Read = Callable[[Sequence[str], int], Awaitable[list[Reply]]]
-"""From streams, and how many entries each may give, to what each gave."""
+"""Reads at most the given number of entries from each of the streams."""
 
 MAX_CLAIMED = 1000
-"""More than a worker ever has claimed."""
-MAX_LOOK = 1000
-"""Entries that one look for news passes over."""
-AWAY_S = 3.0
-"""A partition of a cluster that did not answer is left alone for so long, so that the others need not wait for it."""
+"""Upper bound on the entries that one worker has claimed in one stream."""
+MAX_PEEKED = 1000
+"""Upper bound on the entries that one peek returns for each stream."""
+AVOID_S = 3.0
+"""A partition of a cluster that did not answer is not read for this time, so that the others need not wait for it."""
 
 
 class JobStreams:
-    """Reads fairly: each call begins with another partition, and no partition gives more than its share."""
+    """Reads the job streams of all partitions in a fair order.
+
+    Each call starts with the next partition, and takes an equal share from each partition that has entries.
+
+    Threads: all methods run on the I/O thread.
+    """
 
     def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, consumer: str) -> None:
         self._redis = redis
@@ -50,26 +56,29 @@ class JobStreams:
             for partition in range(partitions)
         ]
         self._is_scattered = partitions > 1 and is_cluster(redis)
-        self._turn = 0
-        self._away_until_s: dict[int, float] = {}
-        self._looked_to: dict[str, bytes] = {}
-        """For each stream the last entry that a look has passed."""
-        self._looks: dict[int, asyncio.Task[bool]] = {}
+        self._first_partition = 0
+        """The partition that the next call starts with."""
+        self._avoided_until_s: dict[int, float] = {}
+        """When a partition that did not answer is read again."""
+        self._last_peeked: dict[str, bytes] = {}
+        """The id of the last entry of each stream that a peek has returned."""
+        self._peeks: dict[int, asyncio.Task[None]] = {}
+        """The peek that runs on each partition."""
 
     def __repr__(self) -> str:
-        return f"<JobStreams partitions={len(self._partitions)} looks={len(self._looks)}>"
+        return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"
 
     async def open(self) -> None:
-        """Make the consumer groups."""
+        """Create the consumer groups."""
         for streams in self._partitions:
             for stream in streams.values():
                 await self._create_group(stream)
                 if self._is_scattered:
                     last: Any = await self._redis.xrevrange(stream, count=1)
-                    self._looked_to[stream] = last[0][0] if last else b"0-0"
+                    self._last_peeked[stream] = last[0][0] if last else b"0-0"
 
     async def _create_group(self, stream: str) -> None:
-        self._looked_to.pop(stream, None)
+        self._last_peeked.pop(stream, None)
         try:
             await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
         except ResponseError as exc:
@@ -77,35 +86,36 @@ class JobStreams:
                 raise
 
     async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
-        """Up to `count` new entries, interactive ones first; does not wait for any."""
+        """Claim up to `count` new entries, interactive jobs first, without a wait."""
         found: Entries = []
         for priority in priorities:
-            streams = [self._partitions[place][priority] for place in self._in_turn()]
-            found += await self._in_shares(streams, count - _size(found), self._read_new)
+            streams = [self._partitions[partition][priority] for partition in self._in_order()]
+            found += await self._read_fairly(streams, count - _size(found), self._read_new)
         return found
 
-    async def _in_shares(self, streams: list[str], count: int, read: Read) -> Entries:
-        """Up to `count` entries, evenly from all streams as long as they have some.
+    async def _read_fairly(self, streams: list[str], count: int, read: Read) -> Entries:
+        """Read up to `count` entries, an equal share from each stream that has entries.
 
-        Part of a cluster may be away: raises only when nothing that was asked has answered.
+        Raises:
+            RedisError: No stream answered. On a cluster, errors of some partitions are ignored.
         """
         found: Entries = []
         errors: list[RedisError] = []
-        n_answers = 0
+        n_replies = 0
         while streams and count:
-            some, streams = streams[:count], streams[count:]
-            share = count // len(some)
-            for stream, entries in await read(some, share):
+            batch, streams = streams[:count], streams[count:]
+            share = count // len(batch)
+            for stream, entries in await read(batch, share):
                 if isinstance(entries, RedisError):
                     errors.append(entries)
                     continue
-                n_answers += 1
+                n_replies += 1
                 if entries:
                     found.append((stream, entries))
                 count -= len(entries)
-                if len(entries) == share:  # there may be more
+                if len(entries) == share:  # the stream may have more entries
                     streams.append(stream)
-        if errors and not n_answers:
+        if errors and not n_replies:
             raise errors[0]
         return found
 
@@ -117,40 +127,44 @@ class JobStreams:
         async def read_one(stream: str) -> StreamEntries:
             return dict(await self._read_group([stream], share, None)).get(stream, [])
 
-        return await self._replies(streams, read_one)
+        return await self._read_each(streams, read_one)
 
-    async def _replies(self, streams: Sequence[str], read: Callable[[str], Awaitable[StreamEntries]]) -> list[Reply]:
-        """What each of the streams gives; raises what is no error of Redis."""
+    async def _read_each(self, streams: Sequence[str], read: Callable[[str], Awaitable[StreamEntries]]) -> list[Reply]:
+        """Read each stream with a command of its own. An error of Redis is returned as the reply of its stream."""
         replies: list[Reply] = []
         for stream, reply in zip(
             streams, await asyncio.gather(*map(read, streams), return_exceptions=True), strict=True
         ):
             if isinstance(reply, RedisError):
-                self._leave_alone(stream)
+                self._avoid(stream)
             elif isinstance(reply, BaseException):
                 raise reply
             replies.append((stream, reply))
         return replies
 
-    def _leave_alone(self, stream: str) -> None:
-        place = next(place for place, streams in enumerate(self._partitions) if stream in streams.values())
-        self._away_until_s[place] = asyncio.get_running_loop().time() + AWAY_S
+    def _avoid(self, stream: str) -> None:
+        """Do not read the partition of this stream for `AVOID_S`."""
+        partition = next(number for number, streams in enumerate(self._partitions) if stream in streams.values())
+        self._avoided_until_s[partition] = asyncio.get_running_loop().time() + AVOID_S
 
-    def _in_turn(self) -> list[int]:
-        """The partitions, beginning with the next one; without those that are away, unless all are."""
-        self._turn = (self._turn + 1) % len(self._partitions)
-        places = [*range(self._turn, len(self._partitions)), *range(self._turn)]
+    def _in_order(self) -> list[int]:
+        """Return the partitions in the order of this call. Avoided partitions are left out, unless all are avoided."""
+        self._first_partition = (self._first_partition + 1) % len(self._partitions)
+        order = [*range(self._first_partition, len(self._partitions)), *range(self._first_partition)]
         if not self._is_scattered:
-            return places
-        now = asyncio.get_running_loop().time()
-        return [place for place in places if self._away_until_s.get(place, 0.0) <= now] or places
+            return order
+        now_s = asyncio.get_running_loop().time()
+        return [partition for partition in order if self._avoided_until_s.get(partition, 0.0) <= now_s] or order
 
     async def wait(self, wait_s: float) -> Entries:
-        """Wait for the next new entry and take it, or on a cluster only return when there may be one."""
+        """Wait up to `wait_s` for a new entry and claim it.
+
+        With the partitions of a cluster nothing is claimed: returns without entries when there may be a new one.
+        """
         if self._is_scattered:
-            await self._look(wait_s)
+            await self._peek(wait_s)
             return []
-        streams = [stream for place in self._in_turn() for stream in self._partitions[place].values()]
+        streams = [stream for partition in self._in_order() for stream in self._partitions[partition].values()]
         return await self._read_group(streams, 1, int(wait_s * 1000))
 
     async def _read_group(self, streams: Sequence[str], count: int, block_ms: int | None) -> Entries:
@@ -160,47 +174,49 @@ class JobStreams:
         except ResponseError as exc:
             if "NOGROUP" not in str(exc):
                 raise
-            # Somebody flushed Redis under us: begin again from nothing.
+            # The stream and its group were deleted, for example by FLUSHALL: create them again.
             for stream in streams:
                 await self._create_group(stream)
             return []
         return [(stream.decode(), entries) for stream, entries in reply or ()]
 
-    async def _look(self, wait_s: float) -> None:
-        """Wait until something was added anywhere, whoever takes it; at most `wait_s`."""
-        for place in self._in_turn():
-            if place not in self._looks:
-                streams = list(self._partitions[place].values())
-                self._looks[place] = asyncio.create_task(self._look_at(streams, wait_s))
-        done, _ = await asyncio.wait(self._looks.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        for place, look in list(self._looks.items()):
-            if look in done:
-                del self._looks[place]
-                look.result()
+    async def _peek(self, wait_s: float) -> None:
+        """Wait up to `wait_s` for a new entry in any partition. The next call awaits the peeks that have not ended."""
+        for partition in self._in_order():
+            if partition not in self._peeks:
+                streams = list(self._partitions[partition].values())
+                self._peeks[partition] = asyncio.create_task(self._peek_at(streams, wait_s))
+        done, _ = await asyncio.wait(self._peeks.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        for partition, peek in list(self._peeks.items()):
+            if peek in done:
+                del self._peeks[partition]
+                peek.result()
 
-    async def _look_at(self, streams: list[str], wait_s: float) -> bool:
-        after: dict[Any, Any] = {stream: self._looked_to.get(stream, b"0-0") for stream in streams}
+    async def _peek_at(self, streams: list[str], wait_s: float) -> None:
+        after: dict[Any, Any] = {stream: self._last_peeked.get(stream, b"0-0") for stream in streams}
         try:
-            reply: Any = await self._redis.xread(after, count=MAX_LOOK, block=int(wait_s * 1000))
-        except RedisError as exc:  # the next read raises it, if it is still so
+            reply: Any = await self._redis.xread(after, count=MAX_PEEKED, block=int(wait_s * 1000))
+        except RedisError as exc:  # if it persists, the next read raises it
             log.debug("streams.look_failed streams=%s error=%r", streams, exc)
-            self._leave_alone(streams[0])
-            return False
+            self._avoid(streams[0])
+            return
         for stream, entries in reply or ():
-            self._looked_to[stream.decode()] = entries[-1][0]
-        return bool(reply)
+            self._last_peeked[stream.decode()] = entries[-1][0]
 
     async def reclaim(self, count: int, idle_ms: int) -> Entries:
-        """Up to `count` entries whose worker has been silent for so long, or has handed them back."""
+        """Claim up to `count` entries whose lease was not renewed for `idle_ms`, or that were requeued."""
 
         async def reclaim_some(streams: Sequence[str], share: int) -> list[Reply]:
-            return await self._replies(streams, lambda stream: self._reclaim_from(stream, share, idle_ms))
+            return await self._read_each(streams, lambda stream: self._reclaim_from(stream, share, idle_ms))
 
-        streams = [stream for place in self._in_turn() for stream in self._partitions[place].values()]
-        return await self._in_shares(streams, count, reclaim_some)
+        streams = [stream for partition in self._in_order() for stream in self._partitions[partition].values()]
+        return await self._read_fairly(streams, count, reclaim_some)
 
     async def _reclaim_from(self, stream: str, count: int, idle_ms: int) -> StreamEntries:
-        """In two steps: XAUTOCLAIM looks at ten times `count` entries only, and all of those may be well."""
+        """Claim expired entries of one stream: XPENDING finds them, then XCLAIM claims them.
+
+        XAUTOCLAIM would examine only ten times `count` entries, which may all have a valid lease.
+        """
         try:
             idle: Any = await self._redis.xpending_range(stream, GROUP, min="-", max="+", count=count, idle=idle_ms)
         except ResponseError as exc:
@@ -208,21 +224,25 @@ class JobStreams:
                 raise
             await self._create_group(stream)
             return []
-        ids = [one["message_id"] for one in idle]
+        ids = [item["message_id"] for item in idle]
         claimed: Any = await self._redis.xclaim(stream, GROUP, self._consumer, idle_ms, ids) if ids else []
         # Redis 6.2 answers (None, None) for an entry that was deleted without being acknowledged.
         return [(entry, fields) for entry, fields in claimed if entry is not None]
 
     async def close(self) -> None:
-        """Give up what was claimed and never started, and take this consumer out of the groups."""
-        await cancel_tasks(*self._looks.values())
-        self._looks.clear()
+        """Requeue the entries that are still claimed, and remove this consumer from the groups.
+
+        Raises:
+            RedisError: A partition did not answer. The others are done.
+        """
+        await cancel_tasks(*self._peeks.values())
+        self._peeks.clear()
         errors: list[RedisError] = []
         for partition in self._partitions:
             for stream in partition.values():
                 try:
                     await self._leave_group(stream)
-                except RedisError as exc:  # of a part of a cluster, perhaps
+                except RedisError as exc:  # on a cluster, other partitions may answer
                     errors.append(exc)
         if errors:
             raise errors[0]
@@ -234,7 +254,7 @@ class JobStreams:
         entries = [item["message_id"] for item in pending]
         if entries:
             await self._redis.xclaim(stream, GROUP, HANDED_BACK, 0, entries, idle=NEVER_RENEWED_MS, justid=True)
-        if len(entries) < MAX_CLAIMED:  # deleting a consumer deletes what is pending with it
+        if len(entries) < MAX_CLAIMED:  # deleting a consumer would drop its remaining pending entries
             await self._redis.xgroup_delconsumer(stream, GROUP, self._consumer)
 
 

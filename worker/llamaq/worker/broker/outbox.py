@@ -1,8 +1,7 @@
-"""From the worker to Redis: what jobs generated, how they ended, and the renewal of their leases.
+"""From the worker to Redis: the tokens of jobs, the ends of jobs, and the renewal of leases.
 
-The engine thread puts outputs in; everything else happens on the I/O thread. While one flush is under way the
-next ticks gather, so a slow Redis makes larger events and never a slower engine. A Redis that is away, or full, takes
-nothing for a while: everything is kept here and written when it does again.
+Ticks that run during a flush are written together by the next flush. A slow Redis therefore makes larger events, not a
+slower engine. While Redis is unreachable or full, everything is kept in memory and written afterwards.
 """
 
 from __future__ import annotations
@@ -11,50 +10,56 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from redis.exceptions import RedisError, ResponseError
 
+from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.scripts import Claim, Flushed, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_fault_of_a_job
-from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failure
-from llamaq.worker.core.job import Job, Lease, NewToken, Output
+from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
+from llamaq.worker.core.job import Job, Lease, NewToken
+from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 POLL_S = 0.1
-"""How often Redis is asked about jobs without news (in prefill, say): whether to cancel, whether still ours."""
+"""How often a flush asks Redis about jobs without new tokens: are they cancelled, are they lost?"""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 OUTAGE_S = 1.0
-"""A flush that took longer than this was held up by a Redis that was away."""
+"""A flush that took longer than this was delayed by an outage of Redis."""
 
 
-class Controls(Protocol):
-    """What the outbox learns from Redis and passes on to the engine thread; every call is thread-safe."""
+class EngineControls(Protocol):
+    """What the outbox asks of the engine thread. Every call is thread-safe and returns at once."""
 
     def cancel(self, job_id: str) -> None:
-        """Somebody wants the job to end."""
+        """Cancel the job."""
 
     def release(self, job_id: str, attempt: int) -> None:
-        """This attempt is no longer ours: drop it without an end."""
+        """Drop this attempt of the job without an end: it is not the newest attempt any more."""
 
 
 class Outbox:
-    """One worker's writing end of a queue."""
+    """Writes what the jobs of one worker generate to Redis, and renews their leases.
+
+    A job is registered here from the start of its attempt until its end is stored, it is requeued, or its lease is
+    lost. `Intake` registers jobs and `OutputMailbox` delivers what the engine thread generates for them.
+
+    Threads: all methods run on the I/O thread. The engine thread reaches the outbox through the mailbox only.
+    """
 
     def __init__(
         self,
         scripts: Scripts,
         worker_id: str,
-        controls: Controls,
+        engine: EngineControls,
+        outputs: OutputMailbox,
         *,
         lease_s: float,
         disconnect_s: float,
@@ -62,239 +67,269 @@ class Outbox:
         is_alive: Callable[[], bool],
         on_finished: Callable[[JobStats], Awaitable[None]],
     ) -> None:
-        """Leases are renewed only while `is_alive` says that the engine ticks; `checkpoints` are for stream=false."""
+        """Create the outbox and attach it to the mailbox; `run` starts to write.
+
+        Args:
+            scripts: The scripts that write to Redis.
+            worker_id: The id of this worker.
+            engine: The engine thread's controls.
+            outputs: The mailbox that the engine thread writes to.
+            lease_s: Life of a lease, in seconds. Leases are renewed after each third of it.
+            disconnect_s: After how many seconds without a subscriber a job with `cancel_on_disconnect` is cancelled.
+            checkpoints: How often jobs without per-token events are stored.
+            is_alive: Whether the engine ticks. Leases are renewed only while it does.
+            on_finished: Called with the stats of each job whose end is stored; may raise `RedisError`.
+        """
         self._scripts = scripts
         self._worker_id = worker_id
-        self._controls = controls
+        self._engine = engine
         self._renew_every_s = lease_s / 3
         self._renewed_s = 0.0
         self._disconnect_s = disconnect_s
         self._checkpoints = checkpoints
-        self._trouble = OutageLog(log, "outbox")
-        self._back_s = 0.0
-        """When Redis was last found to be back: readers have to connect again, too, and have all their time for it."""
+        self._outage = OutageLog(log, "outbox")
+        self._outage_ended_s = 0.0
+        """When the last outage of Redis ended. Subscribers get the full `disconnect_s` from then on to reconnect."""
         self._is_alive = is_alive
         self._on_finished = on_finished
         self._has_crashed = False
-        self._accounts: dict[str, JobProgress] = {}
-        self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
-        self.freed = asyncio.Event()
-        """Set when a job has left the engine, or never gets there, so that there is room for another."""
+        self._jobs: dict[str, JobProgress] = {}
+        self._flush_needed = asyncio.Event()
+        self.room_freed = asyncio.Event()
+        """Set when a job has left the engine or will never reach it: there may be room for another job."""
+        outputs.attach(self._receive)
 
     @property
     def n_running(self) -> int:
-        """Jobs that are with the engine."""
-        return sum(account.ending is None for account in self._accounts.values())
+        """Registered jobs that have not ended."""
+        return sum(job.terminal_write is None for job in self._jobs.values())
 
     @property
-    def n_urgent(self) -> int:
-        """Interactive jobs among those that are with the engine."""
-        return sum(account.ending is None and account.lease.is_urgent for account in self._accounts.values())
+    def n_interactive(self) -> int:
+        """Registered interactive jobs that have not ended."""
+        return sum(job.terminal_write is None and job.lease.is_urgent for job in self._jobs.values())
 
     @property
-    def n_open(self) -> int:
-        """Jobs that this worker still answers for."""
-        return len(self._accounts)
+    def n_jobs(self) -> int:
+        """All registered jobs, with those whose end is not stored yet."""
+        return len(self._jobs)
 
-    def stored_of(self, job_id: str) -> int | None:
-        """Tokens that Redis has of a job; None when this worker does not answer for it any more."""
-        account = self._accounts.get(job_id)
-        return None if account is None else account.stored
+    def n_stored_tokens(self, job_id: str) -> int | None:
+        """Return how many tokens of a job Redis has stored; None when the job is not registered."""
+        job = self._jobs.get(job_id)
+        return None if job is None else job.n_stored
 
-    def hold(self, lease: Lease, stored: int) -> None:
-        """Answer for a job whose attempt has begun and that is being prepared; Redis has `stored` tokens of it."""
-        self._accounts[lease.job_id] = JobProgress(lease, None, wants_reader=False, stored=stored)
-        self._news.set()  # it is asked about from now on, and its lease renewed, however long its first token takes
+    # ---- jobs come and go: called by the intake
 
-    def open(self, job: Job, texts: Sequence[str]) -> bool:
-        """The job is ready for the engine; `texts` is what each of its resumed tokens released.
+    def register(self, lease: Lease, n_stored: int) -> None:
+        """Register a job whose attempt has started and that is being prepared.
 
-        False when it was lost while it was prepared.
+        From now on its lease is renewed, and it is checked for cancellation, however long its preparation takes.
+
+        Args:
+            lease: The lease of the attempt.
+            n_stored: Tokens that Redis has stored of earlier attempts.
         """
-        if not self._holds(job.lease):
+        self._jobs[lease.job_id] = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=n_stored)
+        self._flush_needed.set()
+
+    def set_prepared(self, job: Job, texts: Sequence[str]) -> bool:
+        """Record that a registered job is ready for the engine.
+
+        Args:
+            job: The prepared job.
+            texts: The text that each of its resumed tokens released.
+
+        Returns:
+            False when the lease was lost during the preparation: the engine must not run the job.
+        """
+        if not self._is_registered(job.lease):
             return False
         request = job.request
         checkpoints = None if request.stream else self._checkpoints
-        account = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, stored=len(job.resumed))
+        progress = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, n_stored=len(job.resumed))
         for token, text in zip(job.resumed, texts, strict=True):
-            account.add(token, text)
-        self._accounts[job.id] = account
+            progress.add(token, text)
+        self._jobs[job.id] = progress
         return True
 
     def reject(self, lease: Lease, error: JobRejected) -> None:
-        """End a job that could not be prepared."""
-        if self._holds(lease):
-            self._accounts[lease.job_id].ending = failure(error)
-            self._news.set()
-            self.freed.set()
+        """End a registered job that could not be prepared."""
+        if self._is_registered(lease):
+            self._jobs[lease.job_id].terminal_write = failed_write(error)
+            self._flush_needed.set()
+            self.room_freed.set()
 
-    def _holds(self, lease: Lease) -> bool:
-        account = self._accounts.get(lease.job_id)
-        return account is not None and account.lease == lease
+    def requeue_all(self) -> None:
+        """Requeue every running job for other workers; the engine drops them. May be called repeatedly."""
+        for job in self._jobs.values():
+            if job.terminal_write is None and not job.must_requeue:
+                job.must_requeue = True
+                self._engine.release(job.lease.job_id, job.lease.attempt)
+                self._flush_needed.set()
 
-    def put(self, outputs: list[Output]) -> None:
-        """Hand over what a tick brought. Called on the engine thread; never waits."""
-        if outputs:
-            self._call_soon(self._take, outputs)
+    def _is_registered(self, lease: Lease) -> bool:
+        job = self._jobs.get(lease.job_id)
+        return job is not None and job.lease == lease
 
-    def give_up(self, jobs: list[Job]) -> None:
-        """Hand jobs back that the engine will not run. Called on the engine thread; never waits."""
-        if jobs:
-            self._call_soon(self._mark_leaving, {job.id for job in jobs})
+    # ---- messages of the engine thread
 
-    def clear(self) -> None:
-        """Hand back every running job; the engine drops them. Called on the I/O thread, as often as one likes."""
-        for account in self._accounts.values():
-            if account.ending is None and not account.is_leaving:
-                account.is_leaving = True
-                self._controls.release(account.lease.job_id, account.lease.attempt)
-                self._news.set()
-
-    def _call_soon(self, call: Callable[[T], None], argument: T) -> None:
-        with suppress(RuntimeError):  # the I/O loop is closed: the process is on its way out
-            self._loop.call_soon_threadsafe(call, argument)
-
-    def _mark_leaving(self, job_ids: AbstractSet[str]) -> None:
-        for job_id in job_ids & self._accounts.keys():
-            self._accounts[job_id].is_leaving = True
-        self._news.set()
-
-    def _take(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            account = self._accounts.get(output.job.id)
-            if account is None or account.lease != output.job.lease:
-                continue  # lost meanwhile: it is no longer ours to write
-            if isinstance(output, NewToken):
-                account.add(output.token, output.text)
+    def _receive(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            job = self._jobs.get(message.job.id)
+            if job is None:
+                continue  # the lease was lost in the meantime
+            if isinstance(message, JobWithdrawn):
+                job.must_requeue = True
+            elif job.lease != message.job.lease:
+                continue  # this attempt may write no more
+            elif isinstance(message, NewToken):
+                job.add(message.token, message.text)
             else:
-                account.close(output)
-                self.freed.set()
-        self._news.set()
+                job.end(message)
+                self.room_freed.set()
+        self._flush_needed.set()
+
+    # ---- flushes
 
     async def run(self) -> None:
-        """Flush whenever there are news, and at least every `POLL_S` while there are jobs; until cancelled."""
-        backoff_s = FIRST_BACKOFF_S
+        """Flush when there is something to write, and every `POLL_S` while there are jobs; until cancelled."""
+        backoff = Backoff(FIRST_BACKOFF_S, min(MAX_BACKOFF_S, self._renew_every_s))
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S if self._accounts else None):
-                    await self._news.wait()
-            self._news.clear()
+                async with asyncio.timeout(POLL_S if self._jobs else None):
+                    await self._flush_needed.wait()
+            self._flush_needed.clear()
             started_s = time.monotonic()
             try:
                 await self.flush()
             except RedisError as exc:
-                self._trouble.note(exc)
-                self._news.set()
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(backoff_s * 2, MAX_BACKOFF_S, self._renew_every_s)
+                self._outage.note(exc)
+                self._flush_needed.set()
+                await asyncio.sleep(backoff.next_delay_s())
             else:
-                if self._trouble or time.monotonic() - started_s > OUTAGE_S:
-                    self._back_s = time.monotonic()
-                self._trouble.is_over()
-                backoff_s = FIRST_BACKOFF_S
+                if self._outage or time.monotonic() - started_s > OUTAGE_S:
+                    self._outage_ended_s = time.monotonic()
+                self._outage.is_over()
+                backoff.reset()
 
     async def flush(self) -> None:
-        """Write what Redis does not have; raises `RedisError`, and may then simply be called again."""
-        now = time.monotonic()
-        renew = now - self._renewed_s >= self._renew_every_s and self._is_alive()
-        accounts = sorted(self._accounts.values(), key=lambda account: account.lease.partition)
-        partitions = groupby(accounts, key=lambda account: account.lease.partition)
-        await _all(self._flush_partition(list(group), now, renew=renew) for _, group in partitions)
-        if renew:
-            self._renewed_s = now
+        """Write what Redis has not stored yet. May be repeated after a failure.
 
-    async def _flush_partition(self, accounts: list[JobProgress], now: float, *, renew: bool) -> None:
-        running = [account for account in accounts if account.ending is None]
+        Raises:
+            RedisError: Redis is unreachable, or refused a write.
+        """
+        now_s = time.monotonic()
+        renew = now_s - self._renewed_s >= self._renew_every_s and self._is_alive()
+        jobs = sorted(self._jobs.values(), key=lambda job: job.lease.partition)
+        partitions = groupby(jobs, key=lambda job: job.lease.partition)
+        await _run_all(self._flush_partition(list(group), now_s, renew=renew) for _, group in partitions)
+        if renew:
+            self._renewed_s = now_s
+
+    async def _flush_partition(self, jobs: list[JobProgress], now_s: float, *, renew: bool) -> None:
+        running = [job for job in jobs if job.terminal_write is None]
         if running:
-            await self._flush_running(running, now, renew=renew)
-        await _all(
-            [self._finish(account, account.ending, now) for account in accounts if account.ending]
-            + [self._hand_back(account) for account in running if account.may_leave and self._holds(account.lease)]
+            await self._flush_running(running, now_s, renew=renew)
+        await _run_all(
+            [self._finish(job, job.terminal_write, now_s) for job in jobs if job.terminal_write]
+            + [self._requeue(job) for job in running if job.can_requeue and self._is_registered(job.lease)]
         )
 
-    async def _flush_running(self, accounts: list[JobProgress], now: float, *, renew: bool) -> None:
-        increments = [account.increment(now) for account in accounts]
+    async def _flush_running(self, jobs: list[JobProgress], now_s: float, *, renew: bool) -> None:
+        increments = [job.next_increment(now_s) for job in jobs]
         replies = await self._scripts.flush(self._worker_id, increments, renew=renew)
-        for account, increment, reply in zip(accounts, increments, replies, strict=True):
-            self._heed(account, increment, reply, now)
+        for job, increment, reply in zip(jobs, increments, replies, strict=True):
+            self._handle_reply(job, increment, reply, now_s)
         if refusal := next((reply.refusal for reply in replies if reply.refusal), ""):
             raise ResponseError(refusal)
 
-    def _heed(self, account: JobProgress, sent: Increment, reply: Flushed, now: float) -> None:
-        """Draw the consequences of what Redis answered for one job."""
+    def _handle_reply(self, job: JobProgress, sent: Increment, reply: Flushed, now_s: float) -> None:
+        """Act on the reply of Redis for one job: it is lost, cancelled, without a subscriber, or stored."""
         if reply.code == "lost":
-            self._lose(account)
+            self._drop_lost(job)
             return
         if reply.listeners:
-            account.heard_s = now
-        silent_s = now - max(account.heard_s, self._back_s)
-        is_alone = account.wants_reader and not self._trouble and silent_s > self._disconnect_s
-        if (reply.code == "cancel" or is_alone) and not account.is_cancelling:
-            account.is_cancelling = True
-            self._controls.cancel(account.lease.job_id)
+            job.subscriber_seen_s = now_s
+        unseen_s = now_s - max(job.subscriber_seen_s, self._outage_ended_s)
+        is_abandoned = job.cancel_on_disconnect and not self._outage and unseen_s > self._disconnect_s
+        if (reply.code == "cancel" or is_abandoned) and not job.is_cancelling:
+            job.is_cancelling = True
+            self._engine.cancel(job.lease.job_id)
         if not reply.refusal:
-            self._take_stored(account, sent, reply.stored, now)
+            self._set_stored(job, sent, reply.stored, now_s)
 
-    def _take_stored(self, account: JobProgress, sent: Increment, stored: int, now: float) -> None:
-        """Redis has so many tokens: perhaps others than we thought, and then the rest is sent again."""
-        if stored != sent.offset + sent.count:
-            log.warning("job.sent_again id=%s had=%d stored=%d", sent.job_id, sent.offset, stored)
-            self._news.set()
-        account.take_stored(stored, now)
+    def _set_stored(self, job: JobProgress, sent: Increment, n_stored: int, now_s: float) -> None:
+        """Record how many tokens Redis has stored. After a rollback of Redis it has fewer: the rest is sent again."""
+        if n_stored != sent.offset + sent.count:
+            log.warning("job.sent_again id=%s had=%d stored=%d", sent.job_id, sent.offset, n_stored)
+            self._flush_needed.set()
+        job.set_stored(n_stored, now_s)
 
-    async def _finish(self, account: JobProgress, ending: TerminalWrite, now: float) -> None:
-        last = account.increment(now)
+    async def _finish(self, job: JobProgress, terminal_write: TerminalWrite, now_s: float) -> None:
+        """Write the last tokens and the end of a job."""
+        last = job.next_increment(now_s)
         try:
-            outcome = await self._scripts.finish(last, ending)
+            outcome = await self._scripts.finish(last, terminal_write)
         except ResponseError as exc:
             if not is_fault_of_a_job(exc):
                 raise
-            log.error("job.unwritable id=%s error=%s", account.lease.job_id, exc)  # who claims it next buries it
+            # The entry stays pending. The worker that claims it next moves it to the dead letters.
+            log.error("job.unwritable id=%s error=%s", job.lease.job_id, exc)
             outcome = "lost"
         if outcome == "ok":
-            log.info("job.%s id=%s", ending.status, account.lease.job_id)
-            self._forget(account)
-            if account.stats is not None:
-                await self._on_finished(account.stats)
-        elif outcome == "lost" or outcome > max(len(account.tokens), account.stored):
-            self._lose(account)
+            log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
+            self._unregister(job)
+            if job.stats is not None:
+                await self._on_finished(job.stats)
+        elif outcome == "lost" or outcome > max(len(job.tokens), job.n_stored):
+            self._drop_lost(job)
         else:
-            self._take_stored(account, last, outcome, now)
+            self._set_stored(job, last, outcome, now_s)
 
     async def close(self, *, crashed: bool = False) -> None:
-        """Write what there is, and hand the other jobs back, stored to their last token; raises `RedisError`.
+        """Write everything, then requeue the jobs that have not ended.
 
-        `crashed`: the engine has, so those that have not stored a token since their start are blamed for it.
+        Args:
+            crashed: The engine thread has crashed. Jobs that have not stored a token since their start are blamed.
+
+        Raises:
+            RedisError: Redis is unreachable, or refused a write.
         """
         self._has_crashed = crashed
-        self._mark_leaving(self._accounts.keys())
-        while self._accounts:  # more than once when Redis has lost something and gets it again
+        for job in self._jobs.values():
+            job.must_requeue = True
+        self._flush_needed.set()
+        while self._jobs:  # more than one flush when Redis has lost tokens and gets them again
             await self.flush()
 
-    async def _hand_back(self, account: JobProgress) -> None:
-        """Give a started job up, so that the next worker that looks takes it at once."""
-        lease = account.lease
+    async def _requeue(self, job: JobProgress) -> None:
+        """Requeue a started job, so that another worker claims it at once."""
+        lease = job.lease
         claim = Claim(lease.job_id, lease.stream, lease.entry_id)
         crashed = self._worker_id if self._has_crashed else ""
         accepted = await self._scripts.requeue(claim, lease.attempt, crashed=crashed)
         log.info("job.handed_back id=%s accepted=%s", lease.job_id, accepted)
-        self._forget(account)
+        self._unregister(job)
 
-    def _lose(self, account: JobProgress) -> None:
-        log.warning("job.lost id=%s attempt=%d", account.lease.job_id, account.lease.attempt)
-        self._forget(account)
-        self._controls.release(account.lease.job_id, account.lease.attempt)
-        self.freed.set()
+    def _drop_lost(self, job: JobProgress) -> None:
+        """Drop an attempt that may write no more, here and in the engine."""
+        log.warning("job.lost id=%s attempt=%d", job.lease.job_id, job.lease.attempt)
+        self._unregister(job)
+        self._engine.release(job.lease.job_id, job.lease.attempt)
+        self.room_freed.set()
 
-    def _forget(self, account: JobProgress) -> None:
-        """Take it off the books, unless a newer attempt of the same job stands there already."""
-        if self._accounts.get(account.lease.job_id) is account:
-            del self._accounts[account.lease.job_id]
+    def _unregister(self, job: JobProgress) -> None:
+        """Remove the job, unless a newer attempt of it is registered already."""
+        if self._jobs.get(job.lease.job_id) is job:
+            del self._jobs[job.lease.job_id]
+
+    def __repr__(self) -> str:
+        return f"<Outbox jobs={self.n_jobs} running={self.n_running}>"
 
 
-async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Wait for all of these, whatever happens to some, and then raise what went wrong first."""
+async def _run_all(calls: Iterable[Awaitable[None]]) -> None:
+    """Wait until all calls have ended, then raise the first error."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in outcomes:
         if outcome is not None:

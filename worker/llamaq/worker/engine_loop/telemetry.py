@@ -1,8 +1,7 @@
-"""Measurements of ticks and finished jobs: the last ones are kept for the heartbeat, all go to the user's hooks.
+"""Measurements of ticks and finished jobs, for the heartbeat and for the user's hooks.
 
-A hook is a function `hook(name, measurements)`, where `name` is `tick` or `request.done` and `measurements` is a
-dict with the fields of `TickStats` or `JobStats`. Hooks run on the I/O thread: a slow one delays streams, not the
-engine.
+A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.done`, and `measurements` is a dict with
+the fields of `TickStats` or `JobStats`. Hooks run on the I/O thread, so a slow hook delays streams, not the engine.
 """
 
 from __future__ import annotations
@@ -24,33 +23,37 @@ Hook = Callable[[str, Mapping[str, Any]], None]
 
 
 class Telemetry:
-    """Takes measurements from both threads. `attach` it to the I/O thread's loop before hooks can be called."""
+    """Counts ticks and jobs, keeps the last tick's measurements, and calls the hooks.
+
+    Threads: the engine thread calls `record_tick`. The I/O thread calls `attach` and `record_job`, and reads the
+    counters.
+    """
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         self._hooks = tuple(hooks)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.last_tick: TickStats | None = None
-        self.ticks = 0
-        self.jobs_done = 0
+        self.n_ticks = 0
+        self.n_jobs_done = 0
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call hooks on this loop from now on."""
-        self._loop = loop
+    def attach(self) -> None:
+        """Call the hooks on the running event loop. Ticks that were recorded earlier reach no hook."""
+        self._loop = asyncio.get_running_loop()
 
-    def tick(self, stats: TickStats) -> None:
-        """A tick is over. Called on the engine thread."""
+    def record_tick(self, stats: TickStats) -> None:
+        """Record the measurements of a tick. Called on the engine thread."""
         self.last_tick = stats
-        self.ticks += 1
+        self.n_ticks += 1
         if self._hooks and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: the process is on its way out
-                self._loop.call_soon_threadsafe(self._call, TICK, stats)
+            with suppress(RuntimeError):  # the loop is closed: the process is about to exit
+                self._loop.call_soon_threadsafe(self._call_hooks, TICK, stats)
 
-    def request_done(self, stats: JobStats) -> None:
-        """A job has ended and Redis knows. Called on the I/O thread."""
-        self.jobs_done += 1
-        self._call(REQUEST_DONE, stats)
+    def record_job(self, stats: JobStats) -> None:
+        """Record the measurements of a job whose end is stored in Redis. Called on the I/O thread."""
+        self.n_jobs_done += 1
+        self._call_hooks(REQUEST_DONE, stats)
 
-    def _call(self, name: str, stats: TickStats | JobStats) -> None:
+    def _call_hooks(self, name: str, stats: TickStats | JobStats) -> None:
         for hook in self._hooks:
             try:
                 hook(name, stats.model_dump())

@@ -1,6 +1,7 @@
-"""The engine thread: it receives commands from the I/O thread, and runs ticks while there is work.
+"""The engine thread: receives commands from the I/O thread and runs ticks while there is work.
 
-It never waits for Redis: commands come through a queue, and outputs leave through a call that does not block.
+The engine thread never waits for Redis. Commands arrive through a queue, and outputs leave through a mailbox that
+never blocks.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,9 @@ from typing import Protocol, TypeVar
 
 from llamaq.common.protocol.queue_state import CacheSnapshot, SlotSnapshot, TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Job, Output
-from llamaq.worker.engine_loop.telemetry import Telemetry
+from llamaq.worker.core.job import Job
+from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
+from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_times import TickTimes
 from llamaq.worker.scheduling.scheduler import Scheduler
 
@@ -29,123 +31,140 @@ IDLE_WAIT_S = 1.0
 """An idle engine thread wakes up this often, to show that it is alive."""
 SNAPSHOT_EVERY_S = 0.25
 DISK_WAIT_S = 0.0005
-"""A pause where nothing can be computed before something is read from disk, or has left the device."""
+"""Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
 SLOW_TICKS = 4
-"""A tick is a hang only when it takes longer than this many of the slowest ticks seen."""
+"""A tick counts as a hang only when it takes longer than this many times the slowest tick seen."""
 
 
 class Runner(Protocol):
-    """What runs a batch: the engine, or the fake one in tests."""
+    """Computes a batch: the engine, or the fake engine in tests."""
 
     def run(self, batch: Batch) -> list[SlotResult]:
-        """Decode and sample."""
+        """Decode the batch and sample one token for each slot whose history is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The slots and cells as the engine thread last showed them."""
+    """The slots and the KV cells at one moment."""
 
     slots: tuple[SlotSnapshot, ...]
     cache: CacheSnapshot
 
 
 class TickLoop:
-    """Runs the ticks of one worker on the thread that calls `run`. Everything else may be called from any thread."""
+    """Runs the ticks of one worker.
+
+    Threads: the engine thread calls `run`. The I/O thread calls `admit`, `cancel`, `release` and `call`, which take
+    effect before the next tick. Any thread, and a signal handler, may call `stop`. Any thread may read `snapshot` and
+    the properties.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         engine: Runner,
-        telemetry: Telemetry,
+        shared: SharedState,
         *,
         hang_s: float,
         capacity: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Of more than `capacity` jobs, bulk jobs that have no slot are given up, for other workers."""
+        """Create the loop; `run` starts it.
+
+        Args:
+            scheduler: Decides what each tick computes.
+            engine: Computes the batches.
+            shared: What this thread shares with the I/O thread.
+            hang_s: The shortest time, in seconds, after which a tick counts as a hang.
+            capacity: The most jobs that this worker keeps. Bulk jobs without a slot beyond it are withdrawn, so that
+                other workers run them. None: no limit.
+            clock: A monotonic clock in seconds.
+        """
         self._scheduler = scheduler
-        self._capacity = capacity
         self._engine = engine
-        self._telemetry = telemetry
+        self._shared = shared
         self._hang_s = hang_s
+        self._capacity = capacity
         self._clock = clock
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stop_s: float | None = None
-        self.stamp_s = clock()
+        self.tick_started_s = clock()
         """When the last tick began, or the idle engine last woke up."""
         self._slowest_tick_s = 0.0
-        self._times = TickTimes()
-        self._shown_s = -SNAPSHOT_EVERY_S
-        self.queue_depth = 0
-        """Jobs that wait in Redis, as the I/O thread last saw it."""
-        self.put: Callable[[list[Output]], None] = lambda _: None
-        """Where outputs go; must not block."""
-        self.give_up: Callable[[list[Job]], None] = lambda _: None
-        """Where jobs go that this worker will not go on with; must not block."""
-        self.snapshot = self._look()
+        self._tick_times = TickTimes()
+        self._snapshot_s = clock()
+        self.snapshot = self._take_snapshot()
+        """The slots and cells as of the last snapshot."""
+
+    # ---- commands: called on any thread
 
     def admit(self, job: Job) -> None:
-        """Give a prepared job to the scheduler."""
+        """Submit a prepared job to the scheduler."""
         self._commands.put(partial(self._scheduler.submit, job))
 
     def cancel(self, job_id: str) -> None:
-        """End a job as cancelled before the next tick."""
+        """Cancel a job before the next tick."""
         self._commands.put(partial(self._scheduler.cancel, job_id))
 
     def release(self, job_id: str, attempt: int) -> None:
-        """Drop this attempt of a job: it belongs to a newer one, which may run here too."""
+        """Drop this attempt of a job and older ones. A newer attempt of the same job stays."""
         self._commands.put(partial(self._scheduler.release, job_id, before_attempt=attempt + 1))
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Have something done before the next tick. What comes of it, an error too, is in the future."""
+        """Run `work` on the engine thread before the next tick. The future has its result or its exception."""
         future: Future[T] = Future()
 
-        def carry_out() -> None:
+        def run_work() -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except Exception as exc:  # noqa: BLE001 - whoever asked for it gets it
+                except Exception as exc:  # noqa: BLE001 - the caller gets it from the future
                     future.set_exception(exc)
 
-        self._commands.put(carry_out)
+        self._commands.put(run_work)
         return future
 
     def stop(self, grace_s: float) -> None:
-        """Return from `run` when no job is left, and after `grace_s` at the latest; a second call may shorten it."""
+        """Let `run` return when no job is left, and after `grace_s` seconds at the latest.
+
+        A second call may shorten the time.
+        """
         until_s = self._clock() + grace_s
         self._stop_s = until_s if self._stop_s is None else min(self._stop_s, until_s)
-        self._commands.put(lambda: None)
+        self._commands.put(lambda: None)  # wakes an idle engine
 
     @property
     def is_alive(self) -> bool:
-        """Whether the last tick is recent enough to believe that the next one will come."""
-        return self.age_s < self.patience_s
+        """Whether the last tick began recently enough: the engine does not hang."""
+        return self.tick_age_s < self.hang_after_s
 
     @property
-    def patience_s(self) -> float:
-        """How long a tick may take before it is a hang."""
+    def hang_after_s(self) -> float:
+        """After how many seconds a tick counts as a hang."""
         return max(self._hang_s, SLOW_TICKS * self._slowest_tick_s)
 
     @property
-    def age_s(self) -> float:
-        """How long ago the last tick began."""
-        return self._clock() - self.stamp_s
+    def tick_age_s(self) -> float:
+        """How many seconds ago the last tick began."""
+        return self._clock() - self.tick_started_s
+
+    # ---- the engine thread
 
     def run(self) -> None:
-        """Receive and tick until stopped."""
-        while not self._is_over():
-            self._receive()
-            started_s = self.stamp_s = self._clock()
+        """Run commands and ticks until stopped."""
+        while not self._has_stopped():
+            self._run_commands()
+            started_s = self.tick_started_s = self._clock()
             self._tick()
             self._slowest_tick_s = max(self._slowest_tick_s, self._clock() - started_s)
 
-    def _is_over(self) -> bool:
+    def _has_stopped(self) -> bool:
         if self._stop_s is None:
             return False
         return not self._scheduler.has_work or self._clock() >= self._stop_s
 
-    def _receive(self) -> None:
-        """Run the commands that are there; without work wait for one."""
+    def _run_commands(self) -> None:
+        """Run the commands that have arrived. Without work, wait for the first one."""
         try:
             if not self._scheduler.has_work and self._stop_s is None:
                 self._commands.get(timeout=IDLE_WAIT_S)()
@@ -155,41 +174,64 @@ class TickLoop:
             return
 
     def _tick(self) -> None:
-        scheduler = self._scheduler
+        scheduler, shared = self._scheduler, self._shared
         scheduler.expire()
-        if self._stop_s is not None:
-            self.give_up(scheduler.withdraw())
+        self._withdraw_when_stopping()
         scheduler.admit()
+        self._withdraw_surplus()
+        has_loaded = scheduler.move(self._tick_times.predict_s(scheduler.n_prefill_next))
+        batch = scheduler.plan(shared.queue_depth.n_waiting)
+        results, eval_s = self._compute(batch)
+        outputs = scheduler.apply(batch, results)
+        self._record(batch, eval_s)  # before the outputs: a hook sees a job's last tick before the job's end
+        shared.outputs.put(outputs)
+        if not (batch or outputs or has_loaded):
+            time.sleep(DISK_WAIT_S)
+        self._update_snapshot()
+
+    def _withdraw_when_stopping(self) -> None:
+        """Requeue the jobs that have no slot, once this worker is stopping."""
+        if self._stop_s is not None:
+            self._requeue(self._scheduler.withdraw())
+
+    def _withdraw_surplus(self) -> None:
+        """Requeue bulk jobs that have no slot, beyond the capacity of this worker."""
         if self._capacity is not None:
-            self.give_up(scheduler.shed(self._capacity))
-        has_loaded = scheduler.move(self._times.guess(scheduler.n_prefill_next))
-        batch = scheduler.plan(self.queue_depth)
+            self._requeue(self._scheduler.shed(self._capacity))
+
+    def _requeue(self, jobs: Iterable[Job]) -> None:
+        self._shared.outputs.put([JobWithdrawn(job) for job in jobs])
+
+    def _compute(self, batch: Batch) -> tuple[list[SlotResult], float]:
+        """Run the batch; returns the results and the seconds that it took. An empty batch does not reach the engine."""
         started_s = self._clock()
         results = self._engine.run(batch) if batch else []
         eval_s = self._clock() - started_s
-        self._times.saw(batch, eval_s)
-        outputs = scheduler.apply(batch, results)
-        if batch:  # before the outputs leave: hooks hear of a job's end after its last tick
-            self._telemetry.tick(self._measure(batch, eval_s))
-        self.put(outputs)
-        if not (batch or outputs or has_loaded):
-            time.sleep(DISK_WAIT_S)
-        if not scheduler.has_work or self._clock() - self._shown_s >= SNAPSHOT_EVERY_S:
-            self.snapshot = self._look()
+        self._tick_times.record(batch, eval_s)
+        return results, eval_s
 
-    def _measure(self, batch: Batch, eval_s: float) -> TickStats:
-        return TickStats.model_construct(  # our own numbers, once a tick: not validated
+    def _record(self, batch: Batch, eval_s: float) -> None:
+        """Record the measurements of a tick that computed something."""
+        if not batch:
+            return
+        stats = TickStats.model_construct(  # not validated, once a tick: the values are llamaq's
             batch_size=batch.n_tokens,
             decode_tokens=batch.n_decode,
             prefill_tokens=batch.n_prefill,
             active_slots=len(batch.parts),
-            queue_depth=self.queue_depth,
+            queue_depth=self._shared.queue_depth.n_waiting,
             eval_ms=eval_s * 1000,
         )
+        self._shared.telemetry.record_tick(stats)
 
-    def _look(self) -> Snapshot:
-        self._shown_s = self._clock()
+    def _update_snapshot(self) -> None:
+        """Take a snapshot when the last one is old, or when the engine becomes idle."""
+        if not self._scheduler.has_work or self._clock() - self._snapshot_s >= SNAPSHOT_EVERY_S:
+            self.snapshot = self._take_snapshot()
+
+    def _take_snapshot(self) -> Snapshot:
+        self._snapshot_s = self._clock()
         return Snapshot(self._scheduler.snapshot(), self._scheduler.cache_snapshot())
 
     def __repr__(self) -> str:
-        return f"<TickLoop ticks={self._telemetry.ticks} {self._scheduler!r}>"
+        return f"<TickLoop ticks={self._shared.telemetry.n_ticks} {self._scheduler!r}>"

@@ -1,34 +1,36 @@
-"""How long ticks take, so that what is done between them is no longer than they are."""
+"""A prediction of how long the next tick takes. The time spent on moving KV cells between ticks is limited by it."""
 
 from __future__ import annotations
 
 from llamaq.worker.core.batch import Batch
 
-LARGE_PREFILL = 64
-"""From so many prompt tokens on they say how long a tick is, and not what else it does."""
+MIN_PREFILL_TOKENS = 64
+"""Ticks with fewer prompt tokens are ignored when the time of one prompt token is estimated."""
 SMOOTHING = 0.25
-IDLE_S = 0.002
-"""What stands for a tick's length where nothing is computed."""
+"""Weight of the newest tick in the moving average of the time of one prompt token."""
+IDLE_TICK_S = 0.002
+"""The predicted time of a tick after one that computed nothing."""
 
 
 class TickTimes:
-    """Remembers what llama.cpp and sampling took, and guesses what they will take."""
+    """Records how long ticks took and predicts how long the next tick takes."""
 
     def __init__(self) -> None:
-        self._last_s = IDLE_S
+        self._last_tick_s = IDLE_TICK_S
         self._prefill_token_s = 0.0
 
-    def saw(self, batch: Batch, eval_s: float) -> None:
-        """A batch took so long; an empty one takes no time."""
-        self._last_s = eval_s if batch else IDLE_S
-        if batch.n_prefill >= LARGE_PREFILL:
-            now_s = eval_s / batch.n_tokens
-            step = SMOOTHING if self._prefill_token_s else 1.0
-            self._prefill_token_s += step * (now_s - self._prefill_token_s)
+    def record(self, batch: Batch, eval_s: float) -> None:
+        """Record that the engine computed `batch` in `eval_s` seconds. The batch may be empty."""
+        self._last_tick_s = eval_s if batch else IDLE_TICK_S
+        if batch.n_prefill >= MIN_PREFILL_TOKENS:
+            token_s = eval_s / batch.n_tokens
+            weight = SMOOTHING if self._prefill_token_s else 1.0
+            self._prefill_token_s += weight * (token_s - self._prefill_token_s)
 
-    def guess(self, n_prefill: int) -> float:
-        """How long a tick will take that reads so many prompt tokens."""
-        return max(self._last_s, n_prefill * self._prefill_token_s)
+    def predict_s(self, n_prefill: int) -> float:
+        """Return the predicted seconds of a tick with `n_prefill` prompt tokens; at least those of the last tick."""
+        return max(self._last_tick_s, n_prefill * self._prefill_token_s)
 
     def __repr__(self) -> str:
-        return f"<TickTimes last {self._last_s * 1000:.1f} ms, {self._prefill_token_s * 1e6:.0f} us a prompt token>"
+        last_ms, token_us = self._last_tick_s * 1000, self._prefill_token_s * 1e6
+        return f"<TickTimes last {last_ms:.1f} ms, {token_us:.0f} us a prompt token>"

@@ -1,10 +1,10 @@
-"""The exit codes of a worker and of its supervisor."""
+"""The exit codes of a worker process and of its supervisor."""
 
 from __future__ import annotations
 
 EXIT_OK = 0
 EXIT_CRASHED = 1
 EXIT_CANNOT_START = 2
-"""Trying again would not help: no such model, say."""
+"""A restart would fail as well: the model does not exist, for example."""
 EXIT_FORCED = 130
-"""A second signal came before the first had done its work."""
+"""A second signal came before the shutdown that the first signal had started was complete."""

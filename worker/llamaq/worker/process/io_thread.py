@@ -1,7 +1,7 @@
-"""The I/O thread: one asyncio loop that claims jobs, flushes events, renews leases and beats the heart.
+"""The I/O thread: one asyncio loop that claims jobs, flushes events, renews leases and sends heartbeats.
 
-The engine thread never waits for it. It ends in order: intake first, then the last flush, then what is left is
-handed back, and the worker leaves the list.
+The engine thread never waits for it while jobs run. It shuts down in this order: the intake ends, the last events are
+flushed, unfinished jobs are requeued, and the worker is removed from the list of workers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ from llamaq.worker.broker.inbox import Inbox
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.engine_loop.telemetry import Telemetry
+from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.job_preparer import JobPreparer
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-PREPARERS = 2
-"""Threads that tokenize and compile grammars: one may be held up by a grammar while the other goes on."""
+N_PREPARE_THREADS = 2
+"""Threads that tokenize and compile grammars. While a slow grammar occupies one, the other prepares further jobs."""
 CLOSE_TIMEOUT_S = 10.0
 CONNECT_EVERY_S = 1.0
 
 
 class IoThread:
-    """A worker's connection to its queue, on a thread of its own."""
+    """Runs the Redis side of a worker on a thread of its own.
+
+    Threads: the engine thread calls the public methods and sets `has_crashed`; a signal handler may call
+    `stop_intake`. Everything else runs on the I/O thread.
+    """
 
     def __init__(
         self,
@@ -51,52 +55,64 @@ class IoThread:
         vocab_blob: bytes,
         preparer: JobPreparer,
         ticks: TickLoop,
-        telemetry: Telemetry,
-        control: CommandHandler,
+        shared: SharedState,
+        slot_commands: CommandHandler,
     ) -> None:
+        """Create the thread; `start` starts it.
+
+        Args:
+            settings: The queue, the Redis server, and the time limits.
+            card: What identifies and describes this worker.
+            vocab_blob: The vocabulary of the model, which the heartbeat publishes.
+            preparer: Turns the requests of jobs into jobs that the engine can run.
+            ticks: The tick loop of the engine thread.
+            shared: What this thread shares with the engine thread.
+            slot_commands: Executes the commands of operators about slots.
+        """
         self._settings = settings
         self._card = card
         self._vocab_blob = vocab_blob
         self._preparer = preparer
         self._ticks = ticks
-        self._telemetry = telemetry
-        self._control = control
-        self._executor = ThreadPoolExecutor(PREPARERS, thread_name_prefix="llamaq-prepare")
+        self._shared = shared
+        self._slot_commands = slot_commands
+        self._executor = ThreadPoolExecutor(N_PREPARE_THREADS, thread_name_prefix="llamaq-prepare")
         self._ready: Future[None] = Future()
+        """Done when the worker is listed, or when the thread has ended before that."""
         self._closing = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._intake_task: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="llamaq-link", daemon=True)
+        self._cancelling_intake: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="llamaq-io", daemon=True)
         self.error: BaseException | None = None
-        """What ended the thread before its time."""
+        """The error that ended the thread, if any."""
         self.has_crashed = False
-        """Set when the engine thread ends with an error: that counts as the worker's death."""
+        """Set when the engine thread ends with an error: unfinished jobs are then blamed for a crash."""
 
-    # ---- called from the engine thread
+    # ---- called on the engine thread
 
     def start(self) -> BaseException | None:
-        """Start the thread and wait until the worker is listed, or return what went wrong.
+        """Start the thread and wait until the worker is listed in Redis. Returns the error that prevented it.
 
-        Waits for Redis as long as it takes, or until `stop_intake`.
+        Waits for an unreachable Redis without a limit, or until `stop_intake` is called.
         """
         self._thread.start()
         self._ready.result()
         return self.error
 
     def stop_intake(self) -> None:
-        """Claim no more jobs. Safe in a signal handler."""
+        """Stop to claim jobs. Safe in a signal handler."""
         self._call_soon(self._cancel_intake)
 
     def close(self) -> None:
-        """Write what there is, hand the rest back, and leave; a few seconds at most."""
+        """Flush the last events, requeue unfinished jobs, and end the thread. Takes `CLOSE_TIMEOUT_S` at most."""
         self._call_soon(self._closing.set)
         self._thread.join(CLOSE_TIMEOUT_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _call_soon(self, call: Callable[[], object]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended already
+            with suppress(RuntimeError):  # the loop is closed already
                 self._loop.call_soon_threadsafe(call)
 
     # ---- the I/O thread
@@ -112,14 +128,16 @@ class IoThread:
             log.exception("link.crashed")
         finally:
             if not self._ready.done():
-                self._ready.set_result(None)  # `error` says whether anything was wrong
+                self._ready.set_result(None)  # `start` returns `error`
             self._ticks.stop(0)
 
     async def _serve(self) -> None:
+        """Connect to Redis and serve the queue until the worker is closed."""
         self._loop = asyncio.get_running_loop()
-        self._telemetry.attach(self._loop)
+        self._shared.telemetry.attach()
         settings, keys = self._settings, Keys(self._settings.key_prefix)
-        # Its own loops try again, each for itself: a part of a cluster that is away shall not keep the others waiting.
+        # No retries in the client: each loop here retries by itself, so that an unreachable partition of a cluster
+        # delays no other partition.
         redis = connect(settings.redis_url, name=f"llamaq-worker-{self._card.worker}", failover_s=0)
         try:
             if not await self._wait_for_redis(redis):
@@ -134,14 +152,17 @@ class IoThread:
                 max_crashes=settings.max_crashes,
             )
             await inbox.open(max_queue=settings.max_queue)
-            # Flushes have a connection of their own: to fetch one from the pool costs as much as the call.
-            async with own_connection(redis) as flushing:
-                await self._work(redis, Scripts(flushing, keys), keys, inbox)
+            # Flushes have a connection of their own: taking one from the pool costs as much as the flush itself.
+            async with own_connection(redis) as flush_connection:
+                heartbeat = self._make_heartbeat(redis, keys)
+                outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
+                commands = CommandInbox(redis, keys, self._card.worker, self._slot_commands)
+                await self._run_services(inbox, outbox, heartbeat, commands)
         finally:
             await redis.aclose()
 
     async def _wait_for_redis(self, redis: Redis) -> bool:
-        """True when Redis answers; False when the worker was stopped before."""
+        """Wait until Redis answers; False when the worker was stopped before."""
         while not self._closing.is_set():
             try:
                 await redis.ping()
@@ -151,65 +172,74 @@ class IoThread:
                 await asyncio.sleep(CONNECT_EVERY_S)
         return False
 
-    async def _work(self, redis: Redis, scripts: Scripts, keys: Keys, inbox: Inbox) -> None:
-        settings = self._settings
-        heartbeat = Heartbeat(
+    def _make_heartbeat(self, redis: Redis, keys: Keys) -> Heartbeat:
+        return Heartbeat(
             redis,
             keys,
             self._card,
             self._vocab_blob,
             self._ticks,
-            self._telemetry,
-            partitions=settings.partitions,
-            every_s=settings.heartbeat_s,
-            is_alive=lambda: self._ticks.is_alive,
+            self._shared,
+            partitions=self._settings.partitions,
+            every_s=self._settings.heartbeat_s,
         )
-        outbox = Outbox(
+
+    def _make_outbox(self, scripts: Scripts, heartbeat: Heartbeat) -> Outbox:
+        settings = self._settings
+        return Outbox(
             scripts,
             self._card.worker,
             self._ticks,
+            self._shared.outputs,
             lease_s=settings.lease_s,
             disconnect_s=settings.disconnect_s,
             checkpoints=Checkpoints(settings.checkpoint_tokens, settings.checkpoint_s),
             is_alive=lambda: self._ticks.is_alive,
-            on_finished=heartbeat.record,
+            on_finished=heartbeat.record_job,
         )
-        self._ticks.put, self._ticks.give_up = outbox.put, outbox.give_up
-        capacity = settings.n_parallel + settings.inbox_window
-        intake = Intake(
+
+    def _make_intake(self, inbox: Inbox, outbox: Outbox) -> Intake:
+        settings = self._settings
+        return Intake(
             inbox,
             outbox,
             self._preparer,
             self._executor,
             self._ticks.admit,
-            capacity=capacity,
+            capacity=settings.n_parallel + settings.inbox_window,
             lease_s=settings.lease_s,
             is_alive=lambda: self._ticks.is_alive,
         )
+
+    async def _run_services(self, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat, commands: CommandInbox) -> None:
+        """Register the worker, run its services until `close`, then write what is left and unregister the worker."""
+        intake = self._make_intake(inbox, outbox)
         await heartbeat.beat()
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
-            orders = CommandInbox(redis, keys, self._card.worker, self._control)
-            others = [tasks.create_task(task.run()) for task in (outbox, heartbeat, orders)]
+            services = [tasks.create_task(service.run()) for service in (outbox, heartbeat, commands)]
             self._ready.set_result(None)
             await self._closing.wait()
-            await cancel_tasks(self._intake_task, *others)
+            await cancel_tasks(self._intake_task, *services)
         await intake.close()
-        await self._part(inbox, outbox, heartbeat)
+        await self._leave_queue(inbox, outbox, heartbeat)
 
     def _cancel_intake(self) -> None:
         if self._intake_task is not None:
-            self._ending = asyncio.create_task(cancel_tasks(self._intake_task))
+            self._cancelling_intake = asyncio.create_task(cancel_tasks(self._intake_task))
         else:
-            self._closing.set()  # still waiting for Redis: there is nothing to drain
+            self._closing.set()  # Redis has not answered yet: there is nothing to drain
 
-    async def _part(self, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat) -> None:
-        """The last words: every job is written, or handed back."""
+    async def _leave_queue(self, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat) -> None:
+        """Write the last events, requeue unfinished jobs, and unregister the worker."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S / 2):
                 await outbox.close(crashed=self.has_crashed)
                 await inbox.close()
-                await heartbeat.leave()
+                await heartbeat.unregister()
         except (RedisError, TimeoutError) as exc:
-            # Nothing is lost: another worker takes over when the leases are over.
-            log.warning("link.left_without_goodbye jobs=%d error=%r", outbox.n_open, exc)
+            # No job is lost: other workers reclaim them when their leases have expired.
+            log.warning("link.left_without_goodbye jobs=%d error=%r", outbox.n_jobs, exc)
+
+    def __repr__(self) -> str:
+        return f"<IoThread {self._card.worker} queue={self._card.queue!r}>"

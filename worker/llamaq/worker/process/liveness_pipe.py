@@ -1,8 +1,8 @@
-"""How a supervisor knows that its child's engine ticks: the child writes a line into a pipe after each new stamp.
+"""The liveness pipe, through which a supervisor notices that its child's engine hangs.
 
-A pipe, because it needs no Redis, and because a child whose interpreter is stuck is silent too. The line says how long
-the next one may take. There are none before the first tick is due, for loading a model may take any time, and none
-after the last one.
+The child writes a line after each tick that has begun. The line is the number of seconds after which the next tick
+counts as a hang. A pipe needs no Redis, and a child whose interpreter hangs writes nothing either. No line is written
+before the first tick, because loading a model may take any time. The line `end` follows the last tick.
 """
 
 from __future__ import annotations
@@ -15,87 +15,103 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
 
-BEAT_EVERY_S = 0.5
+WRITE_EVERY_S = 0.5
+"""How often the child checks for a new tick."""
 SLACK_S = 2.0
-"""For the way through the pipe on a busy machine, beyond what a tick may take."""
+"""Added to the time of a hang: a line may be delayed on a busy machine."""
 MAX_STEP_S = 1.0
-"""A supervisor that was itself asleep counts no more than this: its child may have slept with it."""
+"""Upper bound on the silence counted between two polls. A supervisor that slept longer may have slept together with
+its child, when the machine was suspended."""
 READ_BYTES = 65536
+END_LINE = b"end"
 
 
-class Ticker(Protocol):
-    """What beats are about."""
-
-    @property
-    def stamp_s(self) -> float:
-        """When the last tick began; any clock."""
+class TickClock(Protocol):
+    """The part of a tick loop that the pipe reports."""
 
     @property
-    def patience_s(self) -> float:
-        """How long a tick may take before it is a hang."""
+    def tick_started_s(self) -> float:
+        """When the last tick began, in seconds of any clock."""
+
+    @property
+    def hang_after_s(self) -> float:
+        """After how many seconds a tick counts as a hang."""
 
 
 class LivenessWriter:
-    """The child's end: writes while the block lasts."""
+    """The child's end of the pipe: a context manager that writes from a thread of its own while ticks run."""
 
-    def __init__(self, fd: int, ticker: Ticker) -> None:
-        os.set_blocking(fd, False)  # a supervisor that does not read must not stop anything here
+    def __init__(self, fd: int, ticks: TickClock) -> None:
+        """Create the writer.
+
+        Args:
+            fd: The write end of the pipe.
+            ticks: The tick loop to report.
+        """
+        os.set_blocking(fd, False)  # a supervisor that does not read must not block this process
         self._fd = fd
-        self._ticker = ticker
-        self._stamp_s = ticker.stamp_s
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="llamaq-beats", daemon=True)
+        self._ticks = ticks
+        self._tick_started_s = ticks.tick_started_s
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="llamaq-liveness", daemon=True)
 
     def __enter__(self) -> None:
-        self._beat()  # at once: the very first tick may hang
+        self._write_liveness()  # at once: the very first tick may hang
         self._thread.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._is_over.set()
+        self._has_ended.set()
         self._thread.join()
-        self._write("end\n")
+        self._write(END_LINE)
 
     def _run(self) -> None:
-        while not self._is_over.wait(BEAT_EVERY_S):
-            stamp_s = self._ticker.stamp_s
-            if stamp_s != self._stamp_s:
-                self._stamp_s = stamp_s
-                self._beat()
+        while not self._has_ended.wait(WRITE_EVERY_S):
+            tick_started_s = self._ticks.tick_started_s
+            if tick_started_s != self._tick_started_s:
+                self._tick_started_s = tick_started_s
+                self._write_liveness()
 
-    def _beat(self) -> None:
-        self._write(f"{self._ticker.patience_s:.3f}\n")
+    def _write_liveness(self) -> None:
+        self._write(f"{self._ticks.hang_after_s:.3f}".encode())
 
-    def _write(self, line: str) -> None:
-        with suppress(OSError):  # the pipe is full, or nobody reads it any more
-            os.write(self._fd, line.encode())
+    def _write(self, line: bytes) -> None:
+        with suppress(OSError):  # the pipe is full, or its read end is closed
+            os.write(self._fd, line + b"\n")
 
 
 class LivenessReader:
-    """The supervisor's end: to be looked at often."""
+    """The supervisor's end of the pipe."""
 
     def __init__(self, fd: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the reader.
+
+        Args:
+            fd: The read end of the pipe.
+            clock: A clock in seconds.
+        """
         os.set_blocking(fd, False)
         self._fd = fd
         self._clock = clock
-        self._looked_s = clock()
-        self._rest = b""
-        self._patience_s: float | None = None
+        self._polled_s = clock()
+        self._partial_line = b""
+        self._hang_after_s: float | None = None
+        """None: the child is not ticking, so that it cannot hang."""
         self.silent_s = 0.0
-        """Since the last beat, as far as somebody was awake to hear one."""
+        """Seconds since the last line, without the time in which this process slept."""
 
-    def look(self) -> bool:
-        """Take in what was written; False when the engine hangs."""
-        now = self._clock()
-        self.silent_s += min(now - self._looked_s, MAX_STEP_S)
-        self._looked_s = now
+    def poll(self) -> bool:
+        """Read what the child has written; False when its engine hangs. Call it at least every `MAX_STEP_S`."""
+        now_s = self._clock()
+        self.silent_s += min(now_s - self._polled_s, MAX_STEP_S)
+        self._polled_s = now_s
         with suppress(BlockingIOError):
-            *lines, self._rest = (self._rest + os.read(self._fd, READ_BYTES)).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + os.read(self._fd, READ_BYTES)).split(b"\n")
             if lines:
                 self.silent_s = 0.0
-                self._patience_s = None if lines[-1] == b"end" else float(lines[-1])
-        return self._patience_s is None or self.silent_s <= self._patience_s + SLACK_S
+                self._hang_after_s = None if lines[-1] == END_LINE else float(lines[-1])
+        return self._hang_after_s is None or self.silent_s <= self._hang_after_s + SLACK_S
 
     def close(self) -> None:
         """Close the pipe."""

@@ -1,4 +1,4 @@
-"""Logging of llamaq's own processes. A library never does this; only entry points call it."""
+"""Logging of llamaq's processes. Only entry points call this: importing a library must not configure logging."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ FORMAT = "%(asctime)s %(levelname)-7s %(name)s[%(process)d] %(message)s"
 
 
 def configure_logging(level: str) -> None:
-    """Log to standard error, from this level on."""
+    """Log messages of at least `level` to standard error."""
     logging.basicConfig(stream=sys.stderr, level=level.upper(), format=FORMAT)

@@ -1,8 +1,8 @@
-"""The entry point of a worker that a supervisor started.
+"""The entry point of a worker process that a supervisor starts.
 
-Its settings come as one line of JSON on standard input, where no process list shows the password of a Redis URL.
-Standard input then stays open as a lifeline: at its end the supervisor is gone, however that happened, and so is
-this process. The one argument, if there is one, is the file descriptor of a pipe for beats.
+The supervisor writes the settings as one line of JSON to the standard input of this process, because the password of a
+Redis URL must not appear in a process list. The standard input then stays open as a lifeline: when it reaches its end,
+the supervisor is dead, and this process ends too. The optional argument is the file descriptor of the liveness pipe.
 """
 
 from __future__ import annotations
@@ -20,29 +20,34 @@ from llamaq.worker.process.logging_setup import configure_logging
 from llamaq.worker.process.worker_process import serve
 from llamaq.worker.settings import WorkerSettings
 
-LAST_WORDS_S = 15.0
-"""For handing jobs back after the supervisor is gone."""
-URGE_EVERY_S = 0.2
-"""Signals that come at once count as one."""
+ORPHAN_TIMEOUT_S = 15.0
+"""How long a worker without a supervisor may take to requeue its jobs."""
+SIGNAL_EVERY_S = 0.2
+"""Time between two signals. The system merges signals that arrive at the same moment."""
 
 
-def _hold_lifeline() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread inside it aborts the interpreter's exit
+def _end_with_supervisor() -> None:
+    """Wait for the death of the supervisor, then stop this process."""
+    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread that blocks in it aborts the interpreter's exit
         pass
-    until_s = time.monotonic() + LAST_WORDS_S
-    while time.monotonic() < until_s:  # more than once: nobody is left to wait for a drain, and the second one forces
+    deadline_s = time.monotonic() + ORPHAN_TIMEOUT_S
+    while time.monotonic() < deadline_s:  # the second signal skips the drain
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(URGE_EVERY_S)
+        time.sleep(SIGNAL_EVERY_S)
     os._exit(EXIT_CRASHED)
 
 
-def main(beats_fd: int | None = None) -> int:
-    """Run the worker whose settings come in; returns its exit code."""
+def main(liveness_fd: int | None = None) -> int:
+    """Run the worker with the settings on standard input; returns its exit code.
+
+    Args:
+        liveness_fd: The write end of the liveness pipe; None when nothing reads it.
+    """
     line = sys.stdin.buffer.readline()
     settings = WorkerSettings.model_validate_json(line)
     configure_logging(settings.log_level)
-    threading.Thread(target=_hold_lifeline, name="llamaq-lifeline", daemon=True).start()
-    return serve(settings) if beats_fd is None else serve(settings, partial(LivenessWriter, beats_fd))
+    threading.Thread(target=_end_with_supervisor, name="llamaq-lifeline", daemon=True).start()
+    return serve(settings) if liveness_fd is None else serve(settings, partial(LivenessWriter, liveness_fd))
 
 
 if __name__ == "__main__":

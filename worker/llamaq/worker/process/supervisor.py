@@ -1,6 +1,7 @@
-"""One worker process for each device, started again when it dies or hangs.
+"""The supervisor: runs one worker process for each device, and restarts a worker that dies or hangs.
 
-A child that cannot start at all (no such model, say) is not tried again: its supervisor ends with its exit code.
+A child that cannot start at all (its model does not exist, for example) is not restarted. Its supervisor ends with the
+exit code of that child.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
+from llamaq.common.backoff import Backoff
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.liveness_pipe import LivenessReader
 from llamaq.worker.settings import WorkerSettings
@@ -24,20 +26,26 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 STEADY_S = 60.0
-"""A child that lived so long starts with the first backoff again."""
+"""After a child that lived this long, the delay before a restart starts with `FIRST_BACKOFF_S` again."""
 
 
 class Child:
-    """One place for a worker process, and the process that fills it."""
+    """One worker process and its successors, which run with the same settings."""
 
     def __init__(self, settings: WorkerSettings, log_file: IO[bytes] | None) -> None:
+        """Create the child; `start` starts its process.
+
+        Args:
+            settings: The settings of the worker.
+            log_file: Receives its standard error; None: the standard error of this process.
+        """
         self.settings = settings
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
-        self._pulse: LivenessReader | None = None
+        self._liveness: LivenessReader | None = None
         self._started_s = 0.0
-        self._again_s = 0.0
-        self._backoff_s = FIRST_BACKOFF_S
+        self._restart_s = 0.0
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
     @property
     def pid(self) -> int | None:
@@ -48,19 +56,19 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process and hand it its settings; its standard input stays open as the lifeline."""
-        ours, theirs = os.pipe()
-        self._pulse = LivenessReader(ours)
+        """Start the process and write its settings to its standard input, which stays open as the lifeline."""
+        read_fd, write_fd = os.pipe()
+        self._liveness = LivenessReader(read_fd)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "llamaq.worker.process.supervised_child", str(theirs)],
+                [sys.executable, "-m", "llamaq.worker.process.supervised_child", str(write_fd)],
                 stdin=subprocess.PIPE,
                 stderr=self._log_file,
-                pass_fds=(theirs,),
-                start_new_session=True,  # Ctrl-C goes to the supervisor, who passes it on in order
+                pass_fds=(write_fd,),
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops its children
             )
         finally:
-            os.close(theirs)
+            os.close(write_fd)
         self._started_s = time.monotonic()
         if self._process.stdin is None:
             raise RuntimeError("a child without a standard input")
@@ -68,44 +76,46 @@ class Child:
         self._process.stdin.flush()
         log.info("child.started pid=%d device=%s", self._process.pid, self.settings.device)
 
-    def watch(self) -> int | None:
-        """Start it again when it is time, and end it when it hangs.
+    def check(self) -> int | None:
+        """Kill the process if it hangs, and restart it after its death once the delay is over.
 
-        Returns the exit code of a child that is not worth another try.
+        Returns:
+            The exit code of a process that a restart would not help; None otherwise.
         """
-        now = time.monotonic()
+        now_s = time.monotonic()
         if self._process is None:
-            if now >= self._again_s:
+            if now_s >= self._restart_s:
                 self.start()
             return None
         code = self._process.poll()
         if code is None:
-            self._end_if_hung(self._process)
+            self._kill_if_hung(self._process)
             return None
         self._close()
         if code == EXIT_CANNOT_START:
             return code
-        if now - self._started_s > STEADY_S:
-            self._backoff_s = FIRST_BACKOFF_S
-        log.warning("child.died code=%s lived_s=%.1f again_s=%.1f", code, now - self._started_s, self._backoff_s)
-        self._again_s = now + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        lived_s = now_s - self._started_s
+        if lived_s > STEADY_S:
+            self._backoff.reset()
+        delay_s = self._backoff.next_delay_s()
+        log.warning("child.died code=%s lived_s=%.1f again_s=%.1f", code, lived_s, delay_s)
+        self._restart_s = now_s + delay_s
         return None
 
-    def _end_if_hung(self, process: subprocess.Popen[bytes]) -> None:
-        """Whatever it is stuck in, it answers no other signal; its jobs are another's when their leases are over."""
-        if self._pulse is not None and not self._pulse.look():
-            log.error("child.hung pid=%d silent_s=%.1f", process.pid, self._pulse.silent_s)
+    def _kill_if_hung(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a process whose engine hangs: it reacts to no other signal. Other workers reclaim its jobs."""
+        if self._liveness is not None and not self._liveness.poll():
+            log.error("child.hung pid=%d silent_s=%.1f", process.pid, self._liveness.silent_s)
             process.kill()
-            self._close_pulse()
+            self._close_liveness()
 
     def signal(self, number: int) -> None:
-        """Pass a signal on."""
+        """Send a signal to the process, if it runs."""
         if self._process is not None and self.is_running:
             self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for its end; kill it after `timeout_s`."""
+        """Wait until the process has ended; kill it after `timeout_s`."""
         if self._process is not None:
             try:
                 self._process.wait(timeout_s)
@@ -118,31 +128,40 @@ class Child:
     def _close(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-        self._close_pulse()
+        self._close_liveness()
         self._process = None
 
-    def _close_pulse(self) -> None:
-        if self._pulse is not None:
-            self._pulse.close()
-        self._pulse = None
+    def _close_liveness(self) -> None:
+        if self._liveness is not None:
+            self._liveness.close()
+        self._liveness = None
+
+    def __repr__(self) -> str:
+        return f"<Child pid={self.pid} device={self.settings.device}>"
 
 
 class Supervisor:
-    """Keeps a worker alive for each of the settings it is given."""
+    """Runs a worker process for each of the given settings and restarts those that die or hang."""
 
-    GRACE_S = 20.0
-    """For loading to end and jobs to be handed back, beyond the drain."""
-    LEAVE_S = 5.0
-    """Beyond the drain a child needs a moment to hand its jobs back, before it is told again."""
+    KILL_AFTER_S = 20.0
+    """How long a child may take to end after the last SIGTERM. Then it is killed."""
+    REQUEUE_S = 5.0
+    """How long a child may take to requeue its jobs after the drain, before the second SIGTERM."""
 
     def __init__(self, children: Sequence[WorkerSettings], log_file: IO[bytes] | None = None) -> None:
+        """Create the supervisor; `run` or `start` starts the children.
+
+        Args:
+            children: The settings of each child.
+            log_file: Receives the standard error of all children; None: the standard error of this process.
+        """
         self._drain_s = max(settings.drain_s for settings in children)
         self.children = [Child(settings, log_file) for settings in children]
-        self._signals = 0
+        self._n_signals = 0
 
     @classmethod
     def of_devices(cls, settings: WorkerSettings) -> Supervisor:
-        """One child for each of `--devices`, or one for all devices together."""
+        """Return a supervisor with one child for each of `--devices`, or with one child that uses all devices."""
         if not settings.devices:
             return cls([settings])
         return cls([settings.model_copy(update={"device": device, "devices": ()}) for device in settings.devices])
@@ -153,8 +172,8 @@ class Supervisor:
             child.start()
 
     def check(self) -> int | None:
-        """Look after the children once; returns an exit code when there is no point in going on."""
-        codes = [child.watch() for child in self.children]
+        """Check every child once; returns an exit code when one of them cannot start."""
+        codes = [child.check() for child in self.children]
         return next((code for code in codes if code is not None), None)
 
     def run(self) -> int:
@@ -162,32 +181,38 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.start()
-        while not self._signals:
+        while not self._n_signals:
             code = self.check()
             if code is not None:
                 self.stop()
                 return code
             time.sleep(POLL_S)
-        ended = self.stop(self._drain_s + self.LEAVE_S)
-        if self._signals > 1:
+        ended_in_time = self.stop(self._drain_s + self.REQUEUE_S)
+        if self._n_signals > 1:
             return EXIT_FORCED
-        return EXIT_OK if ended else EXIT_CRASHED
+        return EXIT_OK if ended_in_time else EXIT_CRASHED
 
     def stop(self, drain_s: float = 0.0) -> bool:
-        """Ask the children to end, insist after `drain_s`, and wait for them; False when one had to be urged."""
+        """Stop all children: SIGTERM, a second SIGTERM after `drain_s`, SIGKILL after `KILL_AFTER_S` more.
+
+        Returns:
+            True when all children ended after the first SIGTERM.
+        """
         self._signal_all(signal.SIGTERM)
         self._await_children(drain_s)
-        in_time = not any(child.is_running for child in self.children)
-        if not in_time:
+        ended_in_time = not any(child.is_running for child in self.children)
+        if not ended_in_time:
             self._signal_all(signal.SIGTERM)
         for child in self.children:
-            child.wait(self.GRACE_S)
-        return in_time
+            child.wait(self.KILL_AFTER_S)
+        return ended_in_time
 
     def _await_children(self, timeout_s: float) -> None:
-        """Wait until all have ended, the time is over, or a second signal came."""
-        deadline = time.monotonic() + timeout_s
-        while any(child.is_running for child in self.children) and time.monotonic() < deadline and self._signals < 2:
+        """Wait until all children have ended, `timeout_s` is over, or a second signal has come."""
+        deadline_s = time.monotonic() + timeout_s
+        while any(child.is_running for child in self.children) and time.monotonic() < deadline_s:
+            if self._n_signals > 1:
+                return
             time.sleep(POLL_S)
 
     def _signal_all(self, number: int) -> None:
@@ -195,5 +220,8 @@ class Supervisor:
             child.signal(number)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._signals += 1
+        self._n_signals += 1
         log.info("supervisor.stopping signal=%s", signal.Signals(number).name)
+
+    def __repr__(self) -> str:
+        return f"<Supervisor {self.children!r}>"

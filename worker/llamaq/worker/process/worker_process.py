@@ -1,4 +1,4 @@
-"""One worker process: load the model, connect, tick until told to stop, hand back what is left."""
+"""One worker process: loads the model, connects to Redis, serves its queue, and requeues unfinished jobs at the end."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
 from llamaq.worker.engine.model_files import resolve_model_file
+from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
+from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import load_hooks, load_strategy
 from llamaq.worker.process.cache_factory import (
@@ -38,6 +41,8 @@ from llamaq.worker.process.cache_factory import (
 )
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
+from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
+from llamaq.worker.scheduling.batch_strategy import BatchStrategy
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
@@ -45,69 +50,109 @@ from llamaq.worker.slot_files.slot_operations import SlotOperations
 
 log = logging.getLogger(__name__)
 
-SAVE_S = 10.0
+SAVE_TIMEOUT_S = 10.0
 """How long a stopping worker may write its prefix cache to disk."""
 SWITCH_INTERVAL_S = 0.0002
-"""llama_decode gives the GIL away; with Python's default of 5 ms it gets it back late beside a busy I/O thread."""
+"""Interval in seconds after which Python passes the GIL to a waiting thread. `llama_decode` releases the GIL; with
+Python's default of 5 ms the engine thread gets it back late when the I/O thread is busy."""
 
 Watch = Callable[[TickLoop], AbstractContextManager[object]]
+"""Makes a context manager that is entered while the ticks run."""
 
 
 class WorkerProcess:
-    """Everything that one worker consists of, wired together."""
+    """All parts of one worker, wired together."""
 
     def __init__(self, settings: WorkerSettings, watch: Watch = nullcontext) -> None:
-        """Load the model; raises `ModelError` or `InvalidSettings`. `watch` sees the ticks while they run."""
+        """Load the model and create all parts; `run` starts them.
+
+        Args:
+            settings: The settings of the worker.
+            watch: Observes the tick loop while it runs.
+
+        Raises:
+            ModelError: The model cannot be loaded.
+            InvalidSettings: A setting does not fit the model or this machine.
+        """
         path = resolve_model_file(settings.model)
         strategy, hooks = load_strategy(settings.batch_strategy), load_hooks(settings.hooks)
         log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
-        self._settings, self._watch = settings, watch
-        self._engine = engine = load_engine(path, settings)
-        self._blob = gguf_vocab.extract_vocab(path)
-        self._grammar_sandbox = GrammarSandbox(self._blob)
-        self._telemetry = Telemetry(hooks)
+        self._settings = settings
+        self._watch = watch
+        self._n_signals = 0
+        self._engine = load_engine(path, settings)
+        self._vocab_blob = gguf_vocab.extract_vocab(path)
+        self._grammar_sandbox = GrammarSandbox(self._vocab_blob)
         self.card = self._describe(path.name)
-        offload = make_offload(settings, engine, path)
-        scheduler = Scheduler(
-            SlotPool(
-                settings.n_parallel,
-                engine.context.n_ctx,
-                engine.sequences.n_sequences,
-                similarity=settings.slot_prompt_similarity,
-                shares_cells=engine.context.kv_unified,
-            ),
-            engine.sequences,
-            budget=engine.context.n_batch,
-            chunk_size=settings.chunk_size,
-            end_tokens=engine.vocab.end_tokens,
-            strategy=strategy,
-            cache=make_prefix_cache(settings, engine),
-            tiers=offload,
-            held_cells=choose_held_cells(settings, engine),
+        self._shared = SharedState(Telemetry(hooks))
+        offload = make_offload(settings, self._engine, path)
+        self._memory = self._make_memory(offload)
+        self._scheduler = self._make_scheduler(strategy)
+        self._ticks = self._make_tick_loop()
+        self._slot_commands = self._make_slot_commands(path, offload)
+        self._io_thread = self._make_io_thread()
+
+    # ---- the parts
+
+    def _make_memory(self, offload: Offload) -> KvMemory:
+        settings, engine = self._settings, self._engine
+        pool = SlotPool(
+            settings.n_parallel,
+            engine.context.n_ctx,
+            engine.sequences.n_sequences,
+            similarity=settings.slot_prompt_similarity,
+            shares_cells=engine.context.kv_unified,
+        )
+        cache, held_cells = make_prefix_cache(settings, engine), choose_held_cells(settings, engine)
+        return KvMemory(pool, engine.sequences, cache, offload, held_cells=held_cells)
+
+    def _make_scheduler(self, strategy: BatchStrategy) -> Scheduler:
+        limits = TickLimits(budget=self._engine.context.n_batch, chunk_size=self._settings.chunk_size)
+        return Scheduler(
+            self._memory,
+            BatchPlanner(strategy, limits),
+            end_tokens=self._engine.vocab.end_tokens,
             worker=self.card.worker,
         )
-        self._scheduler = scheduler
-        self._ticks = TickLoop(
-            scheduler,
-            engine,
-            self._telemetry,
-            hang_s=settings.hang_s,
-            capacity=settings.n_parallel + settings.inbox_window,
+
+    def _make_tick_loop(self) -> TickLoop:
+        return TickLoop(
+            self._scheduler,
+            self._engine,
+            self._shared,
+            hang_s=self._settings.hang_s,
+            capacity=self._settings.n_parallel + self._settings.inbox_window,
         )
-        preparer = JobPreparer(
+
+    def _make_slot_commands(self, path: Path, offload: Offload) -> SlotCommandHandler:
+        operations = SlotOperations(self._memory, self._engine.sequences, offload)
+        files = make_saved_slot_files(self._settings, self._engine, path)
+        return SlotCommandHandler(self._ticks, operations, files)
+
+    def _make_preparer(self) -> JobPreparer:
+        engine = self._engine
+        return JobPreparer(
             engine.vocab,
             self._grammar_sandbox,
-            settings.sampling,
+            self._settings.sampling,
             context_limit=min(engine.context.cells_per_sequence, engine.model.n_ctx_train),
-            max_request_bytes=settings.max_request_bytes,
+            max_request_bytes=self._settings.max_request_bytes,
             counts_system_tokens=not engine.sequences.can_cut,
         )
-        states = SlotOperations(scheduler.memory, engine.sequences, offload)
-        self._control = SlotCommandHandler(self._ticks, states, make_saved_slot_files(settings, engine, path))
-        self._link = IoThread(settings, self.card, self._blob, preparer, self._ticks, self._telemetry, self._control)
-        self._signals = 0
+
+    def _make_io_thread(self) -> IoThread:
+        return IoThread(
+            self._settings,
+            self.card,
+            self._vocab_blob,
+            self._make_preparer(),
+            self._ticks,
+            self._shared,
+            self._slot_commands,
+        )
 
     def _describe(self, model: str) -> WorkerCard:
+        """Return the card that describes this worker to clients and operators; `model` is the name of its file."""
         engine, host = self._engine, socket.gethostname()
         return WorkerCard(
             worker=f"{host}-{os.getpid()}-{secrets.token_hex(3)}",
@@ -119,7 +164,7 @@ class WorkerProcess:
             n_parallel=self._settings.n_parallel,
             quantization=engine.model.quantization,
             chat_template=engine.vocab.chat_template,
-            vocab_hash=hashlib.sha256(self._blob).hexdigest(),
+            vocab_hash=hashlib.sha256(self._vocab_blob).hexdigest(),
             host=host,
             pid=os.getpid(),
             device="all" if self._settings.device is None else str(self._settings.device),
@@ -130,48 +175,57 @@ class WorkerProcess:
     def run(self) -> int:
         """Serve the queue until SIGTERM or SIGINT; returns the process's exit code."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        gc.freeze()  # what is here by now stays: a collection need not walk it again, in the middle of a tick
+        gc.freeze()  # objects that live as long as the process: a collection during a tick need not visit them
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
-            if (error := self._link.start()) is not None:
+            if (error := self._io_thread.start()) is not None:
                 return EXIT_CANNOT_START if isinstance(error, LlamaqError) else EXIT_CRASHED
             log.info("worker.ready id=%s queue=%s slots=%d", self.card.worker, self.card.queue, self.card.n_parallel)
             with self._watch(self._ticks):
                 self._ticks.run()
         except Exception:
-            self._link.has_crashed = True
+            self._io_thread.has_crashed = True
             raise
         finally:
             self._shut_down()
-        if self._link.error is not None:
+        if self._io_thread.error is not None:
             return EXIT_CRASHED
-        return EXIT_FORCED if self._signals > 1 else EXIT_OK
+        return EXIT_FORCED if self._n_signals > 1 else EXIT_OK
 
     def stop(self, grace_s: float) -> None:
-        """Claim nothing more; running jobs may go on for `grace_s`, what is left then is handed back."""
-        self._link.stop_intake()
+        """Stop to claim jobs. Running jobs get `grace_s` seconds to finish; then the rest is requeued."""
+        self._io_thread.stop_intake()
         self._ticks.stop(grace_s)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """The first signal asks, the second ends at once."""
-        self._signals += 1
+        """Drain at the first signal; stop at once at the second."""
+        self._n_signals += 1
         log.info("worker.stopping signal=%s", signal.Signals(number).name)
-        self.stop(self._settings.drain_s if self._signals == 1 else 0)
+        self.stop(self._settings.drain_s if self._n_signals == 1 else 0)
 
     def _shut_down(self) -> None:
+        """Requeue unfinished jobs, save the prefix cache, and free the model."""
         for job in self._scheduler.close():
             log.info("job.unfinished id=%s", job.id)
-        self._link.close()
-        self._control.close()
-        self._scheduler.save(SAVE_S)  # after the jobs were handed back: others go on with them meanwhile
+        self._io_thread.close()
+        self._slot_commands.close()
+        self._memory.close(SAVE_TIMEOUT_S)  # after the jobs were requeued: other workers run them in the meantime
         self._grammar_sandbox.close()
         self._engine.close()
-        log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._telemetry.jobs_done)
+        log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._shared.telemetry.n_jobs_done)
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {self.card.worker} {self._ticks!r}>"
 
 
 def load_engine(path: Path, settings: WorkerSettings) -> Engine:
-    """The engine that these settings describe; raises `ModelError` or `EngineError`."""
+    """Load the model and create its engine.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        EngineError: The context cannot be created.
+    """
     model = Model(path, n_gpu_layers=settings.n_gpu_layers, main_gpu=settings.device)
     n_sequences = choose_n_sequences(settings, model)
     options = ContextOptions(
@@ -189,7 +243,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
 
 
 def serve(settings: WorkerSettings, watch: Watch = nullcontext) -> int:
-    """Run a worker in this process; what keeps it from starting is one line in the log."""
+    """Run a worker in this process and return its exit code. An error that prevents the start is logged in one line."""
     try:
         process = WorkerProcess(settings, watch)
     except LlamaqError as exc:

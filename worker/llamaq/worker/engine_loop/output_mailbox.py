@@ -1,0 +1,61 @@
+"""The mailbox between the two threads: what the engine thread produced, until the I/O thread has received it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from llamaq.worker.core.job import Job, Output
+
+
+@dataclass(frozen=True, slots=True)
+class JobWithdrawn:
+    """The scheduler dropped a job that had no slot. The job is requeued for other workers."""
+
+    job: Job
+
+
+Message = Output | JobWithdrawn
+Receiver = Callable[[Sequence[Message]], None]
+
+
+class OutputMailbox:
+    """Carries messages from the engine thread to the I/O thread, in the order in which they were put.
+
+    Threads: the engine thread calls `put`, which never blocks. The I/O thread calls `attach`, and the receiver runs on
+    the I/O thread. Messages that are put before `attach` are kept until then.
+    """
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Sequence[Message]] = queue.SimpleQueue()
+        self._receive: Receiver | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """Add messages. Called on the engine thread."""
+        if not messages:
+            return
+        self._messages.put(messages)
+        # `attach` sets the loop before it empties the queue, so a message is found by one of the two.
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: the process is about to exit
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def attach(self, receive: Receiver) -> None:
+        """Deliver all messages to `receive`, on the running event loop. Called on the I/O thread."""
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        if self._receive is None:
+            raise RuntimeError("messages are delivered only after `attach`")
+        with suppress(queue.Empty):
+            while True:
+                self._receive(self._messages.get_nowait())
+
+    def __repr__(self) -> str:
+        return f"<OutputMailbox {self._messages.qsize()} undelivered>"

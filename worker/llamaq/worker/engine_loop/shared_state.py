@@ -1,0 +1,27 @@
+"""The objects that the engine thread and the I/O thread share. They are created before both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llamaq.worker.engine_loop.output_mailbox import OutputMailbox
+from llamaq.worker.engine_loop.telemetry import Telemetry
+
+
+@dataclass(slots=True)
+class QueueDepthGauge:
+    """The number of jobs that wait in Redis. The heartbeat writes it; the engine thread reads it."""
+
+    n_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """Everything that one thread writes and the other reads, commands to the tick loop aside."""
+
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    """Measurements of ticks and jobs, from both threads."""
+    outputs: OutputMailbox = field(default_factory=OutputMailbox)
+    """Outputs of jobs, from the engine thread to the outbox."""
+    queue_depth: QueueDepthGauge = field(default_factory=QueueDepthGauge)
+    """The depth of the queue, from the heartbeat to the batch strategy."""
