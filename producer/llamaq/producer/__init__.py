@@ -1,9 +1,10 @@
-"""What a web backend uses: `Client` and `AsyncClient`, what they give back, and what they raise."""
+"""The public API for web backends: the clients `Client` and `AsyncClient`, the types they return, their errors."""
 
 from __future__ import annotations
 
 from llamaq.common.errors import (
     DeadLetterNotFound,
+    ErrorCode,
     InvalidRequest,
     InvalidSettings,
     JobFailed,
@@ -18,11 +19,20 @@ from llamaq.common.errors import (
     SlotCommandRefused,
 )
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
-from llamaq.common.protocol.job_request import JobOptions, Message, Priority
+from llamaq.common.protocol.job_request import JobOptions, JobParams, Message, Priority
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
-from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
+from llamaq.common.protocol.queue_state import (
+    CacheSnapshot,
+    QueueDepth,
+    QueueStats,
+    SlotSnapshot,
+    TickStats,
+    Worker,
+    WorkerCard,
+)
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
-from llamaq.producer.client import AsyncClient
+from llamaq.common.settings import ClientSettings
+from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.sync import Client, Job
 from llamaq.producer.tokenizer import Tokenizer
@@ -30,11 +40,14 @@ from llamaq.producer.tokenizer import Tokenizer
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "CacheSnapshot",
     "Chunk",
     "Client",
+    "ClientSettings",
     "DeadLetter",
     "DeadLetterDetails",
     "DeadLetterNotFound",
+    "ErrorCode",
     "FinishReason",
     "InvalidRequest",
     "InvalidSettings",
@@ -42,11 +55,13 @@ __all__ = [
     "JobFailed",
     "JobNotFound",
     "JobOptions",
+    "JobParams",
     "JobState",
     "JobStats",
     "JobStatus",
     "LlamaqError",
     "Message",
+    "Messages",
     "MissingExtra",
     "NoWorker",
     "Priority",
@@ -59,7 +74,10 @@ __all__ = [
     "ResultTimeout",
     "SlotCommandRefused",
     "SlotFile",
+    "SlotSnapshot",
+    "TickStats",
     "Tokenizer",
     "Worker",
+    "WorkerCard",
     "WorkerSlots",
 ]

@@ -1,4 +1,4 @@
-"""Tokens and chat templates in the caller's process, from the vocabulary that the worker published."""
+"""The model's tokenizer and chat template in the caller's process, from the vocabulary that a worker published."""
 
 from __future__ import annotations
 
@@ -20,38 +20,74 @@ if TYPE_CHECKING:
     from llamaq.common.vocab.vocab import Vocab
 
 MAX_VOCAB_BYTES = 256 * 1024 * 1024
+"""Largest vocabulary that is unpacked."""
 
 _cache: dict[str, Tokenizer] = {}
+"""Tokenizers of this process by the hash of their vocabulary."""
 
 
 class Tokenizer:
-    """The tokens of one model. The same text gives the same tokens as the worker makes of it."""
+    """The tokenizer of one model. It returns the same tokens for a text as the workers of that model.
+
+    `AsyncClient.tokenizer` and `Client.tokenizer` return instances.
+    """
 
     def __init__(self, vocab: Vocab, model: str) -> None:
         self._vocab = vocab
         self.model = model
+        """Name of the model."""
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self.model!r}>"
 
     def encode(self, text: str) -> list[int]:
-        """Tokens as for a text prompt: with BOS where the model wants it, special tokens parsed."""
+        """Return the tokens of a text prompt. Special tokens in the text are parsed.
+
+        Args:
+            text: The text of the prompt.
+
+        Returns:
+            The token ids. They start with the BOS token if the model's metadata asks for it.
+
+        Raises:
+            LlamaqError: llama.cpp cannot tokenize the text.
+        """
         return self._vocab.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens, as a job would stream it."""
+        """Return the text of these tokens, as a job streams it. Control tokens have no text.
+
+        Args:
+            tokens: Token ids of the model's vocabulary.
+
+        Raises:
+            ValueError: A token id is not in the vocabulary.
+        """
         return self._vocab.decode(tokens)
 
     def encode_chat(self, messages: Sequence[Message | Mapping[str, str]]) -> list[int]:
-        """Tokens as for a chat, rendered by the model's template; special tokens in contents stay text.
+        """Return the tokens of a chat, rendered with the model's chat template.
 
-        Raises `LlamaqError` when the model has no template or it refuses the messages.
+        Args:
+            messages: The messages, oldest first. Special tokens in their contents are text, they are not parsed.
+
+        Returns:
+            The token ids of the whole prompt.
+
+        Raises:
+            LlamaqError: The model has no chat template, or the template rejects the messages.
         """
         return self._vocab.encode_chat([Message.model_validate(message) for message in messages])
 
 
 async def load_tokenizer(redis: Redis, keys: Keys, card: WorkerCard) -> Tokenizer:
-    """The tokenizer of this worker's model; fetched once per process."""
+    """Return the tokenizer of the worker's model. It is downloaded once per process.
+
+    Raises:
+        MissingExtra: `llamaq[tokenizer]` is not installed.
+        NoWorker: The vocabulary has expired, because no worker has it any more.
+        ProtocolError: The vocabulary in Redis is damaged.
+    """
     if card.vocab_hash not in _cache:
         if importlib.util.find_spec("llama_cpp") is None:
             raise MissingExtra("client.tokenizer()", "tokenizer")
@@ -69,14 +105,14 @@ def _build(packed: bytes, card: WorkerCard) -> Tokenizer:
 
 
 def _unpack(packed: bytes, vocab_hash: str) -> bytes:
-    """The vocabulary's bytes, if they are what their hash says: llama.cpp parses them, and Redis may hold anything."""
+    """Return the unpacked vocabulary after checking its size and hash, because llama.cpp parses it unchecked."""
     inflater = zlib.decompressobj()
     try:
         blob = inflater.decompress(packed, MAX_VOCAB_BYTES)
     except zlib.error as exc:
         raise ProtocolError(f"the vocabulary does not decompress: {exc}") from exc
     if not inflater.eof:
-        raise ProtocolError(f"the vocabulary is cut off, or larger than {MAX_VOCAB_BYTES} bytes")
+        raise ProtocolError(f"the vocabulary is truncated, or larger than {MAX_VOCAB_BYTES} bytes")
     if hashlib.sha256(blob).hexdigest() != vocab_hash:
-        raise ProtocolError("the vocabulary is not what its hash says")
+        raise ProtocolError("the vocabulary does not match its hash")
     return blob
