@@ -1,4 +1,4 @@
-"""Whatever is put, used, evicted, lost and restored: blocks are found as a plain model finds them, never wrongly."""
+"""Random operations on a block store: every match equals that of a simple model, and no block has wrong data."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def pack(tokens: tuple[int, ...]) -> bytes:
     return array("i", tokens).tobytes()
 
 
-def made_for(key: bytes, prefix: bytes) -> bytes:
-    """Data that only this owner's block at the end of this prefix may have; of lengths that differ."""
+def data_for(key: bytes, prefix: bytes) -> bytes:
+    """Return data that is unique for the key and the prefix. Its length differs between blocks."""
     return hashlib.sha256(key + prefix).digest()[: 4 + len(prefix) // 4]
 
 
@@ -45,14 +45,14 @@ def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Model:
-    """What ought to be found: every entry that was ever stored is looked at, block by block."""
+    """Computes the expected match from all prompts that were ever inserted, block by block."""
 
     block_tokens: int | None
     can_cut: bool
     entries: set[tuple[tuple[int, ...], Scope]]
 
-    def parts(self, n_tokens: int, scope: Scope) -> Iterator[tuple[bool, int]]:
-        """Whether a block is public, and its end."""
+    def block_ends(self, n_tokens: int, scope: Scope) -> Iterator[tuple[bool, int]]:
+        """Yield for each block of a prompt whether it is public, and its end."""
         if self.block_tokens is None:
             yield n_tokens <= scope.public, n_tokens
             return
@@ -62,12 +62,12 @@ class Model:
             end = min(end + self.block_tokens, n_tokens, scope.public if is_public else n_tokens)
             yield is_public, end
 
-    def found(self, query: tuple[int, ...], scope: Scope) -> int:
-        return max((self.found_in(query, scope, *entry) for entry in self.entries), default=0)
+    def n_matched(self, query: tuple[int, ...], scope: Scope) -> int:
+        return max((self.n_matched_in(query, scope, *entry) for entry in self.entries), default=0)
 
-    def found_in(self, query: tuple[int, ...], scope: Scope, tokens: tuple[int, ...], owner: Scope) -> int:
+    def n_matched_in(self, query: tuple[int, ...], scope: Scope, tokens: tuple[int, ...], owner: Scope) -> int:
         covered, agreed = 0, common(query, tokens)
-        for is_public, end in self.parts(len(tokens), owner):
+        for is_public, end in self.block_ends(len(tokens), owner):
             limit = scope.public if is_public else len(query) if scope.namespace == owner.namespace else 0
             usable = min(agreed, limit, end)
             if usable < end:
@@ -77,7 +77,7 @@ class Model:
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """A tree with a pretended disk beside a model that knows all that was ever put."""
+    """A block store with a simulated disk, next to the model."""
 
     @initialize(
         block_tokens=st.sampled_from([None, 1, 3, 4]),
@@ -88,40 +88,40 @@ class BlockMachine(RuleBasedStateMachine):
     def begin(self, block_tokens: int | None, can_cut: bool, host: int, disk: int) -> None:
         self.host, self.disk = host, disk
         self.model = Model(block_tokens, can_cut, set())
-        self.store = self.empty_tree()
+        self.store = self.empty_store()
         self.files: dict[bytes, tuple[Block, Data]] = {}
         self.pinned: list[StoredPrefix] = []
-        self.is_whole = ROOMY in (host, disk)
+        self.has_all = ROOMY in (host, disk)
         self.clock = 0.0
         self.written_s: dict[bytes, float] = {}
 
-    @rule(tokens=tokens_of, scope=scopes, n_saved=st.integers(1, 20))
-    def insert(self, tokens: tuple[int, ...], scope: Scope, n_saved: int) -> None:
-        """Save the first so many of the missing spans; an entry that is not saved to its end is one that is shorter."""
+    @rule(tokens=tokens_of, scope=scopes, n_inserted=st.integers(1, 20))
+    def insert(self, tokens: tuple[int, ...], scope: Scope, n_inserted: int) -> None:
+        """Insert the first `n_inserted` missing spans. The model adds the prompt up to the end of the last one."""
         packed = pack(tokens)
         missing = self.store.missing_spans(packed, scope)
-        public = 0
-        for span in missing[:n_saved]:
+        n_stored = 0
+        for span in missing[:n_inserted]:
             is_public = span.end <= scope.public
             key = PUBLIC if is_public else namespace_key(scope.namespace)
-            data = made_for(key, packed[: 4 * span.end])
+            data = data_for(key, packed[: 4 * span.end])
             block = self.store.insert(packed, scope, span, data)
-            self.is_whole &= block is not None
-            public = span.end
-        if len(missing) <= n_saved:
+            self.has_all &= block is not None
+            n_stored = span.end
+        if len(missing) <= n_inserted:
             self.model.entries.add((tokens, scope))
-            if self.is_whole:
+            if self.has_all:
                 assert self.store.missing_spans(packed, scope) == []
-        elif public:
-            self.model.entries.add((tokens[:public], scope))
-        self.carry_out()
+        elif n_stored:
+            self.model.entries.add((tokens[:n_stored], scope))
+        self.run_disk_operations()
 
     @rule(query=tokens_of, scope=scopes)
-    def look(self, query: tuple[int, ...], scope: Scope) -> None:
-        chain = self.store.match(pack(query), scope)
-        expected = self.model.found(query, scope)
-        assert chain.n_tokens == expected if self.is_whole else chain.n_tokens <= expected
-        self.check_chain(chain, query, scope)
+    def match(self, query: tuple[int, ...], scope: Scope) -> None:
+        prefix = self.store.match(pack(query), scope)
+        expected = self.model.n_matched(query, scope)
+        assert prefix.n_tokens == expected if self.has_all else prefix.n_tokens <= expected
+        self.check_prefix(prefix, query, scope)
 
     @rule(query=tokens_of, scope=scopes)
     def use(self, query: tuple[int, ...], scope: Scope) -> None:
@@ -129,9 +129,9 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(query=tokens_of, scope=scopes)
     def pin(self, query: tuple[int, ...], scope: Scope) -> None:
-        chain = self.store.match(pack(query), scope)
-        self.store.pin(chain)
-        self.pinned.append(chain)
+        prefix = self.store.match(pack(query), scope)
+        self.store.pin(prefix)
+        self.pinned.append(prefix)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -143,38 +143,38 @@ class BlockMachine(RuleBasedStateMachine):
         for block in self.store.match(pack(query), scope).blocks:
             if block.data is None and block in self.store:
                 self.store.store_in_host(block, self.files[block.name][1])
-        self.carry_out()
+        self.run_disk_operations()
 
     @rule(query=tokens_of, scope=scopes)
-    def lose(self, query: tuple[int, ...], scope: Scope) -> None:
-        chain = self.store.match(pack(query), scope)
-        if chain and chain.blocks[-1].on_disk:
-            self.is_whole = False
-            self.store.mark_file_lost(chain.blocks[-1])
-            for broken in [each for each in self.pinned if any(block not in self.store for block in each.blocks)]:
-                self.store.unpin(broken)
-                self.pinned.remove(broken)
-            self.carry_out()
+    def lose_file(self, query: tuple[int, ...], scope: Scope) -> None:
+        prefix = self.store.match(pack(query), scope)
+        if prefix and prefix.blocks[-1].on_disk:
+            self.has_all = False
+            self.store.mark_file_lost(prefix.blocks[-1])
+            for pinned in [each for each in self.pinned if any(block not in self.store for block in each.blocks)]:
+                self.store.unpin(pinned)
+                self.pinned.remove(pinned)
+            self.run_disk_operations()
 
     @rule(orderly=st.booleans())
     def restart(self, orderly: bool) -> None:
-        """With or without the time to write what lies in memory; files alone remain."""
+        """Rebuild the store from its files. An orderly stop writes the blocks in host memory first."""
         if orderly:
             self.store.write_host_to_disk()
-            self.carry_out()
-        kept = {block.name for block in self.tree_blocks() if block.on_disk}
+            self.run_disk_operations()
+        kept = {block.name for block in self.blocks() if block.on_disk}
         assert kept == set(self.files)
-        self.is_whole &= all(block.on_disk for block in self.tree_blocks())
-        self.store = self.empty_tree()
-        assert self.store.rebuild(self.stored()) == []
-        assert {block.name for block in self.tree_blocks()} == kept
+        self.has_all &= all(block.on_disk for block in self.blocks())
+        self.store = self.empty_store()
+        assert self.store.rebuild(self.headers()) == []
+        assert {block.name for block in self.blocks()} == kept
         self.pinned.clear()
-        self.carry_out()
+        self.run_disk_operations()
 
-    def empty_tree(self) -> BlockStore:
+    def empty_store(self) -> BlockStore:
         return BlockStore(self.model.block_tokens, self.host, self.disk, can_cut=self.model.can_cut)
 
-    def stored(self) -> Iterator[BlockHeader]:
+    def headers(self) -> Iterator[BlockHeader]:
         for name, (block, data) in self.files.items():
             assert block.parent is not None
             yield BlockHeader(
@@ -188,46 +188,46 @@ class BlockMachine(RuleBasedStateMachine):
                 self.written_s[name],
             )
 
-    def tree_blocks(self) -> list[Block]:
+    def blocks(self) -> list[Block]:
         return list(self.store._tree)
 
-    def carry_out(self) -> None:
-        for order in self.store.drain_disk_operations():
-            if isinstance(order, WriteBlock):
-                assert order.block.name not in self.files
-                self.files[order.block.name] = (order.block, order.data)
+    def run_disk_operations(self) -> None:
+        for operation in self.store.drain_disk_operations():
+            if isinstance(operation, WriteBlock):
+                assert operation.block.name not in self.files
+                self.files[operation.block.name] = (operation.block, operation.data)
                 self.clock += 1
-                self.written_s[order.block.name] = self.clock
+                self.written_s[operation.block.name] = self.clock
             else:
-                del self.files[order.block.name]
+                del self.files[operation.block.name]
 
-    def check_chain(self, chain: StoredPrefix, query: tuple[int, ...], scope: Scope) -> None:
+    def check_prefix(self, matched: StoredPrefix, query: tuple[int, ...], scope: Scope) -> None:
         packed, at = pack(query), 0
-        for block in chain.blocks:
+        for block in matched.blocks:
             assert block.start == at
             at = block.end
-            end = min(block.end, chain.n_tokens)
+            end = min(block.end, matched.n_tokens)
             assert block.tokens[: 4 * (end - block.start)] == packed[4 * block.start : 4 * end]
             assert block.namespace in (PUBLIC, scope.key)
             if block.namespace == PUBLIC:
                 assert end <= scope.public
             prefix = packed[: 4 * block.start] + block.tokens
             data = self.files[block.name][1] if block.data is None else block.data
-            assert data == made_for(block.namespace, prefix)
-        assert at >= chain.n_tokens
-        assert not chain.blocks or chain.blocks[-1].start < chain.n_tokens
+            assert data == data_for(block.namespace, prefix)
+        assert at >= matched.n_tokens
+        assert not matched.blocks or matched.blocks[-1].start < matched.n_tokens
 
     @invariant()
-    def all_fits(self) -> None:
-        if not hasattr(self, "tree"):
+    def store_is_consistent(self) -> None:
+        if not hasattr(self, "store"):
             return
         self.store.check_integrity()
         assert self.store.host_bytes <= self.host
         assert self.store.disk_bytes <= self.disk
         assert self.store.disk_bytes == sum(FILE_BYTES + len(b.tokens) + len(data) for b, data in self.files.values())
-        assert {block.name for block in self.tree_blocks() if block.on_disk} == set(self.files)
-        for chain in self.pinned:
-            assert all(block in self.store for block in chain.blocks)
+        assert {block.name for block in self.blocks() if block.on_disk} == set(self.files)
+        for prefix in self.pinned:
+            assert all(block in self.store for block in prefix.blocks)
 
 
 BlockMachine.TestCase.settings = settings(
@@ -238,23 +238,23 @@ TestBlocks = BlockMachine.TestCase
 
 @settings(deadline=None, max_examples=80)
 @given(st.sets(st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12), st.data())
-def test_siblings_are_found_as_a_scan_finds_them(strings: set[tuple[int, ...]], data: st.DataObject) -> None:
-    siblings = ChildBlocks()
+def test_child_blocks_are_found_as_a_scan_finds_them(strings: set[tuple[int, ...]], data: st.DataObject) -> None:
+    children = ChildBlocks()
     blocks = {string: Block(None, PUBLIC, pack(string), 0, len(string), b"", 0) for string in strings}
     for block in blocks.values():
-        siblings.add(block)
-    for gone in data.draw(st.sets(st.sampled_from(sorted(strings)), max_size=len(strings) - 1)):
-        siblings.remove(blocks.pop(gone))
-    siblings.check_integrity()
-    assert len(siblings) == len(blocks)
+        children.add(block)
+    for removed in data.draw(st.sets(st.sampled_from(sorted(strings)), max_size=len(strings) - 1)):
+        children.remove(blocks.pop(removed))
+    children.check_integrity()
+    assert len(children) == len(blocks)
     query = data.draw(st.lists(st.integers(0, 1), max_size=6).map(tuple))
     packed = pack(query)
-    assert siblings.get(packed) is blocks.get(query)
-    within = [block.end for block in siblings.prefixes_of(packed)]
-    assert within == sorted((len(string) for string in blocks if query[: len(string)] == string), reverse=True)
-    n_common, nearest = siblings.closest(packed)
+    assert children.get(packed) is blocks.get(query)
+    prefixes = [block.end for block in children.prefixes_of(packed)]
+    assert prefixes == sorted((len(string) for string in blocks if query[: len(string)] == string), reverse=True)
+    n_common, closest = children.closest(packed)
     assert n_common == max(common(query, string) for string in blocks)
-    assert nearest.tokens[: 4 * n_common] == packed[: 4 * n_common]
-    extending = siblings.first_starting_with(packed)
-    assert (extending is not None) == any(string[: len(query)] == query for string in blocks)
-    assert extending is None or extending.tokens.startswith(packed)
+    assert closest.tokens[: 4 * n_common] == packed[: 4 * n_common]
+    longer = children.first_starting_with(packed)
+    assert (longer is not None) == any(string[: len(query)] == query for string in blocks)
+    assert longer is None or longer.tokens.startswith(packed)
