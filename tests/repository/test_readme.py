@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import typer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import JobStats, Result
-from llamaq.common.protocol.job_request import JobParams, JobRequest
 from llamaq.common.protocol.queue_state import TickStats
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.settings import ClientSettings
@@ -30,7 +29,6 @@ from llamaq.worker.settings import WorkerSettings, usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-JOBS = (ROOT / "docs" / "jobs.md").read_text()
 COMMANDS = (
     *("generate", "chat", "submit", "stream", "result", "cancel", "status", "depth", "workers", "stats", "health"),
     *("worker", "up", "demo"),
@@ -231,52 +229,3 @@ def test_the_readme_names_the_fields_of_results_and_measurements() -> None:
     tick, _, done = said.partition("`request.done`")
     assert set(TickStats.model_fields) <= set(names_in(tick))
     assert set(names_in(done)) == set(JobStats.model_fields)
-
-
-def test_the_table_of_parameters_is_complete_and_has_the_real_defaults() -> None:
-    rows = table_rows(JOBS, "| parameter | default | bounds | meaning |")
-    seen: set[str] = set()
-    for parameter, default, _, _ in rows:
-        for name in names_in(parameter):
-            seen.add(name)
-            real = default_of(JobRequest, name)
-            if default.startswith("worker's: "):
-                assert real is None
-                assert default_of(SamplingDefaults, name) == read_value(default.removeprefix("worker's: ")), name
-            elif default == "drawn at submit":
-                assert real is None
-            else:
-                assert (None if real in ({}, ()) and name != "metadata" else real) == read_value(default), name
-    assert seen | {"grammar_root"} == set(JobRequest.model_fields)
-    assert f"`grammar_root` (`{default_of(JobParams, 'grammar_root')}`)" in JOBS
-
-
-def test_the_bounds_of_parameters_are_the_real_ones() -> None:
-    n_checked = 0
-    for parameter, _, bounds, _ in table_rows(JOBS, "| parameter | default | bounds | meaning |"):
-        plain = bounds.replace(MINUS, "-").replace("2⁶³-1", str(2**63 - 1))
-        match = re.fullmatch(r"(above )?(-?[\d,]+)(?: and up|,? to (-?[\d,]+))", plain)
-        for name in names_in(parameter) if match else ():
-            assert match is not None
-            lowest = int(match[2].replace(",", ""))
-            assert is_accepted(name, lowest) is not bool(match[1]), name
-            assert not is_accepted(name, lowest - 1), name
-            if match[3]:
-                highest = int(match[3].replace(",", ""))
-                assert is_accepted(name, highest), name
-                assert not is_accepted(name, highest + 1), name
-            n_checked += 1
-    assert n_checked >= 11
-
-
-def is_accepted(name: str, value: int) -> bool:
-    try:
-        JobParams.model_validate({name: value})
-    except ValidationError:
-        return False
-    return True
-
-
-def test_the_table_of_stats_is_complete() -> None:
-    rows = table_rows(JOBS, "## Stats\n\n| field | |")
-    assert {name for field, _ in rows for name in names_in(field)} == set(JobStats.model_fields)

@@ -28,9 +28,13 @@ class QueueSettings(BaseSettings):
         description="URL of Redis: `redis://HOST:PORT/DB`, `unix:///PATH`, `redis+sentinel://HOST,HOST/NAME` or "
         "`redis+cluster://HOST,HOST`. `rediss` in place of `redis` turns on TLS.",
     )
-    queue: str = Field("default", pattern=QUEUE_PATTERN, description="Name of the queue.")
+    queue: str = Field(
+        "default", pattern=QUEUE_PATTERN, description="Name of the queue: 1 to 64 letters, digits, `_` or `-`."
+    )
     key_prefix: str = Field(
-        "llamaq", pattern=r"^[A-Za-z0-9_\-:]{1,64}$", description="Prefix of every Redis key that llamaq uses."
+        "llamaq",
+        pattern=r"^[A-Za-z0-9_\-:]{1,64}$",
+        description="Prefix of every Redis key of llamaq: 1 to 64 letters, digits, `_`, `-` or `:`.",
     )
     partitions: int = Field(
         1,

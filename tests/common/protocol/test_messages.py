@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest
+from llamaq.common.protocol.job_request import JobParams, JobRequest
 from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
-
-
-def test_the_typed_keywords_are_the_fields_of_the_parameters() -> None:
-    assert get_type_hints(JobOptions).keys() == JobParams.model_fields.keys()
 
 
 def test_every_sampling_parameter_has_a_worker_default() -> None:

@@ -81,7 +81,9 @@ class JobStats(WireModel):
         "None: no token was reused.",
     )
     queue_ms: float = Field(0.0, description="Milliseconds from submit to the start of the first attempt.")
-    seq_id: int | None = Field(None, description="llama.cpp sequence that the job ran in. None: it never had a slot.")
+    seq_id: int | None = Field(
+        None, description="Sequence of llama.cpp that the job ran in. None: it never had a slot."
+    )
     slot: int | None = Field(None, description="Index of the slot that the job ran in. None: it never had a slot.")
     worker: str | None = Field(None, description="Id of the worker that ran the job. None: no worker ran it.")
     mode: Literal["stream", "result"] = Field(

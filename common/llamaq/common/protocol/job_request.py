@@ -41,7 +41,8 @@ class Message(StrictModel):
     """One message of a chat."""
 
     role: str = Field(
-        pattern=r"^[a-z_]{1,32}$", description="Author of the message, such as `system`, `user` or `assistant`."
+        pattern=r"^[a-z_]{1,32}$",
+        description="Author of the message, such as `system`, `user` or `assistant`: 1 to 32 small letters or `_`.",
     )
     content: str = Field(description="Plain text. Special tokens in it are not parsed.")
 
@@ -72,7 +73,9 @@ class JobParams(SamplingParams):
         "Cannot be combined with `json_schema` or `ignore_eos`.",
     )
     grammar_root: str = Field(
-        "root", pattern=r"^[A-Za-z][A-Za-z0-9\-]{0,63}$", description="Name of the rule that the grammar starts with."
+        "root",
+        pattern=r"^[A-Za-z][A-Za-z0-9\-]{0,63}$",
+        description="Name of the rule that the grammar starts with: a letter and at most 63 letters, digits or `-`.",
     )
     json_schema: dict[str, JsonValue] | None = Field(
         None,
@@ -81,7 +84,7 @@ class JobParams(SamplingParams):
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (),
         max_length=MAX_STOP_STRINGS,
-        description="Strings that end the job, each of at most 256 characters. The output does not contain them.",
+        description="Strings that end the job, each of 1 to 256 characters. The output does not contain them.",
     )
     ignore_eos: bool = Field(
         False, description="Mask every end-of-generation token, so that the job continues to `max_tokens`."

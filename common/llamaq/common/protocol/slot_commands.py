@@ -42,7 +42,8 @@ class SlotCommand(WireModel):
     name: str | None = Field(
         None,
         pattern=SLOT_FILE_NAME_PATTERN,
-        description="Name of the file, for `save`, `restore`, and `erase` without a slot.",
+        description="Name of the file, for `save`, `restore`, and `erase` without a slot: 1 to 64 letters, digits, "
+        "`_` or `-`.",
     )
     deadline_ms: int = Field(
         ge=0,

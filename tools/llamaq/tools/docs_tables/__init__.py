@@ -1,0 +1,1 @@
+"""Generates the tables of fields in the documentation from the descriptions in the models."""

@@ -1,0 +1,35 @@
+"""The models whose fields users see: parameters, results, snapshots, events and settings."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
+from llamaq.common.protocol.job_outcome import JobStats, Result
+from llamaq.common.protocol.job_request import JobParams, JobRequest, Message
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.queue_state import (
+    CacheSnapshot,
+    QueueDepth,
+    QueueStats,
+    SlotSnapshot,
+    TickStats,
+    Worker,
+    WorkerCard,
+)
+from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
+from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots
+from llamaq.common.settings import ClientSettings, QueueSettings
+from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, ModelSettings, WorkerSettings
+
+_JOB = (Message, SamplingParams, JobParams, JobRequest, JobStats, Result, JobStatus)
+_EVENTS = (Started, Tokens, Finished, Failed)
+_SNAPSHOTS = (QueueDepth, QueueStats, Worker, WorkerCard, SlotSnapshot, CacheSnapshot, TickStats)
+_DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
+_SLOTS = (SlotCommand, SlotReply, SlotFile, WorkerSlots)
+_CLIENT = (QueueSettings, ClientSettings)
+_WORKER = (ModelSettings, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, WorkerSettings)
+
+MODELS: dict[str, type[BaseModel]] = {
+    model.__name__: model for model in (*_JOB, *_EVENTS, *_SNAPSHOTS, *_DEAD_LETTERS, *_SLOTS, *_CLIENT, *_WORKER)
+}

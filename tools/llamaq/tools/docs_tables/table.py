@@ -1,0 +1,113 @@
+"""Renders a model's fields as a Markdown table, from the JSON schema of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
+from llamaq.common.protocol.wire_model import WireModel
+
+Schema = Mapping[str, Any]
+
+TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool"}
+MIB = 1024 * 1024
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def render_table(model: type[BaseModel], fields: Sequence[str]) -> str:
+    """Return the table, with a line break at its end.
+
+    Fields that users set have the columns name, type, default, bounds and meaning. Fields that llamaq sets have the
+    columns name, type and meaning.
+    """
+    schema = model.model_json_schema()
+    is_output = issubclass(model, WireModel)
+    header = ["name", "type", "meaning"] if is_output else ["name", "type", "default", "bounds", "meaning"]
+    rows = []
+    for name in fields:
+        field = schema["properties"][name]
+        is_required = name in schema.get("required", ())
+        middle = [] if is_output else [render_default(model, name, field, is_required), _bounds(name, field, schema)]
+        rows.append([f"`{name}`", _type(field, schema), *middle, field["description"]])
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def render_default(model: type[BaseModel], name: str, field: Schema, is_required: bool) -> str:
+    """Return the cell for the default of a field. Numbers are written as in a configuration file."""
+    if is_required:
+        return "required"
+    if issubclass(model, SamplingParams) and name in SamplingDefaults.model_fields:
+        return f"worker's: {_value(SamplingDefaults.model_fields[name].default)}"
+    if "default" not in field:
+        return "computed" if field.get("type") in TYPES else "empty"
+    default = field["default"]
+    if default is None:
+        return "not set"
+    if default in ("", [], {}):
+        return "empty"
+    if name.endswith("_bytes"):
+        return _bytes(default)
+    return f"`{default}`" if isinstance(default, str) else _value(default).replace(",", "")
+
+
+def _variants(field: Schema, schema: Schema) -> list[Schema]:
+    """Return the alternatives of a field without None, with references resolved."""
+    variants = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
+    return [schema["$defs"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one for one in variants]
+
+
+def _type(field: Schema, schema: Schema) -> str:
+    names = []
+    for variant in _variants(field, schema):
+        if variant.get("type") == "array":
+            names.append("list of " + _type(variant.get("items", {}), schema))
+        elif "properties" in variant:
+            names.append(f"`{variant['title']}`")
+        else:
+            names.append(TYPES.get(variant.get("type", ""), "map"))
+    return " or ".join(names)
+
+
+def _bounds(name: str, field: Schema, schema: Schema) -> str:
+    show = _bytes if name.endswith("_bytes") else _value
+    bounds = [_bounds_of(variant, show) for variant in _variants(field, schema)]
+    return " or ".join(text for text in bounds if text)
+
+
+def _bounds_of(variant: Schema, show: Callable[[Any], str]) -> str:
+    if "const" in variant:
+        return f"`{variant['const']}`"
+    if "enum" in variant:
+        return ", ".join(f"`{value}`" for value in variant["enum"])
+    for least, most, unit in (
+        ("minimum", "maximum", ""),
+        ("minLength", "maxLength", " characters"),
+        ("minItems", "maxItems", " entries"),
+        ("minProperties", "maxProperties", " entries"),
+    ):
+        low, high, above = variant.get(least), variant.get(most), variant.get("exclusiveMinimum")
+        if unit == "" and above is not None:
+            return f"above {show(above)}" + (f", at most {show(high)}" if high is not None else "")
+        if low is not None and high is not None:
+            return f"{show(low)} to {show(high)}{unit}"
+        if low is not None or high is not None:
+            return f"at least {show(low)}{unit}" if low is not None else f"at most {show(high)}{unit}"
+    return ""
+
+
+def _value(value: Any) -> str:
+    """Return a number or a truth value as text; a power of two less one is written as a power."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value >= 2**31 - 1 and (value + 1).bit_count() == 1:
+        exponent = str(value.bit_length()).translate(SUPERSCRIPTS)
+        return f"2{exponent} - 1"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _bytes(value: int) -> str:
+    return f"{value // MIB} MiB" if value % MIB == 0 else f"{value // 1024} KiB"
