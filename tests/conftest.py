@@ -7,12 +7,13 @@ import inspect
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.distribution import distribute
+from tests.support.quick import install_audit_hook, is_quick, without_processes
 
 import llamaq.worker
 from llamaq.common.vocab.vocab import Vocab
@@ -27,9 +28,13 @@ def pytest_configure() -> None:
     # A shell makes its background jobs ignore SIGINT. The processes that tests start would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    install_audit_hook()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_quick(item):
+            item.add_marker(pytest.mark.quick)
     if getattr(config.option, "loadgroup", False):  # pytest-xdist sets it in its workers
         distribute(items)
 
@@ -47,6 +52,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     asyncio.run(bounded())
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if item.get_closest_marker("quick") is None:
+        return (yield)
+    with without_processes(item.nodeid):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -162,6 +162,7 @@ async def test_a_key_that_has_a_job_gets_it_also_from_a_full_queue(redis_url: st
 # a full Redis
 
 
+@pytest.mark.starts_processes
 async def test_a_full_redis_refuses_a_submit_with_an_error_that_names_the_way_out(queue: str) -> None:
     with EmbeddedRedis() as server:
         async with AsyncClient(server.url, queue) as client:

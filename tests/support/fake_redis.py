@@ -1,6 +1,6 @@
 """A Redis in the process of the tests: fakeredis with a Lua interpreter and the `cmsgpack` that our scripts call.
 
-It serves tests of pure client and script logic in milliseconds. `tests/common/protocol/test_scripts.py` is the contract:
+It serves tests of client and script logic in milliseconds. `tests/common/protocol/test_scripts.py` is the contract:
 the same cases run on this server and on a real one.
 """
 

@@ -49,6 +49,7 @@ def test_what_is_no_url_of_redis_names_the_setting() -> None:
         connect("localhost:6379", name="test")
 
 
+@pytest.mark.starts_processes
 async def test_a_server_that_was_demoted_is_a_broken_connection_and_no_fault_of_what_was_asked(tmp_path: Path) -> None:
     server = Server(tmp_path, free_ports(1)[0], IN_MEMORY)
     server.start()

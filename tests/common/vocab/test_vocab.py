@@ -225,6 +225,7 @@ def test_splits_before_special_tokens_change_no_token(vocab: Vocab) -> None:
     assert vocab.encode(text) == [vocab.bos, *once * (2 * MAX_SPECIALS_PER_PART)]
 
 
+@pytest.mark.starts_processes
 def test_a_long_run_of_letters_does_not_overflow_the_stack(tmp_path: Path) -> None:
     """llama.cpp runs this pre-tokenizer with std::regex; 200,000 letters in one call overflow the stack."""
     source = write_model(tmp_path / "regex.gguf", PLAIN).read_bytes()

@@ -204,6 +204,7 @@ async def test_after_a_reconnect_all_streams_go_on_and_new_ones_join(redis_url: 
             check(await reader, 10)
 
 
+@pytest.mark.starts_processes
 async def test_redis_restarted_with_its_append_only_file_costs_no_token(
     tmp_path: Path, free_port: int, queue: str
 ) -> None:
@@ -328,6 +329,7 @@ async def test_each_chunk_may_take_the_timeout_anew(redis_url: str, queue: str) 
         assert (await attempt.emit([4], "4 ")).code == "ok"
 
 
+@pytest.mark.starts_processes
 async def test_a_redis_that_stays_away_ends_a_stream_with_its_error(
     free_port: int, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -299,6 +299,7 @@ def own_url() -> Iterator[str]:
         yield server.url
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("streams", [True, False])
 async def test_jobs_wait_while_redis_is_full_keep_their_leases_and_go_on(
     own_url: str, queue: str, streams: bool, caplog: pytest.LogCaptureFixture
@@ -352,6 +353,7 @@ async def idle_ms(at: Desk, job: Job) -> int:
     return int(pending[0]["time_since_delivered"])
 
 
+@pytest.mark.starts_processes
 async def test_a_flush_that_a_full_redis_refuses_changes_nothing_and_still_tells_of_cancels(
     own_url: str, queue: str
 ) -> None:

@@ -296,6 +296,7 @@ async def test_a_suspect_that_finishes_is_no_dead_letter(redis_url: str, queue: 
         assert await client.dead_letters() == ()
 
 
+@pytest.mark.starts_processes
 async def test_a_job_is_not_buried_because_redis_takes_no_writes(queue: str) -> None:
     with EmbeddedRedis() as server:
         async with AsyncClient(server.url, queue) as client, FakeWorker(server.url, queue) as worker:

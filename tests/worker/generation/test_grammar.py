@@ -261,6 +261,7 @@ def test_a_dead_child_is_replaced(blob: bytes) -> None:
     warden.close()
 
 
+@pytest.mark.starts_processes
 def test_a_child_that_cannot_start_is_an_engine_error() -> None:
     warden = GrammarSandbox(b"no vocabulary")
     with pytest.raises(EngineError, match="does not start"):

@@ -351,6 +351,7 @@ def test_a_file_whose_parent_is_gone_is_erased(tmp_path: Path, caplog: pytest.Lo
         assert len(disk.paths) == len(disk.store) == 1
 
 
+@pytest.mark.starts_processes
 def test_a_process_that_dies_while_it_writes_leaves_nothing_that_is_taken_for_a_block(tmp_path: Path) -> None:
     code = """
 import os, signal, sys

@@ -1,0 +1,62 @@
+"""The quick tests: those that start no process and load no model. `make test-quick` runs them in the inner loop.
+
+A test is quick unless its folder, one of its fixtures or the mark `starts_processes` excludes it, so a new test of pure
+logic needs no mark. While a quick test runs, starting a process is an error, also in `make test`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+STARTING_FOLDERS = (
+    *("tests/e2e/", "tests/lifecycle/", "tests/repository/", "tests/tools/"),
+    *("tests/cli/test_worker_commands.py", "tests/worker/local/"),
+)
+STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "chat_model", "any_model"})
+"""Each of them starts a Redis or is a model for llama.cpp."""
+STARTING_EVENTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"})
+"""Audit events of the interpreter: https://docs.python.org/3/library/audit_events.html"""
+
+_quick_test: str | None = None
+
+
+class ProcessInQuickTest(Exception):
+    """A quick test starts a process."""
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether a test neither starts a process nor loads a model, by its folder, its mark and its fixtures."""
+    if item.nodeid.startswith(STARTING_FOLDERS) or item.get_closest_marker("starts_processes"):
+        return False
+    return STARTING_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) and not starts_redis(item)
+
+
+def starts_redis(item: pytest.Item) -> bool:
+    """Whether the parameters of a test choose the real server of `tests/common/protocol/test_scripts.py`."""
+    spec = getattr(item, "callspec", None)
+    return spec is not None and spec.params.get("redis_url") == "redis-server"
+
+
+def _refuse_process(event: str, _: object) -> None:
+    if _quick_test is not None and event in STARTING_EVENTS:
+        raise ProcessInQuickTest(f"{_quick_test} starts a process ({event}): it needs the mark `starts_processes`")
+
+
+def install_audit_hook() -> None:
+    """Watch what the interpreter starts. A hook cannot be removed: it stays until the interpreter ends."""
+    sys.addaudithook(_refuse_process)
+
+
+@contextmanager
+def without_processes(test: str) -> Iterator[None]:
+    """Make starting a process an error inside the block. `test` is named in the message."""
+    global _quick_test  # noqa: PLW0603  # an audit hook has no other state
+    _quick_test = test
+    try:
+        yield
+    finally:
+        _quick_test = None
