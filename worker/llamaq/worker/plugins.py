@@ -1,4 +1,4 @@
-"""Objects of the user's own, named `module:attribute` in a setting."""
+"""Loads the batch strategy and the hooks that the settings name: built-in ones, or `module:attribute` of a user."""
 
 from __future__ import annotations
 
@@ -13,27 +13,42 @@ from llamaq.worker.scheduling.batch_strategy import Balanced, BatchStrategy, Dec
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """What `module:attribute` names, looked for in the working directory too; raises `InvalidSettings`."""
+    """Import a user's object. Modules in the working directory are found too.
+
+    Args:
+        spec: The object, as `module:attribute`.
+        setting: The name of the setting, for error messages.
+
+    Raises:
+        InvalidSettings: The form is wrong, or the import fails.
+    """
     flag = f"--{setting.replace('_', '-')} ({ENV_PREFIX}{setting.upper()})"
     module, colon, attribute = spec.partition(":")
     if not (module and colon and attribute):
         raise InvalidSettings(f"{flag}: {spec!r} is not of the form module:attribute")
-    _look_here_too()
+    _add_working_directory()
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as exc:  # a user's module may raise anything
         raise InvalidSettings(f"{flag}: {spec!r} cannot be loaded: {type(exc).__name__}: {exc}") from exc
 
 
-def _look_here_too() -> None:
-    """Let modules be found in the working directory, as uvicorn does: a console script does not look there."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+def _add_working_directory() -> None:
+    """Add the working directory to `sys.path`, as uvicorn does. Python does not add it for a console script."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def load_hooks(specs: tuple[str, ...]) -> list[Any]:
-    """The functions that `--hooks` names."""
+    """Return the functions that `--hooks` names.
+
+    Args:
+        specs: The functions, each as `module:attribute`.
+
+    Raises:
+        InvalidSettings: A hook cannot be imported or is not callable.
+    """
     hooks = [load_object(spec, "hooks") for spec in specs]
     for spec, hook in zip(specs, hooks, strict=True):
         if not callable(hook):
@@ -49,24 +64,27 @@ BUILT_IN: dict[str, type[BatchStrategy]] = {
 
 
 def load_strategy(name: str) -> BatchStrategy:
-    """The strategy of that name: a built-in one, or `module:Class`, made without arguments.
+    """Return the batch strategy of this name.
+
+    Args:
+        name: A built-in strategy, or a user's class as `module:Class`, which is created without arguments.
 
     Raises:
-        InvalidSettings: There is no such strategy, it cannot be imported or made, or it lacks `build_batch`.
+        InvalidSettings: The strategy does not exist, cannot be imported or created, or has no method `build_batch`.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
     if ":" not in name:
         raise _refused(name, f"give one of {', '.join(BUILT_IN)}, or module:Class")
-    kind = load_object(name, "batch_strategy")
+    strategy_class = load_object(name, "batch_strategy")
     try:
-        strategy = kind()
+        strategy = strategy_class()
     except Exception as exc:  # a user's class may raise anything
-        raise _refused(name, f"it cannot be made: {type(exc).__name__}: {exc}") from exc
+        raise _refused(name, f"it cannot be created: {type(exc).__name__}: {exc}") from exc
     if not callable(getattr(strategy, "build_batch", None)):
         raise _refused(name, "it has no method build_batch")
-    return strategy  # type: ignore[no-any-return]  # whatever it is, its batches are checked
+    return strategy  # type: ignore[no-any-return]  # any class may be given: its batches are checked
 
 
-def _refused(name: str, why: str) -> InvalidSettings:
-    return InvalidSettings(f"--batch-strategy (LLAMAQ_BATCH_STRATEGY) {name!r}: {why}")
+def _refused(name: str, reason: str) -> InvalidSettings:
+    return InvalidSettings(f"--batch-strategy ({ENV_PREFIX}BATCH_STRATEGY) {name!r}: {reason}")

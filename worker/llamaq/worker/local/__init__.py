@@ -1,1 +1,1 @@
-"""Runs Redis and workers together on one machine."""
+"""Runs an embedded Redis and workers together on one machine."""

