@@ -1,4 +1,96 @@
-"""The protocol that producers and workers share: messages, keys, scripts, errors.
+"""What producers and workers share: errors, settings, and the messages, keys and scripts in Redis.
 
-This portion imports neither `llamaq.producer` nor `llamaq.worker`.
+Users import errors, settings and messages from here; the import loads neither Redis nor llama.cpp. This portion imports
+neither `llamaq.producer` nor `llamaq.worker`.
 """
+
+from __future__ import annotations
+
+from llamaq.common.errors import (
+    DeadLetterNotFound,
+    EmbeddedRedisError,
+    EngineError,
+    ErrorCode,
+    InvalidRequest,
+    InvalidSettings,
+    JobFailed,
+    JobNotFound,
+    JobRejected,
+    LlamaqError,
+    MissingExtra,
+    ModelError,
+    NoWorker,
+    ProtocolError,
+    QueueFull,
+    RedisFull,
+    ResultTimeout,
+    SlotCommandRefused,
+)
+from llamaq.common.protocol.job_events import Event, Failed, Finished, Started, Tokens
+from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobState, JobStats, Result
+from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, Message, Priority
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.queue_state import (
+    CacheSnapshot,
+    QueueDepth,
+    QueueStats,
+    SlotSnapshot,
+    TickStats,
+    Worker,
+    WorkerCard,
+)
+from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
+from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
+from llamaq.common.settings import ClientSettings, QueueSettings
+
+__all__ = [
+    "CacheSnapshot",
+    "CacheTier",
+    "ClientSettings",
+    "DeadLetter",
+    "DeadLetterDetails",
+    "DeadLetterNotFound",
+    "EmbeddedRedisError",
+    "EngineError",
+    "ErrorCode",
+    "Event",
+    "Failed",
+    "FinishReason",
+    "Finished",
+    "InvalidRequest",
+    "InvalidSettings",
+    "JobFailed",
+    "JobNotFound",
+    "JobOptions",
+    "JobParams",
+    "JobRejected",
+    "JobRequest",
+    "JobState",
+    "JobStats",
+    "JobStatus",
+    "LlamaqError",
+    "Message",
+    "MissingExtra",
+    "ModelError",
+    "NoWorker",
+    "Priority",
+    "ProtocolError",
+    "QueueDepth",
+    "QueueFull",
+    "QueueSettings",
+    "QueueStats",
+    "RedisFull",
+    "Result",
+    "ResultTimeout",
+    "SamplingDefaults",
+    "SamplingParams",
+    "SlotCommandRefused",
+    "SlotFile",
+    "SlotSnapshot",
+    "Started",
+    "TickStats",
+    "Tokens",
+    "Worker",
+    "WorkerCard",
+    "WorkerSlots",
+]

@@ -1,22 +1,22 @@
 """Every error that llamaq raises on purpose, as one tree.
 
 LlamaqError
-├── InvalidRequest        a job's parameters are not acceptable (also a ValueError)
-├── InvalidSettings       a setting, flag or environment variable is not acceptable (also a ValueError)
-├── QueueFull             the queue holds `max_queue` waiting jobs; nothing was submitted
-├── RedisFull             Redis has reached `maxmemory` and takes nothing more; nothing was submitted
-├── NoWorker              nobody serves the queue
-├── ResultTimeout         the caller's own patience ran out (also a TimeoutError)
-├── JobNotFound           no such job, or its result has expired (also a KeyError)
-├── DeadLetterNotFound    no such dead letter: it was retried or purged, perhaps (also a KeyError)
-├── OrderRefused          a worker did not do what was asked with a slot; the message says why
-├── JobFailed             the job ended with an error of its own: `code`, `message`
-├── JobRejected           worker side: this one job cannot be run, with the code it fails with
-├── ProtocolError         bytes in Redis that this version does not understand
-├── MissingExtra          an optional dependency is needed: `pip install llamaq[...]`
-├── ModelError            the model file cannot be found, fetched or loaded
+├── InvalidRequest        a parameter of a job is not valid (also a ValueError)
+├── InvalidSettings       a setting, flag or environment variable is not valid (also a ValueError)
+├── QueueFull             `max_queue` jobs wait; the job was not submitted
+├── RedisFull             Redis has reached `maxmemory`; the job was not submitted
+├── NoWorker              no worker serves the queue
+├── ResultTimeout         the timeout of a call was over before the job ended (also a TimeoutError)
+├── JobNotFound           the job does not exist, or its result has expired (also a KeyError)
+├── DeadLetterNotFound    the dead letter does not exist (also a KeyError)
+├── SlotCommandRefused    a worker did not execute a slot command
+├── JobFailed             the job ended with an error
+├── JobRejected           only inside a worker: this job cannot run, and fails with the given code
+├── ProtocolError         bytes in Redis cannot be decoded
+├── MissingExtra          an optional dependency is not installed (also an ImportError)
+├── ModelError            the model file cannot be found, downloaded or loaded
 ├── EngineError           llama.cpp refused a call
-└── EmbeddedRedisError    the bundled redis-server cannot be started
+└── EmbeddedRedisError    the embedded redis-server cannot start
 """
 
 from __future__ import annotations
@@ -25,45 +25,49 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Why a job failed; the `code` of `JobFailed` and of a `failed` event."""
+    """Why a job failed. It is the `code` of `JobFailed` and of a `failed` event."""
 
     INVALID_REQUEST = "invalid_request"
-    """The request does not decode, or a parameter is out of its bounds."""
+    """The request cannot be decoded, or a parameter is out of its bounds."""
     PROMPT_TOO_LONG = "prompt_too_long"
-    """The prompt alone fills the context that one job can have on this worker."""
+    """The prompt leaves no room in the context that one job can have on this worker."""
     INVALID_TOKEN = "invalid_token"
-    """A token id, in the prompt or in `logit_bias`, is not in the model's vocabulary."""
+    """A token id, in the prompt or in `logit_bias`, is not in the vocabulary of the model."""
     INVALID_GRAMMAR = "invalid_grammar"
     """The grammar or JSON schema does not compile, is too large, or takes too long."""
     GRAMMAR_EXHAUSTED = "grammar_exhausted"
-    """The grammar allows no token of this vocabulary at the place that was reached."""
+    """The grammar allows no token of this vocabulary after the output so far."""
     CHAT_TEMPLATE = "chat_template"
-    """The model has no chat template, or it refuses these messages."""
+    """The model has no chat template, or the template refuses these messages."""
     DECODE_FAILED = "decode_failed"
-    """llama.cpp could not decode this job's tokens, also when tried alone."""
+    """llama.cpp could not decode the tokens of this job, even without other jobs."""
     POISON = "poison"
-    """Workers died with it, `max_crashes` in a row; it lies in the dead letters (`llamaq dead`)."""
+    """`max_crashes` workers in a row died with this job. It is now a dead letter (`llamaq dead`)."""
     INTERNAL = "internal"
-    """A defect of the worker; its log has the traceback."""
+    """A defect of the worker. The log of the worker contains the traceback."""
 
 
 class LlamaqError(Exception):
-    """The base of every error that llamaq raises on purpose."""
+    """Base class of every error that llamaq raises on purpose."""
 
 
 class InvalidRequest(LlamaqError, ValueError):
-    """A job's parameters are not acceptable; the message names the field."""
+    """A parameter of a job is not valid. The message names the field."""
 
 
 class InvalidSettings(LlamaqError, ValueError):
-    """A setting is not acceptable; the message names the flag and the environment variable."""
+    """A setting is not valid. The message names the flag and the environment variable."""
 
 
 class QueueFull(LlamaqError):
-    """The queue holds as many waiting jobs as its workers allow (`max_queue`); nothing was submitted.
+    """The queue has as many waiting jobs as its workers allow. The job was not submitted.
 
-    `depth` jobs waited. `estimated_wait_s` is about how long one more would have waited for its start; None when too
-    few jobs have ended lately to tell.
+    Attributes:
+        queue: Name of the queue.
+        depth: Number of waiting jobs.
+        max_queue: Number of waiting jobs that the workers allow (`--max-queue`).
+        estimated_wait_s: Estimated time in seconds that one more job would wait for its start. None: too few jobs
+            ended lately for an estimate.
     """
 
     def __init__(self, queue: str, depth: int, max_queue: int, estimated_wait_s: float | None = None) -> None:
@@ -77,31 +81,44 @@ class QueueFull(LlamaqError):
 
 
 class RedisFull(LlamaqError):
-    """Redis has reached its `maxmemory`; nothing was submitted. Jobs that run wait and go on when there is room."""
+    """Redis has reached its `maxmemory`. The job was not submitted; running jobs continue when there is room again.
+
+    Attributes:
+        queue: Name of the queue.
+    """
 
     def __init__(self, queue: str) -> None:
         super().__init__(
-            f"Redis is full, so nothing was submitted to queue {queue!r}: give it more memory (maxmemory), let results "
-            "go sooner (result_ttl_s), or bound the queue (--max-queue)"
+            f"Redis is full, and no job was submitted to queue {queue!r}: give Redis more memory (maxmemory), store "
+            "results for a shorter time (result_ttl_s), or bound the queue (--max-queue)"
         )
         self.queue = queue
 
 
 class NoWorker(LlamaqError):
-    """No worker serves the queue, on `host` if one is named: its model is unknown, and nothing is generated."""
+    """No worker serves the queue, so its model is unknown and no job runs.
+
+    Attributes:
+        queue: Name of the queue.
+    """
 
     def __init__(self, queue: str, host: str | None = None) -> None:
-        who = "no worker" if host is None else f"no worker on this host ({host})"
-        super().__init__(f"{who} serves queue {queue!r}; start one with: llamaq worker --queue {queue}")
+        """Name the queue, and the host if only the workers of one host were asked for."""
+        missing = "no worker" if host is None else f"no worker on this host ({host})"
+        super().__init__(f"{missing} serves queue {queue!r}; start one with: llamaq worker --queue {queue}")
         self.queue = queue
 
 
 class ResultTimeout(LlamaqError, TimeoutError):
-    """The caller's own timeout ran out before the job ended."""
+    """The timeout of a call was over before the job ended. The job itself may still run."""
 
 
 class JobNotFound(LlamaqError, KeyError):
-    """There is no such job, or its result has outlived `result_ttl_s`."""
+    """The job does not exist, or its result is older than `result_ttl_s`.
+
+    Attributes:
+        job_id: The id that was asked for.
+    """
 
     def __init__(self, job_id: str) -> None:
         super().__init__(job_id)
@@ -112,7 +129,11 @@ class JobNotFound(LlamaqError, KeyError):
 
 
 class DeadLetterNotFound(LlamaqError, KeyError):
-    """There is no such dead letter: it was retried or purged, or newer ones have taken its place."""
+    """The dead letter does not exist: it was retried or purged, or newer ones replaced it.
+
+    Attributes:
+        letter_id: The id that was asked for.
+    """
 
     def __init__(self, letter_id: str) -> None:
         super().__init__(letter_id)
@@ -123,11 +144,17 @@ class DeadLetterNotFound(LlamaqError, KeyError):
 
 
 class SlotCommandRefused(LlamaqError):
-    """A worker would not, or could not, do what was asked with one of its slots; the message says why."""
+    """A worker did not execute a slot command. The message gives the reason."""
 
 
 class JobFailed(LlamaqError):
-    """The job ended with an error of its own; other jobs are not concerned."""
+    """The job ended with an error of its own. Other jobs are not affected.
+
+    Attributes:
+        code: Kind of the error, a value of `ErrorCode`.
+        message: The error in words.
+        job_id: Id of the job. None: not known.
+    """
 
     def __init__(self, code: str, message: str, job_id: str | None = None) -> None:
         super().__init__(f"{code}: {message}")
@@ -137,7 +164,12 @@ class JobFailed(LlamaqError):
 
 
 class JobRejected(LlamaqError):
-    """Raised inside a worker when one job cannot be run; it fails with this code and message, alone."""
+    """Only inside a worker: one job cannot run. It fails with this code and message, other jobs continue.
+
+    Attributes:
+        code: Kind of the error.
+        message: The error in words.
+    """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -146,19 +178,23 @@ class JobRejected(LlamaqError):
 
 
 class ProtocolError(LlamaqError):
-    """Bytes in Redis that do not decode as what they should be, or are larger than is allowed."""
+    """Bytes in Redis cannot be decoded as the expected message, or are larger than the limit."""
 
 
 class MissingExtra(LlamaqError, ImportError):
-    """An optional dependency is needed for this."""
+    """An optional dependency is not installed.
 
-    def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs an optional dependency: pip install 'llamaq[{extra}]'")
+    Attributes:
+        extra: Name of the extra of llamaq that brings it.
+    """
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs an optional dependency: pip install 'llamaq[{extra}]'")
         self.extra = extra
 
 
 class ModelError(LlamaqError):
-    """The model file cannot be found, fetched or loaded."""
+    """The model file cannot be found, downloaded or loaded."""
 
 
 class EngineError(LlamaqError):
@@ -166,4 +202,4 @@ class EngineError(LlamaqError):
 
 
 class EmbeddedRedisError(LlamaqError):
-    """The embedded redis-server cannot be found or does not start."""
+    """The embedded redis-server cannot be found or cannot start."""
