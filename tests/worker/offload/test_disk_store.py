@@ -1,4 +1,4 @@
-"""Blocks in files: what comes back is what was written, or nothing; and nothing but a log line comes of a bad file."""
+"""The disk tier: a read returns the data that was written or None, and an invalid file only causes a log line."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 class Disk:
-    """A store without memory and its files: whatever is put is written."""
+    """A block store with its files. Without host memory every inserted block is written at once."""
 
     def __init__(self, folder: Path, fingerprint: str = "model", *, host_bytes: int = 0, **limits: int) -> None:
         self.store = BlockStore(2, host_bytes, limits.pop("max_disk_bytes", ROOMY), can_cut=True)
         self.files = DiskStore(folder, fingerprint, **{"max_file_bytes": ROOMY, **limits})
         self.files.rebuild(self.store)
 
-    def put(self, tokens: Sequence[int], data: bytes = b"data", scope: Scope = SCOPE) -> None:
+    def insert(self, tokens: Sequence[int], data: bytes = b"data", scope: Scope = SCOPE) -> None:
         packed = pack(tokens)
         for span in self.store.missing_spans(packed, scope):
             self.store.insert(packed, scope, span, data + bytes([span.end]))
@@ -80,27 +80,27 @@ class Disk:
         self.close()
 
 
-class Stopped:
-    """The files' thread is kept busy until this is left."""
+class BlockedThread:
+    """A context in which the background thread of the files does nothing."""
 
     def __init__(self, files: DiskStore) -> None:
-        self.go, busy = threading.Event(), threading.Event()
+        self._is_over, is_blocked = threading.Event(), threading.Event()
 
         def wait() -> None:
-            busy.set()
-            assert self.go.wait(LIMIT_S)
+            is_blocked.set()
+            assert self._is_over.wait(LIMIT_S)
 
         files.background.submit(wait, urgent=True)
-        assert busy.wait(LIMIT_S)
+        assert is_blocked.wait(LIMIT_S)
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        self.go.set()
+        self._is_over.set()
 
 
 class Warnings:
-    """What was warned of so far."""
+    """The messages that were logged as warnings or errors."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
@@ -117,9 +117,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Warnings:
 # ---- writing and reading
 
 
-def test_what_was_written_comes_back(tmp_path: Path) -> None:
+def test_a_read_returns_the_data_that_was_written(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        disk.put(range(5))
+        disk.insert(range(5))
         disk.flush()
         assert disk.read(range(5)) == [b"data\x02", b"data\x04", b"data\x05"]
         assert sum(path.stat().st_size for path in disk.paths) == disk.store.disk_bytes
@@ -129,7 +129,7 @@ def test_only_this_user_can_read_the_files(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with Disk(tmp_path / "a" / "cache") as disk:
-            disk.put(range(5))
+            disk.insert(range(5))
             disk.flush()
             for path in disk.files.folder.iterdir():
                 assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
@@ -139,26 +139,26 @@ def test_only_this_user_can_read_the_files(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_a_folder_that_others_could_read_is_closed(tmp_path: Path) -> None:
+def test_a_folder_that_others_could_read_is_made_private(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         disk.files.folder.chmod(0o755)
     with Disk(tmp_path) as disk:
         assert stat.S_IMODE(disk.files.folder.stat().st_mode) == 0o700
 
 
-def test_no_file_says_its_namespace(tmp_path: Path) -> None:
+def test_no_file_contains_its_namespace(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        disk.put(range(5))
+        disk.insert(range(5))
         disk.flush()
         for path in disk.paths:
             assert SCOPE.namespace.encode() not in path.read_bytes()
         assert SCOPE.namespace not in str(disk.paths)
 
 
-def test_what_is_still_to_be_written_is_read_from_memory(tmp_path: Path) -> None:
+def test_data_that_is_not_written_yet_is_read_from_memory(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        with Stopped(disk.files):
-            disk.put([1, 2])
+        with BlockedThread(disk.files):
+            disk.insert([1, 2])
             future = disk.files.read(disk.blocks([1, 2])[0])
             assert future.done()
             assert future.result() == b"data\x02"
@@ -170,12 +170,12 @@ def test_what_is_still_to_be_written_is_read_from_memory(tmp_path: Path) -> None
         assert len(disk.paths) == 1
 
 
-def test_reads_go_before_writes(tmp_path: Path) -> None:
+def test_reads_are_done_before_writes(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        disk.put([1, 2])
+        disk.insert([1, 2])
         disk.flush()
-        with Stopped(disk.files):
-            disk.put([1, 2, *range(100)])
+        with BlockedThread(disk.files):
+            disk.insert([1, 2, *range(100)])
             future = disk.files.read(disk.blocks([1, 2])[0])
             future.add_done_callback(lambda _: written.append(len(disk.paths)))
             written: list[int] = []
@@ -184,74 +184,76 @@ def test_reads_go_before_writes(tmp_path: Path) -> None:
         assert written == [1]
 
 
-def test_a_write_that_was_erased_before_its_turn_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_erased_before_its_write_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[Path] = []
 
-    def count(path: Path, *parts: bytes) -> None:
+    def record(path: Path, *parts: bytes) -> None:
         written.append(path)
         write_file(path, *parts)
 
-    monkeypatch.setattr(disk_store, "write_file", count)
+    monkeypatch.setattr(disk_store, "write_file", record)
     with Disk(tmp_path, max_disk_bytes=FILE_BYTES + 8 + 5) as disk:
-        with Stopped(disk.files):
+        with BlockedThread(disk.files):
             for n in range(5):
-                disk.put([n, n])
+                disk.insert([n, n])
             assert disk.files.pending_bytes == 5
         disk.flush()
         assert disk.paths == written
         assert disk.read([4, 4]) == [b"data\x02"]
 
 
-def test_writes_that_the_disk_cannot_keep_up_with_are_given_up(tmp_path: Path, warnings: Warnings) -> None:
+def test_writes_beyond_the_pending_limit_are_dropped(tmp_path: Path, warnings: Warnings) -> None:
     with Disk(tmp_path, max_pending_bytes=10) as disk:
-        with Stopped(disk.files):
+        with BlockedThread(disk.files):
             for n in range(5):
-                disk.put([n, n])
+                disk.insert([n, n])
         disk.flush()
         assert [bool(disk.blocks([n, n])) for n in range(5)] == [True, True, False, False, False]
         assert ["too slow" in line for line in warnings] == [True]
 
 
-def test_one_write_may_be_larger_than_all_that_may_wait(tmp_path: Path) -> None:
+def test_a_single_write_may_exceed_the_pending_limit(tmp_path: Path) -> None:
     with Disk(tmp_path, max_pending_bytes=1) as disk:
-        disk.put([1, 1])
+        disk.insert([1, 1])
         disk.flush()
         assert disk.read([1, 1]) == [b"data\x02"]
 
 
-def test_what_memory_still_has_is_written_without_such_a_limit(tmp_path: Path) -> None:
+def test_the_pending_limit_does_not_apply_to_data_that_is_still_in_host_memory(tmp_path: Path) -> None:
     with Disk(tmp_path, host_bytes=ROOMY, max_pending_bytes=0) as disk:
-        with Stopped(disk.files):
+        with BlockedThread(disk.files):
             for n in range(5):
-                disk.put([n, n])
+                disk.insert([n, n])
             disk.store.write_host_to_disk()
             disk.files.submit(disk.store.drain_disk_operations())
         disk.flush()
         assert len(disk.paths) == 5
 
 
-def test_a_disk_that_cannot_be_written_costs_the_blocks_and_one_warning(tmp_path: Path, warnings: Warnings) -> None:
+def test_a_disk_that_refuses_writes_loses_the_blocks_and_causes_one_warning(tmp_path: Path, warnings: Warnings) -> None:
     with Disk(tmp_path) as disk:
         shutil.rmtree(disk.files.folder)
         for n in range(3):
-            disk.put([n, n])
+            disk.insert([n, n])
             disk.flush()
         assert len(disk.store) == 0
         assert ["not_written" in line for line in warnings] == [True]
         disk.files.folder.mkdir()
-        disk.put([7, 7])
+        disk.insert([7, 7])
         disk.flush()
         assert disk.read([7, 7]) == [b"data\x02"]
         shutil.rmtree(disk.files.folder)
-        disk.put([8, 8])
+        disk.insert([8, 8])
         disk.flush()
         assert len(list(warnings)) == 2, "it went well in between"
 
 
-def test_what_could_not_be_written_stays_in_memory(tmp_path: Path) -> None:
+def test_a_block_that_could_not_be_written_stays_in_host_memory(tmp_path: Path) -> None:
     with Disk(tmp_path, host_bytes=ROOMY) as disk:
         shutil.rmtree(disk.files.folder)
-        disk.put(range(4))
+        disk.insert(range(4))
         disk.store.write_host_to_disk()
         disk.files.submit(disk.store.drain_disk_operations())
         disk.flush()
@@ -259,9 +261,9 @@ def test_what_could_not_be_written_stays_in_memory(tmp_path: Path) -> None:
         assert disk.store.disk_bytes == 0
 
 
-def test_closing_writes_what_is_left_and_stops_the_thread(tmp_path: Path) -> None:
-    with Disk(tmp_path) as disk, Stopped(disk.files):
-        disk.put(range(50))
+def test_close_finishes_pending_writes_and_stops_the_thread(tmp_path: Path) -> None:
+    with Disk(tmp_path) as disk, BlockedThread(disk.files):
+        disk.insert(range(50))
         assert not disk.files.flush(0)
     assert len(disk.paths) == 25
     assert repr(disk.files.background) == "<BackgroundThread llamaq-disk closed 0 waiting>"
@@ -269,10 +271,10 @@ def test_closing_writes_what_is_left_and_stops_the_thread(tmp_path: Path) -> Non
         disk.files.read(disk.blocks([0, 1])[0]).result(0)
 
 
-def test_closing_does_not_wait_longer_than_it_may(tmp_path: Path, warnings: Warnings) -> None:
+def test_close_does_not_wait_longer_than_its_timeout(tmp_path: Path, warnings: Warnings) -> None:
     disk = Disk(tmp_path)
-    with Stopped(disk.files):
-        disk.put(range(50))
+    with BlockedThread(disk.files):
+        disk.insert(range(50))
         disk.files.close(0)
     assert ["closed_early files=25" in line for line in warnings] == [True]
 
@@ -280,10 +282,10 @@ def test_closing_does_not_wait_longer_than_it_may(tmp_path: Path, warnings: Warn
 # ---- the next start
 
 
-def test_after_a_restart_everything_is_found_again(tmp_path: Path) -> None:
+def test_after_a_restart_all_blocks_are_found(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        disk.put(range(9))
-        disk.put([0, 1, 5, 5], scope=Scope("other", 2))
+        disk.insert(range(9))
+        disk.insert([0, 1, 5, 5], scope=Scope("other", 2))
         before = disk.store.disk_bytes
     with Disk(tmp_path) as disk:
         assert disk.store.disk_bytes == before
@@ -297,7 +299,7 @@ def test_after_a_restart_everything_is_found_again(tmp_path: Path) -> None:
 def test_a_smaller_limit_after_a_restart_erases_the_oldest(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         for n in range(4):
-            disk.put([n, n])
+            disk.insert([n, n])
         disk.flush()
         for age, path in enumerate(disk.paths):
             os.utime(path, (1000 - age, 1000 - age))
@@ -308,30 +310,30 @@ def test_a_smaller_limit_after_a_restart_erases_the_oldest(tmp_path: Path) -> No
         assert not oldest.exists()
 
 
-def test_reading_a_file_makes_it_young(tmp_path: Path) -> None:
+def test_a_read_updates_the_modification_time(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        disk.put([1, 1])
+        disk.insert([1, 1])
         disk.flush()
         os.utime(disk.paths[0], (1000, 1000))
         disk.read([1, 1])
         assert disk.paths[0].stat().st_mtime > 1000
 
 
-def test_another_models_files_are_left_alone(tmp_path: Path) -> None:
+def test_files_of_another_model_are_not_touched(tmp_path: Path) -> None:
     with Disk(tmp_path, "one") as disk:
-        disk.put([1, 1])
+        disk.insert([1, 1])
     with Disk(tmp_path, "two") as disk:
         assert len(disk.store) == 0
-        disk.put([1, 1])
+        disk.insert([1, 1])
         assert disk.files.folder.parent == tmp_path
     with Disk(tmp_path, "one") as disk:
         assert disk.read([1, 1]) == [b"data\x02"]
 
 
-def test_two_workers_of_one_model_have_a_folder_each(tmp_path: Path) -> None:
+def test_two_workers_of_one_model_use_different_folders(tmp_path: Path) -> None:
     with Disk(tmp_path) as one, Disk(tmp_path) as two:
-        one.put([1, 1])
-        two.put([2, 2])
+        one.insert([1, 1])
+        two.insert([2, 2])
         one.flush()
         two.flush()
         assert len(two.paths) == len(one.paths) == 1
@@ -340,9 +342,9 @@ def test_two_workers_of_one_model_have_a_folder_each(tmp_path: Path) -> None:
         assert one.read([1, 1]) == two.read([2, 2]) == [b"data\x02"]
 
 
-def test_a_file_whose_parent_is_gone_is_erased(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_whose_parent_is_missing_is_erased(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Disk(tmp_path) as disk:
-        disk.put(range(6))
+        disk.insert(range(6))
         disk.flush()
         disk.paths[1].unlink()
     caplog.set_level(logging.INFO)
@@ -352,7 +354,7 @@ def test_a_file_whose_parent_is_gone_is_erased(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.starts_processes
-def test_a_process_that_dies_while_it_writes_leaves_nothing_that_is_taken_for_a_block(tmp_path: Path) -> None:
+def test_a_process_that_dies_during_a_write_leaves_no_file_that_is_read_as_a_block(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
@@ -372,15 +374,15 @@ files.flush(60)
     (folder,) = tmp_path.iterdir()
     assert [path.suffix for path in folder.iterdir() if path.name != "lock"] == [".tmp"]
     with Disk(tmp_path) as disk:
-        assert disk.files.folder == folder, "the dead process holds no lock"
+        assert disk.files.folder == folder, "the lock of the dead process has ended"
         assert len(disk.store) == 0
         assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
-def test_bad_files_are_told_once_for_each_kind_and_never_used(tmp_path: Path, warnings: Warnings) -> None:
+def test_invalid_files_are_not_used_and_logged_once_for_each_fault(tmp_path: Path, warnings: Warnings) -> None:
     with Disk(tmp_path) as disk:
         for n in range(8):
-            disk.put([n, n])
+            disk.insert([n, n])
         disk.flush()
         good, torn, empty, other, newer, large, renamed, linked = disk.paths
         folder = disk.files.folder
@@ -407,7 +409,7 @@ def test_bad_files_are_told_once_for_each_kind_and_never_used(tmp_path: Path, wa
                 ("unreadable", 2),
             ]
         }
-        assert other.exists(), "what is not ours stays"
+        assert other.exists(), "files of other programs and models stay"
         assert newer.exists()
         assert (folder / "notes.txt").exists()
         assert not any(path.exists() for path in (torn, empty, large, folder / ("0" * 64 + ".kv")))
@@ -416,11 +418,9 @@ def test_bad_files_are_told_once_for_each_kind_and_never_used(tmp_path: Path, wa
 # ---- damage
 
 
-def test_a_file_that_goes_bad_later_takes_its_block_and_those_below_it_along(
-    tmp_path: Path, warnings: Warnings
-) -> None:
+def test_a_file_that_is_damaged_later_removes_its_block_and_the_descendants(tmp_path: Path, warnings: Warnings) -> None:
     with Disk(tmp_path) as disk:
-        disk.put(range(8))
+        disk.insert(range(8))
         disk.flush()
         path = disk.paths[1]
         path.write_bytes(path.read_bytes()[:-30] + b"x" + path.read_bytes()[-29:])
@@ -432,9 +432,9 @@ def test_a_file_that_goes_bad_later_takes_its_block_and_those_below_it_along(
         assert [f"bad_file file={path}" in line for line in warnings] == [True]
 
 
-def test_a_file_that_vanished_is_no_error(tmp_path: Path, warnings: Warnings) -> None:
+def test_a_missing_file_is_a_warning_and_no_error(tmp_path: Path, warnings: Warnings) -> None:
     with Disk(tmp_path) as disk:
-        disk.put([1, 1])
+        disk.insert([1, 1])
         disk.flush()
         disk.paths[0].unlink()
         assert disk.read([1, 1]) == [None]
@@ -461,12 +461,12 @@ def damaged(content: bytes, data: st.DataObject) -> bytes:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_whatever_happens_to_a_file_it_gives_its_data_or_nothing(data: st.DataObject) -> None:
+def test_a_damaged_file_is_never_read_as_other_data(data: st.DataObject) -> None:
     logging.disable()
     try:
         with tempfile.TemporaryDirectory() as folder:
             with Disk(Path(folder)) as disk:
-                disk.put([1, 2], bytes(range(50)))
+                disk.insert([1, 2], bytes(range(50)))
                 disk.flush()
                 (path,) = disk.paths
                 content = path.read_bytes()
@@ -474,7 +474,7 @@ def test_whatever_happens_to_a_file_it_gives_its_data_or_nothing(data: st.DataOb
                 is_same = path.read_bytes() == content
                 (read,) = disk.read([1, 2])
                 assert read == (bytes(range(50)) + b"\x02" if is_same else None)
-            with Disk(Path(folder)) as disk:  # a header that is whole may stand before data that is not
+            with Disk(Path(folder)) as disk:  # a valid header may precede damaged data
                 assert disk.read([1, 2]) in ([], [None], [bytes(range(50)) + b"\x02"])
                 if not is_same:
                     assert disk.read([1, 2]) in ([], [None])
@@ -482,9 +482,9 @@ def test_whatever_happens_to_a_file_it_gives_its_data_or_nothing(data: st.DataOb
         logging.disable(logging.NOTSET)
 
 
-def test_lengths_in_a_header_are_not_believed(tmp_path: Path, warnings: Warnings) -> None:
+def test_invalid_lengths_in_a_header_are_detected(tmp_path: Path, warnings: Warnings) -> None:
     with Disk(tmp_path) as disk:
-        disk.put([1, 2])
+        disk.insert([1, 2])
         disk.flush()
         (path,) = disk.paths
     for start, end, n_bytes in [(0, 2**62, 5), (0, 2**40, 2**40), (0, 2, 2**63), (2, 0, 5), (0, 2, 2**64 - 1)]:
@@ -495,9 +495,9 @@ def test_lengths_in_a_header_are_not_believed(tmp_path: Path, warnings: Warnings
     assert all("torn" in line for line in warnings)
 
 
-def test_the_format_is_the_documented_one(tmp_path: Path) -> None:
+def test_the_file_has_the_documented_format(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
-        disk.put([1, 2])
+        disk.insert([1, 2])
         disk.flush()
         (path,), (block,) = disk.paths, disk.blocks([1, 2])
         header = encode_header(block, fingerprint_key("model"))
@@ -506,18 +506,20 @@ def test_the_format_is_the_documented_one(tmp_path: Path) -> None:
         assert path.stat().st_size == block.file_bytes
 
 
-def test_a_folder_that_cannot_be_made_is_a_bad_setting(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_invalid_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidSettings, match="--cache-dir"):
         DiskStore(tmp_path / "file", "model", max_file_bytes=1)
 
 
-def test_a_defect_in_the_thread_is_logged_and_the_thread_goes_on(tmp_path: Path, warnings: Warnings) -> None:
+def test_an_unexpected_exception_in_the_thread_is_logged_and_the_thread_continues(
+    tmp_path: Path, warnings: Warnings
+) -> None:
     with Disk(tmp_path) as disk:
-        disk.put([1, 1])
+        disk.insert([1, 1])
         block = disk.blocks([1, 1])[0]
         disk.files.submit([WriteBlock(block, "no bytes")])  # type: ignore[arg-type]
-        disk.put([2, 2])
+        disk.insert([2, 2])
         disk.flush()
         assert "disk_cache.defect" in list(warnings)
         assert disk.read([2, 2]) == [b"data\x02"]

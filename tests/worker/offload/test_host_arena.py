@@ -1,4 +1,4 @@
-"""Memory that is laid out before saved cells need it: lent, given back, lent again, and never more than allowed."""
+"""The host arena: buffers are allocated ahead, have one owner at a time, and are reused within the limit."""
 
 from __future__ import annotations
 
@@ -15,102 +15,104 @@ from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.host_arena import PAGE_BYTES, SLAB_BYTES, HostArena
 
-SLOT_TOKENS = 64
+BUFFER_TOKENS = 64
 CELL_BYTES = 1000
-SLOT_BYTES = (SLOT_TOKENS * CELL_BYTES // PAGE_BYTES + 2) * PAGE_BYTES
-N_SLOTS = 20
+BUFFER_BYTES = (BUFFER_TOKENS * CELL_BYTES // PAGE_BYTES + 2) * PAGE_BYTES
+N_BUFFERS = 20
 
 
 @pytest.fixture
-def memory() -> Iterator[HostArena]:
-    made = HostArena(N_SLOTS * SLOT_BYTES, SLOT_TOKENS)
+def arena() -> Iterator[HostArena]:
+    made = HostArena(N_BUFFERS * BUFFER_BYTES, BUFFER_TOKENS)
     yield made
     made.close()
 
 
-def take(memory: HostArena, n_tokens: int = SLOT_TOKENS) -> memoryview | None:
-    return memory.allocate(n_tokens * CELL_BYTES, n_tokens)
+def allocate(arena: HostArena, n_tokens: int = BUFFER_TOKENS) -> memoryview | None:
+    return arena.allocate(n_tokens * CELL_BYTES, n_tokens)
 
 
-def wait_for(come: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + 30
-    while not come():
-        assert time.monotonic() < ends_s
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
         time.sleep(0.001)
 
 
-def lay_out(memory: HostArena, n_slots: int = N_SLOTS) -> None:
-    """Say how large cells are, and wait until the slots are there."""
-    take(memory)
-    wait_for(lambda: n_free(memory) == n_slots)
+def allocate_slab(arena: HostArena, n_buffers: int = N_BUFFERS) -> None:
+    """Fix the size of a buffer by a first allocation, and wait for the buffers of the slab."""
+    allocate(arena)
+    wait_until(lambda: n_free(arena) == n_buffers)
 
 
-def n_free(memory: HostArena) -> int:
-    return int(repr(memory).split()[-2])
+def n_free(arena: HostArena) -> int:
+    return int(repr(arena).split()[-2])
 
 
-def test_none_is_ready_before_it_is_known_how_large_cells_are(memory: HostArena) -> None:
-    assert take(memory) is None
+def test_the_first_allocation_fails_because_the_size_of_cells_is_unknown(arena: HostArena) -> None:
+    assert allocate(arena) is None
 
 
-def test_slots_are_lent_once_and_no_more_than_there_may_be(memory: HostArena) -> None:
-    lay_out(memory)
-    lent = [take(memory) for _ in range(N_SLOTS + 5)]
-    assert [each is None for each in lent] == [False] * N_SLOTS + [True] * 5
-    for number, each in enumerate(lent[:N_SLOTS]):
-        assert each is not None
-        assert len(each) == SLOT_TOKENS * CELL_BYTES
-        each[:] = bytes([number]) * len(each)
-    for number, each in enumerate(lent[:N_SLOTS]):
-        assert each is not None
-        assert set(each) == {number}
+def test_each_buffer_has_one_owner_and_the_limit_holds(arena: HostArena) -> None:
+    allocate_slab(arena)
+    buffers = [allocate(arena) for _ in range(N_BUFFERS + 5)]
+    assert [buffer is None for buffer in buffers] == [False] * N_BUFFERS + [True] * 5
+    for number, buffer in enumerate(buffers[:N_BUFFERS]):
+        assert buffer is not None
+        assert len(buffer) == BUFFER_TOKENS * CELL_BYTES
+        buffer[:] = bytes([number]) * len(buffer)
+    for number, buffer in enumerate(buffers[:N_BUFFERS]):
+        assert buffer is not None
+        assert set(buffer) == {number}
 
 
 @pytest.mark.parametrize(
-    "hold", [lambda lent: lent, lambda lent: lent[5:9], lambda lent: np.frombuffer(lent, np.uint8)]
+    "refer_to", [lambda view: view, lambda view: view[5:9], lambda view: np.frombuffer(view, np.uint8)]
 )
-def test_a_slot_comes_back_when_nobody_refers_to_it(memory: HostArena, hold: Callable[[memoryview], object]) -> None:
-    lay_out(memory)
-    lent = [take(memory) for _ in range(N_SLOTS)]
-    first = lent[0]
+def test_a_buffer_becomes_free_when_its_last_reference_is_deleted(
+    arena: HostArena, refer_to: Callable[[memoryview], object]
+) -> None:
+    allocate_slab(arena)
+    buffers = [allocate(arena) for _ in range(N_BUFFERS)]
+    first = buffers[0]
     assert first is not None
-    held = hold(first)
+    reference = refer_to(first)
     del first
-    lent.clear()
-    again = [take(memory) for _ in range(N_SLOTS)]
-    assert [each is None for each in again] == [False] * (N_SLOTS - 1) + [True]
-    del held
-    assert take(memory) is not None
+    buffers.clear()
+    again = [allocate(arena) for _ in range(N_BUFFERS)]
+    assert [buffer is None for buffer in again] == [False] * (N_BUFFERS - 1) + [True]
+    del reference
+    assert allocate(arena) is not None
 
 
-def test_no_slot_is_left_half_empty_and_none_is_too_small(memory: HostArena) -> None:
-    lay_out(memory)
-    assert take(memory, SLOT_TOKENS // 2) is None
-    assert take(memory, SLOT_TOKENS - 10) is not None
-    assert take(memory, SLOT_TOKENS + 10) is None
+def test_cells_that_do_not_fit_or_fill_less_than_half_of_a_buffer_get_none(arena: HostArena) -> None:
+    allocate_slab(arena)
+    assert allocate(arena, BUFFER_TOKENS // 2) is None
+    assert allocate(arena, BUFFER_TOKENS - 10) is not None
+    assert allocate(arena, BUFFER_TOKENS + 10) is None
 
 
-def test_the_next_slab_is_there_before_the_last_one_is_used_up() -> None:
-    memory = HostArena(10 * SLAB_BYTES, SLOT_TOKENS)
-    n_slab = SLAB_BYTES // SLOT_BYTES
-    lay_out(memory, n_slab)
-    lent = []
+def test_the_next_slab_is_allocated_before_the_last_one_is_used_up() -> None:
+    arena = HostArena(10 * SLAB_BYTES, BUFFER_TOKENS)
+    n_slab = SLAB_BYTES // BUFFER_BYTES
+    allocate_slab(arena, n_slab)
+    buffers = []
     for _ in range(n_slab + 8):
-        lent.append(take(memory))
-        if len(lent) == n_slab - 4:
-            wait_for(lambda: n_free(memory) > n_slab)
-    assert all(each is not None for each in lent)
-    memory.close()
+        buffers.append(allocate(arena))
+        if len(buffers) == n_slab - 4:
+            wait_until(lambda: n_free(arena) > n_slab)
+    assert all(buffer is not None for buffer in buffers)
+    arena.close()
 
 
-def test_a_block_counts_all_of_the_slot_that_it_lies_in(memory: HostArena) -> None:
-    lay_out(memory)
-    store = BlockStore(SLOT_TOKENS, 10 * SLOT_BYTES, can_cut=True)
-    tokens, scope = pack(range(SLOT_TOKENS - 10)), Scope()
-    lent = take(memory, SLOT_TOKENS - 10)
-    assert lent is not None
-    assert footprint(lent) == footprint(lent[3:]) == SLOT_BYTES
+def test_a_block_counts_the_whole_buffer_of_its_data(arena: HostArena) -> None:
+    allocate_slab(arena)
+    store = BlockStore(BUFFER_TOKENS, 10 * BUFFER_BYTES, can_cut=True)
+    tokens, scope = pack(range(BUFFER_TOKENS - 10)), Scope()
+    buffer = allocate(arena, BUFFER_TOKENS - 10)
+    assert buffer is not None
+    assert footprint(buffer) == footprint(buffer[3:]) == BUFFER_BYTES
     assert footprint(b"four") == 4
-    store.insert(tokens, scope, store.missing_spans(tokens, scope)[0], lent)
-    assert store.host_bytes == SLOT_BYTES + BLOCK_BYTES
+    store.insert(tokens, scope, store.missing_spans(tokens, scope)[0], buffer)
+    assert store.host_bytes == BUFFER_BYTES + BLOCK_BYTES
     store.check_integrity()
