@@ -15,10 +15,10 @@ from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.vocab import Vocab
 from llamaq.worker.engine.gguf_vocab import extract_vocab
-from llamaq.worker.generation.grammar import sandbox
+from llamaq.worker.generation.grammar import sandbox as sandbox_module
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
-from llamaq.worker.generation.grammar.text_checks import MAX_NESTING
+from llamaq.worker.generation.grammar.static_checks import MAX_NESTING
 from llamaq.worker.generation.sampler import LogitSampler
 
 
@@ -28,14 +28,14 @@ def blob(demo_model: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def warden(blob: bytes) -> Iterator[GrammarSandbox]:
-    warden = GrammarSandbox(blob, try_s=3)
-    yield warden
-    warden.close()
+def sandbox(blob: bytes) -> Iterator[GrammarSandbox]:
+    sandbox = GrammarSandbox(blob, timeout_s=3)
+    yield sandbox
+    sandbox.close()
 
 
 def generate(vocab: Vocab, text: str, params: SamplingDefaults, *, n_max: int = 200, seed: int = 1) -> list[int]:
-    """Tokens out of noise under a grammar, up to the first end token or `n_max`."""
+    """Sample tokens from random logits with a grammar, up to the first end token or `n_max` tokens."""
     noise = np.random.default_rng(seed)
     sampler = LogitSampler(params, seed=seed, grammar=Grammar(vocab, text))
     history: list[int] = []
@@ -58,13 +58,13 @@ SETTINGS = (
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=["default", "greedy", "all", "typical"])
-def test_what_is_sampled_from_noise_is_in_the_grammar(vocab: Vocab, warden: GrammarSandbox, params: Any) -> None:
+def test_sampled_tokens_match_the_grammar(vocab: Vocab, sandbox: GrammarSandbox, params: Any) -> None:
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {"age": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["a", "bc"]}}},
         "required": ["age", "tags"],
     }
-    text = warden.compile(JobParams(json_schema=schema))
+    text = sandbox.compile(JobParams(json_schema=schema))
     whole = 0
     for seed in range(4):
         tokens = generate(vocab, text, params, seed=seed)
@@ -81,24 +81,24 @@ def test_an_end_token_is_allowed_only_where_the_grammar_can_end(vocab: Vocab) ->
     a, b = vocab.encode("a")[1], vocab.encode("b")[1]
     ends = [grammar.allows(vocab.eos or 0)]
     for n in range(2):
-        grammar.follow([a, b][: n + 1])
+        grammar.accept([a, b][: n + 1])
         ends.append(grammar.allows(vocab.eos or 0))
     assert ends == [False, False, True]
     assert not grammar.allows(a)
 
 
-def test_a_grammar_that_allows_nothing_but_the_end_gives_an_end_token(vocab: Vocab) -> None:
+def test_a_grammar_that_allows_only_the_end_draws_an_end_token(vocab: Vocab) -> None:
     assert generate(vocab, 'root ::= ""', SamplingDefaults()) == []
 
 
 def test_a_token_that_the_grammar_does_not_allow_is_never_accepted(vocab: Vocab) -> None:
     grammar = Grammar(vocab, 'root ::= "ab"')
     with pytest.raises(JobRejected) as refused:
-        grammar.follow(vocab.encode("b")[1:])
+        grammar.accept(vocab.encode("b")[1:])
     assert refused.value.code == ErrorCode.GRAMMAR_EXHAUSTED
 
 
-def test_the_tokens_of_an_earlier_attempt_are_followed_before_the_next_is_drawn(vocab: Vocab) -> None:
+def test_the_tokens_of_an_earlier_attempt_are_accepted_before_the_next_draw(vocab: Vocab) -> None:
     text, params = 'root ::= "(" [a-z ]+ ")"', SamplingDefaults()
     logits = np.random.default_rng(1).normal(size=vocab.n_tokens).astype(np.float32)
     history: list[int] = []
@@ -109,13 +109,13 @@ def test_the_tokens_of_an_earlier_attempt_are_followed_before_the_next_is_drawn(
     assert resumed.sample(logits, history[:5], 0) == history[5]
 
 
-def test_a_draw_that_the_grammar_allows_is_the_draw_without_it(vocab: Vocab) -> None:
+def test_a_draw_that_the_grammar_allows_is_the_same_without_the_grammar(vocab: Vocab) -> None:
     logits = np.random.default_rng(1).normal(size=vocab.n_tokens).astype(np.float32)
     free = LogitSampler(SamplingDefaults(), seed=3).sample(logits, [], 0)
     assert LogitSampler(SamplingDefaults(), seed=3, grammar=Grammar(vocab, "root ::= .+")).sample(logits, [], 0) == free
 
 
-def test_a_refused_draw_is_made_again_among_the_best_allowed_tokens(vocab: Vocab) -> None:
+def test_a_refused_draw_is_repeated_among_the_allowed_tokens_with_the_largest_logits(vocab: Vocab) -> None:
     logits = np.random.default_rng(2).normal(size=vocab.n_tokens).astype(np.float32)
     grammar = Grammar(vocab, "root ::= [0-9]")
     allowed = [token for token in range(vocab.n_tokens) if grammar.allows(token)]
@@ -151,14 +151,14 @@ BAD_GRAMMARS = {
     "repetition": ('root ::= "x"{1000000}', "repetitions exceeds"),
     "token reference": ('root ::= "a" !<[5]>', "refers to a token"),
     "NUL": ('root ::= "a\0"', "NUL"),
-    "impossible": ("root ::= [^\\x00-\\UFFFFFFFF]", "can begin it"),
+    "impossible": ("root ::= [^\\x00-\\UFFFFFFFF]", "is allowed first"),
 }
 
 
 @pytest.mark.parametrize(("grammar", "reason"), BAD_GRAMMARS.values(), ids=BAD_GRAMMARS)
-def test_a_bad_grammar_is_refused_with_a_reason(warden: GrammarSandbox, grammar: str, reason: str) -> None:
+def test_a_bad_grammar_is_refused_with_a_reason(sandbox: GrammarSandbox, grammar: str, reason: str) -> None:
     with pytest.raises(JobRejected) as refused:
-        warden.compile(JobParams(grammar=grammar))
+        sandbox.compile(JobParams(grammar=grammar))
     assert refused.value.code == ErrorCode.INVALID_GRAMMAR
     assert reason in refused.value.message
 
@@ -176,8 +176,8 @@ GOOD_GRAMMARS = {
 
 
 @pytest.mark.parametrize("grammar", GOOD_GRAMMARS.values(), ids=GOOD_GRAMMARS)
-def test_a_good_grammar_is_given_back(warden: GrammarSandbox, grammar: str) -> None:
-    assert warden.compile(JobParams(grammar=grammar)) == grammar
+def test_a_good_grammar_is_returned_unchanged(sandbox: GrammarSandbox, grammar: str) -> None:
+    assert sandbox.compile(JobParams(grammar=grammar)) == grammar
 
 
 def nested_schema(depth: int) -> dict[str, Any]:
@@ -192,17 +192,17 @@ BAD_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "remote reference": ({"$ref": "https://example.com/schema.json"}, "Fetching remote schemas is not allowed"),
     "dangling reference": ({"$ref": "#/definitions/x"}, "Error resolving ref"),
     "unknown type": ({"type": "nothing"}, "Unrecognized schema"),
-    "wrong type": ({"properties": 5}, "cannot be turned into a grammar"),
+    "wrong type": ({"properties": 5}, "cannot be converted to a grammar"),
     "huge": ({"enum": ["x" * 70_000]}, "larger than"),
-    "huge by repetition": ({"type": "string", "minLength": 10**9}, "cannot be turned into a grammar: MemoryError"),
+    "huge by repetition": ({"type": "string", "minLength": 10**9}, "cannot be converted to a grammar: MemoryError"),
     "bad pattern": ({"type": "string", "pattern": "("}, "Pattern must start with"),
 }
 
 
 @pytest.mark.parametrize(("schema", "reason"), BAD_SCHEMAS.values(), ids=BAD_SCHEMAS)
-def test_a_bad_schema_is_refused_with_a_reason(warden: GrammarSandbox, schema: dict[str, Any], reason: str) -> None:
+def test_a_bad_schema_is_refused_with_a_reason(sandbox: GrammarSandbox, schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(JobRejected) as refused:
-        warden.compile(JobParams(json_schema=schema))
+        sandbox.compile(JobParams(json_schema=schema))
     assert refused.value.code == ErrorCode.INVALID_GRAMMAR
     assert reason in refused.value.message
 
@@ -217,67 +217,67 @@ def test_a_bad_schema_is_refused_with_a_reason(warden: GrammarSandbox, schema: d
     ],
     ids=["any", "nested", "big numbers", "reference"],
 )
-def test_a_good_schema_becomes_a_grammar(warden: GrammarSandbox, vocab: Vocab, schema: dict[str, Any]) -> None:
-    Grammar(vocab, warden.compile(JobParams(json_schema=schema))).close()
+def test_a_good_schema_becomes_a_grammar(sandbox: GrammarSandbox, vocab: Vocab, schema: dict[str, Any]) -> None:
+    Grammar(vocab, sandbox.compile(JobParams(json_schema=schema))).close()
 
 
-def test_a_grammar_may_name_its_root_and_a_schema_may_not(warden: GrammarSandbox) -> None:
-    assert warden.compile(JobParams(grammar='start ::= "x"', grammar_root="start"))
+def test_a_grammar_may_have_another_root_and_a_schema_may_not(sandbox: GrammarSandbox) -> None:
+    assert sandbox.compile(JobParams(grammar='start ::= "x"', grammar_root="start"))
     with pytest.raises(JobRejected, match="grammar_root"):
-        warden.compile(JobParams(json_schema={}, grammar_root="start"))
+        sandbox.compile(JobParams(json_schema={}, grammar_root="start"))
 
 
-EXPLODING = 'root ::= [a-z ] root "b" | [a-z ] root "c" | "d"'
-"""The number of ways to read a text doubles with each character."""
+EXPONENTIAL = 'root ::= [a-z ] root "b" | [a-z ] root "c" | "d"'
+"""The number of parses of a text doubles with each character."""
 
 
-def test_a_grammar_that_takes_too_long_is_refused_without_a_second_trial(blob: bytes) -> None:
-    warden = GrammarSandbox(blob, try_s=0.5)
+def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(blob: bytes) -> None:
+    sandbox = GrammarSandbox(blob, timeout_s=0.5)
     for _ in range(2):
         with pytest.raises(JobRejected, match=r"more than 0\.5 s"):
-            warden.compile(JobParams(grammar=EXPLODING))
-        assert warden._child is None
-    assert warden.compile(JobParams(grammar='root ::= "a"'))
-    warden.close()
+            sandbox.compile(JobParams(grammar=EXPONENTIAL))
+        assert sandbox._process is None
+    assert sandbox.compile(JobParams(grammar='root ::= "a"'))
+    sandbox.close()
 
 
-def test_a_grammar_that_explodes_in_the_engine_ends_its_own_job(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaq.worker.generation.grammar.compiled_grammar.SLOW_S", 0.01)
-    grammar = Grammar(vocab, EXPLODING)
+def test_a_step_that_takes_too_long_rejects_the_job(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaq.worker.generation.grammar.compiled_grammar.MAX_STEP_S", 0.01)
+    grammar = Grammar(vocab, EXPONENTIAL)
     with pytest.raises(JobRejected, match="ambiguous"):
-        grammar.follow([vocab.encode("a")[1]] * 100)
+        grammar.accept([vocab.encode("a")[1]] * 100)
 
 
-def test_a_dead_child_is_replaced(blob: bytes) -> None:
-    warden = GrammarSandbox(blob)
-    warden.compile(JobParams(grammar='root ::= "a"'))
-    child = warden._child
-    assert child is not None
-    os.kill(child._process.pid, signal.SIGKILL)
-    child._process.wait()
-    with pytest.raises(JobRejected, match="cannot bear"):
-        warden.compile(JobParams(grammar='root ::= "b"'))
-    assert warden.compile(JobParams(grammar='root ::= "c"'))
-    warden.close()
+def test_a_dead_process_is_replaced(blob: bytes) -> None:
+    sandbox = GrammarSandbox(blob)
+    sandbox.compile(JobParams(grammar='root ::= "a"'))
+    process = sandbox._process
+    assert process is not None
+    os.kill(process._popen.pid, signal.SIGKILL)
+    process._popen.wait()
+    with pytest.raises(JobRejected, match="crashes on it"):
+        sandbox.compile(JobParams(grammar='root ::= "b"'))
+    assert sandbox.compile(JobParams(grammar='root ::= "c"'))
+    sandbox.close()
 
 
 @pytest.mark.starts_processes
-def test_a_child_that_cannot_start_is_an_engine_error() -> None:
-    warden = GrammarSandbox(b"no vocabulary")
+def test_a_process_that_cannot_start_is_an_engine_error() -> None:
+    sandbox = GrammarSandbox(b"no vocabulary")
     with pytest.raises(EngineError, match="does not start"):
-        warden.compile(JobParams(grammar='root ::= "a"'))
-    warden.close()
+        sandbox.compile(JobParams(grammar='root ::= "a"'))
+    sandbox.close()
 
 
-def test_the_child_ends_when_its_parent_is_gone(blob: bytes) -> None:
-    child = sandbox._Child(blob)
-    child.await_start()
-    child._socket.close()
-    assert child._process.wait(timeout=10) == 0
+def test_the_process_ends_when_its_socket_is_closed(blob: bytes) -> None:
+    process = sandbox_module._SandboxProcess(blob)
+    process.await_start()
+    process._socket.close()
+    assert process._popen.wait(timeout=10) == 0
 
 
-def test_the_oldest_verdicts_are_forgotten(warden: GrammarSandbox) -> None:
-    for n in range(sandbox.MAX_VERDICTS + 5):
+def test_the_oldest_results_are_removed_from_the_cache(sandbox: GrammarSandbox) -> None:
+    for n in range(sandbox_module.MAX_CACHED_RESULTS + 5):
         with pytest.raises(JobRejected):
-            warden.compile(JobParams(grammar=f'other{n} ::= "x"'))
-    assert len(warden._verdicts) == sandbox.MAX_VERDICTS
+            sandbox.compile(JobParams(grammar=f'other{n} ::= "x"'))
+    assert len(sandbox._results) == sandbox_module.MAX_CACHED_RESULTS

@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.worker.generation.grammar.compiled_grammar import CANDIDATE
+from llamaq.worker.generation.grammar.compiled_grammar import TOKEN_DATA
 from llamaq.worker.generation.sampler import LogitSampler
-from llamaq.worker.generation.token_filters import FEW, all_candidates, top_k, top_p_min_p, typical_p
+from llamaq.worker.generation.token_filters import (
+    SORT_LIMIT,
+    TokenIds,
+    top_k,
+    top_p_min_p,
+    typical_p,
+    unmasked_candidates,
+)
 
 Logits = npt.NDArray[np.float32]
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
@@ -23,7 +30,7 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
 def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] = ()) -> dict[int, float]:
     """What llama.cpp's samplers leave of all tokens: their logits by id."""
-    candidates = np.zeros(len(logits), CANDIDATE)
+    candidates = np.zeros(len(logits), TOKEN_DATA)
     candidates["id"] = np.arange(len(logits))
     candidates["logit"] = logits
     array = llama_cpp.llama_token_data_array(
@@ -41,6 +48,14 @@ def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] 
 def llama_bias(n_vocab: int, bias: Mapping[int, float]) -> Any:
     items = (llama_cpp.llama_logit_bias * len(bias))(*[llama_cpp.llama_logit_bias(*item) for item in bias.items()])
     return llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(bias), items)
+
+
+def distribution(sampler: LogitSampler, logits: Logits, history: Sequence[int]) -> tuple[TokenIds, Logits]:
+    """Return the tokens that may be drawn without a grammar, and their probabilities. Changes `logits`."""
+    sampler._adjust(logits, history)
+    candidates = sampler._filter(sampler._candidates(logits))
+    weights = sampler._weights(candidates)
+    return candidates.tokens, weights / weights.sum()
 
 
 def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -85,14 +100,14 @@ def test_of_equal_logits_top_k_keeps_the_smaller_ids(n: int) -> None:
 def test_top_p_keeps_what_llama_cpp_keeps(logits: Logits, p: float) -> None:
     assume(away_from(np.cumsum(np.sort(softmax(logits))[::-1]), p))
     left = llama_chain(logits, [llama_cpp.llama_sampler_init_top_p(p, 1)])
-    assert top_p_min_p(all_candidates(logits), p, 0).tokens.tolist() == sorted(left)
+    assert top_p_min_p(unmasked_candidates(logits), p, 0).tokens.tolist() == sorted(left)
 
 
 @given(logits=distinct_logits, share=shares)
 def test_min_p_keeps_what_llama_cpp_keeps(logits: Logits, share: float) -> None:
     assume(away_from(logits, float(logits.max() + np.log(share))))
     left = llama_chain(logits, [llama_cpp.llama_sampler_init_min_p(share, 1)])
-    assert top_p_min_p(all_candidates(logits), 1, share).tokens.tolist() == sorted(left)
+    assert top_p_min_p(unmasked_candidates(logits), 1, share).tokens.tolist() == sorted(left)
 
 
 @given(logits=distinct_logits, p=shares, share=shares)
@@ -100,7 +115,7 @@ def test_top_p_and_min_p_together_keep_what_llama_cpp_keeps(logits: Logits, p: f
     assume(away_from(np.cumsum(np.sort(softmax(logits))[::-1]), p))
     assume(away_from(logits, float(logits.max() + np.log(share))))
     samplers = [llama_cpp.llama_sampler_init_top_p(p, 1), llama_cpp.llama_sampler_init_min_p(share, 1)]
-    assert top_p_min_p(all_candidates(logits), p, share).tokens.tolist() == sorted(llama_chain(logits, samplers))
+    assert top_p_min_p(unmasked_candidates(logits), p, share).tokens.tolist() == sorted(llama_chain(logits, samplers))
 
 
 @given(logits=distinct_logits, p=shares)
@@ -110,7 +125,7 @@ def test_typical_p_keeps_what_llama_cpp_keeps(logits: Logits, p: float) -> None:
     assume(len(logits) == 1 or np.diff(np.sort(distance)).min() > 1e-4)
     assume(away_from(np.cumsum(probabilities[np.argsort(distance)]), p))
     left = llama_chain(logits, [llama_cpp.llama_sampler_init_typical(p, 1)])
-    assert typical_p(all_candidates(logits), p).tokens.tolist() == sorted(left)
+    assert typical_p(unmasked_candidates(logits), p).tokens.tolist() == sorted(left)
 
 
 @given(
@@ -134,7 +149,7 @@ def test_penalties_are_those_of_llama_cpp(
     )
     chain = llama_cpp.llama_sampler_init_penalties(len(logits), last_n, repeat, frequency, presence)
     left = llama_chain(logits, [chain], history)
-    tokens, probabilities = LogitSampler(params, seed=1).distribution(logits, history)
+    tokens, probabilities = distribution(LogitSampler(params, seed=1), logits, history)
     assert tokens.tolist() == sorted(left)
     assert probabilities == pytest.approx(softmax(np.array([left[token] for token in sorted(left)])), abs=1e-5)
 
@@ -155,7 +170,7 @@ def test_penalties_are_those_of_llama_cpp(
 def test_the_whole_chain_gives_the_distribution_of_llama_cpp(params: dict[str, Any], spread: float) -> None:
     chosen = SamplingDefaults(**params)
     logits, history, bias = random_logits(20_000, 5, spread), [3, 9, 3, 7000] * 20, {7: 4.0, 11: -30.0, 7000: 2.5}
-    assert len(logits) > FEW
+    assert len(logits) > SORT_LIMIT
     chain = [
         llama_bias(20_000, bias),
         llama_cpp.llama_sampler_init_penalties(20_000, 64, chosen.repeat_penalty, 0.0, 0.0),
@@ -166,7 +181,7 @@ def test_the_whole_chain_gives_the_distribution_of_llama_cpp(params: dict[str, A
         llama_cpp.llama_sampler_init_temp(chosen.temperature),
     ]
     left = llama_chain(logits, chain, history)
-    tokens, probabilities = LogitSampler(chosen, seed=1, logit_bias=bias).distribution(logits, history)
+    tokens, probabilities = distribution(LogitSampler(chosen, seed=1, logit_bias=bias), logits, history)
     # llama.cpp adds up in float32, so one token of several thousand may fall on the other side of a border.
     assert len(set(tokens.tolist()) ^ set(left)) <= len(left) // 1000
     both = sorted(set(tokens.tolist()) & set(left))
@@ -185,7 +200,7 @@ def test_bias_comes_before_penalties_and_the_mask_last() -> None:
     logits = np.array([-1.0, 2.0, 0.5], np.float32)
     params = SamplingDefaults(**OFF, penalty_last_n=-1, repeat_penalty=2.0)
     sampler = LogitSampler(params, seed=1, logit_bias={0: 5.0, 2: 50.0}, masked_tokens={2})
-    tokens, probabilities = sampler.distribution(logits, [0])
+    tokens, probabilities = distribution(sampler, logits, [0])
     assert tokens.tolist() == [0, 1]
     assert probabilities == pytest.approx([0.5, 0.5]), "(-1 + 5) / 2 is as much as 2"
 
@@ -207,7 +222,7 @@ def test_a_draw_depends_on_seed_and_position_and_not_on_draws_before() -> None:
 def test_draws_follow_the_distribution() -> None:
     logits = np.array([0.0, 1.0, 2.0, -1.0], np.float32)
     sampler = LogitSampler(SamplingDefaults(**OFF), seed=7)
-    _, probabilities = sampler.distribution(logits, [])
+    _, probabilities = distribution(sampler, logits, [])
     drawn = [sampler.sample(logits, [0] * n, 0) for n in range(20_000)]
     assert np.bincount(drawn, minlength=4) / len(drawn) == pytest.approx(probabilities, abs=0.015)
 

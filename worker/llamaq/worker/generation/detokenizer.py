@@ -1,6 +1,6 @@
-"""From tokens to text that may be shown: whole characters, and nothing of a stop string.
+"""Turns tokens into text that can be streamed: whole characters, and no part of a stop string.
 
-What is released is a function of the tokens alone, however they come in.
+The released text depends on the tokens alone, not on how they are grouped.
 """
 
 from __future__ import annotations
@@ -11,35 +11,39 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Pieces(Protocol):
-    """What a detokenizer needs of a vocabulary."""
+class TokenPieces(Protocol):
+    """The part of a vocabulary that a detokenizer uses."""
 
     def piece(self, token: int) -> bytes:
-        """The bytes of one token."""
+        """Return the bytes of one token."""
 
 
 class StreamDetokenizer:
-    """One job's detokenizer; implements `jobs.Detokenizer`.
+    """The detokenizer of one job; implements `core.job.Detokenizer`.
 
-    The text ends at the first character that completes a stop string, and is cut where that one begins; of several that
-    are complete at the same character, the longest counts. Bytes that are no UTF-8 become U+FFFD.
+    The text ends before the stop string that is complete first. If several stop strings are complete at the same
+    character, the longest one counts. Bytes that are not UTF-8 become U+FFFD.
+
+    Args:
+        vocab: Has the bytes of each token.
+        stop: The stop strings.
     """
 
-    def __init__(self, vocab: Pieces, stop: Sequence[str] = ()) -> None:
+    def __init__(self, vocab: TokenPieces, stop: Sequence[str] = ()) -> None:
         self.stopped = False
         self._piece = vocab.piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop) if stop else None
-        self._held = ""
+        self._withheld = ""
 
     def feed(self, token: int) -> str:
-        """The text that `token` releases, often none."""
+        """Add a token, and return the text that can be released now. It is often empty."""
         return self._release(self._utf8.decode(self._piece(token)))
 
     def finish(self) -> str:
-        """What was held back, when the job ends without a stop string."""
-        text = self._release(self._utf8.decode(b"", final=True)) + self._held
-        self._held = ""
+        """Return the withheld text. Called when the job ends without a stop string."""
+        text = self._release(self._utf8.decode(b"", final=True)) + self._withheld
+        self._withheld = ""
         return text
 
     def _release(self, text: str) -> str:
@@ -48,38 +52,45 @@ class StreamDetokenizer:
         n_read, n_matched = self._matcher.read(text)
         if n_matched:
             self.stopped = True
-            shown = (self._held + text[:n_read])[:-n_matched]
-            self._held = ""
-            return shown
-        text = self._held + text
-        n_shown = len(text) - self._matcher.n_open
-        self._held = text[n_shown:]
-        return text[:n_shown]
+            released = (self._withheld + text[:n_read])[:-n_matched]
+            self._withheld = ""
+            return released
+        text = self._withheld + text
+        n_released = len(text) - self._matcher.n_partial_chars
+        self._withheld = text[n_released:]
+        return text[:n_released]
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in parts: the automaton of Aho and Corasick (1975).
+    """Finds stop strings in a text that is read in parts, with the automaton of Aho and Corasick (1975).
 
-    A state is the longest end of the text so far that begins a stop string.
+    A state stands for the longest suffix of the text that is a prefix of a stop string.
+
+    Args:
+        stop: The stop strings, none of them empty.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._matched = [0]  # length of the longest stop string that ends in this state
-        self._fallback = [0]  # the state of the next shorter end that begins a stop string
+        self._next: list[dict[str, int]] = [{}]  # for each state: the next state by character
+        self._depth = [0]  # for each state: length of its suffix
+        self._matched = [0]  # for each state: length of the longest stop string that ends there, or 0
+        self._fallback = [0]  # for each state: the state of the next shorter suffix
         self._state = 0
         for text in stop:
             self._add(text)
-        self._link()
+        self._link_fallbacks()
 
     @property
-    def n_open(self) -> int:
-        """How many of the last characters may still become a stop string."""
+    def n_partial_chars(self) -> int:
+        """Number of characters at the end of the text that may be the start of a stop string."""
         return self._depth[self._state]
 
     def read(self, text: str) -> tuple[int, int]:
-        """Read up to the first complete stop string: how many characters were read, and its length or 0."""
+        """Read `text`, at most to the first complete stop string.
+
+        Returns:
+            The number of characters read, and the length of the complete stop string, or 0.
+        """
         for n_read, character in enumerate(text, 1):
             self._state = self._step(self._state, character)
             if self._matched[self._state]:
@@ -103,11 +114,11 @@ class StopMatcher:
             state = self._next[state][character]
         self._matched[state] = len(text)
 
-    def _link(self) -> None:
-        waiting = deque(self._next[0].values())
-        while waiting:
-            state = waiting.popleft()
+    def _link_fallbacks(self) -> None:
+        pending = deque(self._next[0].values())
+        while pending:
+            state = pending.popleft()
             for character, child in self._next[state].items():
                 self._fallback[child] = self._step(self._fallback[state], character)
                 self._matched[child] = max(self._matched[child], self._matched[self._fallback[child]])
-                waiting.append(child)
+                pending.append(child)

@@ -1,4 +1,4 @@
-"""From a request's bytes to a job that is ready for a slot. Runs beside the engine thread, never on it."""
+"""Turns the bytes of a request into a job that can be admitted. Runs on other threads than the engine thread."""
 
 from __future__ import annotations
 
@@ -20,48 +20,68 @@ from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.sampler import LogitSampler
 
-SYSTEM_PROMPTS = 32
-"""So many chats' system messages are remembered with their tokens."""
+SYSTEM_PREFIX_CACHE_SIZE = 32
+"""Number of system messages whose tokens are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A job, and the text that each of its resumed tokens released."""
+    """A job that can be admitted, and the text of its resumed tokens."""
 
     job: Job
     texts: list[str]
+    """The text that the detokenizer released for each resumed token."""
 
 
 class JobPreparer:
-    """Validates, tokenizes, and builds what one job needs for itself. Thread-safe."""
+    """Validates and tokenizes requests, and creates their samplers and detokenizers. Thread-safe.
+
+    Args:
+        vocab: The model's vocabulary.
+        grammar_sandbox: Compiles grammars safely.
+        defaults: Sampling parameters for requests without them.
+        context_limit: Largest number of tokens of a job, prompt included.
+        max_request_bytes: Largest size of an encoded request.
+        counts_system_tokens: Whether `Job.system_tokens` is set for every chat, so that the cache can save the state at
+            the end of the system messages. Otherwise only for chats that share their system messages.
+    """
 
     def __init__(
         self,
         vocab: Vocab,
-        warden: GrammarSandbox,
+        grammar_sandbox: GrammarSandbox,
         defaults: SamplingDefaults,
         *,
         context_limit: int,
         max_request_bytes: int,
         counts_system_tokens: bool = False,
     ) -> None:
-        """With `counts_system_tokens`, `Job.system_tokens` is set for every chat."""
         self._vocab = vocab
-        self._warden = warden
+        self._grammar_sandbox = grammar_sandbox
         self._defaults = defaults
         self._context_limit = context_limit
         self._max_request_bytes = max_request_bytes
-        self._marks_system = counts_system_tokens
-        self._system_prefix = lru_cache(maxsize=SYSTEM_PROMPTS)(self._find_system_prefix)
+        self._counts_system_tokens = counts_system_tokens
+        self._system_prefix = lru_cache(maxsize=SYSTEM_PREFIX_CACHE_SIZE)(self._find_system_prefix)
 
     def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> PreparedJob:
-        """The job in these bytes, as far as earlier attempts `published` it; raises `JobRejected`."""
+        """Return the job of an encoded request.
+
+        Args:
+            payload: The request as msgpack.
+            lease: The job's entry in Redis.
+            published: Tokens that earlier attempts have published.
+            queue_ms: Time that the job spent in the queue, in milliseconds.
+
+        Raises:
+            JobRejected: The request is not valid, or its job cannot run on this model.
+        """
         try:
             request = codec.decode_request(payload, self._max_request_bytes)
         except InvalidRequest as exc:
             raise JobRejected(ErrorCode.INVALID_REQUEST, str(exc)) from exc
         if request.seed is None:
-            raise JobRejected(ErrorCode.INVALID_REQUEST, "seed: missing; submit draws one when the user gives none")
+            raise JobRejected(ErrorCode.INVALID_REQUEST, "seed: missing; submit draws a seed for requests without one")
         prompt = self._tokenize(request)
         self._check_tokens(request, prompt)
         detokenizer = StreamDetokenizer(self._vocab, request.stop)
@@ -92,31 +112,34 @@ class JobPreparer:
         return prompt
 
     def _system_tokens(self, request: JobRequest, prompt: Sequence[int]) -> int:
-        """How many tokens of the prompt are the chat's system messages, with what the template puts around them."""
+        """Return the number of prompt tokens of the system messages, including the template's text around them."""
         system = tuple(takewhile(lambda message: message.role == "system", request.messages or ()))
-        if not system or not (self._marks_system or request.cache_public == "system"):
+        if not system or not (self._counts_system_tokens or request.cache_public == "system"):
             return 0
         return common_prefix(pack(prompt), self._system_prefix(system))
 
     def _find_system_prefix(self, system: tuple[Message, ...]) -> bytes:
-        """What every chat with these system messages begins with, packed: what two chats have in common."""
+        """Return the packed tokens that every chat with these system messages starts with.
+
+        They are the common prefix of two chats with different user messages.
+        """
         try:
-            one, other = (self._vocab.encode_chat([*system, Message(role="user", content=text)]) for text in "ab")
+            first, second = (self._vocab.encode_chat([*system, Message(role="user", content=text)]) for text in "ab")
         except JobRejected:
             return b""
-        return pack(one[: common_prefix(pack(one), pack(other))])
+        return pack(first[: common_prefix(pack(first), pack(second))])
 
     def _check_tokens(self, request: JobRequest, prompt: Sequence[int]) -> None:
         n_vocab = self._vocab.n_tokens
         for name, ids in (("tokens", prompt), ("logit_bias", request.logit_bias)):
             if ids and max(ids) >= n_vocab:
-                message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab}"
+                message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
 
     def _sampler(self, request: JobRequest) -> LogitSampler:
         grammar = None
         if request.is_constrained:
-            grammar = Grammar(self._vocab, self._warden.compile(request), request.grammar_root)
+            grammar = Grammar(self._vocab, self._grammar_sandbox.compile(request), request.grammar_root)
         return LogitSampler(
             self._defaults.resolve(request),
             seed=request.seed or 0,

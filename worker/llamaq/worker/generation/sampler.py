@@ -1,8 +1,8 @@
-"""From logits to a token: llama.cpp's sampler chain in numpy, with a draw that can be repeated.
+"""Draws tokens from logits: the sampler chain of llama.cpp in numpy, with draws that can be repeated.
 
-The order is llama.cpp's: logit bias, penalties, grammar, top-k, typical-p, top-p, min-p, temperature. The final draw is
-ours: its uniform number is a hash of (seed, position), so that an attempt which goes on at some token draws as the
-attempt before it would have.
+The order of the chain is that of llama.cpp (common/sampling.cpp): logit bias, penalties, grammar, top-k, typical-p,
+top-p, min-p, temperature. Only the last step, the draw, differs: its random number is a hash of the seed and the
+position. So an attempt that resumes a job draws the same tokens as an uninterrupted attempt.
 """
 
 from __future__ import annotations
@@ -20,22 +20,29 @@ from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.token_filters import (
     Candidates,
     Logits,
-    Places,
-    all_candidates,
     top_k,
     top_p_min_p,
     typical_p,
+    unmasked_candidates,
 )
 
-TRIED_FIRST = 256
-"""So many of the best tokens are shown to a grammar before others."""
+GRAMMAR_FIRST_TOKENS = 256
+"""Lower bound on the tokens that a grammar checks first, before it checks less probable ones."""
 GREEDY_BELOW = 1e-6
-"""Colder, and logits divided by the temperature are no float32 any more."""
-NOTHING_LEFT = "no token of the vocabulary may follow here"
+"""Lower temperatures mean greedy decoding: logits divided by them exceed the range of float32."""
+NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
 
 
 class LogitSampler:
-    """One job's sampler; implements `jobs.Sampler`."""
+    """The sampler of one job; implements `core.job.Sampler`.
+
+    Args:
+        params: The sampling parameters.
+        seed: The seed of the draws.
+        logit_bias: Added to the logits; maps token ids to biases.
+        masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`.
+        grammar: Restricts the tokens; `close` closes it too.
+    """
 
     def __init__(
         self,
@@ -46,35 +53,27 @@ class LogitSampler:
         masked_tokens: Iterable[int] = (),
         grammar: Grammar | None = None,
     ) -> None:
-        """`masked_tokens` are never drawn (the end tokens, for `ignore_eos`). `close` closes the grammar too."""
         self._params = params
         self._seed = seed.to_bytes(8, "little")
         self._bias_tokens = np.fromiter(logit_bias or (), np.int64)
         self._bias = np.fromiter((logit_bias or {}).values(), np.float32)
         self._masked = np.fromiter(masked_tokens, np.int64)
         self._grammar = grammar
-        self._penalizes = params.penalty_last_n != 0 and (
+        self._has_penalties = params.penalty_last_n != 0 and (
             params.repeat_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         )
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
-        """Draw the token that follows `history`; see `jobs.Sampler`."""
+        """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
         self._adjust(logits, history)
         if self._grammar is not None:
-            return self._sample_by(self._grammar, logits, history[n_prompt:])
+            return self._sample_with(self._grammar, logits, history[n_prompt:])
         if self._is_greedy:
             return _best_token(logits)
         return self._draw(self._candidates(logits), len(history) - n_prompt)
 
-    def distribution(self, logits: Logits, history: Sequence[int]) -> tuple[Places, Logits]:
-        """The tokens that may be drawn and their probabilities, as they are without a grammar; changes `logits`."""
-        self._adjust(logits, history)
-        kept = self._filter(self._candidates(logits))
-        weights = self._weights(kept)
-        return kept.tokens, weights / weights.sum()
-
     def close(self) -> None:
-        """Free the grammar; may be called twice."""
+        """Free the grammar. May be called twice."""
         if self._grammar is not None:
             self._grammar.close()
 
@@ -82,9 +81,12 @@ class LogitSampler:
     def _is_greedy(self) -> bool:
         return self._params.temperature < GREEDY_BELOW
 
-    def _sample_by(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
-        """Draw freely, and where the grammar refuses that token, again from those that it allows."""
-        grammar.follow(generated)
+    def _sample_with(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
+        """Draw from all tokens. If the grammar does not allow the drawn token, draw again from the allowed tokens.
+
+        Source: common_sampler_sample in llama.cpp, which avoids checking all tokens in the same way.
+        """
+        grammar.accept(generated)
         token = self._draw(self._candidates(logits), len(generated))
         if grammar.allows(token):
             return token
@@ -92,21 +94,21 @@ class LogitSampler:
 
     def _candidates(self, logits: Logits) -> Candidates:
         k = 1 if self._is_greedy else self._params.top_k
-        return top_k(logits, k) if k else all_candidates(logits)
+        return top_k(logits, k) if k else unmasked_candidates(logits)
 
     def _allowed(self, grammar: Grammar, logits: Logits) -> Candidates:
-        """The tokens that the grammar allows, the best `top_k` of them."""
+        """Return the tokens that the grammar allows: the `top_k` of them with the largest logits."""
         n_wanted = 1 if self._is_greedy else self._params.top_k
-        n_tried = max(TRIED_FIRST, 4 * n_wanted) if n_wanted else logits.size
-        while n_tried < logits.size:
-            tried = top_k(logits, n_tried)
-            allowed = tried[grammar.allowed(tried.tokens)]
+        n_checked = max(GRAMMAR_FIRST_TOKENS, 4 * n_wanted) if n_wanted else logits.size
+        while n_checked < logits.size:
+            checked = top_k(logits, n_checked)
+            allowed = checked[grammar.allowed_mask(checked.tokens)]
             if len(allowed) >= n_wanted:
-                return allowed.best_of(n_wanted)
-            n_tried *= 16
-        tried = all_candidates(logits)
-        allowed = tried[grammar.allowed(tried.tokens)]
-        return allowed.best_of(n_wanted) if n_wanted else allowed
+                return allowed.largest(n_wanted)
+            n_checked *= 16
+        checked = unmasked_candidates(logits)
+        allowed = checked[grammar.allowed_mask(checked.tokens)]
+        return allowed.largest(n_wanted) if n_wanted else allowed
 
     def _filter(self, candidates: Candidates) -> Candidates:
         params = self._params
@@ -115,41 +117,55 @@ class LogitSampler:
         return top_p_min_p(candidates, params.top_p, params.min_p)
 
     def _weights(self, candidates: Candidates) -> Logits:
+        """Return exp((logit_i - max_logit) / temperature): the probabilities before normalization.
+
+        Source: llama_sampler_temp, then llama_sampler_softmax_impl.
+        """
         weights: Logits = np.exp(
-            (candidates.logits - np.float32(candidates.best)) / np.float32(max(self._params.temperature, GREEDY_BELOW))
+            (candidates.logits - np.float32(candidates.max_logit))
+            / np.float32(max(self._params.temperature, GREEDY_BELOW))
         )
         return weights
 
     def _draw(self, candidates: Candidates, position: int) -> int:
-        """Filter, then take the candidate at which the cumulated probability exceeds the uniform number."""
+        """Filter the candidates, and draw one by inverse transform sampling.
+
+        Of the candidates in ascending order of ids, the first with cumulative weight > u * total weight is drawn, where
+        u is the random number of this position.
+        """
         if not len(candidates):
-            raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NOTHING_LEFT)
-        _check_numbers(candidates.best)
+            raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
+        _check_numbers(candidates.max_logit)
         if self._is_greedy:
             return int(candidates.tokens[0])
         kept = self._filter(candidates)
         cumulated = np.cumsum(self._weights(kept), dtype=np.float64)
-        place = int(cumulated.searchsorted(self._uniform(position) * cumulated[-1], side="right"))
-        return int(kept.tokens[min(place, len(kept) - 1)])  # rounding can carry the target to the very end
+        index = int(cumulated.searchsorted(self._uniform(position) * cumulated[-1], side="right"))
+        return int(kept.tokens[min(index, len(kept) - 1)])  # rounding can make the product equal to the total
 
     def _uniform(self, position: int) -> float:
-        """A number from 0 to below 1 that depends on seed and position alone."""
+        """Return a uniform random number in [0, 1): the first 53 bits of BLAKE2b(key=seed, position) times 2**-53."""
         digest = blake2b(position.to_bytes(8, "little"), digest_size=8, key=self._seed).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     def _adjust(self, logits: Logits, history: Sequence[int]) -> None:
-        """Put bias, penalties and mask on the logits, in place: to copy a large row costs more than all the rest."""
+        """Apply bias, penalties and mask to the logits, in place: copying them takes longer than the whole sampling."""
         if self._bias_tokens.size:
             if self._bias_tokens.max() >= logits.size:
-                message = f"logit_bias names token {self._bias_tokens.max()}, the vocabulary has {logits.size}"
+                message = f"logit_bias has token {self._bias_tokens.max()}, but the vocabulary has {logits.size} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
             logits[self._bias_tokens] += self._bias
-        if self._penalizes:
+        if self._has_penalties:
             self._penalize(logits, history)
         if self._masked.size:
             logits[self._masked] = -np.inf
 
     def _penalize(self, logits: Logits, history: Sequence[int]) -> None:
+        """Lower the logits of the tokens among the last `penalty_last_n` of the history, in place.
+
+        logit_i = (logit_i * repeat if logit_i <= 0 else logit_i / repeat) - count_i * frequency - presence, where
+        count_i is the number of occurrences. Source: llama_sampler_penalties_apply.
+        """
         params = self._params
         n_last = len(history) if params.penalty_last_n < 0 else params.penalty_last_n
         counts = Counter(history[-n_last:])
@@ -163,14 +179,15 @@ class LogitSampler:
 
 
 def _best_token(logits: Logits) -> int:
+    """Return the token with the largest logit."""
     token = int(logits.argmax())
     _check_numbers(float(logits[token]))
     if logits[token] == -np.inf:
-        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NOTHING_LEFT)
+        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
     return token
 
 
 def _check_numbers(largest: float) -> None:
-    """Refuse logits of which the largest is no number; it is NaN when any is."""
+    """Raise `JobRejected` if the largest logit is NaN or infinite. It is NaN if any logit is NaN."""
     if isnan(largest) or largest == inf:
-        raise JobRejected(ErrorCode.DECODE_FAILED, "the model computed logits that are no numbers")
+        raise JobRejected(ErrorCode.DECODE_FAILED, "the model computed logits that are not finite numbers")

@@ -1,7 +1,9 @@
-"""Candidates for the next token, and the filters of llama.cpp's samplers over them.
+"""The candidates for the next token, and the filters of the sampler chain: top-k, typical-p, top-p and min-p.
 
-Each filter gives the set that llama.cpp's sampler of the same name gives (src/llama-sampler.cpp) with `min_keep` 1.
-None sorts a whole vocabulary: of 151,936 logits that takes some 20 ms.
+Each filter keeps the same candidates as the sampler of that name in llama.cpp (src/llama-sampler.cpp) with `min_keep`
+1. No filter sorts a whole vocabulary, because sorting 151,936 logits takes about 20 ms.
+
+Arrays have one dimension: (n_vocab,) for logits of the whole vocabulary, (n_candidates,) for those of candidates.
 """
 
 from __future__ import annotations
@@ -13,117 +15,148 @@ import numpy as np
 import numpy.typing as npt
 
 Logits = npt.NDArray[np.float32]
-Places = npt.NDArray[np.intp]
+TokenIds = npt.NDArray[np.intp]
+Indices = npt.NDArray[np.intp]
 
-BLOCK = 128
-FEW = 1024
-"""So many candidates are simply sorted; more are first put into bins."""
-BINS_PER_UNIT, N_BINS = 32, 1024
+BLOCK_LOGITS = 128
+"""Logits in one block of `_top_k_superset`."""
+SORT_LIMIT = 1024
+"""Up to this number, candidates are sorted; more candidates are first counted in bins."""
+BINS_PER_NAT, N_BINS = 32, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Tokens that may be drawn, in the order of their ids, and their logits."""
+    """The tokens that may be drawn, in ascending order of ids: llama_token_data_array in llama.cpp."""
 
-    tokens: Places
+    tokens: TokenIds
+    """Token ids, shape (n_candidates,)."""
     logits: Logits
+    """Their logits, shape (n_candidates,)."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, keep: npt.NDArray[np.bool_] | Places) -> Candidates:
-        return Candidates(self.tokens[keep], self.logits[keep])
+    def __getitem__(self, selection: npt.NDArray[np.bool_] | Indices) -> Candidates:
+        return Candidates(self.tokens[selection], self.logits[selection])
 
-    def best_of(self, k: int) -> Candidates:
-        """The `k` with the largest logits, of equal ones those with the smaller ids."""
+    def largest(self, k: int) -> Candidates:
+        """Return the `k` candidates with the largest logits. Of equal logits, the smaller ids are kept."""
         return self[np.sort(np.argsort(-self.logits, kind="stable")[:k])]
 
     @property
-    def best(self) -> float:
-        """The largest logit: NaN if any is, minus infinity without candidates."""
+    def max_logit(self) -> float:
+        """The largest logit: NaN if any logit is NaN, minus infinity if there are no candidates."""
         return float(self.logits.max(initial=np.float32(-np.inf)))
 
 
-def all_candidates(logits: Logits) -> Candidates:
-    """Every token whose logit is not minus infinity."""
-    finite = logits != -np.inf
-    if finite.all():
+def unmasked_candidates(logits: Logits) -> Candidates:
+    """Return all tokens whose logit is not minus infinity."""
+    unmasked = logits != -np.inf
+    if unmasked.all():
         return Candidates(np.arange(logits.size), logits)
-    tokens = np.flatnonzero(finite)
+    tokens = np.flatnonzero(unmasked)
     return Candidates(tokens, logits[tokens])
 
 
 def top_k(logits: Logits, k: int) -> Candidates:
-    """The `k` largest logits, of equal ones those with the smaller ids, without those at minus infinity."""
+    """Return the `k` tokens with the largest logits, without tokens whose logit is minus infinity.
+
+    Of equal logits, the smaller ids are kept. Source: llama_sampler_top_k.
+    """
     if k >= logits.size:
-        return all_candidates(logits)
-    tokens = _reaching_best(logits, k)
+        return unmasked_candidates(logits)
+    tokens = _top_k_superset(logits, k)
     chosen = Candidates(tokens, logits[tokens])
     if len(chosen) > k:
-        chosen = chosen.best_of(k)
+        chosen = chosen.largest(k)
     return chosen if chosen.logits.min() != -np.inf else chosen[chosen.logits != -np.inf]
 
 
 def typical_p(candidates: Candidates, p: float) -> Candidates:
-    """The tokens whose surprise is nearest the entropy, with a mass over `p` (arXiv:2202.00666)."""
-    weights = _weights(candidates, candidates.best)
+    """Return the smallest set of candidates with a probability above `p`, the most typical ones first.
+
+    A candidate is the more typical, the smaller |-ln(p_i) - H| is, where H = -sum(p_i ln(p_i)) is the entropy in nats.
+    Source: Meister et al., Locally Typical Sampling (arXiv:2202.00666); llama_sampler_typical.
+    """
+    weights = _weights(candidates, candidates.max_logit)
     probabilities = weights / weights.sum(dtype=np.float64)
     surprise = -np.log(np.maximum(probabilities, np.finfo(np.float32).tiny))
     distance = np.abs(surprise - probabilities @ surprise)
+    # llama.cpp compares with > here, and with >= for top-p: the next larger number makes both the same.
     return candidates[_nearest_with_mass(distance, probabilities, np.nextafter(p, 2))]
 
 
-def top_p_min_p(candidates: Candidates, p: float, share: float) -> Candidates:
-    """Top-p, then min-p: the fewest most probable tokens that together have at least the probability `p`, and of these
-    the ones that are at least `share` times as probable as the best.
+def top_p_min_p(candidates: Candidates, p: float, min_p: float) -> Candidates:
+    """Apply top-p, then min-p.
 
-    Both keep a beginning of the descending order, so min-p goes first here and leaves less to sort.
+    Top-p returns the smallest set of candidates with a probability of at least `p`, the most probable ones first. Min-p
+    returns the candidates with p_i >= min_p * max(p), which is logit_i >= max(logit) + ln(min_p). Both keep a prefix
+    of the candidates in descending order, so the order of the two does not matter; min-p comes first here, because it
+    leaves fewer candidates to sort.
+
+    Sources: Holtzman et al., The Curious Case of Neural Text Degeneration (arXiv:1904.09751), llama_sampler_top_p;
+    Nguyen et al., Min-p Sampling (arXiv:2407.01082), llama_sampler_min_p.
+
+    Args:
+        candidates: The candidates.
+        p: The probability for top-p; 1 keeps all.
+        min_p: The factor for min-p; 0 keeps all.
     """
-    best = candidates.best
-    weights = _weights(candidates, best) if p < 1 else candidates.logits
+    max_logit = candidates.max_logit
+    weights = _weights(candidates, max_logit) if p < 1 else candidates.logits
     mass = p * float(weights.sum(dtype=np.float64))
-    if share > 0:
-        keep = np.flatnonzero(candidates.logits >= np.float32(best + log(share)))
-        candidates, weights = candidates[keep], weights[keep]
+    if min_p > 0:
+        kept = np.flatnonzero(candidates.logits >= np.float32(max_logit + log(min_p)))
+        candidates, weights = candidates[kept], weights[kept]
     if p == 1:
         return candidates
-    return candidates[_nearest_with_mass(np.float32(best) - candidates.logits, weights, mass)]
+    return candidates[_nearest_with_mass(np.float32(max_logit) - candidates.logits, weights, mass)]
 
 
-def _weights(candidates: Candidates, best: float) -> Logits:
-    """Probabilities up to a common factor; that of the best is 1."""
-    weights: Logits = np.exp(candidates.logits - np.float32(best))
+def _weights(candidates: Candidates, max_logit: float) -> Logits:
+    """Return the softmax of the logits without its normalization: exp(logit_i - max_logit)."""
+    weights: Logits = np.exp(candidates.logits - np.float32(max_logit))
     return weights
 
 
-def _reaching_best(logits: Logits, k: int) -> Places:
-    """The `k` tokens with the largest logits and perhaps some more, by id; a NaN is larger than all numbers.
+def _top_k_superset(logits: Logits, k: int) -> TokenIds:
+    """Return the `k` tokens with the largest logits, and possibly more, in ascending order. NaN is the largest.
 
-    The k-th largest of the largest of each block is a bound that at least `k` logits reach, and not many more.
+    The k-th largest of the maxima of all blocks is a lower bound that at least `k` logits reach, and not many more.
     """
-    n_blocks = logits.size // BLOCK
+    n_blocks = logits.size // BLOCK_LOGITS
     if n_blocks <= 2 * k:
         return np.flatnonzero(~(logits < np.partition(logits, logits.size - k)[logits.size - k]))
-    # A block is a column: numpy takes maxima along the first axis much faster than along the last.
-    blocks = logits[: n_blocks * BLOCK].reshape(BLOCK, n_blocks)
+    # A block is a column: numpy computes maxima along the first axis much faster than along the last.
+    blocks = logits[: n_blocks * BLOCK_LOGITS].reshape(BLOCK_LOGITS, n_blocks)
     maxima = blocks.max(axis=0)
     bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
     columns = np.flatnonzero(~(maxima < bound))
-    rows, places = np.divmod(np.flatnonzero(~(blocks.take(columns, axis=1) < bound)), len(columns))
-    rest = np.flatnonzero(~(logits[n_blocks * BLOCK :] < bound)) + n_blocks * BLOCK
-    return np.concatenate((rows * n_blocks + columns[places], rest))
+    rows, column_indices = np.divmod(np.flatnonzero(~(blocks.take(columns, axis=1) < bound)), len(columns))
+    rest = np.flatnonzero(~(logits[n_blocks * BLOCK_LOGITS :] < bound)) + n_blocks * BLOCK_LOGITS
+    return np.concatenate((rows * n_blocks + columns[column_indices], rest))
 
 
-def _nearest_with_mass(distance: Logits, weights: npt.NDArray[np.floating], mass: float) -> Places:
-    """Places of the fewest candidates, nearest first, whose weights add up to `mass`; in ascending order."""
-    edge = np.arange(len(distance))
-    nearer, mass_nearer = edge[:0], 0.0
-    if len(distance) > FEW:
-        bins = np.minimum(distance * BINS_PER_UNIT, N_BINS - 1).astype(np.int16)
+def _nearest_with_mass(distance: Logits, weights: npt.NDArray[np.floating], mass: float) -> Indices:
+    """Return the smallest set of candidates, nearest first, whose weights sum to at least `mass`.
+
+    Args:
+        distance: Distance of each candidate in nats, shape (n_candidates,).
+        weights: Weight of each candidate, shape (n_candidates,).
+        mass: The sum to reach, in the unit of the weights.
+
+    Returns:
+        Indices of the candidates, in ascending order.
+    """
+    edge = np.arange(len(distance))  # the candidates that must be sorted
+    nearer, mass_nearer = edge[:0], 0.0  # those that are kept without sorting
+    if len(distance) > SORT_LIMIT:
+        bins = np.minimum(distance * BINS_PER_NAT, N_BINS - 1).astype(np.int16)
         reached = np.cumsum(np.bincount(bins, weights, N_BINS))
-        border = min(int(reached.searchsorted(mass)), N_BINS - 1)
-        nearer, edge = np.flatnonzero(bins < border), np.flatnonzero(bins == border)
-        mass_nearer = reached[border - 1] if border else 0.0
+        edge_bin = min(int(reached.searchsorted(mass)), N_BINS - 1)
+        nearer, edge = np.flatnonzero(bins < edge_bin), np.flatnonzero(bins == edge_bin)
+        mass_nearer = reached[edge_bin - 1] if edge_bin else 0.0
     edge = edge[np.argsort(distance[edge], kind="stable")]
     n_kept = int(np.cumsum(weights[edge], dtype=np.float64).searchsorted(mass - mass_nearer)) + 1
     kept = np.concatenate((nearer, edge[:n_kept])) if len(nearer) else edge[:n_kept]

@@ -1,8 +1,8 @@
-"""A grammar that restricts one job's output, by llama.cpp's grammar sampler.
+"""A grammar that restricts the output of one job, with the grammar sampler of llama.cpp.
 
-llama.cpp aborts the process when it is told to accept a token that its grammar does not allow, and prints grammars
-that do not parse to stderr. So grammars come here from the `GrammarWarden` only, and no token is accepted here that
-was not allowed a moment before.
+llama_sampler_accept aborts the process on a token that the grammar does not allow. So `Grammar.accept` checks each
+token immediately before. llama_sampler_init_grammar writes grammars that do not parse to stderr, and can abort, recurse
+or hang on others. So a grammar must have passed the `GrammarSandbox` before.
 """
 
 from __future__ import annotations
@@ -20,62 +20,79 @@ import numpy.typing as npt
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.vocab.vocab import Vocab
 
-CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
-SLOW_S = 1.0
-"""A step that takes longer, in processor time, ends the job: the next one could take for ever."""
+TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+"""llama_token_data of llama.cpp."""
+MAX_STEP_S = 1.0
+"""A step that takes more processor time ends the job, because the next steps could take much longer."""
 OVERLONG_NULS = (b"\xc0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80")
-"""llama.cpp takes these for the end of a token when it applies a grammar, and for a character when it accepts one."""
+"""Overlong UTF-8 encodings of NUL. llama_sampler_apply reads them as the end of a token, but llama_sampler_accept as a
+character that the grammar may not allow, and aborts. So tokens that complete one are never allowed."""
 
 
 class Grammar:
-    """The state of a grammar after the tokens that it followed."""
+    """A compiled grammar and its state after the accepted tokens. Its memory is freed by `close`, or with this object.
+
+    Args:
+        vocab: The model's vocabulary, which must live longer.
+        text: The grammar in GBNF, checked by the `GrammarSandbox`.
+        root: The name of the rule that the whole output must match.
+
+    Raises:
+        JobRejected: The grammar does not compile.
+    """
 
     def __init__(self, vocab: Vocab, text: str, root: str = "root") -> None:
-        """`text` is GBNF that the warden has compiled. Raises `JobRejected` when it does not compile."""
         sampler = llama_cpp.llama_sampler_init_grammar(vocab.pointer, text.encode(), root.encode())
         if not sampler:
             raise JobRejected(ErrorCode.INVALID_GRAMMAR, "the grammar does not compile")
-        self._vocab = vocab  # what llama.cpp keeps a pointer to
+        self._vocab = vocab  # llama.cpp keeps a pointer to the vocabulary
         self._sampler = sampler
         self._close = weakref.finalize(self, llama_cpp.llama_sampler_free, sampler)
-        self._n_followed = 0
+        self._n_accepted = 0
         self._last_bytes = b""
-        self._one = np.zeros(1, CANDIDATE)
+        self._single = np.zeros(1, TOKEN_DATA)
 
-    def follow(self, generated: Sequence[int]) -> None:
-        """Accept those of the generated tokens that it has not followed yet."""
-        for token in generated[self._n_followed :]:
+    def accept(self, generated: Sequence[int]) -> None:
+        """Advance the state by the generated tokens that are not accepted yet.
+
+        Args:
+            generated: All tokens of the output.
+
+        Raises:
+            JobRejected: The grammar does not allow one of them, or a step takes more than `MAX_STEP_S`.
+        """
+        for token in generated[self._n_accepted :]:
             if not self.allows(token):
-                message = f"token {token} at {self._n_followed} of the output is not allowed by the grammar"
+                message = f"the grammar does not allow token {token} at position {self._n_accepted} of the output"
                 raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, message)
             with _bounded_time():
                 llama_cpp.llama_sampler_accept(self._sampler, token)
-            self._n_followed += 1
+            self._n_accepted += 1
             self._last_bytes = (self._last_bytes + self._vocab.piece(token))[-3:]
 
     def allows(self, token: int) -> bool:
-        """Whether `token` may follow; an end token may where the grammar can end."""
+        """Return whether the grammar allows `token` next. End tokens are allowed where the grammar can end."""
         text = self._last_bytes + self._vocab.piece(token)
         if any(nul in text for nul in OVERLONG_NULS):
             return False
-        self._one["id"] = token
-        return bool(self._apply(self._one)[0])
+        self._single["id"] = token
+        return bool(self._apply(self._single)[0])
 
-    def allowed(self, tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """Which of `tokens` may follow."""
-        candidates = np.empty(len(tokens), CANDIDATE)
+    def allowed_mask(self, tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Return for each of `tokens`, shape (n,), whether the grammar allows it next."""
+        candidates = np.empty(len(tokens), TOKEN_DATA)
         candidates["id"] = tokens
         return self._apply(candidates)
 
     def close(self) -> None:
-        """Free it; may be called twice."""
+        """Free the grammar. May be called twice."""
         self._close()
 
     def __repr__(self) -> str:
-        return f"<Grammar after {self._n_followed} tokens>"
+        return f"<Grammar after {self._n_accepted} tokens>"
 
     def _apply(self, candidates: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Which candidates may follow: the others get a logit of minus infinity."""
+        """Return the mask of allowed candidates. llama.cpp sets the logits of the others to minus infinity."""
         candidates["logit"] = 0
         array = llama_cpp.llama_token_data_array(
             data=candidates.ctypes.data_as(llama_cpp.llama_token_data_p),
@@ -91,10 +108,10 @@ class Grammar:
 
 @contextmanager
 def _bounded_time() -> Iterator[None]:
-    """Raise `JobRejected` after a step that was slow."""
+    """Raise `JobRejected` if the block takes more than `MAX_STEP_S` of processor time."""
     started_s = time.thread_time()
     yield
-    took_s = time.thread_time() - started_s
-    if took_s > SLOW_S:
-        message = f"the grammar took {took_s:.1f} s for one token: make it less ambiguous"
+    elapsed_s = time.thread_time() - started_s
+    if elapsed_s > MAX_STEP_S:
+        message = f"the grammar took {elapsed_s:.1f} s for one token: make it less ambiguous"
         raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)

@@ -1,7 +1,7 @@
-"""The warden of grammars: bounds them, and has them tried in another process, before the engine sees them.
+"""Compiles grammars in another process before the engine uses them.
 
-llama.cpp aborts, recurses, hangs or grows without end on some grammars. What it does in the child process costs that
-process, and the job that brought the grammar.
+llama_sampler_init_grammar and llama_sampler_apply abort, recurse, hang or allocate without end on some grammars. In the
+sandbox process, that costs only this process and the job with the grammar.
 """
 
 from __future__ import annotations
@@ -19,125 +19,150 @@ from typing import Any
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
-from llamaq.worker.generation.grammar.text_checks import check_nesting, check_text
+from llamaq.worker.generation.grammar.static_checks import check_grammar, check_schema_nesting
 
 logger = logging.getLogger(__name__)
 
-START_S = 60.0
-TRY_S = 10.0
-MAX_VERDICTS = 128
+START_TIMEOUT_S = 60.0
+"""How long the process may take to load the vocabulary."""
+TRIAL_TIMEOUT_S = 10.0
+"""How long a trial of a grammar may take."""
+MAX_CACHED_RESULTS = 128
+"""Number of grammars whose results are cached."""
 
 
 class GrammarSandbox:
-    """Compiles grammars safely. Thread-safe; `compile` can take up to `TRY_S` seconds."""
+    """Compiles grammars safely. Thread-safe. The process starts immediately and loads the vocabulary in the background.
 
-    def __init__(self, blob: bytes, *, try_s: float = TRY_S) -> None:
-        """`blob` is the model's vocabulary. The child process starts at once and loads it while others go on."""
+    Args:
+        blob: The model's vocabulary, as returned by `extract_vocab`.
+        timeout_s: How long a trial of a grammar may take, in seconds.
+    """
+
+    def __init__(self, blob: bytes, *, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
         self._blob = blob
-        self._try_s = try_s
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[str, str | JobRejected] = OrderedDict()
-        self._child: _Child | None = _Child(blob)
+        self._results: OrderedDict[str, str | JobRejected] = OrderedDict()
+        self._process: _SandboxProcess | None = _SandboxProcess(blob)
 
     def compile(self, request: JobParams) -> str:
-        """The GBNF text of the request's grammar or JSON schema; its root is `request.grammar_root`.
+        """Return the request's grammar or JSON schema as GBNF. The root rule is `request.grammar_root`.
 
-        Raises `JobRejected` when it is too large, does not compile, or takes too much time or memory.
+        Raises:
+            JobRejected: The grammar is too large, does not compile, or needs too much time or memory.
+            EngineError: The process does not start.
         """
-        question = _question(request)
+        trial = _trial_request(request)
         with self._lock:
-            verdict = self._verdicts.get(question)
-            if verdict is None:
-                verdict = self._verdicts[question] = self._ask(question)
-                if len(self._verdicts) > MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
-            self._verdicts.move_to_end(question)
-        if isinstance(verdict, JobRejected):
-            raise JobRejected(verdict.code, verdict.message)
-        return verdict
+            result = self._results.get(trial)
+            if result is None:
+                result = self._results[trial] = self._try(trial)
+                if len(self._results) > MAX_CACHED_RESULTS:
+                    self._results.popitem(last=False)
+            self._results.move_to_end(trial)
+        if isinstance(result, JobRejected):
+            raise JobRejected(result.code, result.message)
+        return result
 
     def close(self) -> None:
-        """End the child process, also in the middle of a trial, which then fails; may be called twice."""
-        child = self._child
-        if child is not None:
-            child.end()  # without the lock: who tries a grammar has it
+        """End the process. A running trial fails. May be called twice."""
+        process = self._process
+        if process is not None:
+            process.kill()  # without the lock, because a running trial has it
         with self._lock:
-            if self._child is not None:
-                self._child.kill()
-                self._child = None
+            if self._process is not None:
+                self._process.close()
+                self._process = None
 
-    def _ask(self, question: str) -> str | JobRejected:
-        child = self._child = self._child or _Child(self._blob)
+    def _try(self, trial: str) -> str | JobRejected:
+        """Return the result of a trial. A process that fails is replaced in the next trial."""
+        process = self._process = self._process or _SandboxProcess(self._blob)
         try:
-            child.await_start()
-            answer = child.ask(question, self._try_s)
+            process.await_start()
+            answer = process.request(trial, self._timeout_s)
         except TimeoutError:
-            failure = f"it takes more than {self._try_s:g} s to try"
+            failure = f"its trial takes more than {self._timeout_s:g} s"
         except (OSError, EOFError):
-            if not child.has_started:
-                self._child = None
-                raise EngineError(f"the process that tries grammars does not start (status {child.kill()})") from None
-            failure = "it needs too much memory, or llama.cpp cannot bear it"
+            if not process.has_started:
+                self._process = None
+                message = f"the process that compiles grammars does not start (status {process.close()})"
+                raise EngineError(message) from None
+            failure = "it needs too much memory, or llama.cpp crashes on it"
         else:
             return answer["grammar"] if "grammar" in answer else _rejected(answer["error"])
-        self._child = None
-        logger.warning("grammar.child_failed status=%s: %s", child.kill(), failure)
+        self._process = None
+        logger.warning("grammar.child_failed status=%s: %s", process.close(), failure)
         return _rejected(f"the grammar cannot be used: {failure}")
 
     def __repr__(self) -> str:
-        return f"<GrammarSandbox child={self._child} verdicts={len(self._verdicts)}>"
+        return f"<GrammarSandbox process={self._process} results={len(self._results)}>"
 
 
-class _Child:
-    """The process, and the socket that is its stdin and stdout."""
+class _SandboxProcess:
+    """The sandbox process, and the socket that is its stdin and stdout.
+
+    Args:
+        blob: The model's vocabulary.
+    """
 
     def __init__(self, blob: bytes) -> None:
         self.has_started = False
-        self._socket, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as file:
+        self._socket, process_socket = socket.socketpair()
+        with process_socket, tempfile.TemporaryFile() as file:
             file.write(blob)
             file.seek(0)
-            self._process = subprocess.Popen(
+            self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "llamaq.worker.generation.grammar.sandbox_process", str(file.fileno())],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
+                stdin=process_socket.fileno(),
+                stdout=process_socket.fileno(),
                 stderr=subprocess.DEVNULL,
                 pass_fds=(file.fileno(),),
             )
 
     def await_start(self) -> None:
-        """Wait until the vocabulary is loaded."""
+        """Wait until the process has loaded the vocabulary.
+
+        Raises:
+            TimeoutError: It takes more than `START_TIMEOUT_S`.
+            OSError, EOFError: The process has ended.
+        """
         if not self.has_started:
-            self._receive(time.monotonic() + START_S)
+            self._receive(time.monotonic() + START_TIMEOUT_S)
             self.has_started = True
 
-    def ask(self, question: str, timeout_s: float) -> dict[str, str]:
-        """Send a question and wait for its answer. Raises `TimeoutError`, `OSError` or `EOFError`."""
-        until_s = time.monotonic() + timeout_s
-        data = question.encode()
+    def request(self, trial: str, timeout_s: float) -> dict[str, str]:
+        """Send a trial, and wait for its answer.
+
+        Raises:
+            TimeoutError: There is no answer within `timeout_s`.
+            OSError, EOFError: The process has ended.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        data = trial.encode()
         self._socket.settimeout(timeout_s)
         self._socket.sendall(len(data).to_bytes(4, "big") + data)
-        return self._receive(until_s)
+        return self._receive(deadline_s)
 
-    def end(self) -> None:
-        """Let it end; who waits for its answer gets an `EOFError`."""
-        self._process.kill()
+    def kill(self) -> None:
+        """Kill the process. A thread that waits for an answer gets an `EOFError`."""
+        self._popen.kill()
 
-    def kill(self) -> int:
-        """End it and give its exit status."""
+    def close(self) -> int:
+        """Kill the process, free its resources, and return its exit status."""
         self._socket.close()
-        self._process.kill()
-        return self._process.wait()
+        self._popen.kill()
+        return self._popen.wait()
 
-    def _receive(self, until_s: float) -> dict[str, str]:
-        n_bytes = int.from_bytes(self._read(4, until_s), "big")
-        answer: dict[str, str] = json.loads(self._read(n_bytes, until_s))
+    def _receive(self, deadline_s: float) -> dict[str, str]:
+        n_bytes = int.from_bytes(self._read(4, deadline_s), "big")
+        answer: dict[str, str] = json.loads(self._read(n_bytes, deadline_s))
         return answer
 
-    def _read(self, n_bytes: int, until_s: float) -> bytes:
+    def _read(self, n_bytes: int, deadline_s: float) -> bytes:
         parts = bytearray()
         while len(parts) < n_bytes:
-            self._socket.settimeout(max(0.001, until_s - time.monotonic()))
+            self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
             part = self._socket.recv(n_bytes - len(parts))
             if not part:
                 raise EOFError("the process has ended")
@@ -145,20 +170,20 @@ class _Child:
         return bytes(parts)
 
     def __repr__(self) -> str:
-        return f"<{'started' if self.has_started else 'starting'} pid={self._process.pid}>"
+        return f"<{'started' if self.has_started else 'starting'} pid={self._popen.pid}>"
 
 
-def _question(request: JobParams) -> str:
-    """The request to the child, after what can be checked without it."""
-    question: dict[str, Any] = {"grammar": request.grammar, "root": request.grammar_root, "schema": None}
+def _trial_request(request: JobParams) -> str:
+    """Check the grammar without llama.cpp, and return the request to the sandbox process as JSON."""
+    trial: dict[str, Any] = {"grammar": request.grammar, "root": request.grammar_root, "schema": None}
     if request.grammar is not None:
-        check_text(request.grammar)
-        return json.dumps(question)
+        check_grammar(request.grammar)
+        return json.dumps(trial)
     if request.grammar_root != "root":
-        raise _rejected("grammar_root goes with grammar, not with json_schema")
-    check_nesting(request.json_schema)
-    question["schema"] = request.json_schema
-    text = json.dumps(question)
+        raise _rejected("grammar_root is only allowed with grammar, not with json_schema")
+    check_schema_nesting(request.json_schema)
+    trial["schema"] = request.json_schema
+    text = json.dumps(trial)
     if len(text) > MAX_GRAMMAR_BYTES:
         raise _rejected(f"the JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
     return text

@@ -1,7 +1,8 @@
-"""The process in which grammars are tried: `python -m llamaq.worker.generation.grammar.sandbox_process BLOB_FD`.
+"""The process that tries grammars: `python -m llamaq.worker.generation.grammar.sandbox_process VOCAB_FD`.
 
-It reads requests from stdin and writes answers to stdout, both as a length (four bytes, big-endian) and JSON, and ends
-when stdin does. A grammar that kills or hangs llama.cpp does so here.
+VOCAB_FD is the descriptor of a file with the model's vocabulary. The process reads requests from stdin and writes
+answers to stdout, both as a length (four bytes, big-endian) followed by JSON. It ends when stdin is closed. If
+llama.cpp aborts or hangs on a grammar, it does so here.
 """
 
 from __future__ import annotations
@@ -25,60 +26,70 @@ from llama_cpp.llama_grammar import json_schema_to_gbnf
 from llamaq.common.errors import JobRejected
 from llamaq.common.vocab.vocab import Vocab
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
-from llamaq.worker.generation.grammar.text_checks import check_text
+from llamaq.worker.generation.grammar.static_checks import check_grammar
 
-MEMORY_BYTES = 512 * 1024 * 1024
-"""What one grammar may take beyond the vocabulary."""
-N_SHOWN, N_LONGEST = 2048, 256
-"""Tokens that a walk chooses from."""
+MAX_MEMORY_BYTES = 512 * 1024 * 1024
+"""Memory that the process may use in addition to the vocabulary."""
+N_RANDOM_TOKENS, N_LONGEST_TOKENS = 2048, 256
+"""Numbers of tokens that a walk chooses from: random ones, and the longest ones."""
 WALK_TOKENS = 40
+"""Upper bound on the tokens of a walk."""
 WALK_S = 0.06
-N_REPEATING = 4
-MESSAGE_CHARS = 400
+"""Upper bound on the time of a walk."""
+N_REPEATING_WALKS = 4
+MAX_MESSAGE_CHARS = 400
 
 Choose = Callable[[Sequence[int], int | None], int]
 
 
 class GrammarTrial:
-    """Compiles grammars on one vocabulary and takes some steps with each."""
+    """Compiles grammars for one vocabulary, and generates some tokens with each.
+
+    Args:
+        vocab: The model's vocabulary.
+        messages: The file that receives the error messages of llama.cpp, which are written to stderr.
+    """
 
     def __init__(self, vocab: Vocab, messages: IO[bytes]) -> None:
         self._vocab = vocab
         self._messages = messages
-        """Where llama.cpp's complaints go: what this process writes to stderr."""
         tokens = np.arange(vocab.n_tokens)
         lengths = np.array([len(vocab.piece(int(token))) for token in tokens])
         self._all = tokens
-        self._longest = np.argsort(-lengths, kind="stable")[:N_LONGEST]
+        self._longest = np.argsort(-lengths, kind="stable")[:N_LONGEST_TOKENS]
 
     def compile(self, request: dict[str, Any]) -> str:
-        """The grammar as GBNF, after it was tried. Raises `ValueError` or `JobRejected` saying what is wrong."""
+        """Try the grammar or JSON schema of a request, and return it as GBNF.
+
+        Raises:
+            ValueError, JobRejected: It cannot be used. The message has the reason.
+        """
         text, root = request["grammar"], request["root"]
         if text is None:
             text, root = self._convert(request["schema"]), "root"
-        check_text(text)
-        self._forget_messages()
+        check_grammar(text)
+        self._clear_messages()
         try:
             Grammar(self._vocab, text, root).close()
         except JobRejected as exc:
-            raise ValueError(explain(self._read_messages(), text) or exc.message) from None
-        self._try(text, root)
+            raise ValueError(error_message(self._read_messages(), text) or exc.message) from None
+        self._walk_all(text, root)
         return str(text)
 
     def _convert(self, schema: Any) -> str:
         try:
             return str(json_schema_to_gbnf(json.dumps(schema)))
-        except Exception as exc:  # the converter asserts, looks up missing keys and recurses
+        except Exception as exc:  # the converter raises AssertionError, KeyError, RecursionError and others
             raise ValueError(
-                f"the JSON schema cannot be turned into a grammar: {str(exc) or type(exc).__name__}"
+                f"the JSON schema cannot be converted to a grammar: {str(exc) or type(exc).__name__}"
             ) from exc
 
-    def _try(self, text: str, root: str) -> None:
-        """Walk along: at random, repeating what can be repeated, and by the longest tokens."""
+    def _walk_all(self, text: str, root: str) -> None:
+        """Walk through the grammar with random tokens, with repeated tokens, and with the longest tokens."""
         chance = random.Random(0)
         grammar = Grammar(self._vocab, text, root)
-        if not grammar.allowed(self._all).any():
-            raise ValueError("no token of this model's vocabulary can begin it")
+        if not grammar.allowed_mask(self._all).any():
+            raise ValueError("no token of this model's vocabulary is allowed first")
 
         def at_random(allowed: Sequence[int], _last: int | None) -> int:
             return chance.choice(allowed)
@@ -89,27 +100,28 @@ class GrammarTrial:
         def longest(allowed: Sequence[int], _last: int | None) -> int:
             return max(allowed, key=lambda token: len(self._vocab.piece(token)))
 
-        for choose in (at_random, longest, *[repeating] * N_REPEATING):
+        for choose in (at_random, longest, *[repeating] * N_REPEATING_WALKS):
             self._walk(Grammar(self._vocab, text, root), choose, chance)
 
     def _walk(self, grammar: Grammar, choose: Choose, chance: random.Random) -> None:
-        some = np.array(chance.sample(range(self._vocab.n_tokens), min(N_SHOWN, self._vocab.n_tokens)))
-        shown = np.unique(np.concatenate((some, self._longest)))
-        until_s = time.monotonic() + WALK_S
-        taken: list[int] = []
-        while len(taken) < WALK_TOKENS and time.monotonic() < until_s:
-            allowed = self._allowed(grammar, shown) or self._allowed(grammar, self._all)
+        """Generate tokens with `choose` until only end tokens are allowed, or a bound is reached."""
+        random_tokens = np.array(chance.sample(range(self._vocab.n_tokens), min(N_RANDOM_TOKENS, self._vocab.n_tokens)))
+        offered = np.unique(np.concatenate((random_tokens, self._longest)))
+        deadline_s = time.monotonic() + WALK_S
+        walked: list[int] = []
+        while len(walked) < WALK_TOKENS and time.monotonic() < deadline_s:
+            allowed = self._allowed(grammar, offered) or self._allowed(grammar, self._all)
             if not allowed:
                 return
-            taken.append(choose(allowed, taken[-1] if taken else None))
-            grammar.follow(taken)
+            walked.append(choose(allowed, walked[-1] if walked else None))
+            grammar.accept(walked)
 
     def _allowed(self, grammar: Grammar, tokens: np.ndarray[Any, Any]) -> list[int]:
-        """Tokens that may follow, without those that would end the walk."""
-        allowed: list[int] = tokens[grammar.allowed(tokens)].tolist()
+        """Return those of `tokens` that the grammar allows, without end tokens."""
+        allowed: list[int] = tokens[grammar.allowed_mask(tokens)].tolist()
         return [token for token in allowed if token not in self._vocab.end_tokens]
 
-    def _forget_messages(self) -> None:
+    def _clear_messages(self) -> None:
         self._messages.seek(0)
         self._messages.truncate()
 
@@ -118,20 +130,20 @@ class GrammarTrial:
         return self._messages.read().decode(errors="replace")
 
 
-def explain(messages: str, text: str) -> str:
-    """llama.cpp's complaint about a grammar, with line and column instead of the rest of the grammar."""
-    complaint = messages.partition("error parsing grammar: ")[2].partition(f"\n\n{text}\n")[0] or messages
-    what, found, rest = complaint.partition(" at ")
+def error_message(messages: str, text: str) -> str:
+    """Return llama.cpp's error message about a grammar, with line and column instead of the rest of the grammar."""
+    message = messages.partition("error parsing grammar: ")[2].partition(f"\n\n{text}\n")[0] or messages
+    error, found, rest = message.partition(" at ")
     if found and text.endswith(rest):
         before = text[: len(text) - len(rest)]
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        return f"{what} at line {line}, column {column}"
-    return complaint.strip().splitlines()[0][:200] if complaint.strip() else ""
+        return f"{error} at line {line}, column {column}"
+    return message.strip().splitlines()[0][:200] if message.strip() else ""
 
 
 def main() -> None:
-    """Answer requests until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, whose end is ours
+    """Answer requests until stdin is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the worker, and the worker ends this process
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         vocab = Vocab.from_blob(file.read())
@@ -150,9 +162,10 @@ def _serve(trial: GrammarTrial, requests: IO[bytes], answers: IO[bytes]) -> None
         try:
             _answer(answers, {"grammar": trial.compile(request)})
         except JobRejected as exc:
-            _answer(answers, {"error": exc.message[:MESSAGE_CHARS]})
+            _answer(answers, {"error": exc.message[:MAX_MESSAGE_CHARS]})
         except (ValueError, MemoryError, RecursionError) as exc:
-            _answer(answers, {"error": f"the grammar cannot be used: {str(exc) or type(exc).__name__}"[:MESSAGE_CHARS]})
+            message = f"the grammar cannot be used: {str(exc) or type(exc).__name__}"
+            _answer(answers, {"error": message[:MAX_MESSAGE_CHARS]})
 
 
 def _answer(answers: IO[bytes], content: dict[str, str]) -> None:
@@ -162,20 +175,20 @@ def _answer(answers: IO[bytes], content: dict[str, str]) -> None:
 
 
 def _write_message(level: int, text: bytes, _user_data: Any) -> None:
-    if level >= 4:  # GGML_LOG_LEVEL_ERROR, and lines that go on
+    if level >= 4:  # GGML_LOG_LEVEL_ERROR and GGML_LOG_LEVEL_CONT
         os.write(2, text)
 
 
-_log_callback = llama_cpp.llama_log_callback(_write_message)  # llama.cpp keeps a pointer to it
+_log_callback = llama_cpp.llama_log_callback(_write_message)  # llama.cpp keeps a pointer to the callback
 
 
 def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:  # not on Linux; then the time limit alone bounds it
+    except OSError:  # not on Linux: only the time limit bounds the memory
         return
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
 if __name__ == "__main__":

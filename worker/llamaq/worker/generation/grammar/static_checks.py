@@ -1,8 +1,9 @@
-"""What can be said of a grammar by reading it: its size, its nesting, its left recursion, its token references.
+"""Checks a grammar without running it: size, nesting depth, left recursion and token references.
 
-llama.cpp recurses as deep as a grammar nests; it overlooks left recursion behind a rule that can be empty by way of
-another, and then grows without end; and it aborts on some grammars that refer to tokens by id. GBNF is described in
-llama.cpp's grammars/README.md.
+llama_sampler_init_grammar recurses once for each level of nesting, so a deep grammar overflows the stack. It misses
+left recursion behind a rule that can be empty through another rule, and then allocates memory without end. And it
+aborts on some grammars that refer to tokens by id. GBNF, the language of the grammars, is described in
+grammars/README.md of llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
 
 MAX_NESTING = 64
+"""Upper bound on the levels of groups in a grammar, and of values in a JSON schema."""
 MAX_GBNF_BYTES = 4 * MAX_GRAMMAR_BYTES
-"""Of a grammar made from a JSON schema."""
+"""Upper bound on a grammar in GBNF. It is larger than that of a request, because a JSON schema becomes longer GBNF."""
 
 _SYMBOL = re.compile(
     r"""(?P<space> \s+ | \#[^\r\n]* )
@@ -31,8 +33,8 @@ _EMPTY_LITERALS = frozenset({'""', "[]", "[^]"})
 _OPTIONAL = re.compile(r"[*?]|\{\s*0+\s*[,}].*", re.DOTALL)
 
 
-def check_text(text: str) -> None:
-    """Raise `JobRejected` for a grammar that llama.cpp should not even parse."""
+def check_grammar(text: str) -> None:
+    """Raise `JobRejected` for a grammar in GBNF that llama.cpp must not parse."""
     if len(text.encode(errors="replace")) > MAX_GBNF_BYTES:
         raise _rejected(f"it is larger than {MAX_GBNF_BYTES} bytes as GBNF")
     if "\0" in text:
@@ -43,8 +45,8 @@ def check_text(text: str) -> None:
     _check_left_recursion(rules)
 
 
-def check_nesting(value: object) -> None:
-    """Raise `JobRejected` for a JSON schema that nests too deep."""
+def check_schema_nesting(value: object) -> None:
+    """Raise `JobRejected` for a JSON schema with more than `MAX_NESTING` levels."""
     level: list[object] = [value]
     for _ in range(MAX_NESTING):
         level = [child for parent in level for child in _children(parent)]
@@ -62,7 +64,7 @@ def _children(value: object) -> Iterator[object]:
 
 @dataclass(slots=True)
 class _Item:
-    """A symbol: a rule's name, a group, or a literal."""
+    """A symbol in a rule: the name of a rule, a group, or (if both are None) a literal."""
 
     name: str | None = None
     group: list[list[_Item]] | None = None
@@ -73,12 +75,12 @@ _Alternatives = list[list[_Item]]
 
 
 class _RuleReader:
-    """Reads rules as far as they are well formed; llama.cpp's own parser reports what is not."""
+    """Reads the rules of a grammar. It ignores syntax errors, because the parser of llama.cpp reports them."""
 
     def __init__(self) -> None:
         self.rules: dict[str, _Alternatives] = {}
         self._open: list[_Alternatives] = []
-        """What the groups stand in that are not closed yet."""
+        """The alternatives around each group that is not closed yet."""
         self._current: _Alternatives = [[]]
 
     def read(self, text: str) -> dict[str, _Alternatives]:
@@ -92,7 +94,7 @@ class _RuleReader:
                 case "literal":
                     self._add(_Item(is_optional=symbol in _EMPTY_LITERALS))
                 case "token":
-                    raise _rejected(f"it refers to a token, {symbol[:40]}: write the text instead")
+                    raise _rejected(f"it refers to a token, {symbol[:40]}: write the token's text instead")
                 case "repeat":
                     self._repeat(symbol)
                 case "other":
@@ -128,16 +130,17 @@ class _RuleReader:
 
 
 def _check_left_recursion(rules: dict[str, _Alternatives]) -> None:
+    """Reject a grammar in which a rule can start with itself, directly or through other rules."""
     nullable: set[str] = set()
     while True:
         found = {name for name, alternatives in rules.items() if _can_be_empty(alternatives, nullable)}
         if found == nullable:
             break
         nullable = found
-    firsts = {name: set(_firsts(alternatives, nullable)) for name, alternatives in rules.items()}
-    done: set[str] = set()
+    first_rules = {name: set(_first_rules(alternatives, nullable)) for name, alternatives in rules.items()}
+    done: set[str] = set()  # rules without a cycle
     for name in rules:
-        _follow(name, firsts, done)
+        _check_rule(name, first_rules, done)
 
 
 def _can_be_empty(alternatives: _Alternatives, nullable: set[str]) -> bool:
@@ -150,33 +153,36 @@ def _item_can_be_empty(item: _Item, nullable: set[str]) -> bool:
     return item.group is not None and _can_be_empty(item.group, nullable)
 
 
-def _firsts(alternatives: _Alternatives, nullable: set[str]) -> Iterator[str]:
-    """Rules that can stand at the very beginning."""
+def _first_rules(alternatives: _Alternatives, nullable: set[str]) -> Iterator[str]:
+    """Yield the rules that can be the first symbol."""
     for items in alternatives:
         for item in items:
             if item.name is not None:
                 yield item.name
             elif item.group is not None:
-                yield from _firsts(item.group, nullable)
+                yield from _first_rules(item.group, nullable)
             if not _item_can_be_empty(item, nullable):
                 break
 
 
-def _follow(start: str, firsts: dict[str, set[str]], done: set[str]) -> None:
-    """Walk depth-first from a rule along what can stand first; without recursion, as chains may be long."""
-    path: dict[str, Iterator[str]] = {start: iter(firsts[start])} if start not in done else {}
+def _check_rule(start: str, first_rules: dict[str, set[str]], done: set[str]) -> None:
+    """Search depth-first from a rule through the rules that can be first, and reject a cycle.
+
+    The search keeps its path in a dict instead of recursing, because chains of rules can be long.
+    """
+    path: dict[str, Iterator[str]] = {start: iter(first_rules[start])} if start not in done else {}
     while path:
         name = next(reversed(path))
         for first in path[name]:
             if first in path:
-                raise _rejected(f"rule {first!r} is left-recursive: it can begin with itself")
-            if first in firsts and first not in done:
-                path[first] = iter(firsts[first])
+                raise _rejected(f"rule {first!r} is left-recursive: it can start with itself")
+            if first in first_rules and first not in done:
+                path[first] = iter(first_rules[first])
                 break
         else:
             done.add(name)
             del path[name]
 
 
-def _rejected(why: str) -> JobRejected:
-    return JobRejected(ErrorCode.INVALID_GRAMMAR, f"the grammar cannot be used: {why}")
+def _rejected(reason: str) -> JobRejected:
+    return JobRejected(ErrorCode.INVALID_GRAMMAR, f"the grammar cannot be used: {reason}")
