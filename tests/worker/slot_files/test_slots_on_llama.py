@@ -1,4 +1,4 @@
-"""Slots' states on the real library, for every kind of memory: what was put back gives the logits of a fresh run."""
+"""Slot states on llama.cpp, for every kind of memory: a job on a restored state gets the logits of a run without it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from llamaq.worker.core.tokens import pack
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
+from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
+from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.slot_files.slot_operations import SlotOperations
 from llamaq.worker.slot_files.state_parts import join_parts, split_parts
-from llamaq.worker.testing.fake_engine import GreedySampler, make_job
+from llamaq.worker.testing import GreedySampler, make_job
 
 NOISE = 0.02
-"""Share of the logits' standard deviation that the shape of a batch may move them by."""
+"""Allowed difference of logits between batches of different shapes, as a share of their standard deviation."""
 KINDS = [(model, unified) for model in sorted(MEMORY_KINDS) for unified in (True, False)]
 PROMPT: list[int] = np.random.default_rng(1).integers(0, 500, 150).tolist()
 
 
-class Witness(GreedySampler):
-    """Remembers the logits that the first token was drawn from."""
+class RecordingSampler(GreedySampler):
+    """A greedy sampler that records the logits of the first token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,27 +46,28 @@ class Witness(GreedySampler):
         return super().sample(logits, history, n_prompt)
 
 
-class Rig:
-    """A scheduler on a real engine, without a worker around it."""
+class Setup:
+    """A scheduler with a real engine, without threads and Redis."""
 
     def __init__(self, path: Path, *, unified: bool, host: bool = False) -> None:
         options = ContextOptions(
             n_ctx=2400, n_batch=256, n_ubatch=64, n_seq_max=8, n_threads=1, n_threads_batch=1, kv_unified=unified
         )
         self.engine = engine = Engine(Model(path, n_gpu_layers=0), options)
-        tree = BlockStore(BLOCK_TOKENS if engine.sequences.in_blocks else None, 10**8, can_cut=engine.sequences.can_cut)
-        tiers = BlockTransfers(tree, engine.sequences)
-        self.scheduler = Scheduler(
+        store = BlockStore(
+            BLOCK_TOKENS if engine.sequences.in_blocks else None, 10**8, can_cut=engine.sequences.can_cut
+        )
+        offload = BlockTransfers(store, engine.sequences)
+        memory = KvMemory(
             SlotPool(2, engine.context.n_ctx, engine.sequences.n_sequences, shares_cells=engine.context.kv_unified),
             engine.sequences,
-            budget=256,
-            chunk_size=64,
-            end_tokens=frozenset(),
-            cache=RadixPrefixCache(can_cut=engine.sequences.can_cut),
-            tiers=tiers,
+            RadixPrefixCache(can_cut=engine.sequences.can_cut),
+            offload,
             held_cells=0 if host else None,
         )
-        self.states = SlotOperations(self.scheduler.memory, engine.sequences, tiers)
+        planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=64))
+        self.scheduler = Scheduler(memory, planner, end_tokens=frozenset())
+        self.operations = SlotOperations(memory, engine.sequences, offload)
 
     def tick(self) -> list[JobEnded]:
         self.scheduler.admit()
@@ -74,39 +78,39 @@ class Rig:
         return [output for output in outputs if isinstance(output, JobEnded)]
 
     def finish(self) -> None:
-        """Tick until nothing is left to do."""
+        """Tick until no job and no transfer is left."""
         while self.scheduler.has_work:
             self.tick()
 
     def run(self, prompt: list[int], slot: int = 0) -> tuple[JobStats, npt.NDArray[np.float32]]:
-        """Run a job to its end; its stats, and the logits after its prompt."""
+        """Run a job to its end. Returns its stats and the logits after its prompt."""
         job = make_job(prompt, max_tokens=5, slot=slot)
-        witness = Witness()
-        job.sampler = witness
+        sampler = RecordingSampler()
+        job.sampler = sampler
         self.scheduler.submit(job)
         while not (ended := self.tick()):
             pass
         assert ended[0].error is None
-        assert witness.first is not None
-        return ended[0].stats, witness.first
+        assert sampler.first is not None
+        return ended[0].stats, sampler.first
 
     def save(self, slot: int = 0) -> tuple[bytes, bytes]:
-        """Tokens and data of a slot's state, with a tick between any two steps."""
-        save = self.states.begin_save(slot)
+        """Save the state of a slot, with a tick before every step. Returns its tokens and its data."""
+        save = self.operations.begin_save(slot)
         while not save.is_complete:
             self.tick()
-            coming = self.states.saver.step(save)
-            if coming is not None:
-                save.add_awaited_part(coming.result())
+            disk_read = self.operations.saver.step(save)
+            if disk_read is not None:
+                save.add_awaited_part(disk_read.result())
         return save.tokens, join_parts(save.parts)
 
     def restore(self, tokens: bytes, data: bytes, slot: int = 0) -> None:
         job = make_job([1])
-        restore = self.states.begin_restore(slot, tokens, job.scope, split_parts(data, len(tokens) // 4))
+        restore = self.operations.begin_restore(slot, tokens, job.scope, split_parts(data, len(tokens) // 4))
         assert restore is not None
         while not restore.is_complete:
             self.tick()
-            self.states.restorer.step(restore)
+            self.operations.restorer.step(restore)
         self.scheduler.check_integrity()
 
 
@@ -122,23 +126,23 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def rigs() -> Iterator[list[Rig]]:
-    opened: list[Rig] = []
+def setups() -> Iterator[list[Setup]]:
+    opened: list[Setup] = []
     yield opened
-    for rig in opened:
-        rig.engine.close()
+    for setup in opened:
+        setup.engine.close()
 
 
 @pytest.mark.parametrize(("path", "unified"), KINDS, indirect=["path"])
-def test_a_state_that_was_put_back_gives_the_logits_of_a_fresh_run(path: Path, unified: bool, rigs: list[Rig]) -> None:
-    rigs += [Rig(path, unified=unified) for _ in range(2)]
-    one, other = rigs
+def test_a_restored_state_gives_the_logits_of_a_fresh_run(path: Path, unified: bool, setups: list[Setup]) -> None:
+    setups += [Setup(path, unified=unified) for _ in range(2)]
+    one, other = setups
     one.run(PROMPT)
     tokens, data = one.save()
     assert tokens.startswith(pack(PROMPT))
     turn = [*memoryview(tokens).cast("i"), 5, 6, 7]
     _, expected = other.run(turn)
-    other.states.erase(0)
+    other.operations.erase(0)
     assert other.scheduler.cache_snapshot().entries == 0
     other.restore(tokens, data, slot=1)
     stats, logits = other.run(turn, slot=1)
@@ -147,27 +151,27 @@ def test_a_state_that_was_put_back_gives_the_logits_of_a_fresh_run(path: Path, u
 
 
 @pytest.mark.parametrize(("path", "unified"), KINDS, indirect=["path"])
-def test_the_state_of_a_running_job_and_that_from_host_memory_are_as_good(
-    path: Path, unified: bool, rigs: list[Rig]
+def test_states_of_a_running_job_and_from_host_memory_give_the_logits_of_a_fresh_run(
+    path: Path, unified: bool, setups: list[Setup]
 ) -> None:
-    rigs += [Rig(path, unified=unified, host=True) for _ in range(2)]
-    one, other = rigs
+    setups += [Setup(path, unified=unified, host=True) for _ in range(2)]
+    one, other = setups
     one.scheduler.submit(make_job(PROMPT, max_tokens=40, slot=0))
-    while one.states.snapshots()[0].generated_tokens < 9:
+    while one.operations.snapshots()[0].generated_tokens < 9:
         one.tick()
     running = one.save()
     one.finish()
     one.scheduler.submit(make_job([9] * 20, max_tokens=2, slot=1))
     one.finish()
-    assert one.scheduler.cache_snapshot().host_bytes > 0, "it has left the device"
-    assert one.states.snapshots()[0].content_tokens > len(PROMPT)
+    assert one.scheduler.cache_snapshot().host_bytes > 0, "the entry was evicted from the device"
+    assert one.operations.snapshots()[0].content_tokens > len(PROMPT)
     ended = one.save()
     for tokens, data in (running, ended):
         turn = [*memoryview(tokens).cast("i"), 5, 6, 7]
         _, expected = other.run(turn)
-        other.states.erase(0)
+        other.operations.erase(0)
         other.restore(tokens, data)
         stats, logits = other.run(turn)
         assert stats.prefix_cache_tokens == len(turn) - 3
         assert np.abs(logits - expected).max() < NOISE * expected.std()
-        other.states.erase(0)
+        other.operations.erase(0)
