@@ -211,7 +211,7 @@ def test_a_job_keeps_its_lease_while_its_grammar_is_tried(environment: Environme
     worker = environment.start_worker()
     with environment.client() as client:
         client.generate("Count:", max_tokens=4, grammar=COUNTING)
-        (child,) = (pid for pid, line in environment.living().items() if "grammar_child" in line)
+        (child,) = (pid for pid, line in environment.living().items() if "grammar.sandbox_process" in line)
         os.kill(child, signal.SIGSTOP)
         reader = read(client.submit("Count:", max_tokens=10, grammar='root ::= "four " "five"'))
         time.sleep(2.5 * LEASE_S)  # the lease runs out

@@ -150,8 +150,11 @@ def test_the_example_of_attaching_prints_all_of_a_job(capsys: pytest.CaptureFixt
 def test_the_example_of_the_cache_shares_the_system_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     run_block("cache")
     reused = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
-    assert reused[0] == ["0", "None"]
-    assert all(int(n_tokens) > 10 and tier in ("running", "device") for n_tokens, tier in reused[1:])
+    # The worker prepares the three jobs at the same time. Whichever it admits first computes the system prompt.
+    assert reused.count(["0", "None"]) == 1
+    reused.remove(["0", "None"])
+    assert len(reused) == 2
+    assert all(int(n_tokens) > 10 and tier in ("running", "device") for n_tokens, tier in reused)
 
 
 def test_the_example_of_a_strategy_runs_in_a_worker(environment: str, tmp_path: Path) -> None:

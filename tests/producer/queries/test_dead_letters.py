@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from llamaq.cli import views
 from llamaq.cli.main import build_app, main
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
 from llamaq.common.protocol.keys import JobId
@@ -35,7 +36,7 @@ async def poison(client: AsyncClient, worker: FakeWorker, prompt: str = "poison"
     await worker.scripts.requeue(first.claim, first.number)
     for name in ("a", "b", "c"):
         await worker.scripts.start(first.claim, name)
-        await worker.scripts.settle(first.claim, "heir", had=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3)
+        await worker.scripts.check_crash(first.claim, "heir", last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3)
     assert (await job.status()).state is JobState.FAILED
     return job.id
 
@@ -163,7 +164,7 @@ def letters(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> list
     """A job that workers died of, and an entry that was no job, on the queue that the environment names."""
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
     monkeypatch.setenv("LLAMAQ_QUEUE", queue)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(views.console, "width", 200)  # it read COLUMNS when it was imported
 
     async def prepare() -> list[str]:
         async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
