@@ -1,4 +1,4 @@
-"""How long a tick will take, guessed from those that were."""
+"""The predicted time of a tick follows from the times of earlier ticks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prefill(n_tokens: int) -> Batch:
 DECODE = Batch(decode=(DecodeToken(Slot(0)),))
 
 
-def test_a_tick_is_as_long_as_the_last_one() -> None:
+def test_a_tick_is_predicted_to_take_as_long_as_the_last_one() -> None:
     times = TickTimes()
     assert times.predict_s(0) == IDLE_TICK_S
     times.record(DECODE, 0.04)
@@ -25,7 +25,7 @@ def test_a_tick_is_as_long_as_the_last_one() -> None:
     assert times.predict_s(0) == IDLE_TICK_S
 
 
-def test_a_tick_that_reads_a_prompt_is_longer() -> None:
+def test_a_tick_with_prompt_tokens_is_predicted_by_the_time_of_one_prompt_token() -> None:
     times = TickTimes()
     times.record(prefill(500), 0.5)
     times.record(DECODE, 0.01)
@@ -33,14 +33,14 @@ def test_a_tick_that_reads_a_prompt_is_longer() -> None:
     assert times.predict_s(1) == 0.01
 
 
-def test_a_few_prompt_tokens_say_nothing_of_many() -> None:
+def test_a_tick_with_few_prompt_tokens_does_not_change_the_time_of_one_prompt_token() -> None:
     times = TickTimes()
     times.record(prefill(2), 0.5)
     times.record(DECODE, 0.01)
     assert times.predict_s(1000) == 0.01
 
 
-def test_one_slow_tick_does_not_change_all() -> None:
+def test_one_slow_tick_changes_the_prediction_only_a_little() -> None:
     times = TickTimes()
     for seconds in (0.1, 1.0):
         times.record(prefill(100), seconds)
