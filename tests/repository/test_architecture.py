@@ -76,7 +76,7 @@ def test_a_web_backend_loads_no_llama_cpp_and_no_worker() -> None:
 
 
 def test_the_fake_engine_needs_no_llama_cpp_and_no_redis() -> None:
-    assert not loaded_by("llamaq.worker.testing.fake_engine") & {"llama_cpp", "redis"}
+    assert not loaded_by("llamaq.worker.testing") & {"llama_cpp", "redis"}
 
 
 def test_no_portion_hides_the_others() -> None:

@@ -1,4 +1,4 @@
-"""Orders by way of Redis: what is asked of a worker, how it answers, and what is never carried out."""
+"""Slot commands through Redis: how a worker receives, refuses, carries out and answers them."""
 
 from __future__ import annotations
 
@@ -33,177 +33,169 @@ from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
-from llamaq.worker.kv_cache.slot_pool import SlotPool
-from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
 from llamaq.worker.slot_files.saved_files import SavedSlotFiles
 from llamaq.worker.slot_files.slot_operations import SlotOperations
-from llamaq.worker.testing.fake_engine import FakeEngine, make_job
+from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler
 
 PATHS = ["", "a/b", "../x", "a.slot", ".", "a b", "x" * 65, "ä", "a\n", "a\0"]
 PROMPT = [1 + at % 200 for at in range(200)]
 
 
-class Clerk:
-    """Writes down what is asked, and answers what it was told to."""
+class RecordingHandler:
+    """Records every command, and replies with the result of `answer`."""
 
     def __init__(self, answer: Callable[[SlotCommand], SlotReply] = lambda _: SlotReply()) -> None:
-        self.asked: list[SlotCommand] = []
+        self.commands: list[SlotCommand] = []
         self._answer = answer
 
-    async def carry_out(self, order: SlotCommand) -> SlotReply:
-        self.asked.append(order)
-        return self._answer(order)
+    async def carry_out(self, command: SlotCommand) -> SlotReply:
+        self.commands.append(command)
+        return self._answer(command)
 
 
 @asynccontextmanager
-async def taking(url: str, queue: str, clerk: Any, name: str = "w1") -> AsyncIterator[None]:
-    """A worker that is listed and takes orders."""
+async def serving(url: str, queue: str, handler: Any, name: str = "w1") -> AsyncIterator[None]:
+    """A context in which a worker is announced and reads its commands from Redis."""
     async with FakeWorker(url, queue, name=f"{queue}-{name}") as worker:
         await worker.announce()
-        task = asyncio.create_task(CommandInbox(worker.redis, worker.keys, worker.name, clerk).run())
+        task = asyncio.create_task(CommandInbox(worker.redis, worker.keys, worker.name, handler).run())
         try:
             yield
         finally:
             await cancel_tasks(task)
 
 
-async def give(url: str, worker: str, data: bytes) -> None:
+async def push_command(url: str, worker: str, data: bytes) -> None:
     redis = connect(url, name="test")
-    await redis.rpush(Keys().orders(worker), data)
+    await redis.rpush(Keys().slot_commands(worker), data)
     await redis.aclose()
 
 
-def an_order(**values: Any) -> SlotCommand:
+def make_command(**values: Any) -> SlotCommand:
     rest = {"id": secrets.token_hex(16), "action": "list", "deadline_ms": 2**50}
     return SlotCommand.model_validate(rest | values)
 
 
-# ---- on the way
+# ---- through Redis
 
 
-async def test_each_call_is_one_order_and_its_answer_comes_back(redis_url: str, queue: str) -> None:
+async def test_each_call_sends_one_command_and_returns_its_reply(redis_url: str, queue: str) -> None:
     file = SlotFile(name="n", n_tokens=3, n_bytes=9, saved_ms=5)
     slot = SlotSnapshot(index=0, state="idle", content_tokens=7)
-    clerk = Clerk(lambda _: SlotReply(slots=(slot,), files=(file,), n_tokens=4))
-    async with AsyncClient(redis_url, queue) as client, taking(redis_url, queue, clerk):
+    handler = RecordingHandler(lambda _: SlotReply(slots=(slot,), files=(file,), n_tokens=4))
+    async with AsyncClient(redis_url, queue) as client, serving(redis_url, queue, handler):
         worker = f"{queue}-w1"
         assert await client.slots() == (WorkerSlots(worker=worker, slots=(slot,), files=(file,)),)
         assert await client.save_slot(1, "n") == file
         assert await client.restore_slot(2, "n", worker=worker) == file
         assert await client.erase_slot(3) == 4
         await client.erase_saved_slot("n")
-        assert [(order.action.value, order.slot, order.name) for order in clerk.asked] == [
+        assert [(command.action.value, command.slot, command.name) for command in handler.commands] == [
             ("list", None, None),
             ("save", 1, "n"),
             ("restore", 2, "n"),
             ("erase", 3, None),
             ("erase", None, "n"),
         ]
-        assert await client.redis.exists(client.keys.orders(worker)) == 0
-        reply_keys = [client.keys.reply(order.id) for order in clerk.asked]
+        assert await client.redis.exists(client.keys.slot_commands(worker)) == 0
+        reply_keys = [client.keys.reply(command.id) for command in handler.commands]
         assert [await client.redis.exists(key) for key in reply_keys] == [0] * 5
 
 
 @pytest.mark.parametrize("name", PATHS)
-async def test_a_name_that_is_a_path_is_refused_before_anybody_is_asked(redis_url: str, queue: str, name: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, taking(redis_url, queue, clerk := Clerk()):
+async def test_the_client_refuses_a_name_that_is_a_path_before_it_sends_a_command(
+    redis_url: str, queue: str, name: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, serving(redis_url, queue, handler := RecordingHandler()):
         for call in (client.save_slot(0, name), client.restore_slot(0, name), client.erase_saved_slot(name)):
             with pytest.raises(InvalidRequest, match="name"):
                 await call
         with pytest.raises(InvalidRequest, match="slot"):
             await client.erase_slot(-1)
-        assert clerk.asked == []
+        assert handler.commands == []
 
 
-async def test_where_several_workers_serve_one_has_to_be_named(redis_url: str, queue: str) -> None:
-    one, two = Clerk(), Clerk()
+async def test_with_several_workers_the_caller_must_name_one(redis_url: str, queue: str) -> None:
+    one, two = RecordingHandler(), RecordingHandler()
     async with AsyncClient(redis_url, queue) as client:
         with pytest.raises(NoWorker):
             await client.slots()
         with pytest.raises(NoWorker):
             await client.erase_slot(0)
-        async with taking(redis_url, queue, one, "w1"), taking(redis_url, queue, two, "w2"):
+        async with serving(redis_url, queue, one, "w1"), serving(redis_url, queue, two, "w2"):
             with pytest.raises(InvalidRequest, match=f"2 workers serve queue.*name one of: {queue}-w1, {queue}-w2"):
                 await client.erase_slot(0)
             with pytest.raises(InvalidRequest, match="'w3' does not serve queue"):
                 await client.erase_slot(0, worker="w3")
             await client.erase_slot(0, worker=f"{queue}-w2")
-            assert (len(one.asked), len(two.asked)) == (0, 1)
+            assert (len(one.commands), len(two.commands)) == (0, 1)
             assert [found.worker for found in await client.slots()] == [f"{queue}-w1", f"{queue}-w2"]
             assert [found.worker for found in await client.slots(worker=f"{queue}-w1")] == [f"{queue}-w1"]
-            assert one.asked[-1].id != two.asked[-1].id
+            assert one.commands[-1].id != two.commands[-1].id
 
 
-async def test_an_order_that_nobody_takes_in_time_is_void(redis_url: str, queue: str) -> None:
+async def test_a_command_that_no_worker_reads_in_time_is_not_carried_out(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         async with FakeWorker(redis_url, queue, name=f"{queue}-w1") as silent:
             await silent.announce()
-            with pytest.raises(ResultTimeout, match="not answered within"):
+            with pytest.raises(ResultTimeout, match="not replied within"):
                 await client.erase_slot(0, timeout=0.05)
-        assert 0 < await client.redis.pttl(client.keys.orders(f"{queue}-w1")) <= 60_050
-        async with taking(redis_url, queue, clerk := Clerk()):
+        assert 0 < await client.redis.pttl(client.keys.slot_commands(f"{queue}-w1")) <= 60_050
+        async with serving(redis_url, queue, handler := RecordingHandler()):
             await client.slots()
-        assert [order.action for order in clerk.asked] == [SlotAction.LIST]
+        assert [command.action for command in handler.commands] == [SlotAction.LIST]
 
 
-async def test_a_worker_that_ends_is_not_waited_for(redis_url: str, queue: str) -> None:
+async def test_a_client_does_not_wait_for_a_worker_that_has_ended(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue, name=f"{queue}-w1") as worker:
         await worker.announce()
         asking = asyncio.create_task(client.erase_slot(0))
-        while not await client.redis.exists(client.keys.orders(worker.name)):  # noqa: ASYNC110  # it tells nobody
+        while not await client.redis.exists(client.keys.slot_commands(worker.name)):  # noqa: ASYNC110  # there is no event
             await asyncio.sleep(0.01)
         await worker.redis.delete(worker.keys.worker(worker.name))
         with pytest.raises(SlotCommandRefused, match="ended, or its heartbeat stopped"):
             await asking
 
 
-async def test_nonsense_and_what_comes_twice_is_dropped_and_the_worker_goes_on(redis_url: str, queue: str) -> None:
-    def answer(order: SlotCommand) -> SlotReply:
-        if order.slot == 5:
+async def test_invalid_and_repeated_commands_are_dropped_and_the_worker_continues(redis_url: str, queue: str) -> None:
+    def answer(command: SlotCommand) -> SlotReply:
+        if command.slot == 5:
             raise ZeroDivisionError
-        if order.slot == 6:
+        if command.slot == 6:
             raise PermissionError(13, "Permission denied", "/secret/place")
-        if order.slot == 7:
+        if command.slot == 7:
             raise SlotCommandRefused("no, because")
         return SlotReply()
 
-    async with AsyncClient(redis_url, queue) as client, taking(redis_url, queue, clerk := Clerk(answer)):
+    async with AsyncClient(redis_url, queue) as client, serving(redis_url, queue, handler := RecordingHandler(answer)):
         worker = f"{queue}-w1"
-        twice = codec.encode_model(an_order())
-        path = codec._pack({**an_order(action="save", slot=0, name="x").model_dump(mode="json"), "name": "../x"})
+        twice = codec.encode_model(make_command())
+        path = codec._pack({**make_command(action="save", slot=0, name="x").model_dump(mode="json"), "name": "../x"})
         nonsense = [b"", b"\xc1", codec._pack([1]), codec._pack({"id": "x"}), bytes(MAX_ORDER_BYTES + 1), path]
         for data in (*nonsense, twice, twice):
-            await give(redis_url, worker, data)
+            await push_command(redis_url, worker, data)
         for slot, complaint in ((5, "a defect of the worker"), (6, "--cache-dir.*Permission denied$"), (7, "because")):
             with pytest.raises(SlotCommandRefused, match=complaint):
                 await client.erase_slot(slot)
         await client.slots()
-        assert [order.slot for order in clerk.asked] == [None, 5, 6, 7, None]
+        assert [command.slot for command in handler.commands] == [None, 5, 6, 7, None]
 
 
-# ---- carried out
+# ---- by the slot command handler
 
 
-class Place:
-    """A worker with a fake engine on a thread of its own, and what is asked of it."""
+class FakeEngineWorker:
+    """A worker with a fake engine and an engine thread, without Redis."""
 
     def __init__(self, folder: Path | None, model: str = "model") -> None:
         self.engine = FakeEngine(n_ctx=1000, n_batch=256, n_seq_max=9)
-        self.scheduler = Scheduler(
-            SlotPool(2, 1000, self.engine.sequences.n_sequences, similarity=0.1),
-            self.engine.sequences,
-            budget=256,
-            chunk_size=64,
-            end_tokens=self.engine.vocab.end_tokens,
-            cache=RadixPrefixCache(),
-        )
+        memory = make_memory(self.engine, cache=RadixPrefixCache(), similarity=0.1)
+        self.scheduler = make_scheduler(self.engine, memory, chunk_size=64)
         saved = SavedSlotFiles(folder, model, max_file_bytes=10**7) if folder else None
         self.shared = SharedState()
         self.ticks = TickLoop(self.scheduler, self.engine, self.shared, hang_s=60, capacity=4)
-        self.control = SlotCommandHandler(
-            self.ticks, SlotOperations(self.scheduler.memory, self.engine.sequences, NoOffload()), saved
-        )
+        self.handler = SlotCommandHandler(self.ticks, SlotOperations(memory, self.engine.sequences, NoOffload()), saved)
         self._thread = threading.Thread(target=self.ticks.run)
 
     def __enter__(self) -> Self:
@@ -213,11 +205,11 @@ class Place:
     def __exit__(self, *_: object) -> None:
         self.ticks.stop(0)
         self._thread.join()
-        self.control.close()
+        self.handler.close()
         self.scheduler.check_integrity()
 
     async def run(self, prompt: list[int] = PROMPT, salt: str = "") -> int:
-        """Run a job to its end in slot 0; returns how much of its prompt was found."""
+        """Run a job to its end in slot 0. Returns how many tokens of its prompt came from the cache."""
         ended = asyncio.get_running_loop().create_future()
         job = make_job(prompt, max_tokens=5, slot=0)
         job.scope = Scope(salt)
@@ -229,88 +221,88 @@ class Place:
 
         self.shared.outputs.attach(receive)
         self.ticks.admit(job)
-        found: int = await ended
-        return found
+        n_cached: int = await ended
+        return n_cached
 
-    async def ask(self, action: str, slot: int | None = None, name: str | None = None) -> SlotReply:
-        return await self.control.carry_out(an_order(action=action, slot=slot, name=name))
+    async def command(self, action: str, slot: int | None = None, name: str | None = None) -> SlotReply:
+        return await self.handler.carry_out(make_command(action=action, slot=slot, name=name))
 
 
 async def test_a_saved_state_is_restored_by_another_worker(tmp_path: Path) -> None:
-    with Place(tmp_path) as one:
+    with FakeEngineWorker(tmp_path) as one:
         await one.run(salt="tenant")
-        [saved] = (await one.ask("save", 0, "story")).files
+        [saved] = (await one.command("save", 0, "story")).files
         assert (saved.name, saved.n_tokens, saved.is_usable) == ("story", 204, True)
         assert b"tenant" not in (tmp_path / "slots" / "story.slot").read_bytes()
-    with Place(tmp_path) as other:
-        listed = await other.ask("list")
+    with FakeEngineWorker(tmp_path) as other:
+        listed = await other.command("list")
         assert listed.files == (saved,)
         assert [slot.content_tokens for slot in listed.slots] == [0, 0]
-        assert (await other.ask("restore", 1, "story")).files == (saved,)
-        assert [slot.content_tokens for slot in (await other.ask("list")).slots] == [0, 204]
+        assert (await other.command("restore", 1, "story")).files == (saved,)
+        assert [slot.content_tokens for slot in (await other.command("list")).slots] == [0, 204]
         assert await other.run() == 0
         assert await other.run(salt="tenant") == 199
-        assert (await other.ask("erase", name="story")).files == ()
-        assert (await other.ask("list")).files == ()
+        assert (await other.command("erase", name="story")).files == ()
+        assert (await other.command("list")).files == ()
         with pytest.raises(InvalidRequest, match="no slot state is saved as 'story'"):
-            await other.ask("restore", 1, "story")
+            await other.command("restore", 1, "story")
         with pytest.raises(InvalidRequest, match="no slot state"):
-            await other.ask("erase", name="story")
+            await other.command("erase", name="story")
 
 
-async def test_erasing_a_slot_answers_how_much_it_held(tmp_path: Path) -> None:
-    with Place(tmp_path) as place:
-        assert await place.run() == 0
-        assert await place.run() == 199
-        assert (await place.ask("erase", 0)).n_tokens == 205
-        assert await place.run() == 0
+async def test_erase_returns_the_number_of_tokens_of_the_slot(tmp_path: Path) -> None:
+    with FakeEngineWorker(tmp_path) as worker:
+        assert await worker.run() == 0
+        assert await worker.run() == 199
+        assert (await worker.command("erase", 0)).n_tokens == 205
+        assert await worker.run() == 0
 
 
-async def test_of_another_model_or_torn_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    with Place(tmp_path) as one:
+async def test_a_file_of_another_model_or_a_damaged_file_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    with FakeEngineWorker(tmp_path) as one:
         await one.run()
-        await one.ask("save", 0, "story")
-    with Place(tmp_path, model="another") as other:
-        [file] = (await other.ask("list")).files
+        await one.command("save", 0, "story")
+    with FakeEngineWorker(tmp_path, model="another") as other:
+        [file] = (await other.command("list")).files
         assert not file.is_usable
         with pytest.raises(InvalidRequest, match="another model"):
-            await other.ask("restore", 0, "story")
+            await other.command("restore", 0, "story")
     path = tmp_path / "slots" / "story.slot"
     whole = path.read_bytes()
-    with Place(tmp_path) as one:
+    with FakeEngineWorker(tmp_path) as one:
         for data in (whole[:-1], whole[:100], b"", whole[:-60] + b"\1" + whole[-59:]):
             path.write_bytes(data)
             with pytest.raises(InvalidRequest, match="damaged"):
-                await one.ask("restore", 0, "story")
+                await one.command("restore", 0, "story")
         state = SavedSlotFiles(tmp_path, "model", max_file_bytes=10**7)
         for meta in ({}, {"namespace": "zz", "public": 0}, {"namespace": "00", "public": 0}, {"namespace": 5}):
             state.write("odd", meta, bytes(40), b"")
             with pytest.raises(InvalidRequest, match="'odd' is damaged"):
-                await one.ask("restore", 0, "odd")
+                await one.command("restore", 0, "odd")
         state.write("odd", {"namespace": "00" * 32, "public": 0}, bytes(40), b"short")
         with pytest.raises(InvalidRequest, match="'odd' is damaged"):
-            await one.ask("restore", 0, "odd")
+            await one.command("restore", 0, "odd")
         assert await one.run() == 0
 
 
-async def test_without_a_folder_slots_are_listed_and_nothing_else() -> None:
-    with Place(None) as place:
-        await place.run()
-        listed = await place.ask("list")
+async def test_without_a_cache_folder_every_command_except_list_is_refused() -> None:
+    with FakeEngineWorker(None) as worker:
+        await worker.run()
+        listed = await worker.command("list")
         assert [slot.content_tokens for slot in listed.slots] == [205, 0]
         for action, slot, name in (("save", 0, "x"), ("restore", 0, "x"), ("erase", 0, None), ("erase", None, "x")):
             with pytest.raises(SlotCommandRefused, match="--cache-dir"):
-                await place.ask(action, slot, name)
-        assert await place.run() == 199
+                await worker.command(action, slot, name)
+        assert await worker.run() == 199
 
 
-async def test_a_disk_that_cannot_be_written_is_an_answer(tmp_path: Path) -> None:
+async def test_a_disk_that_refuses_writes_is_an_error_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "slots").write_text("in the way")
-    with Place(tmp_path) as place:
-        await place.run()
+    with FakeEngineWorker(tmp_path) as worker:
+        await worker.run()
         with pytest.raises(OSError, match="File exists"):
-            await place.ask("save", 0, "story")
-        assert (await place.ask("erase", 0)).n_tokens == 205
+            await worker.command("save", 0, "story")
+        assert (await worker.command("erase", 0)).n_tokens == 205
 
 
 @pytest.mark.parametrize(
@@ -327,34 +319,34 @@ async def test_a_disk_that_cannot_be_written_is_an_answer(tmp_path: Path) -> Non
         *({"action": "save", "slot": 0, "name": name} for name in PATHS),
     ],
 )
-def test_what_is_no_order_is_none(values: dict[str, Any]) -> None:
+def test_an_invalid_combination_of_fields_is_no_command(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
-        an_order(**values)
+        make_command(**values)
 
 
 @pytest.mark.parametrize("name", [*PATHS, "a", "A-b_9", "x" * 64])
-def test_names_are_the_same_for_orders_and_for_files(name: str, tmp_path: Path) -> None:
+def test_commands_and_files_allow_the_same_names(name: str, tmp_path: Path) -> None:
     try:
         SavedSlotFiles(tmp_path, "model", max_file_bytes=10**6).write(name, {}, b"", b"")
     except InvalidRequest:
         assert name in PATHS
     else:
-        assert an_order(action="erase", name=name).name == name
+        assert make_command(action="erase", name=name).name == name
 
 
-# ---- the command
+# ---- from the command line
 
 
 @contextmanager
-def served(url: str, queue: str, clerk: Clerk) -> Iterator[None]:
-    """Takes orders in a thread, for blocking code."""
+def serving_in_thread(url: str, queue: str, handler: RecordingHandler) -> Iterator[None]:
+    """`serving` in a thread, for blocking code."""
     ready, loop = threading.Event(), asyncio.new_event_loop()
-    over = asyncio.Event()
+    is_over = asyncio.Event()
 
     async def serve() -> None:
-        async with taking(url, queue, clerk):
+        async with serving(url, queue, handler):
             ready.set()
-            await over.wait()
+            await is_over.wait()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
@@ -362,7 +354,7 @@ def served(url: str, queue: str, clerk: Clerk) -> Iterator[None]:
     try:
         yield
     finally:
-        loop.call_soon_threadsafe(over.set)
+        loop.call_soon_threadsafe(is_over.set)
         thread.join()
         loop.close()
 
@@ -373,15 +365,13 @@ def llamaq(*args: str) -> str:
     return result.stdout
 
 
-def test_the_command_lists_saves_restores_and_erases(
-    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cli_lists_saves_restores_and_erases(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LLAMAQ_REDIS_URL", redis_url), ("LLAMAQ_QUEUE", queue), ("COLUMNS", "160")):
         monkeypatch.setenv(name, value)
     file = SlotFile(name="story", n_tokens=345, n_bytes=678, saved_ms=1_700_000_000_000, is_usable=False)
     slot = SlotSnapshot(index=0, state="decode", job_id="some-job", content_tokens=912)
-    clerk = Clerk(lambda _: SlotReply(slots=(slot,), files=(file,), n_tokens=77))
-    with served(redis_url, queue, clerk):
+    handler = RecordingHandler(lambda _: SlotReply(slots=(slot,), files=(file,), n_tokens=77))
+    with serving_in_thread(redis_url, queue, handler):
         table = llamaq("slots", "list")
         for shown in (f"{queue}-w1", "decode", "some-job", "912", "story", "345", "678", "2023-11-14", "no"):
             assert shown in table
@@ -393,10 +383,10 @@ def test_the_command_lists_saves_restores_and_erases(
         assert json.loads(llamaq("slots", "restore", "story", "--slot", "2", "--json"))["n_tokens"] == 345
         assert llamaq("slots", "erase", "--slot", "1").strip() == "erased 77 tokens"
         assert llamaq("slots", "erase", "story").strip() == "erased"
-    assert [order.slot for order in clerk.asked] == [None, None, 3, 3, 2, 2, 1, None]
+    assert [command.slot for command in handler.commands] == [None, None, 3, 3, 2, 2, 1, None]
 
 
-def test_the_command_says_what_is_wrong_in_one_line(
+def test_the_cli_reports_an_error_in_one_line(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)

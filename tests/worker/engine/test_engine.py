@@ -19,24 +19,27 @@ from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Context, ContextOptions, Model
-from llamaq.worker.testing.fake_engine import make_job
+from llamaq.worker.testing import make_job
 
 OPTIONS = ContextOptions(n_ctx=1024, n_batch=128, n_ubatch=32, n_seq_max=8, n_threads=1, n_threads_batch=1)
 CHUNK = 23
 NOISE = 0.05
-"""Share of the logits' standard deviation that the shape of a batch may move them by."""
+"""Upper bound on the change of logits by the shape of the batch, as a share of their standard deviation."""
 
 
 class Greedy:
-    """Takes the most probable token, and remembers how much more probable it was than the next."""
+    """Samples the token with the largest logit, and records the gap to the second largest.
+
+    The gaps are in standard deviations of the logits.
+    """
 
     def __init__(self) -> None:
-        self.margins: list[float] = []
+        self.gaps: list[float] = []
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         assert not logits[:0].flags.owndata
         second, first = np.partition(logits, -2)[-2:]
-        self.margins.append(float((first - second) / logits.std()))
+        self.gaps.append(float((first - second) / logits.std()))
         return int(logits.argmax())
 
     def close(self) -> None:
@@ -44,7 +47,7 @@ class Greedy:
 
 
 class Failing(Greedy):
-    """Raises at the third token."""
+    """Raises an error at the third token."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -56,8 +59,8 @@ class Failing(Greedy):
         return super().sample(logits, history, n_prompt)
 
 
-def lane(index: int, prompt: Sequence[int], sampler: Greedy | None = None) -> Slot:
-    """A slot whose sequence has its own number."""
+def prefill_slot(index: int, prompt: Sequence[int], sampler: Greedy | None = None) -> Slot:
+    """Return a slot in PREFILL whose sequence has the id `index`."""
     job = make_job(prompt, sampler=sampler or Greedy())  # type: ignore[arg-type]
     return Slot(index, SlotState.PREFILL, Run(job, index, list(prompt)))
 
@@ -67,22 +70,22 @@ def prompt(n: int, seed: int, n_vocab: int = 500) -> list[int]:
     return tokens
 
 
-def plan(slots: Iterable[Slot], budget: int) -> Batch:
-    """Decode tokens first, then chunks as far as the budget goes."""
+def plan_batch(slots: Iterable[Slot], budget: int) -> Batch:
+    """Return a batch of at most `budget` tokens: all decode tokens, then prefill chunks."""
     slots = list(slots)
     decode = tuple(DecodeToken(slot) for slot in slots if slot.state is SlotState.DECODE)
-    chunks, left = [], budget - len(decode)
+    chunks, n_left = [], budget - len(decode)
     for slot in slots:
-        if slot.state is SlotState.PREFILL and left:
-            chunks.append(PrefillChunk(slot, min(left, CHUNK, slot.n_pending)))
-            left -= chunks[-1].n_tokens
+        if slot.state is SlotState.PREFILL and n_left:
+            chunks.append(PrefillChunk(slot, min(n_left, CHUNK, slot.n_pending)))
+            n_left -= chunks[-1].n_tokens
     return Batch(decode, tuple(chunks))
 
 
-def tick(engine: Engine, slots: Iterable[Slot]) -> dict[int, JobRejected]:
-    """One batch; the errors by slot index."""
+def run_tick(engine: Engine, slots: Iterable[Slot]) -> dict[int, JobRejected]:
+    """Run one batch of all slots, and return the errors by slot index."""
     errors = {}
-    for result in engine.run(plan(slots, engine.context.n_batch)):
+    for result in engine.run(plan_batch(slots, engine.context.n_batch)):
         run = result.slot.active
         run.n_past = result.n_past
         if result.error is not None:
@@ -100,13 +103,13 @@ def generated(slot: Slot) -> list[int]:
 
 
 def generate(engine: Engine, slots: Sequence[Slot], n: int) -> dict[int, JobRejected]:
-    """Run until every slot has `n` tokens or an error; then forget the sequences."""
+    """Run until every slot has `n` tokens or an error. Then remove the sequences, and return the errors."""
     errors: dict[int, JobRejected] = {}
     for _ in range(50 * n):
         waiting = [slot for slot in slots if slot.index not in errors and len(generated(slot)) < n]
         if not waiting:
             break
-        errors |= tick(engine, waiting)
+        errors |= run_tick(engine, waiting)
     else:
         raise AssertionError("no progress")
     for slot in slots:
@@ -114,17 +117,17 @@ def generate(engine: Engine, slots: Sequence[Slot], n: int) -> dict[int, JobReje
     return errors
 
 
-def assert_equal_output(slot: Slot, alone: Slot) -> None:
-    """Equal tokens, up to a place where two tokens were about equally probable."""
-    margins = alone.active.job.sampler.margins  # type: ignore[attr-defined]
-    for place, (token, expected) in enumerate(zip(generated(slot), generated(alone), strict=True)):
+def assert_equal_output(slot: Slot, expected_slot: Slot) -> None:
+    """Compare the tokens of two slots, up to the first token whose gap to the second most probable was below `NOISE`."""
+    gaps = expected_slot.active.job.sampler.gaps  # type: ignore[attr-defined]
+    for index, (token, expected) in enumerate(zip(generated(slot), generated(expected_slot), strict=True)):
         if token != expected:
-            assert margins[place] < NOISE, f"token {place} differs with a margin of {margins[place]:.3f}"
+            assert gaps[index] < NOISE, f"token {index} differs with a gap of {gaps[index]:.3f}"
             break
 
 
-def alone(engine: Engine, tokens: Sequence[int], n: int) -> Slot:
-    slot = lane(0, tokens)
+def generate_alone(engine: Engine, tokens: Sequence[int], n: int) -> Slot:
+    slot = prefill_slot(0, tokens)
     assert not generate(engine, [slot], n)
     return slot
 
@@ -143,143 +146,144 @@ def demo(demo_model: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def poison(engine: Engine, seq_id: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let llama.cpp abort in its third micro-batch, or its last, whenever the batch has this sequence.
+def fail_decodes_with(engine: Engine, seq_id: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make llama_decode fail in a late micro-batch whenever the batch has the sequence `seq_id`.
 
-    Returns the statuses of all decodes from now on.
+    Returns:
+        A list that receives the statuses of all decodes from now on.
     """
-    left: list[int] = []
+    calls_left: list[int] = []  # calls of the callback until it aborts
     statuses: list[int] = []
 
     def abort(_data: Any) -> bool:
-        if not left:
+        if not calls_left:
             return False
-        left[0] -= 1
-        return left[0] < 0
+        calls_left[0] -= 1
+        return calls_left[0] < 0
 
     callback = llama_cpp.ggml_abort_callback(abort)
     decode, batch = engine.context.decode, engine.context.batch
 
-    def counting() -> int:
-        left.clear()
+    def decode_and_record() -> int:
+        calls_left.clear()
         if seq_id in batch._seq_ids[: len(batch)]:
-            left.append(5)
+            calls_left.append(5)
         statuses.append(decode())
         return statuses[-1]
 
-    monkeypatch.setattr(engine.context, "decode", counting)
+    monkeypatch.setattr(engine.context, "decode", decode_and_record)
     monkeypatch.setattr(engine, "_abort_callback", callback, raising=False)
     llama_cpp.llama_set_abort_callback(engine.context.pointer, callback, ctypes.c_void_p())
     return statuses
 
 
-def test_batched_output_is_that_of_each_alone(engine: Engine) -> None:
+def test_the_output_in_a_batch_equals_the_output_alone(engine: Engine) -> None:
     prompts = [prompt(n, seed=n) for n in (5, 70, 33, 100)]
-    together = [lane(index, tokens) for index, tokens in enumerate(prompts)]
+    together = [prefill_slot(index, tokens) for index, tokens in enumerate(prompts)]
     assert not generate(engine, together, 20)
     for slot, tokens in zip(together, prompts, strict=True):
-        assert_equal_output(slot, alone(engine, tokens, 20))
+        assert_equal_output(slot, generate_alone(engine, tokens, 20))
 
 
-def test_the_trained_model_answers_alike_batched_and_alone(demo: Engine) -> None:
+def test_the_demo_model_generates_the_same_in_a_batch_and_alone(demo: Engine) -> None:
     texts = ["Once upon a time", "The cat sat on", "<|user|>What colour is the sky?<|end|><|assistant|>"]
     prompts = [demo.vocab.encode(text) for text in texts]
-    together = [lane(index, tokens) for index, tokens in enumerate(prompts)]
+    together = [prefill_slot(index, tokens) for index, tokens in enumerate(prompts)]
     assert not generate(demo, together, 24)
     for slot, tokens in zip(together, prompts, strict=True):
-        assert_equal_output(slot, alone(demo, tokens, 24))
+        assert_equal_output(slot, generate_alone(demo, tokens, 24))
     assert demo.vocab.decode(generated(together[0])).isprintable()
 
 
-def test_a_sampler_that_fails_ends_its_own_job(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_sampler_fails_only_its_own_job(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     refusal = JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, "nothing may follow")
     slots = [
-        lane(0, prompt(9, seed=1)),
-        lane(1, prompt(9, seed=2), Failing(refusal)),
-        lane(2, prompt(9, seed=3), Failing(ZeroDivisionError("oops"))),
+        prefill_slot(0, prompt(9, seed=1)),
+        prefill_slot(1, prompt(9, seed=2), Failing(refusal)),
+        prefill_slot(2, prompt(9, seed=3), Failing(ZeroDivisionError("oops"))),
     ]
     errors = generate(engine, slots, 6)
     assert errors[1] is refusal
     assert errors[2].code == ErrorCode.INTERNAL
     assert "oops" in errors[2].message
     assert "ZeroDivisionError" in caplog.text
-    assert_equal_output(slots[0], alone(engine, prompt(9, seed=1), 6))
+    assert_equal_output(slots[0], generate_alone(engine, prompt(9, seed=1), 6))
 
 
 @pytest.mark.parametrize("token", [-1, 512, 2**31 - 1])
-def test_a_token_outside_the_vocabulary_ends_its_own_job(engine: Engine, token: int) -> None:
-    slots = [lane(0, prompt(40, seed=1)), lane(1, [*prompt(30, seed=2), token, 5])]
+def test_a_token_outside_the_vocabulary_fails_only_its_own_job(engine: Engine, token: int) -> None:
+    slots = [prefill_slot(0, prompt(40, seed=1)), prefill_slot(1, [*prompt(30, seed=2), token, 5])]
     errors = generate(engine, slots, 5)
     assert errors.keys() == {1}
     assert errors[1].code == ErrorCode.INVALID_TOKEN
     assert str(token) in errors[1].message
-    assert_equal_output(slots[0], alone(engine, prompt(40, seed=1), 5))
+    assert_equal_output(slots[0], generate_alone(engine, prompt(40, seed=1), 5))
 
 
-def test_the_job_that_llama_cpp_cannot_decode_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_job_that_llama_cpp_cannot_decode_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt(n, seed=n) for n in (60, 50, 90)]
-    slots = [lane(index, tokens) for index, tokens in enumerate(prompts)]
+    slots = [prefill_slot(index, tokens) for index, tokens in enumerate(prompts)]
     while not all(slot.state is SlotState.DECODE for slot in slots[:2]):
-        assert not tick(engine, slots)
+        assert not run_tick(engine, slots)
     with monkeypatch.context() as patch:
-        statuses = poison(engine, 1, patch)
+        statuses = fail_decodes_with(engine, 1, patch)
         errors = generate(engine, slots, 12)
         llama_cpp.llama_set_abort_callback(engine.context.pointer, llama_cpp.ggml_abort_callback(), ctypes.c_void_p())
     assert errors.keys() == {1}
     assert errors[1].code == ErrorCode.DECODE_FAILED
     assert statuses.count(2) == 2
     for slot in (slots[0], slots[2]):
-        assert_equal_output(slot, alone(engine, prompts[slot.index], 12))
+        assert_equal_output(slot, generate_alone(engine, prompts[slot.index], 12))
 
 
-def test_cells_that_are_lost_are_computed_again(engine: Engine) -> None:
-    slots = [lane(0, prompt(60, seed=1)), lane(1, prompt(50, seed=2))]
+def test_a_sequence_that_lost_its_cells_is_prefilled_again(engine: Engine) -> None:
+    slots = [prefill_slot(0, prompt(60, seed=1)), prefill_slot(1, prompt(50, seed=2))]
     while not all(generated(slot) for slot in slots):
-        assert not tick(engine, slots)
+        assert not run_tick(engine, slots)
     slots[1].active.n_past = 0
     slots[1].state = SlotState.PREFILL
     engine.sequences.remove(1)
     assert not generate(engine, slots, 10)
-    assert_equal_output(slots[1], alone(engine, prompt(50, seed=2), 10))
+    assert_equal_output(slots[1], generate_alone(engine, prompt(50, seed=2), 10))
 
 
-def test_without_room_in_kv_memory_what_fits_goes_on_and_the_rest_may_try_again(
+def test_without_room_the_parts_that_fit_continue_and_the_others_may_be_decoded_later(
     chat_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(Model(chat_model, n_gpu_layers=0), ContextOptions(256, 128, 32, 3, 1, 1))
-    slots = [lane(0, prompt(200, seed=1)), lane(1, prompt(100, seed=2))]
+    slots = [prefill_slot(0, prompt(200, seed=1)), prefill_slot(1, prompt(100, seed=2))]
     while slots[0].state is not SlotState.DECODE:
-        assert not tick(engine, slots[:1])
+        assert not run_tick(engine, slots[:1])
     while slots[1].active.n_past < 2 * CHUNK:
-        tick(engine, slots)
-    batch = plan(slots, engine.context.n_batch)
+        run_tick(engine, slots)
+    batch = plan_batch(slots, engine.context.n_batch)
     results = {result.slot.index: result for result in engine.run(batch)}
     assert (results[0].no_room, results[0].error, results[0].token is None) == (False, None, False)
     assert (results[1].no_room, results[1].error, results[1].n_past) == (True, None, 2 * CHUNK)
     assert "decode_failed" not in caplog.text
     engine.sequences.remove(0)
     assert not generate(engine, slots[1:], 5)
-    assert_equal_output(slots[1], alone(engine, prompt(100, seed=2), 5))
+    assert_equal_output(slots[1], generate_alone(engine, prompt(100, seed=2), 5))
     engine.close()
 
 
-def test_a_shared_prefix_gives_what_the_whole_prompt_gives(engine: Engine) -> None:
+def test_a_copied_prefix_gives_the_same_output_as_the_whole_prompt(engine: Engine) -> None:
     prefix, rest = prompt(60, seed=1), prompt(20, seed=2)
-    holder = lane(5, prefix)
-    while not generated(holder):
-        assert not tick(engine, [holder])
+    source = prefill_slot(5, prefix)
+    while not generated(source):
+        assert not run_tick(engine, [source])
     assert engine.sequences.copy(5, 1, len(prefix)) == len(prefix)
-    slot = lane(1, [*prefix, *rest])
+    slot = prefill_slot(1, [*prefix, *rest])
     slot.active.n_past = len(prefix)
     assert not generate(engine, [slot], 12)
-    assert_equal_output(slot, alone(engine, [*prefix, *rest], 12))
+    assert_equal_output(slot, generate_alone(engine, [*prefix, *rest], 12))
     assert engine.context.last_position(5) == len(prefix) - 1
 
 
-def test_a_part_of_a_sequence_is_shared_where_memory_can_be_cut_and_otherwise_nothing(engine: Engine) -> None:
-    holder = lane(5, prompt(60, seed=1))
-    while not generated(holder):
-        assert not tick(engine, [holder])
+def test_a_part_of_a_sequence_is_copied_only_if_the_memory_can_be_cut(engine: Engine) -> None:
+    source = prefill_slot(5, prompt(60, seed=1))
+    while not generated(source):
+        assert not run_tick(engine, [source])
     expected = 0 if engine.model.is_recurrent else 30
     assert engine.sequences.copy(5, 1, 30) == expected
     assert engine.context.last_position(1) == expected - 1
@@ -293,7 +297,7 @@ def test_an_empty_sequence_may_be_removed(engine: Engine) -> None:
     assert engine.context.last_position(3) == -1
 
 
-def test_what_the_engine_knows_of_its_model(demo: Engine) -> None:
+def test_the_engine_has_the_limits_of_its_model_and_context(demo: Engine) -> None:
     assert (demo.context.n_ctx, demo.context.n_batch, demo.context.n_seq_max) == (1024, 128, 8)
     assert demo.context.n_vocab == demo.vocab.n_tokens
     assert demo.model.n_ctx_train >= 1024
@@ -303,7 +307,7 @@ def test_what_the_engine_knows_of_its_model(demo: Engine) -> None:
     demo.close()
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model file"):
         Model(tmp_path / "missing.gguf", n_gpu_layers=0)
     (tmp_path / "text.gguf").write_text("no model")
@@ -312,14 +316,14 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_seq_max", [0, 65, 257])
-def test_more_sequences_than_llama_cpp_takes_are_refused(chat_model: Path, n_seq_max: int) -> None:
+def test_more_sequences_than_llama_cpp_allows_are_refused(chat_model: Path, n_seq_max: int) -> None:
     model = Model(chat_model, n_gpu_layers=0)
     with pytest.raises(EngineError, match="sequences"):
         Context(model, ContextOptions(512, 64, 64, n_seq_max, 1, 1))
     model.close()
 
 
-def test_the_log_of_llama_cpp_goes_to_logging(chat_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_llama_cpp_is_written_to_logging(chat_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "llamaq.worker.engine.llama_bindings"):
         Model(chat_model, n_gpu_layers=0).close()
     assert any("file format = GGUF V3" in record.getMessage() for record in caplog.records)
@@ -345,7 +349,7 @@ def test_loading_a_model_writes_nothing_to_stderr(chat_model: Path) -> None:
     ],
     ids=["version", "size", "default"],
 )
-def test_another_llama_cpp_than_the_one_written_for_is_refused(
+def test_an_unsupported_llama_cpp_is_refused(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None], message: str
 ) -> None:
     abi_check.check_abi.cache_clear()

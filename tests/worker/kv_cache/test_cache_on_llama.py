@@ -16,11 +16,14 @@ from llamaq.worker.core.job import Job, JobEnded
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
+from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
+from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.testing.fake_engine import GreedySampler, make_job
+from llamaq.worker.testing import GreedySampler, make_job
 
 NOISE = 0.02
 """Share of the logits' standard deviation that the shape of a batch may move them by."""
@@ -96,22 +99,22 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig
         engine = Engine(Model(Path(path), n_gpu_layers=0), options)
         engines.append(engine)
         tree = BlockStore(BLOCK_TOKENS if engine.sequences.in_blocks else None, 10**8, can_cut=engine.sequences.can_cut)
-        scheduler = Scheduler(
-            SlotPool(
-                n_slots,
-                engine.context.n_ctx,
-                engine.sequences.n_sequences,
-                shares_cells=engine.context.kv_unified,
-                similarity=0.1,
-            ),
+        pool = SlotPool(
+            n_slots,
+            engine.context.n_ctx,
+            engine.sequences.n_sequences,
+            shares_cells=engine.context.kv_unified,
+            similarity=0.1,
+        )
+        memory = KvMemory(
+            pool,
             engine.sequences,
-            budget=256,
-            chunk_size=64,
-            end_tokens=frozenset(),
-            cache=RadixPrefixCache(can_cut=engine.sequences.can_cut) if cache else NullPrefixCache(),
-            tiers=BlockTransfers(tree, engine.sequences) if host else None,
+            RadixPrefixCache(can_cut=engine.sequences.can_cut) if cache else NullPrefixCache(),
+            BlockTransfers(tree, engine.sequences) if host else None,
             held_cells=0 if host else None,
         )
+        planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=64))
+        scheduler = Scheduler(memory, planner, end_tokens=frozenset())
         return Rig(engine, scheduler)
 
     yield build

@@ -11,10 +11,18 @@ from llamaq.worker.core.slot import Run
 from llamaq.worker.core.tokens import pack
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache import Entry, NullPrefixCache, PrefixCache, RadixPrefixCache
-from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.testing.fake_engine import FakeEngine, GreedySampler, ManualClock, make_job, run_tick, run_to_end
+from llamaq.worker.testing import (
+    FakeEngine,
+    GreedySampler,
+    ManualClock,
+    make_job,
+    make_memory,
+    make_scheduler,
+    run_tick,
+    run_to_end,
+)
 
 
 def scheduler_with(
@@ -28,18 +36,15 @@ def scheduler_with(
     held_cells: int | None = None,
 ) -> tuple[Scheduler, FakeEngine]:
     engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_seq_max)
-    scheduler = Scheduler(
-        SlotPool(n_slots, n_ctx, engine.sequences.n_sequences, similarity=0.1),
-        engine.sequences,
-        budget=64,
-        chunk_size=16,
-        end_tokens=engine.vocab.end_tokens,
+    memory = make_memory(
+        engine,
+        n_slots=n_slots,
         cache=RadixPrefixCache() if cache is None else cache,
-        tiers=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), engine.sequences) if host_bytes else None,
+        offload=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), engine.sequences) if host_bytes else None,
         held_cells=held_cells,
-        clock=clock or ManualClock(),
+        similarity=0.1,
     )
-    return scheduler, engine
+    return make_scheduler(engine, memory, clock=clock or ManualClock()), engine
 
 
 def run_all(scheduler: Scheduler, engine: FakeEngine, *jobs: Job) -> dict[str, JobEnded]:
@@ -73,7 +78,7 @@ def a_run(tokens: list[int], order: int = 1, n_past: int = 0, scope: Scope | Non
 def test_the_null_cache_keeps_nothing() -> None:
     cache: PrefixCache = NullPrefixCache()
     assert cache.insert(5, pack([1, 2, 3]), Scope()) == [5]
-    assert cache.match(pack([1, 2, 3]), Scope()).n_tokens == 0
+    assert cache.match(pack([1, 2, 3]), Scope()).n_held == 0
     assert (len(cache), cache.coldest(), cache.entries()) == (0, None, [])
     cache.check_integrity()
 
@@ -82,14 +87,14 @@ def test_the_longest_beginning_over_entries_and_runs_is_found() -> None:
     cache = RadixPrefixCache()
     cache.insert(1, pack([1, 2, 3]), Scope())
     cache.insert(2, pack([1, 2, 9, 9, 9]), Scope())
-    cache.begin(run := a_run([1, 2, 3, 4, 5, 6], n_past=5))
+    cache.add_run(run := a_run([1, 2, 3, 4, 5, 6], n_past=5))
     found = cache.match(pack([1, 2, 9, 9, 7]), Scope())
     assert isinstance(found.source, Entry)
-    assert (found.n_tokens, found.source.seq_id) == (4, 2)
+    assert (found.n_held, found.source.seq_id) == (4, 2)
     found = cache.match(pack([1, 2, 3, 4, 5, 6, 7]), Scope())
-    assert (found.n_tokens, found.source, found.n_coming, found.leader) == (5, run, 6, run)
-    cache.end(run)
-    assert cache.match(pack([1, 2, 3, 4, 5, 6, 7]), Scope()).n_tokens == 3
+    assert (found.n_held, found.source, found.n_coming, found.leader) == (5, run, 6, run)
+    cache.remove_run(run)
+    assert cache.match(pack([1, 2, 3, 4, 5, 6, 7]), Scope()).n_held == 3
     assert cache.match(pack([5]), Scope()).source is None
     cache.check_integrity()
 
@@ -97,11 +102,11 @@ def test_the_longest_beginning_over_entries_and_runs_is_found() -> None:
 def test_only_runs_admitted_before_are_waited_for() -> None:
     cache = RadixPrefixCache()
     for order in (1, 2):
-        cache.begin(a_run([7] * 20, order=order))
-    found = cache.match(pack([7] * 20), Scope(), order=2)
+        cache.add_run(a_run([7] * 20, order=order))
+    found = cache.match(pack([7] * 20), Scope(), admitted_before=2)
     assert found.leader is not None
     assert found.leader.admission_number == 1
-    assert cache.match(pack([7] * 20), Scope(), order=1).leader is None
+    assert cache.match(pack([7] * 20), Scope(), admitted_before=1).leader is None
 
 
 def test_an_entry_that_another_begins_with_is_superfluous() -> None:
@@ -118,12 +123,12 @@ def test_a_state_that_cannot_be_cut_is_of_use_with_all_its_tokens_alone() -> Non
     assert cache.insert(1, pack([1, 2]), Scope()) == []
     assert cache.insert(2, pack([1, 2, 3, 4]), Scope()) == []
     assert cache.insert(3, pack([1, 2, 3, 4]), Scope()) == [3]
-    assert cache.match(pack([1, 2, 3]), Scope()).n_tokens == 2
-    assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_tokens == 4
-    assert cache.match(pack([1, 9]), Scope()).n_tokens == 0
-    cache.begin(a_run([1, 2, 3, 4, 5, 6, 7], n_past=6))
-    assert cache.match(pack([1, 2, 3, 4, 5, 6]), Scope()).n_tokens == 6
-    assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_tokens == 4
+    assert cache.match(pack([1, 2, 3]), Scope()).n_held == 2
+    assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_held == 4
+    assert cache.match(pack([1, 9]), Scope()).n_held == 0
+    cache.add_run(a_run([1, 2, 3, 4, 5, 6, 7], n_past=6))
+    assert cache.match(pack([1, 2, 3, 4, 5, 6]), Scope()).n_held == 6
+    assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_held == 4
 
 
 def test_the_entry_used_longest_ago_is_the_coldest_unless_it_is_leaving() -> None:
@@ -134,7 +139,7 @@ def test_the_entry_used_longest_ago_is_the_coldest_unless_it_is_leaving() -> Non
     assert [entry.seq_id for entry in cache.entries()] == [2, 3, 1]
     coldest = cache.coldest()
     assert coldest is not None
-    coldest.leaving = True
+    coldest.in_transfer = True
     assert cache.coldest() is cache.entries()[1]
     cache.remove(coldest)
     assert len(cache) == 2
@@ -156,8 +161,8 @@ def test_namespaces_share_nothing_but_what_both_declare_public() -> None:
         (Scope("b"), 0),
         (Scope(""), 0),
     ):
-        assert cache.match(pack(PUBLIC + SECRET), scope).n_tokens == expected, scope
-    assert cache.match(pack(SECRET), Scope("b", 10)).n_tokens == 0
+        assert cache.match(pack(PUBLIC + SECRET), scope).n_held == expected, scope
+    assert cache.match(pack(SECRET), Scope("b", 10)).n_held == 0
 
 
 # ---- sharing

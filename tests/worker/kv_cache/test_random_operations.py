@@ -18,10 +18,16 @@ from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache import Entry, RadixPrefixCache
-from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BlockTransfers
-from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.testing.fake_engine import FakeEngine, ManualClock, make_job, next_letter, run_tick
+from llamaq.worker.testing import (
+    FakeEngine,
+    ManualClock,
+    make_job,
+    make_memory,
+    make_scheduler,
+    next_letter,
+    run_tick,
+)
 
 N_OPERATIONS = int(os.environ.get("CACHE_OPERATIONS", "6000"))
 SALTS = ("", "a", "b")
@@ -38,9 +44,9 @@ def first_tokens_alone(prompt: Sequence[int], n_tokens: int) -> list[int]:
 class Suspicious(RadixPrefixCache):
     """Checks that what is found has the tokens that were asked for and belongs to who asks."""
 
-    def match(self, tokens: bytes, scope: Scope, order: int | None = None):  # type: ignore[no-untyped-def]
-        found = super().match(tokens, scope, order)
-        for holder, n_tokens in ((found.source, found.n_tokens), (found.leader, found.n_coming)):
+    def match(self, tokens: bytes, scope: Scope, admitted_before: int | None = None):  # type: ignore[no-untyped-def]
+        found = super().match(tokens, scope, admitted_before)
+        for holder, n_tokens in ((found.source, found.n_held), (found.leader, found.n_coming)):
             if holder is not None:
                 owner = holder.scope if isinstance(holder, Entry) else holder.job.scope
                 held = holder.tokens if isinstance(holder, Entry) else holder.packed
@@ -67,23 +73,16 @@ class Life:
         tree = BlockStore(
             16 if self.engine.sequences.in_blocks else None, self.random.choice([2_000, 30_000, 10**7]), can_cut=can_cut
         )
-        self.scheduler = Scheduler(
-            SlotPool(
-                3,
-                self.engine.sequences.n_ctx,
-                self.engine.sequences.n_sequences,
-                similarity=0.2,
-                shares_cells=kv_unified,
-            ),
-            self.engine.sequences,
-            budget=48,
-            chunk_size=self.random.choice([7, 24]),
-            end_tokens=self.engine.vocab.end_tokens,
+        chunk_size = self.random.choice([7, 24])
+        memory = make_memory(
+            self.engine,
+            n_slots=3,
             cache=Suspicious(can_cut=can_cut),
-            tiers=BlockTransfers(tree, self.engine.sequences) if self.random.random() < 0.8 else None,
+            offload=BlockTransfers(tree, self.engine.sequences) if self.random.random() < 0.8 else None,
             held_cells=self.random.choice([0, 100, None]),
-            clock=self.clock,
+            similarity=0.2,
         )
+        self.scheduler = make_scheduler(self.engine, memory, chunk_size=chunk_size, clock=self.clock)
         self.jobs: dict[str, Job] = {}
         self.said: defaultdict[str, list[int]] = defaultdict(list)
         self.ended: dict[str, JobEnded] = {}

@@ -22,12 +22,15 @@ from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.offload.host_arena import HostArena
+from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
+from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
 from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.testing.fake_engine import make_job
+from llamaq.worker.testing import make_job
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +68,15 @@ class Rig:
         options = ContextOptions(n_ctx=N_CTX, n_batch=256, n_ubatch=64, n_seq_max=24, n_threads=1, n_threads_batch=1)
         self.engine = engine = Engine(Model(model, n_gpu_layers=0), options)
         tree = BlockStore(32, 3 * 2**20, can_cut=True)
-        self.scheduler = Scheduler(
+        memory = KvMemory(
             SlotPool(8, engine.context.n_ctx, engine.sequences.n_sequences, similarity=0.1),
             engine.sequences,
-            budget=256,
-            chunk_size=48,
-            end_tokens=engine.vocab.end_tokens,
-            cache=RadixPrefixCache() if cache else NullPrefixCache(),
-            tiers=BlockTransfers(tree, engine.sequences, arena=HostArena(3 * 2**20, 32)) if cache else None,
+            RadixPrefixCache() if cache else NullPrefixCache(),
+            BlockTransfers(tree, engine.sequences, arena=HostArena(3 * 2**20, 32)) if cache else None,
             held_cells=N_CTX // 4,
         )
+        planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=48))
+        self.scheduler = Scheduler(memory, planner, end_tokens=engine.vocab.end_tokens)
         self.said: dict[str, list[int]] = {}
         self.ended: dict[str, JobEnded] = {}
 

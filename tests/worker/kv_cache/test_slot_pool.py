@@ -8,12 +8,12 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.slot import TRANSITIONS, Slot, SlotState
 from llamaq.worker.kv_cache.slot_pool import SlotPool
-from llamaq.worker.testing.fake_engine import make_job
+from llamaq.worker.testing import make_job
 
 
 def can_acquire(pool: SlotPool, job: Job) -> bool:
     """Whether a slot is idle, a sequence free, and there are cells for the job."""
-    return pool.n_free > 0 and pool.has_slot(job) and pool.missing_cells(job) == 0
+    return pool.n_free_sequences > 0 and pool.has_slot(job) and pool.missing_cells(job.reservation) == 0
 
 
 def test_the_table_of_transitions_is_obeyed_and_no_state_goes_to_itself() -> None:
@@ -74,7 +74,7 @@ def test_a_job_is_acquired_only_when_prompt_and_answer_can_be_reserved() -> None
     assert pool.slots[0].priority is Priority.BULK
     assert can_acquire(pool, make_job([7] * 10, max_tokens=20))
     assert not can_acquire(pool, make_job([7] * 10, max_tokens=21))
-    assert pool.missing_cells(make_job([7] * 10, max_tokens=25)) == 5
+    assert pool.missing_cells(make_job([7] * 10, max_tokens=25).reservation) == 5
 
 
 def test_a_reservation_ends_at_the_context_limit() -> None:
@@ -86,23 +86,23 @@ def test_without_an_idle_slot_nothing_is_acquired() -> None:
     pool = SlotPool(1, 1000, 4)
     pool.acquire(make_job(max_tokens=1), 0.0)
     assert not can_acquire(pool, make_job(max_tokens=1))
-    assert not pool.could_acquire(make_job(max_tokens=1))
+    assert not pool.could_admit(make_job(max_tokens=1))
 
 
 def test_a_released_sequence_is_kept_with_its_cells_until_it_is_reclaimed() -> None:
     pool = SlotPool(1, 100, 1)
     slot = pool.acquire(make_job([7] * 30, max_tokens=30), 0.0)
     slot.active.n_past = 45
-    pool.hold(slot.active.seq_id, 45)
+    pool.resize(slot.active.seq_id, 45)
     slot.active.tokens += [1] * 15
     assert (pool.ledger.used, pool.promised_cells) == (45, 15)
     run = pool.release(slot)
     assert (slot.state, slot.run) == (SlotState.IDLE, None)
-    assert (pool.kept, pool.ledger.used, pool.promised_cells) == ({run.seq_id}, 45, 0)
+    assert (pool.cached, pool.ledger.used, pool.promised_cells) == ({run.seq_id}, 45, 0)
     other = make_job([7] * 5, max_tokens=5)
     assert not can_acquire(pool, other)  # no sequence is free, though a slot is idle
-    assert pool.could_acquire(other)
-    pool.reclaim(run.seq_id)
+    assert pool.could_admit(other)
+    pool.free_sequence(run.seq_id)
     assert can_acquire(pool, other)
     pool.check_integrity()
 

@@ -14,7 +14,7 @@ from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Slot, SlotState
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import BUILT_IN, load_strategy
-from llamaq.worker.scheduling.batch_planner import PlanFault, Planner, check_plan
+from llamaq.worker.scheduling.batch_planner import BatchPlanner, PlanFault, TickLimits, check_plan
 from llamaq.worker.scheduling.batch_strategy import (
     Balanced,
     BatchStrategy,
@@ -22,7 +22,9 @@ from llamaq.worker.scheduling.batch_strategy import (
     PrefillPriority,
     prefill_chunks,
 )
-from llamaq.worker.testing.fake_engine import make_job
+from llamaq.worker.testing import make_job
+
+LIMITS = TickLimits(budget=10, chunk_size=8)
 
 
 def slots_of(*work: int, idle: int = 1) -> tuple[Slot, ...]:
@@ -201,7 +203,7 @@ def test_nonsense_is_named_reported_once_and_planned_by_decode_maximal(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     slots = slots_of(0, 20)
-    planner = Planner(Custom(lambda slots: batch_of(slots, kind)), 10, 8)
+    planner = BatchPlanner(Custom(lambda slots: batch_of(slots, kind)), LIMITS)
     assert check_plan(batch_of(slots, kind), slots, 10) is FAULTS[kind]  # type: ignore[arg-type]
     for _ in range(3):
         assert planner.plan(slots, 0) == DecodeMaximal().build_batch(slots, 10, 8, queue_depth=0)
@@ -219,7 +221,7 @@ def test_every_fault_that_a_batch_can_have_is_tried_above() -> None:
 @pytest.mark.parametrize("state", [SlotState.FOLLOW, SlotState.LOAD])
 def test_a_slot_that_waits_for_cells_is_nobodys_business(state: SlotState) -> None:
     decoding, waiting, _ = slots = slots_of(0, 20)
-    waiting.move(state)
+    waiting.transition_to(state)
     assert check_plan(Batch((DecodeToken(decoding),), (PrefillChunk(waiting, 1),)), slots, 10) is PlanFault.WAITING_SLOT
     for kind in BUILT_IN.values():
         batch = kind().build_batch(slots, 10, 8, queue_depth=0)
@@ -231,7 +233,7 @@ def test_a_slot_that_waits_for_cells_is_nobodys_business(state: SlotState) -> No
 def test_a_chunk_ends_where_its_state_is_wanted() -> None:
     slots = slots_of(20, idle=0)
     slots[0].active.checkpoints = [3, 5, 30]
-    planner = Planner(DecodeMaximal(), 10, 8)
+    planner = BatchPlanner(DecodeMaximal(), LIMITS)
     for n_past, n_tokens in ((0, 3), (3, 2), (5, 8), (18, 2)):
         slots[0].active.n_past = n_past
         assert planner.plan(slots, 0).n_tokens == n_tokens
@@ -239,7 +241,7 @@ def test_a_chunk_ends_where_its_state_is_wanted() -> None:
 
 def test_a_strategy_that_raises_is_reported_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     slots = slots_of(0, 20)
-    planner = Planner(Custom(lambda slots: 1 // 0), 10, 8)
+    planner = BatchPlanner(Custom(lambda slots: 1 // 0), LIMITS)
     assert planner.plan(slots, 0).n_tokens == 9
     assert planner.plan(slots, 0).n_tokens == 9
     assert planner.faults == {PlanFault.RAISED: 2}
@@ -275,7 +277,7 @@ def test_a_strategy_that_changes_slots_changes_nothing(change: Callable[[Slot], 
         change(slots[1])
         return batch
 
-    planner = Planner(Custom(build), 10, 8)
+    planner = BatchPlanner(Custom(build), LIMITS)
     planner.plan(slots, 0)
     assert [(slot.state, slot.run, slot.n_pending, slot.active.tokens) for slot in slots[:3]] == before
     assert planner.faults == {PlanFault.CHANGED_SLOTS: 1}
@@ -283,7 +285,7 @@ def test_a_strategy_that_changes_slots_changes_nothing(change: Callable[[Slot], 
 
 def test_a_strategy_cannot_take_slots_out_of_the_workers_list() -> None:
     slots = slots_of(0, 20)
-    planner = Planner(Custom(lambda slots: slots.clear()), 10, 8)  # type: ignore[attr-defined]
+    planner = BatchPlanner(Custom(lambda slots: slots.clear()), LIMITS)  # type: ignore[attr-defined]
     planner.plan(slots, 0)
     assert planner.faults == {PlanFault.RAISED: 1}
 
@@ -291,7 +293,7 @@ def test_a_strategy_cannot_take_slots_out_of_the_workers_list() -> None:
 def test_a_custom_strategy_sees_slots_budget_chunk_size_and_queue_depth_and_is_obeyed() -> None:
     slots = slots_of(0, 20)
     strategy = Custom(lambda slots: Batch((), (PrefillChunk(slots[1], 3),)))
-    planner = Planner(strategy, 10, 8)
+    planner = BatchPlanner(strategy, LIMITS)
     assert planner.plan(slots, 77) == Batch((), (PrefillChunk(slots[1], 3),))
     assert strategy.seen == [(3, 10, 8, 77)]
     assert not planner.faults
@@ -323,7 +325,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_users_strategy_is_loaded_and_may_call_the_built_in_ones(user_module: str) -> None:
-    planner = Planner(load_strategy(f"{user_module}:ByDepth"), 100, 64)
+    planner = BatchPlanner(load_strategy(f"{user_module}:ByDepth"), TickLimits(budget=100, chunk_size=64))
     slots = slots_of(0, 50, 50)
     assert planner.plan(slots, 8).n_decode == 1
     assert planner.plan(slots, 9).n_decode == 0

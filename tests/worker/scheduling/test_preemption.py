@@ -6,11 +6,18 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import JobEnded, NewToken, Output
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
-from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BlockTransfers
-from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.scheduling.waiting_queue import MAX_PASSED, TURN_TOKENS
-from llamaq.worker.testing.fake_engine import FakeEngine, GreedySampler, ManualClock, make_job, run_tick, run_to_end
+from llamaq.worker.scheduling.waiting_queue import MAX_OVERTAKEN, PROTECTED_TOKENS
+from llamaq.worker.testing import (
+    FakeEngine,
+    GreedySampler,
+    ManualClock,
+    make_job,
+    make_memory,
+    make_scheduler,
+    run_tick,
+    run_to_end,
+)
 
 
 class Rig:
@@ -19,18 +26,11 @@ class Rig:
     def __init__(self, n_ctx: int = 1000, n_slots: int = 2, host_bytes: int = 10**6) -> None:
         self.engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 6)
         self.clock = ManualClock()
-        self.scheduler = Scheduler(
-            SlotPool(n_slots, n_ctx, self.engine.sequences.n_sequences),
-            self.engine.sequences,
-            budget=64,
-            chunk_size=16,
-            end_tokens=self.engine.vocab.end_tokens,
-            cache=RadixPrefixCache(),
-            tiers=BlockTransfers(BlockStore(16, host_bytes, can_cut=True), self.engine.sequences)
-            if host_bytes
-            else None,
-            clock=self.clock,
+        offload = BlockTransfers(BlockStore(16, host_bytes, can_cut=True), self.engine.sequences)
+        memory = make_memory(
+            self.engine, n_slots=n_slots, cache=RadixPrefixCache(), offload=offload if host_bytes else None
         )
+        self.scheduler = make_scheduler(self.engine, memory, clock=self.clock)
         self.outputs: list[Output] = []
 
     def submit(self, job_id: str, prompt: list[int], *, bulk: bool = False, **params: object) -> None:
@@ -145,17 +145,17 @@ def test_times_are_those_of_the_attempt_and_not_of_its_last_run() -> None:
 
 def test_bulk_jobs_get_a_turn_however_many_interactive_jobs_come() -> None:
     rig = Rig(n_slots=1)
-    rig.submit("bulk", [1] * 20, bulk=True, max_tokens=TURN_TOKENS * 2)
+    rig.submit("bulk", [1] * 20, bulk=True, max_tokens=PROTECTED_TOKENS * 2)
     n_urgent = 0
     while "bulk" not in {out.job.id for out in rig.outputs if isinstance(out, JobEnded)}:
         n_urgent += 1
-        assert n_urgent < 6 * MAX_PASSED
+        assert n_urgent < 6 * MAX_OVERTAKEN
         rig.submit(f"urgent{n_urgent}", [2] * 4, max_tokens=1)
         rig.tick(2)
         while any(slot.job_id == "bulk" for slot in rig.scheduler.snapshot()) and rig.scheduler.n_waiting:
             rig.tick()
-    assert n_urgent >= MAX_PASSED
-    assert rig.tokens("bulk") == alone([1] * 20, TURN_TOKENS * 2)
+    assert n_urgent >= MAX_OVERTAKEN
+    assert rig.tokens("bulk") == alone([1] * 20, PROTECTED_TOKENS * 2)
 
 
 def test_jobs_that_are_preempted_over_and_over_say_what_they_say_alone() -> None:

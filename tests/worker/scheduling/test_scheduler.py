@@ -1,25 +1,29 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
-from llamaq.worker.kv_cache.slot_pool import SlotPool
-from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.scheduling.waiting_queue import MAX_PASSED
-from llamaq.worker.testing.fake_engine import (
+from llamaq.worker.core.slot import Slot
+from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.waiting_queue import MAX_OVERTAKEN
+from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,
     GreedySampler,
     ManualClock,
-    NextToken,
     make_job,
+    make_memory,
+    make_scheduler,
     next_letter,
     run_tick,
     run_to_end,
 )
+from llamaq.worker.testing.fake_engine import NextToken
 
 EOS = ByteVocab.eos
 
@@ -34,18 +38,13 @@ class Rig:
         budget: int = 32,
         chunk_size: int = 8,
         next_token: NextToken = next_letter,
+        strategy: BatchStrategy | None = None,
     ) -> None:
-        self.engine = FakeEngine(n_ctx=n_ctx, n_batch=budget, next_token=next_token)
-        self.pool = SlotPool(n_slots, n_ctx, n_slots + 2)
+        self.engine = FakeEngine(n_ctx=n_ctx, n_batch=budget, n_seq_max=n_slots + 3, next_token=next_token)
+        self.memory = make_memory(self.engine, n_slots=n_slots)
         self.clock = ManualClock()
-        self.scheduler = Scheduler(
-            self.pool,
-            self.engine.sequences,
-            budget=budget,
-            chunk_size=chunk_size,
-            end_tokens=self.engine.vocab.end_tokens,
-            worker="w1",
-            clock=self.clock,
+        self.scheduler = make_scheduler(
+            self.engine, self.memory, strategy=strategy, chunk_size=chunk_size, worker="w1", clock=self.clock
         )
 
     def submit(self, *jobs: Job) -> None:
@@ -60,7 +59,7 @@ class Rig:
 
     @property
     def running(self) -> list[str]:
-        return [slot.active.job.id for slot in self.pool.active]
+        return [slot.active.job.id for slot in self.memory.active_slots]
 
 
 def text_that_spells(text: str, after: int) -> NextToken:
@@ -352,17 +351,17 @@ def test_small_jobs_do_not_starve_a_large_one() -> None:
     rig.submit(*(make_job([7] * 10, job_id=f"small{number}", max_tokens=5) for number in range(5)))
     rig.tick()
     assert rig.running == ["first"]
-    assert rig.scheduler.free_slots == 0
+    assert rig.scheduler.n_waiting == 6
     assert list(ends_of(rig.finish()))[:2] == ["first", "large"]
 
 
 def test_a_bulk_job_is_passed_only_so_often() -> None:
     rig = Rig(n_slots=1)
     rig.submit(*(make_job(job_id=f"bulk{number}", max_tokens=1, priority="bulk") for number in range(2)))
-    rig.submit(*(make_job(job_id=f"i{number}", max_tokens=1) for number in range(MAX_PASSED * 2 + 5)))
+    rig.submit(*(make_job(job_id=f"i{number}", max_tokens=1) for number in range(MAX_OVERTAKEN * 2 + 5)))
     order = list(ends_of(rig.finish()))
-    assert order.index("bulk0") == MAX_PASSED
-    assert order.index("bulk1") == MAX_PASSED * 2 + 1
+    assert order.index("bulk0") == MAX_OVERTAKEN
+    assert order.index("bulk1") == MAX_OVERTAKEN * 2 + 1
 
 
 def test_a_bulk_job_does_not_hold_back_interactive_jobs_while_it_waits_for_room() -> None:
@@ -375,15 +374,16 @@ def test_a_bulk_job_does_not_hold_back_interactive_jobs_while_it_waits_for_room(
     assert rig.running == ["first", "urgent"]
 
 
-def test_free_slots_counts_idle_slots_that_nobody_here_waits_for() -> None:
+def test_submitted_jobs_wait_until_the_next_tick_admits_as_many_as_there_are_slots() -> None:
     rig = Rig(n_slots=4)
-    assert (rig.scheduler.free_slots, rig.scheduler.has_work) == (4, False)
+    assert (rig.scheduler.n_waiting, rig.scheduler.has_work) == (0, False)
     rig.submit(make_job(max_tokens=9), make_job(max_tokens=9))
-    assert (rig.scheduler.free_slots, rig.scheduler.n_waiting, rig.scheduler.has_work) == (2, 2, True)
+    assert (rig.scheduler.n_waiting, rig.scheduler.has_work) == (2, True)
     rig.tick()
-    assert (rig.scheduler.free_slots, rig.scheduler.n_waiting) == (2, 0)
-    rig.submit(*(make_job() for _ in range(5)))
-    assert rig.scheduler.free_slots == 0
+    assert (rig.scheduler.n_waiting, len(rig.running)) == (0, 2)
+    rig.submit(*(make_job(max_tokens=9) for _ in range(5)))
+    rig.tick()
+    assert (rig.scheduler.n_waiting, len(rig.running)) == (3, 4)
 
 
 def test_jobs_larger_than_half_the_pool_run_one_after_another() -> None:
@@ -465,24 +465,22 @@ def test_a_result_for_a_slot_outside_the_batch_is_a_defect() -> None:
     rig.submit(make_job())
     rig.scheduler.admit()
     with pytest.raises(LookupError, match="was not in the batch"):
-        rig.scheduler.apply(Batch(), [SlotResult(rig.pool.slots[0], 1)])
+        rig.scheduler.apply(Batch(), [SlotResult(rig.memory.slots[0], 1)])
 
 
 def test_the_strategy_hears_of_jobs_that_wait_in_redis_and_here() -> None:
-    rig = Rig(n_slots=1)
-    heard: list[int] = []
-    strategy = rig.scheduler.planner.strategy
+    depths: list[int] = []
 
-    class Listening:
-        def build_batch(self, slots: object, budget: int, chunk_size: int, *, queue_depth: int) -> Batch:
-            heard.append(queue_depth)
-            return strategy.build_batch(slots, budget, chunk_size, queue_depth=queue_depth)  # type: ignore[arg-type]
+    class Recording(DecodeMaximal):
+        def build_batch(self, slots: Sequence[Slot], budget: int, chunk_size: int, *, queue_depth: int) -> Batch:
+            depths.append(queue_depth)
+            return super().build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
 
-    rig.scheduler.planner.strategy = Listening()
+    rig = Rig(n_slots=1, strategy=Recording())
     rig.submit(make_job(), make_job(), make_job())
     rig.scheduler.admit()
     rig.scheduler.plan(queue_depth=40)
-    assert heard == [42]
+    assert depths == [42]
 
 
 @pytest.mark.parametrize(("budget", "chunk_size", "flag"), [(1, 8, "--n-batch"), (8, 0, "--chunk-size")])

@@ -14,17 +14,16 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache
-from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import BUILT_IN
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy
-from llamaq.worker.scheduling.scheduler import Scheduler
-from llamaq.worker.testing.fake_engine import (
+from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,
     GreedySampler,
     ManualClock,
     make_job,
+    make_memory,
+    make_scheduler,
     next_letter,
     run_tick,
 )
@@ -122,16 +121,13 @@ class Jobs(RuleBasedStateMachine):
         strategy=st.sampled_from(sorted(STRATEGIES)), n_slots=st.integers(1, 4), chunk_size=st.sampled_from([1, 5, 32])
     )
     def start(self, strategy: str, n_slots: int, chunk_size: int) -> None:
-        self.engine = FakeEngine(n_ctx=N_CTX, n_batch=24, next_token=letter_or_end)
+        self.engine = FakeEngine(n_ctx=N_CTX, n_batch=24, n_seq_max=n_slots + 3, next_token=letter_or_end)
         self.clock = ManualClock()
-        self.scheduler = Scheduler(
-            SlotPool(n_slots, N_CTX, n_slots + 2),
-            self.engine.sequences,
-            budget=24,
-            chunk_size=chunk_size,
-            end_tokens=ByteVocab.end_tokens,
+        self.scheduler = make_scheduler(
+            self.engine,
+            make_memory(self.engine, n_slots=n_slots),
             strategy=STRATEGIES[strategy](),
-            cache=NullPrefixCache(),
+            chunk_size=chunk_size,
             clock=self.clock,
         )
         self.jobs: dict[str, Job] = {}

@@ -8,7 +8,7 @@ import pytest
 from llamaq.common.errors import EngineError
 from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult
 from llamaq.worker.core.slot import Run, Slot, SlotState
-from llamaq.worker.testing.fake_engine import FakeEngine, make_job
+from llamaq.worker.testing import FakeEngine, make_job
 
 
 def prefill(engine: FakeEngine, seq_id: int, tokens: list[int], n_past: int = 0) -> SlotResult:
@@ -81,7 +81,7 @@ def test_a_block_of_other_tokens_is_noticed_by_the_next_batch() -> None:
     engine = FakeEngine()
     prefill(engine, 0, [1, 2, 3, 4])
     assert engine.sequences.load(1, 0, 4, engine.sequences.save(0, 0, 4), 0)
-    with pytest.raises(AssertionError, match="holds other tokens"):
+    with pytest.raises(AssertionError, match="does not hold the tokens"):
         prefill(engine, 1, [1, 2, 9, 4, 5], n_past=4)
 
 

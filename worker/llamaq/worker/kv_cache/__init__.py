@@ -1,1 +1,1 @@
-"""Decides which job or cached prefix holds which KV cells, and what a prompt can reuse."""
+"""Decides which job or cached prefix holds which KV cells, and which cells a prompt can reuse."""

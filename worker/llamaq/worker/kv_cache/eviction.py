@@ -1,138 +1,170 @@
-"""Who has to leave the device: kept sequences give way to jobs, and to the speed of running ones."""
+"""Evicts cached entries from the device: for waiting jobs that need room, and to keep running jobs fast."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
 
-from llamaq.worker.core.job import Job
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache import Entry, PrefixCache
-from llamaq.worker.kv_cache.prefix_lookup import PrefixHit
+from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 
-ADOPTED_SHARE = 0.5
-"""A job goes on in an entry's own sequence only if it needs at least this share of it: the rest is lost."""
+MIN_ADOPTED_SHARE = 0.5
+"""A job adopts an entry's sequence only if it reuses at least this share of its tokens, because the rest is lost."""
 
 
 class Room(Enum):
-    """Whether a job can enter."""
+    """Whether there are a sequence and cells for a job or an entry."""
 
-    NOW = "now"
-    SOON = "soon"
-    """Entries are leaving for it."""
-    NONE = "none"
+    AVAILABLE = "available"
+    PENDING = "pending"
+    """Evicted entries are being saved. There will be room when their transfers have finished."""
+    UNAVAILABLE = "unavailable"
+    """The cells are needed by running jobs."""
 
 
 class Eviction:
-    """Lets entries go, the one used longest ago first: to the next tier, where it takes a while, or for good."""
+    """Evicts the least recently used entry first. Its cells are saved to the next tier, if there is one, then removed.
+
+    Args:
+        pool: The slots, sequences and cells.
+        cache: The entries on the device.
+        lookup: Repeats a candidate's lookup when its hit has become stale.
+        offload: The next tier.
+        drop: Removes an entry and its sequence.
+        held_cells: Upper bound on the cells that entries alone may hold while jobs run. None means no bound.
+    """
 
     def __init__(
         self,
         pool: SlotPool,
         cache: PrefixCache,
-        tiers: Offload,
+        lookup: PrefixLookup,
+        offload: Offload,
         drop: Callable[[Entry], None],
         *,
         held_cells: int | None,
     ) -> None:
-        """`drop` removes an entry's sequence; see `Memory` for `held_cells`."""
         self._pool = pool
         self._cache = cache
-        self._tiers = tiers
+        self._lookup = lookup
+        self._offload = offload
         self._drop = drop
         self._held_cells = pool.n_cells if held_cells is None else held_cells
-        self.is_trimmed = True
-        """Nothing has come since `trim` looked."""
+        self._needs_trim = False
         self.n_evicted = 0
 
-    # ---- for a job that waits
+    # ---- room for a waiting job or a restored entry
 
-    def make_room(self, job: Job, way: PrefixHit) -> Room:
-        """Whether the job, whose slot is idle, can enter by this way; entries give way to it where that helps."""
-        if self._can_enter(job, way):
-            return Room.NOW
-        if not self._could_enter(job, way):
-            return Room.NONE
-        while not self._can_enter(job, way) and not self._is_enough_leaving(self._missing(job, way)):
-            self.let_coldest_go()
-        return Room.NOW if self._can_enter(job, way) else Room.SOON
+    def make_room(self, candidate: Candidate) -> Room:
+        """Return whether the candidate, which has an idle slot, can be admitted. Evicts entries where that helps.
 
-    def adoptable(self, way: PrefixHit) -> Entry | None:
-        """The entry in whose own sequence the job goes on: where no other is free, and most of it is needed."""
-        entry = way.source
-        if self._pool.n_free or not isinstance(entry, Entry) or entry.leaving:
-            return None
-        return entry if way.n_held >= ADOPTED_SHARE * entry.n_tokens else None
+        The entry that the candidate reuses counts as used now, so it is evicted last. When it has to be evicted
+        all the same, the candidate's hit is replaced by a new lookup.
+        """
+        source = candidate.hit.source
+        if isinstance(source, Entry):
+            self._cache.touch(source)
+        while not self._can_admit(candidate):
+            if not self._could_admit_without_entries(candidate):
+                return Room.UNAVAILABLE
+            if self._is_enough_in_transfer(self._missing_cells(candidate)):
+                return Room.PENDING
+            self.evict_coldest()
+            self._refresh(candidate)
+        return Room.AVAILABLE
 
-    def make_way(self, n_cells: int) -> Room:
-        """Whether one more sequence can be kept, with so many cells of its own; entries give way to it."""
+    def make_room_for_entry(self, n_cells: int) -> Room:
+        """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries for it."""
         while True:
-            n_missing = self._pool.missing(n_cells)
-            if self._pool.n_free and not n_missing:
-                return Room.NOW
-            if self._is_enough_leaving(n_missing):
-                break
-            self.let_coldest_go()
-        return Room.SOON if any(entry.leaving for entry in self._cache.entries()) else Room.NONE
+            n_missing = self._pool.missing_cells(n_cells)
+            if self._pool.n_free_sequences and not n_missing:
+                return Room.AVAILABLE
+            if self._is_enough_in_transfer(n_missing):
+                return Room.PENDING if self._in_transfer() else Room.UNAVAILABLE
+            self.evict_coldest()
 
-    def _missing(self, job: Job, way: PrefixHit) -> int:
-        return self._pool.missing_cells(job, way.n_held)
+    def adoptable(self, candidate: Candidate) -> Entry | None:
+        """Return the entry whose sequence the job takes over, or None when it gets a free sequence.
 
-    def _can_enter(self, job: Job, way: PrefixHit) -> bool:
-        has_sequence = self._pool.n_free > 0 or self.adoptable(way) is not None
-        return has_sequence and self._missing(job, way) == 0
+        A job adopts a sequence only where none is free and where it reuses most of the entry.
+        """
+        entry = candidate.hit.source
+        if self._pool.n_free_sequences or not isinstance(entry, Entry) or entry.in_transfer:
+            return None
+        return entry if candidate.hit.n_held >= MIN_ADOPTED_SHARE * entry.n_tokens else None
 
-    def _could_enter(self, job: Job, way: PrefixHit) -> bool:
-        """Whether there would be room without the entries."""
-        gone = self._pool.ledger.owned_together(self._pool.kept)
-        return self._pool.could_acquire(job) or self._missing(job, way) <= gone
+    def _refresh(self, candidate: Candidate) -> None:
+        """Repeat the candidate's lookup if its source was evicted. Evictions change no stored block and no run."""
+        source = candidate.hit.source
+        if isinstance(source, Entry) and source not in self._cache:
+            candidate.hit = self._lookup.find(candidate.job)
 
-    def _is_enough_leaving(self, n_missing: int) -> bool:
-        """Whether nothing more has to be evicted: what is leaving makes the room, or there is nothing else."""
-        leaving = {entry.seq_id for entry in self._cache.entries() if entry.leaving}
-        cells = self._pool.ledger.owned_together(leaving)
-        return (bool(leaving or self._pool.n_free) and cells >= n_missing) or self._cache.coldest() is None
+    def _missing_cells(self, candidate: Candidate) -> int:
+        return self._pool.missing_cells(candidate.job.reservation - candidate.hit.n_held)
 
-    # ---- for those that run
+    def _can_admit(self, candidate: Candidate) -> bool:
+        has_sequence = self._pool.n_free_sequences > 0 or self.adoptable(candidate) is not None
+        return has_sequence and self._missing_cells(candidate) == 0
+
+    def _could_admit_without_entries(self, candidate: Candidate) -> bool:
+        evictable = self._pool.ledger.owned_together(self._pool.cached)
+        return self._pool.could_admit(candidate.job) or self._missing_cells(candidate) <= evictable
+
+    def _in_transfer(self) -> list[Entry]:
+        return [entry for entry in self._cache.entries() if entry.in_transfer]
+
+    def _is_enough_in_transfer(self, n_missing: int) -> bool:
+        """Whether no more entries need to be evicted: those in transfer make enough room, or no others are left."""
+        in_transfer = {entry.seq_id for entry in self._in_transfer()}
+        n_cells = self._pool.ledger.owned_together(in_transfer)
+        has_sequence = bool(in_transfer or self._pool.n_free_sequences)
+        return (has_sequence and n_cells >= n_missing) or self._cache.coldest() is None
+
+    # ---- speed of the running jobs
+
+    def request_trim(self) -> None:
+        """Have the next `trim` check the bounds: an entry was added, or a job was admitted."""
+        self._needs_trim = True
 
     def trim(self) -> None:
-        """Let entries go beyond what may be held beside running jobs.
+        """Evict entries beyond the bounds that hold while jobs run.
 
-        They cost nothing while no job runs, and the next one may be their conversation's: then they stay.
+        Without a running job entries cost no time, and the next job may reuse them, so they stay.
         """
-        if self.is_trimmed or not self._pool.active:
+        if not self._needs_trim or not self._pool.active:
             return
-        self.is_trimmed = True
+        self._needs_trim = False
         while self._cache.coldest() is not None and (self._excess_cells() > 0 or self._lacks_sequences()):
-            self.let_coldest_go()
+            self.evict_coldest()
 
     def _excess_cells(self) -> int:
-        staying = {entry.seq_id for entry in self._cache.entries() if not entry.leaving}
+        staying = {entry.seq_id for entry in self._cache.entries() if not entry.in_transfer}
         return self._pool.ledger.owned_together(staying) - self._held_cells
 
     def _lacks_sequences(self) -> bool:
-        """Whether idle slots would have to wait for a sequence; where there is none to spare they adopt one."""
-        n_leaving = sum(entry.leaving for entry in self._cache.entries())
-        return self._pool.has_spare_sequences and self._pool.n_free + n_leaving < self._pool.n_idle
+        """Whether a job for an idle slot would wait for a sequence. Without spare sequences it adopts one instead."""
+        n_coming_free = len(self._in_transfer())
+        return self._pool.has_spare_sequences and self._pool.n_free_sequences + n_coming_free < self._pool.n_idle
 
     # ---- one entry
 
-    def let_coldest_go(self) -> None:
-        """Begin to move the coldest entry to the next tier; where there is none it goes at once."""
+    def evict_coldest(self) -> None:
+        """Start to save the coldest entry to the next tier. It is removed at once when there is nothing to save."""
         if (entry := self._cache.coldest()) is not None:
             self.n_evicted += 1
-            entry.leaving = True
-            if not self._tiers.keep(entry):
+            entry.in_transfer = True
+            if not self._offload.start_save(entry):
                 self._drop(entry)
 
     def drop_coldest(self) -> bool:
-        """Forget an entry at once, for cells that are needed now; False when there is none."""
-        entry = next(iter(self._cache.entries()), None)
+        """Remove the coldest entry at once, without saving it. Returns False when there is no entry."""
+        entry = self._cache.coldest(include_in_transfer=True)
         if entry is not None:
             self.n_evicted += 1
             self._drop(entry)
         return entry is not None
 
     def __repr__(self) -> str:
-        return f"<Eviction {self.n_evicted} evicted, {self._held_cells} cells may stay>"
+        return f"<Eviction {self.n_evicted} evicted, at most {self._held_cells} cells held>"

@@ -1,9 +1,9 @@
-"""KV memory as the scheduler sees it: jobs enter and leave it, and what they computed serves those who come later."""
+"""KV memory as the scheduler sees it: it admits and releases jobs, and later jobs reuse the cells of earlier ones."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.queue_state import CacheSnapshot
@@ -11,219 +11,315 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.sequence_ops import SequenceOps
 from llamaq.worker.core.slot import Run, Slot, SlotState
+from llamaq.worker.core.tokens import TOKEN_BYTES
 from llamaq.worker.kv_cache.eviction import Eviction, Room
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
-from llamaq.worker.kv_cache.prefix_cache import Entry, PrefixCache
-from llamaq.worker.kv_cache.prefix_lookup import PrefixHit, PrefixLookup
+from llamaq.worker.kv_cache.prefix_cache import DeviceMatch, Entry, PrefixCache
+from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit, PrefixLookup
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 
 
 class KvMemory:
-    """Brings together who decides about KV memory (pool, prefix cache, tiers) and what does it (the sequences)."""
+    """Joins the parts that decide about KV cells (pool, prefix cache, offload) with the sequences that hold the cells.
+
+    Args:
+        pool: The slots, sequences and cells.
+        sequences: The engine's sequences.
+        cache: The entries on the device.
+        offload: The tiers behind the device. None means that there are none.
+        held_cells: Upper bound on KV cells held by cached entries alone while jobs run. Attention scans every used
+            cell, so idle cells slow each tick. None means no bound.
+    """
 
     def __init__(
         self,
         pool: SlotPool,
         sequences: SequenceOps,
         cache: PrefixCache,
-        tiers: Offload | None = None,
+        offload: Offload | None = None,
         *,
         held_cells: int | None = None,
     ) -> None:
-        """`held_cells`: as many cells may entries alone hold while jobs run, who walk them all; None: all there are."""
-        self.pool = pool
-        self.cache = cache
+        self._pool = pool
         self._sequences = sequences
-        self._tiers = NoOffload() if tiers is None else tiers
-        self._ways = PrefixLookup(cache, self._tiers, in_blocks=sequences.in_blocks)
-        self.eviction = Eviction(pool, cache, self._tiers, self._drop, held_cells=held_cells)
-        self._hits = self._misses = self._hit_tokens = 0
+        self._cache = cache
+        self._offload = NoOffload() if offload is None else offload
+        self._lookup = PrefixLookup(cache, self._offload, in_blocks=sequences.in_blocks)
+        self._eviction = Eviction(pool, cache, self._lookup, self._offload, self._remove_entry, held_cells=held_cells)
+        self._n_hits = self._n_misses = self._n_hit_tokens = 0
 
-    # ---- a job comes
+    # ---- slots
 
-    def gain(self, job: Job) -> int:
-        """How many tokens of the job need not be computed if it enters now."""
-        return self._ways.find(job).n_tokens
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots of the worker."""
+        return self._pool.slots
 
-    def make_room(self, job: Job) -> Room:
-        """Whether the job can enter; entries give way to it where that helps."""
-        if not self.pool.has_slot(job):
-            return Room.NONE
-        return self.eviction.make_room(job, self._ways.find(job))
+    @property
+    def active_slots(self) -> list[Slot]:
+        """The slots that run a job."""
+        return self._pool.active
 
-    def enter(self, job: Job, now_s: float) -> Slot:
-        """Give the job a slot, a sequence, and what is there of its prompt; call when `make_room` says NOW."""
-        way = self._ways.find(job)
-        adopted = self.eviction.adoptable(way)
-        slot = self.pool.acquire(job, now_s, adopted.seq_id if adopted else None)
+    @property
+    def n_cells(self) -> int:
+        """Number of KV cells."""
+        return self._pool.n_cells
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether used and promised cells are more than there are. Happens when a tick has lost shared cells."""
+        return self._pool.is_overdrawn
+
+    def has_slot(self, job: Job) -> bool:
+        """Whether a slot that the job can use is idle."""
+        return self._pool.has_slot(job)
+
+    def could_admit(self, job: Job, without: Sequence[Slot]) -> bool:
+        """Whether there is room for the job if all entries were evicted and the slots `without` were idle."""
+        return self._pool.could_admit(job, without)
+
+    # ---- admission of a job
+
+    def find_prefix(self, job: Job) -> PrefixHit:
+        """Return the reusable prefix of the job's prompt. Its entry counts as used now."""
+        return self._lookup.find(job)
+
+    def make_room(self, candidate: Candidate) -> Room:
+        """Return whether the candidate, which has an idle slot, can be admitted. Evicts entries where that helps."""
+        return self._eviction.make_room(candidate)
+
+    def admit(self, candidate: Candidate, now_s: float) -> Slot:
+        """Give the job a slot, a sequence and the cells that it reuses. Requires that `make_room` said AVAILABLE."""
+        job, hit = candidate.job, candidate.hit
+        adopted = self._eviction.adoptable(candidate)
+        slot = self._pool.acquire(job, now_s, adopted.seq_id if adopted else None)
         if adopted:
-            self._go_on_in(slot.active, adopted, way.n_held)
-            way = PrefixHit(stored=way.stored)
-        self._follow(slot, way)
+            self._adopt(slot.active, adopted, hit.n_held)
+            hit = PrefixHit(stored=hit.stored)
+        self._reuse(slot, hit)
         if job.request.cache_prompt:
-            self.cache.begin(slot.active)
-        self.eviction.is_trimmed = False
+            self._cache.add_run(slot.active)
+        self._eviction.request_trim()
         return slot
 
-    def settle(self) -> None:
-        """Let those go on who waited for another's prefill, where it has passed what they share or has ended."""
-        waiting = [slot for slot in self.pool.active if slot.state is SlotState.FOLLOW]
-        for slot in sorted(waiting, key=lambda slot: slot.active.admission_number):
+    def resume_followers(self) -> None:
+        """Resume the slots in FOLLOW whose leader has computed the shared prefix or has left its slot."""
+        following = [slot for slot in self._pool.active if slot.state is SlotState.FOLLOW]
+        for slot in sorted(following, key=lambda slot: slot.active.admission_number):
             run = slot.active
             if run.leader is None or run.leader.is_released or run.leader.n_past >= run.awaited_tokens:
                 run.leader = None
                 slot.transition_to(SlotState.PREFILL)
-                self._follow(slot, self._ways.find(run.job, run.admission_number))
+                self._reuse(slot, self._lookup.find(run.job, admitted_before=run.admission_number))
 
-    def _follow(self, slot: Slot, way: PrefixHit) -> None:
+    def _reuse(self, slot: Slot, hit: PrefixHit) -> None:
+        """Copy what the device holds of the prompt, and wait for what a leader computes or a transfer loads."""
         run = slot.active
-        if way.leader:
-            run.leader, run.awaited_tokens = way.leader, way.n_coming
+        if hit.leader:
+            run.leader, run.awaited_tokens = hit.leader, hit.n_coming
             slot.transition_to(SlotState.FOLLOW)
-            if not self._sequences.can_cut and way.n_coming not in way.leader.checkpoints:
-                insort(way.leader.checkpoints, way.n_coming)
+            if not self._sequences.can_cut and hit.n_coming not in hit.leader.checkpoints:
+                insort(hit.leader.checkpoints, hit.n_coming)
             return
-        if way.source:
-            self._copy(way.source, run, way.n_held)
-        if way.stored:
+        if hit.source:
+            self._copy(hit.source, run, hit.n_held)
+        if hit.stored:
             slot.transition_to(SlotState.LOAD)
-            self._tiers.start_load(run, way.stored)
+            self._offload.start_load(run, hit.stored)
         elif not self._sequences.can_cut:
             run.checkpoints = sorted({*run.checkpoints, run.job.system_tokens, len(run.tokens) - 1})
 
     def _copy(self, source: Entry | Run, run: Run, n_tokens: int) -> None:
-        copied = self._sequences.copy(source.seq_id, run.seq_id, n_tokens)
-        if copied:
-            self.pool.share(source.seq_id, run.seq_id, copied)
-            run.add_cached(copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
+        n_copied = self._sequences.copy(source.seq_id, run.seq_id, n_tokens)
+        if n_copied:
+            self._pool.share(source.seq_id, run.seq_id, n_copied)
+            run.add_cached(n_copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
 
-    def _go_on_in(self, run: Run, entry: Entry, n_tokens: int) -> None:
-        self.cache.remove(entry)
-        n_kept = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
-        self.pool.hold(run.seq_id, n_kept)
-        run.add_cached(n_kept, CacheTier.DEVICE)
+    def _adopt(self, run: Run, entry: Entry, n_tokens: int) -> None:
+        """Turn the entry's sequence, cut to `n_tokens`, into the sequence of the run."""
+        self._cache.remove(entry)
+        n_left = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
+        self._pool.resize(run.seq_id, n_left)
+        run.add_cached(n_left, CacheTier.DEVICE)
 
-    # ---- what is asked for explicitly, see `SlotStates`
+    # ---- progress and release of a job
 
-    def keep(self, seq_id: int, tokens: bytes, scope: Scope) -> None:
-        """A kept sequence holds exactly these tokens: offer it to the prefix cache."""
-        self._remove(self.cache.insert(seq_id, tokens, scope))
-        self.eviction.is_trimmed = False
-
-    def forget(self, entry: Entry) -> None:
-        """Remove an entry's sequence, and save nothing of it."""
-        self._drop(entry)
-
-    # ---- a job goes on, and leaves
-
-    def progress(self, slot: Slot, n_past: int) -> None:
-        """The slot's sequence holds so many tokens now."""
+    def record_progress(self, slot: Slot, n_past: int) -> None:
+        """Record that the slot's sequence now holds `n_past` tokens. Fewer than before means that cells were lost."""
         run = slot.active
         run.n_past = n_past
         run.cached_tokens = min(run.cached_tokens, n_past)
-        self.pool.hold(run.seq_id, n_past)
+        self._pool.resize(run.seq_id, n_past)
         if not self._sequences.can_cut and slot.state is SlotState.PREFILL and run.job.request.cache_prompt:
-            self._keep_state(run)
+            self._cache_state(run)
 
-    def _keep_state(self, run: Run) -> None:
-        """Keep a copy of a state that cannot be cut back to, at a border of chunks: others may begin like this."""
-        run.checkpoints = [stop for stop in run.checkpoints if stop > run.n_past]
+    def _cache_state(self, run: Run) -> None:
+        """Cache a copy of a state that cannot be cut, at the end of a chunk. Other prompts may share this prefix."""
+        run.checkpoints = [position for position in run.checkpoints if position > run.n_past]
         if not 0 < run.n_past < len(run.tokens):
             return
-        if self.pool.n_free <= self.pool.n_idle:
-            self.eviction.let_coldest_go()  # for the next state
+        if self._pool.n_free_sequences <= self._pool.n_idle:
+            self._eviction.evict_coldest()  # makes a sequence free for the next state
             return
-        seq_id = self.pool.keep_another()
-        copied = self._sequences.copy(run.seq_id, seq_id, run.n_past)
-        self.pool.share(run.seq_id, seq_id, copied)
-        if copied:
-            self._remove(self.cache.insert(seq_id, run.packed_history(copied), run.job.scope))
+        seq_id = self._pool.acquire_for_cache()
+        n_copied = self._sequences.copy(run.seq_id, seq_id, run.n_past)
+        self._pool.share(run.seq_id, seq_id, n_copied)
+        if n_copied:
+            self._remove_sequences(self._cache.insert(seq_id, run.packed_history(n_copied), run.job.scope))
         else:
-            self._remove([seq_id])
+            self._remove_sequences([seq_id])
 
-    def leave(self, slot: Slot, *, reusable: bool) -> None:
-        """Take the job out of its slot. A `reusable` sequence is offered to the prefix cache, others are removed."""
-        run = self.pool.release(slot)
-        self._tiers.cancel_transfers(run.seq_id)
+    def release(self, slot: Slot, *, reusable: bool) -> None:
+        """Take the job out of its slot. A `reusable` sequence becomes an entry, any other is removed."""
+        run = self._pool.release(slot)
+        self._offload.cancel_transfers(run.seq_id)
         if run.job.request.cache_prompt:
-            self.cache.end(run)
+            self._cache.remove_run(run)
             self._count(run)
         if reusable and run.job.request.cache_prompt and run.n_past:
-            self._remove(self.cache.insert(run.seq_id, run.packed_history(run.n_past), run.job.scope))
-            self.eviction.is_trimmed = False
+            self._insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
         else:
-            self._remove([run.seq_id])
+            self._remove_sequences([run.seq_id])
+
+    def drop_coldest(self) -> bool:
+        """Free the cells of the coldest entry at once, without saving it. Returns False when there is no entry."""
+        return self._eviction.drop_coldest()
 
     def _count(self, run: Run) -> None:
         if run.cached_tokens:
-            self._hits += 1
-            self._hit_tokens += run.cached_tokens
+            self._n_hits += 1
+            self._n_hit_tokens += run.cached_tokens
         else:
-            self._misses += 1
+            self._n_misses += 1
 
-    # ---- between the tiers
+    # ---- entries by explicit command, see `SlotOperations`
+
+    def match(self, tokens: bytes, scope: Scope) -> DeviceMatch:
+        """Return what the device holds of these packed tokens. The matched entry counts as used now."""
+        return self._cache.match(tokens, scope)
+
+    def entries_in(self, scope: Scope) -> list[Entry]:
+        """Return the entries of the scope's namespace."""
+        return [entry for entry in self._cache.entries() if entry.scope.key == scope.key]
+
+    def is_cached(self, entry: Entry) -> bool:
+        """Whether the entry has not been evicted."""
+        return entry in self._cache
+
+    def discard(self, entry: Entry) -> None:
+        """Remove an entry and its sequence without saving it."""
+        self._remove_entry(entry)
+
+    def n_copyable(self, tokens: bytes, scope: Scope) -> int:
+        """Return how many of these packed tokens a restored entry can copy from a sequence on the device."""
+        return self._cache.match(tokens, scope).n_held if self._sequences.in_blocks else 0
+
+    def make_room_for_entry(self, n_cells: int) -> Room:
+        """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries for it."""
+        return self._eviction.make_room_for_entry(n_cells)
+
+    def begin_restore(self, tokens: bytes, scope: Scope, hidden: Scope) -> tuple[Entry, int]:
+        """Reserve an entry with cells for all of the packed tokens, and copy what the device holds already.
+
+        The entry counts as in transfer, so jobs that need its cells wait instead of saving a part of it. Requires that
+        `make_room_for_entry` said AVAILABLE.
+
+        Args:
+            tokens: The packed tokens that the entry will hold.
+            scope: The jobs whose cells may be copied.
+            hidden: A scope without jobs. The entry has it until `finish_restore`, so that no job finds it.
+
+        Returns:
+            The entry, and the number of its tokens whose cells were copied. The caller loads the others.
+        """
+        seq_id = self._pool.acquire_for_cache()
+        n_copied = 0
+        match = self._cache.match(tokens, scope)
+        if self._sequences.in_blocks and match.source is not None:
+            n_copied = self._sequences.copy(match.source.seq_id, seq_id, match.n_held)
+            self._pool.share(match.source.seq_id, seq_id, n_copied)
+        self._pool.resize(seq_id, len(tokens) // TOKEN_BYTES)
+        entry = self._insert(seq_id, tokens, hidden)
+        if entry is None:
+            raise LookupError(f"a hidden scope is not empty: {hidden!r}")
+        entry.in_transfer = True
+        return entry, n_copied
+
+    def finish_restore(self, entry: Entry, scope: Scope) -> None:
+        """Make a restored entry available to the jobs of `scope`."""
+        self._cache.remove(entry)
+        self._insert(entry.seq_id, entry.tokens, scope)
+
+    # ---- transfers between the tiers
 
     @property
-    def is_moving(self) -> bool:
-        """Whether something is on its way between the tiers."""
-        return self._tiers.has_transfers
+    def has_transfers(self) -> bool:
+        """Whether cells are being moved between the tiers."""
+        return self._offload.has_transfers
 
     def move(self, budget_s: float) -> bool:
-        """Go on moving between the tiers, for about so long. True when cells came for somebody."""
-        self.eviction.trim()
-        done = self._tiers.step(budget_s)
-        for run, n_tokens, tier in done.loaded:
-            self.pool.hold(run.seq_id, n_tokens)
+        """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job."""
+        self._eviction.trim()
+        step = self._offload.step(budget_s)
+        for run, n_tokens, tier in step.loaded:
+            self._pool.resize(run.seq_id, n_tokens)
             run.add_cached(n_tokens, tier)
-        for run in done.finished_loads:
-            next(slot for slot in self.pool.active if slot.run is run).transition_to(SlotState.PREFILL)
-        for entry in done.finished_saves:
-            self._drop(entry)
-        return bool(done.loaded)
+        for run in step.finished_loads:
+            next(slot for slot in self._pool.active if slot.run is run).transition_to(SlotState.PREFILL)
+        for entry in step.finished_saves:
+            self._remove_entry(entry)
+        return bool(step.loaded)
 
     def close(self, timeout_s: float) -> None:
-        """Save what a later worker may use, for about so long, and stop moving."""
-        self._tiers.close(self.cache.entries(), timeout_s)
+        """Write the entries to disk, if there is one, for about `timeout_s` seconds. Nothing is moved afterwards."""
+        self._offload.close(self._cache.entries(), timeout_s)
 
-    def _drop(self, entry: Entry) -> None:
-        self.cache.remove(entry)
-        self._remove([entry.seq_id])
+    def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> Entry | None:
+        """Offer a sequence to the cache. Returns its entry, or None when another entry holds the same tokens."""
+        self._remove_sequences(self._cache.insert(seq_id, tokens, scope))
+        self._eviction.request_trim()
+        return self._cache.entry_of(seq_id)
 
-    def _remove(self, seq_ids: Iterable[int]) -> None:
+    def _remove_entry(self, entry: Entry) -> None:
+        self._cache.remove(entry)
+        self._remove_sequences([entry.seq_id])
+
+    def _remove_sequences(self, seq_ids: Iterable[int]) -> None:
         for seq_id in seq_ids:
-            self._tiers.cancel_transfers(seq_id)
+            self._offload.cancel_transfers(seq_id)
             self._sequences.remove(seq_id)
-            self.pool.reclaim(seq_id)
+            self._pool.free_sequence(seq_id)
 
-    # ---- what others see
+    # ---- views
 
     def snapshot(self) -> CacheSnapshot:
-        pool = self.pool
+        """Return the public state of cells and cache."""
+        pool = self._pool
         return CacheSnapshot(
             n_cells=pool.n_cells,
             reserved_cells=sum(slot.active.job.reservation for slot in pool.active),
             used_cells=pool.ledger.used,
             shared_cells=pool.ledger.shared,
-            entries=len(self.cache),
-            host_bytes=self._tiers.host_bytes,
-            disk_bytes=self._tiers.disk_bytes,
-            hits=self._hits,
-            misses=self._misses,
-            hit_tokens=self._hit_tokens,
-            evictions=self.eviction.n_evicted,
+            entries=len(self._cache),
+            host_bytes=self._offload.host_bytes,
+            disk_bytes=self._offload.disk_bytes,
+            hits=self._n_hits,
+            misses=self._n_misses,
+            hit_tokens=self._n_hit_tokens,
+            evictions=self._eviction.n_evicted,
         )
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` when slots, sequences, cells, cache and tiers contradict each other."""
-        self.pool.check_integrity()
-        self.cache.check_integrity()
-        self._tiers.check_integrity()
-        kept = {entry.seq_id: entry.n_tokens for entry in self.cache.entries()}
-        if kept.keys() != self.pool.kept:
-            raise AssertionError(f"the cache has {sorted(kept)}, the pool keeps {sorted(self.pool.kept)}")
-        for seq_id, n_tokens in kept.items():
-            if self.pool.ledger.held(seq_id) != n_tokens:
-                raise AssertionError(f"entry {seq_id}: {n_tokens} tokens, {self.pool.ledger.held(seq_id)} cells")
+        """Raise `AssertionError` when slots, sequences, cells, entries and stored blocks contradict each other."""
+        self._pool.check_integrity()
+        self._cache.check_integrity()
+        self._offload.check_integrity()
+        cached = {entry.seq_id: entry.n_tokens for entry in self._cache.entries()}
+        if cached.keys() != self._pool.cached:
+            raise AssertionError(f"the cache has {sorted(cached)}, the pool has {sorted(self._pool.cached)}")
+        for seq_id, n_tokens in cached.items():
+            if self._pool.ledger.held(seq_id) != n_tokens:
+                raise AssertionError(f"entry {seq_id}: {n_tokens} tokens, {self._pool.ledger.held(seq_id)} cells")
 
     def __repr__(self) -> str:
-        return f"<KvMemory {self.pool.ledger!r} {len(self.cache)} entries>"
+        return f"<KvMemory {self._pool.ledger!r} {len(self._cache)} entries>"

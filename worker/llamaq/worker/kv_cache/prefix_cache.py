@@ -1,8 +1,9 @@
-"""The prefix cache: who on the device holds, or is computing, the beginning of a prompt.
+"""The prefix cache: finds the sequences on the device that hold, or will hold, a prefix of a prompt.
 
-It only decides: it knows packed tokens, sequence ids and runs, and `Memory` does what it says. A finished job's
-sequence becomes an entry; an entry and a running job are found alike, by the longest common beginning. What must not
-be shared is never compared: every namespace has an index of its own, and one more holds what is public.
+The cache only decides. It knows packed tokens, sequence ids and runs; `KvMemory` changes the sequences. The sequence of
+a finished job becomes an entry. A lookup searches entries and running jobs together for the longest common prefix.
+Each namespace has an index of its own, and one more index holds the public prefixes. So tokens that must not be shared
+are never compared.
 """
 
 from __future__ import annotations
@@ -19,146 +20,183 @@ from llamaq.worker.kv_cache.radix_tree import RadixTree
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A kept sequence that holds exactly these packed tokens."""
+    """A cached sequence that holds the cells of exactly these packed tokens."""
 
     seq_id: int
     tokens: bytes
     scope: Scope
-    leaving: bool = False
-    """It is on its way to the next tier, and can still be copied until it is there."""
+    in_transfer: bool = False
+    """Whether its cells are being saved to the next tier or loaded from a file. It can still be copied from."""
 
     @property
     def n_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
 
     def __repr__(self) -> str:
-        return f"<Entry seq={self.seq_id} {self.n_tokens} tokens{' leaving' if self.leaving else ''}>"
+        return f"<Entry seq={self.seq_id} {self.n_tokens} tokens{' in transfer' if self.in_transfer else ''}>"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What the device has of a prompt: `n_tokens` in `source` now, and `n_coming` in `leader` soon."""
+class DeviceMatch:
+    """The prefixes of a prompt that the device holds now, and that a running job will compute."""
 
-    n_tokens: int = 0
+    n_held: int = 0
+    """Tokens of the prompt whose cells `source` holds now."""
     source: Entry | Run | None = None
     n_coming: int = 0
+    """Tokens of the prompt whose cells `leader` will hold after its prefill."""
     leader: Run | None = None
 
 
 class PrefixCache(Protocol):
-    """Which sequences are kept, and for which tokens.
+    """The cached sequences, and the tokens that each of them holds.
 
-    Ownership: a sequence belongs to a job or to the cache, never to both. `insert` takes one over; what `insert`
-    returns and what `remove` is called for is the caller's again, to remove it from KV memory.
+    Ownership: a sequence belongs either to a job or to the cache. `insert` takes ownership. The caller owns the
+    sequences that `insert` returns and the sequence of an entry after `remove`, and removes them from KV memory.
 
-    Sharing: a job never writes to a kept sequence. It gets its own, into which the matched cells are copied (with one
-    pool of cells a copy shares them, so an entry may go while the job goes on).
+    Sharing: a job never writes to a cached sequence. The matched cells are copied to the job's sequence. In one pool of
+    cells a copy shares the cells, so an entry may be evicted while the job still runs.
     """
 
     def __len__(self) -> int:
-        """Entries."""
+        """Return the number of entries."""
 
-    def begin(self, run: Run) -> None:
-        """The run may be shared with from now on, as far as it has come."""
+    def __contains__(self, entry: Entry) -> bool:
+        """Whether the entry is still cached."""
 
-    def end(self, run: Run) -> None:
-        """The run left its slot."""
+    def add_run(self, run: Run) -> None:
+        """Make the tokens of a running job available to lookups."""
 
-    def match(self, tokens: bytes, scope: Scope, order: int | None = None) -> Found:
-        """The longest beginning of `tokens` that somebody holds now, and the longest that a run will have computed.
+    def remove_run(self, run: Run) -> None:
+        """Remove a running job from lookups."""
 
-        Only runs that were admitted before number `order` are waited for (None: all), so that no two wait for each
-        other. An entry that is found counts as used now; nothing else changes.
+    def match(self, tokens: bytes, scope: Scope, admitted_before: int | None = None) -> DeviceMatch:
+        """Return the longest prefix of `tokens` that is held now, and the longest that a run will compute.
+
+        A matched entry counts as used. Nothing else changes.
+
+        Args:
+            tokens: The packed tokens of the prompt.
+            scope: The jobs that may share the prompt's cells.
+            admitted_before: Only runs with a smaller admission number can be the leader, so that no two runs wait for
+                each other. None allows every run.
         """
+
+    def touch(self, entry: Entry) -> None:
+        """Count the entry as used now."""
 
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> list[int]:
-        """Keep a sequence that holds exactly `tokens`.
+        """Add the sequence, which holds exactly `tokens`, as the most recently used entry.
 
-        Returns the sequences that are not needed now: those whose tokens another entry begins with, perhaps `seq_id`
-        itself.
+        Returns:
+            The sequences that the cache does not need any more: those whose tokens another entry begins with. `seq_id`
+            itself may be among them.
         """
 
-    def coldest(self) -> Entry | None:
-        """The entry that was used longest ago, those that are leaving already aside; None when there is none."""
+    def entry_of(self, seq_id: int) -> Entry | None:
+        """Return the entry of a sequence, or None when the cache does not own the sequence."""
+
+    def coldest(self, *, include_in_transfer: bool = False) -> Entry | None:
+        """Return the least recently used entry, or None. Entries in transfer are skipped by default."""
 
     def entries(self) -> list[Entry]:
-        """All entries, the coldest first."""
+        """Return all entries, the least recently used first."""
 
     def remove(self, entry: Entry) -> None:
-        """Forget the entry."""
+        """Remove the entry."""
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` when what the cache knows contradicts itself."""
+        """Raise `AssertionError` when entries and indexes contradict each other."""
 
 
 class NullPrefixCache:
-    """Keeps and finds nothing: every prompt is computed in full."""
+    """A prefix cache that stores nothing, so that every prompt is computed in full."""
 
     def __len__(self) -> int:
         return 0
 
-    def begin(self, run: Run) -> None:
+    def __contains__(self, entry: Entry) -> bool:
+        return False
+
+    def add_run(self, run: Run) -> None:
         pass
 
-    def end(self, run: Run) -> None:
+    def remove_run(self, run: Run) -> None:
         pass
 
-    def match(self, tokens: bytes, scope: Scope, order: int | None = None) -> Found:  # noqa: ARG002 - the interface's
-        return Found()
+    def match(
+        self,
+        tokens: bytes,  # noqa: ARG002 - the interface's
+        scope: Scope,  # noqa: ARG002 - the interface's
+        admitted_before: int | None = None,  # noqa: ARG002 - the interface's
+    ) -> DeviceMatch:
+        return DeviceMatch()
+
+    def touch(self, entry: Entry) -> None:
+        raise LookupError(f"{entry!r} is not cached")
 
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> list[int]:  # noqa: ARG002 - the interface's
         return [seq_id]
 
-    def coldest(self) -> Entry | None:
+    def entry_of(self, seq_id: int) -> Entry | None:  # noqa: ARG002 - the interface's
+        return None
+
+    def coldest(self, *, include_in_transfer: bool = False) -> Entry | None:  # noqa: ARG002 - the interface's
         return None
 
     def entries(self) -> list[Entry]:
         return []
 
     def remove(self, entry: Entry) -> None:
-        raise LookupError(f"{entry!r} is not kept")
+        raise LookupError(f"{entry!r} is not cached")
 
     def check_integrity(self) -> None:
         pass
 
 
 PUBLIC = None
-"""The name of the index of public beginnings; the others have the keys of their namespaces."""
+"""Name of the index of public prefixes. The other indexes have the keys of their namespaces."""
 
 
 class RadixPrefixCache:
-    """Keeps every finished job's sequence until it has to go, and finds the longest beginning in a radix tree.
+    """Caches the sequence of every finished job until it is evicted, and finds prefixes in a radix tree.
 
     Args:
-        can_cut: Whether a copy may end anywhere. Recurrent state cannot be cut: there an entry is of use only with
-            all its tokens, and a run only exactly as far as it has come.
+        can_cut: Whether a copy may end at any token. A recurrent state cannot be cut: an entry is usable only with all
+            its tokens, and a run only at its current position.
     """
 
     def __init__(self, *, can_cut: bool = True) -> None:
         self._can_cut = can_cut
         self._indexes: defaultdict[bytes | None, RadixTree[Entry | Run]] = defaultdict(RadixTree)
         self._entries: dict[int, Entry] = {}
-        """By sequence, the coldest first."""
+        """Maps a sequence to its entry, the least recently used first."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def begin(self, run: Run) -> None:
+    def __contains__(self, entry: Entry) -> bool:
+        return self._entries.get(entry.seq_id) is entry
+
+    def add_run(self, run: Run) -> None:
         self._add(run.packed, run.job.scope, run)
 
-    def end(self, run: Run) -> None:
+    def remove_run(self, run: Run) -> None:
         self._discard(run.packed, run.job.scope, run)
 
-    def match(self, tokens: bytes, scope: Scope, order: int | None = None) -> Found:
-        found = self._match_in(scope.key, tokens, order)
+    def match(self, tokens: bytes, scope: Scope, admitted_before: int | None = None) -> DeviceMatch:
+        match = self._match_in(scope.key, tokens, admitted_before)
         if scope.public:
-            public = self._match_in(PUBLIC, tokens[: scope.public * TOKEN_BYTES], order)
-            held = max(found, public, key=lambda part: part.n_tokens)
-            coming = max(found, public, key=lambda part: part.n_coming)
-            found = Found(held.n_tokens, held.source, coming.n_coming, coming.leader)
-        if isinstance(found.source, Entry):
-            self._touch(found.source)
-        return found
+            public = self._match_in(PUBLIC, tokens[: scope.public * TOKEN_BYTES], admitted_before)
+            held = max(match, public, key=lambda part: part.n_held)
+            coming = max(match, public, key=lambda part: part.n_coming)
+            match = DeviceMatch(held.n_held, held.source, coming.n_coming, coming.leader)
+        if isinstance(match.source, Entry):
+            self.touch(match.source)
+        return match
+
+    def touch(self, entry: Entry) -> None:
+        self._entries[entry.seq_id] = self._entries.pop(entry.seq_id)
 
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> list[int]:
         entry = Entry(seq_id, tokens, scope)
@@ -167,7 +205,7 @@ class RadixPrefixCache:
             if not isinstance(other, Entry) or other.scope.public != scope.public:
                 continue
             if n_common == entry.n_tokens and (self._can_cut or other.n_tokens == n_common):
-                self._touch(other)
+                self.touch(other)
                 return [seq_id]
             if self._can_cut and n_common == other.n_tokens:
                 superfluous.append(other)
@@ -177,8 +215,11 @@ class RadixPrefixCache:
         self._add(tokens, scope, entry)
         return [other.seq_id for other in superfluous]
 
-    def coldest(self) -> Entry | None:
-        return next((entry for entry in self._entries.values() if not entry.leaving), None)
+    def entry_of(self, seq_id: int) -> Entry | None:
+        return self._entries.get(seq_id)
+
+    def coldest(self, *, include_in_transfer: bool = False) -> Entry | None:
+        return next((entry for entry in self._entries.values() if include_in_transfer or not entry.in_transfer), None)
 
     def entries(self) -> list[Entry]:
         return list(self._entries.values())
@@ -192,35 +233,36 @@ class RadixPrefixCache:
             index.check_integrity()
         for seq_id, entry in self._entries.items():
             if entry.seq_id != seq_id or not entry.tokens:
-                raise AssertionError(f"{entry!r} is kept as sequence {seq_id}")
+                raise AssertionError(f"{entry!r} is cached as sequence {seq_id}")
             if entry not in (holder for _, holder in self._indexes[entry.scope.key].matches(entry.tokens)):
                 raise AssertionError(f"{entry!r} cannot be found")
 
-    def _match_in(self, index: bytes | None, tokens: bytes, order: int | None) -> Found:
+    def _match_in(self, index: bytes | None, tokens: bytes, admitted_before: int | None) -> DeviceMatch:
         n_held = n_coming = 0
         source: Entry | Run | None = None
         leader: Run | None = None
         if index not in self._indexes:
-            return Found()
+            return DeviceMatch()
         for n_common, holder in self._indexes[index].matches(tokens):
             if n_common <= n_held:
-                break  # what follows has less in common
+                break  # later holders have no more tokens in common
             n_usable = self._usable(holder, n_common)
             if n_usable > n_held:
                 n_held, source = n_usable, holder
-            if isinstance(holder, Run) and n_common > max(n_coming, holder.n_past) and _is_before(holder, order):
+            if (
+                isinstance(holder, Run)
+                and n_common > max(n_coming, holder.n_past)
+                and _can_lead(holder, admitted_before)
+            ):
                 n_coming, leader = n_common, holder
-        return Found(n_held, source, n_coming, leader)
+        return DeviceMatch(n_held, source, n_coming, leader)
 
     def _usable(self, holder: Entry | Run, n_common: int) -> int:
-        """How many of the tokens in common can be copied now."""
+        """Return how many of the common tokens can be copied from the holder now."""
         n_held = holder.n_tokens if isinstance(holder, Entry) else holder.n_past
         if self._can_cut:
             return min(n_held, n_common)
         return n_held if n_held <= n_common else 0
-
-    def _touch(self, entry: Entry) -> None:
-        self._entries[entry.seq_id] = self._entries.pop(entry.seq_id)
 
     def _add(self, tokens: bytes, scope: Scope, holder: Entry | Run) -> None:
         self._indexes[scope.key].add(tokens, holder)
@@ -228,8 +270,8 @@ class RadixPrefixCache:
             self._indexes[PUBLIC].add(tokens[: scope.public * TOKEN_BYTES], holder)
 
     def _discard(self, tokens: bytes, scope: Scope, holder: Entry | Run) -> None:
-        parts = [(scope.key, tokens), (PUBLIC, tokens[: scope.public * TOKEN_BYTES])]
-        for name, part in parts if scope.public else parts[:1]:
+        indexed = [(scope.key, tokens), (PUBLIC, tokens[: scope.public * TOKEN_BYTES])]
+        for name, part in indexed if scope.public else indexed[:1]:
             index = self._indexes[name]
             index.remove(part, holder)
             if not len(index):
@@ -239,5 +281,5 @@ class RadixPrefixCache:
         return f"<RadixPrefixCache {len(self._entries)} entries>"
 
 
-def _is_before(run: Run, order: int | None) -> bool:
-    return order is None or run.admission_number < order
+def _can_lead(run: Run, admitted_before: int | None) -> bool:
+    return admitted_before is None or run.admission_number < admitted_before

@@ -1,4 +1,4 @@
-"""How a prompt's first tokens come into a sequence without being computed there."""
+"""Finds the longest reusable prefix of a prompt: on the device, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -7,57 +7,83 @@ from dataclasses import dataclass
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.slot import Run
 from llamaq.worker.core.tokens import TOKEN_BYTES
-from llamaq.worker.kv_cache.blocks.block import Chain
+from llamaq.worker.kv_cache.blocks.block import StoredPrefix
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache import Entry, PrefixCache
 
-MIN_GAIN = 16
-"""Tokens. For fewer than these nobody waits for another's prefill or for a transfer."""
+MIN_GAIN_TOKENS = 16
+"""A job waits for another job's prefill, or for a transfer, only when that saves at least this many more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What is done for one prompt."""
+    """The reusable prefix of one prompt.
+
+    Either `leader` is set and the job waits for it. Or cells are copied from `source` and loaded from `stored`, where
+    these are set.
+
+    Validity: a hit describes the cache at the time of the lookup. It becomes stale when its `source` is evicted, and
+    when stored blocks change (at the next `Offload.step` or `Offload.discard`).
+    """
 
     n_held: int = 0
+    """Tokens to copy from `source`."""
     source: Entry | Run | None = None
-    """Copy `n_held` cells of it now,"""
     leader: Run | None = None
+    """The running job that will compute a longer prefix of the prompt. The lookup is repeated when it has."""
     n_coming: int = 0
-    """or wait until it has computed so many, and look again,"""
-    stored: Chain | None = None
-    """and load what goes on from there."""
+    """The length of the prefix that `leader` will compute, in tokens."""
+    stored: StoredPrefix | None = None
+    """The stored prefix, longer than `n_held`. The tokens after the first `n_held` are loaded from it."""
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens need not be computed."""
+        """Tokens of the prompt that need not be computed."""
         return max(self.n_held, self.n_coming, self.stored.n_tokens if self.stored else 0)
 
 
-class PrefixLookup:
-    """Looks for a prompt's beginning in all places: running jobs, entries, and the tiers behind the device."""
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A waiting job that may be admitted now, and the reusable prefix of its prompt."""
 
-    def __init__(self, cache: PrefixCache, tiers: Offload, *, in_blocks: bool) -> None:
-        """`in_blocks`: what is stored can be loaded after cells that a sequence holds already."""
+    job: Job
+    hit: PrefixHit
+    """Replaced by `KvMemory.make_room` when the eviction of other entries has made it stale."""
+
+
+class PrefixLookup:
+    """Looks a prompt up among running jobs, cached entries and stored blocks.
+
+    Args:
+        cache: The entries and runs on the device.
+        offload: The stored blocks.
+        in_blocks: Whether stored cells can be loaded behind cells that a sequence already holds.
+    """
+
+    def __init__(self, cache: PrefixCache, offload: Offload, *, in_blocks: bool) -> None:
         self._cache = cache
-        self._tiers = tiers
+        self._offload = offload
         self._in_blocks = in_blocks
 
-    def find(self, job: Job, order: int | None = None) -> PrefixHit:
-        """The way that spares most for a job's prompt, all but its last token: its logits give the next one.
+    def find(self, job: Job, admitted_before: int | None = None) -> PrefixHit:
+        """Return the hit that saves the most tokens of the job's history.
 
-        Of the running jobs it waits only for those admitted before number `order`; None: for any.
+        The last token is never part of a hit, because the next token is sampled from its logits.
+
+        Args:
+            job: The job.
+            admitted_before: Only running jobs with a smaller admission number can be the leader. None allows all.
         """
         if not job.request.cache_prompt:
             return PrefixHit()
         tokens = job.packed[:-TOKEN_BYTES]
-        found = self._cache.match(tokens, job.scope, order)
-        stored = self._tiers.find(tokens, job.scope)
+        match = self._cache.match(tokens, job.scope, admitted_before)
+        stored = self._offload.match(tokens, job.scope)
         n_stored = stored.n_tokens if stored else 0
-        if found.leader and found.n_coming >= max(found.n_tokens + MIN_GAIN, n_stored):
-            return PrefixHit(leader=found.leader, n_coming=found.n_coming)
-        if n_stored < found.n_tokens + MIN_GAIN:
-            return PrefixHit(found.n_tokens, found.source)
+        if match.leader and match.n_coming >= max(match.n_held + MIN_GAIN_TOKENS, n_stored):
+            return PrefixHit(leader=match.leader, n_coming=match.n_coming)
+        if n_stored < match.n_held + MIN_GAIN_TOKENS:
+            return PrefixHit(match.n_held, match.source)
         if not self._in_blocks:
-            return PrefixHit(stored=stored)  # all of it, which nothing goes before
-        return PrefixHit(found.n_tokens, found.source, stored=stored)
+            return PrefixHit(stored=stored)  # a whole state can only be loaded into an empty sequence
+        return PrefixHit(match.n_held, match.source, stored=stored)

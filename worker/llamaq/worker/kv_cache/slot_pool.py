@@ -1,4 +1,4 @@
-"""The pool: to whom a worker's slots, sequences and KV cells belong."""
+"""The pool: the owners of a worker's slots, sequences and KV cells."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from llamaq.worker.kv_cache.cell_ledger import CellLedger
 
 
 class SlotPool:
-    """All slots of a worker, and to whom its sequences and KV cells belong.
+    """Assigns the slots, sequences and KV cells of a worker.
 
-    A sequence belongs to a running job, is kept by the prefix cache, or is free. Cells are only counted here: those
-    that sequences hold, a shared one once, and those that running jobs may still need are never more than there are.
+    A sequence belongs to a running job, belongs to the prefix cache, or is free. The pool only counts cells.
+    Invariant: the cells that sequences hold (a shared cell counts once) and the cells that running jobs may still need
+    are together at most `n_cells`.
+
+    Args:
+        n_slots: Number of slots.
+        n_cells: Number of KV cells.
+        n_sequences: Number of sequences, at least `n_slots`.
+        similarity: A slot is preferred when the prompt starts with its content, and the common part is at least this
+            share of the prompt. 0 disables the preference.
+        shares_cells: Whether a copied sequence shares its cells with its source. Otherwise it has cells of its own.
     """
 
     def __init__(
         self, n_slots: int, n_cells: int, n_sequences: int, *, similarity: float = 0.0, shares_cells: bool = True
     ) -> None:
-        """`similarity`: the share of a prompt that a slot's content must begin with for the slot to be preferred.
-
-        Without `shares_cells` a copied sequence has cells of its own.
-        """
         if n_sequences < n_slots:
             raise ValueError(f"{n_slots} slots need as many sequences, there are {n_sequences}")
         self.slots = tuple(Slot(index) for index in range(n_slots))
@@ -34,7 +39,7 @@ class SlotPool:
         self._shares_cells = shares_cells
         self._sequences = frozenset(range(n_sequences))
         self._free = list(range(n_sequences))[::-1]
-        self._kept: set[int] = set()
+        self._cached: set[int] = set()
         self._n_acquired = 0
         self._n_released = 0
 
@@ -43,15 +48,17 @@ class SlotPool:
 
     @property
     def active(self) -> list[Slot]:
+        """The slots that run a job."""
         return [slot for slot in self.slots if slot.run is not None]
 
     @property
     def n_idle(self) -> int:
+        """Number of idle slots."""
         return sum(slot.run is None for slot in self.slots)
 
     @property
-    def n_free(self) -> int:
-        """Sequences that nobody has."""
+    def n_free_sequences(self) -> int:
+        """Number of sequences that have no owner."""
         return len(self._free)
 
     @property
@@ -60,9 +67,9 @@ class SlotPool:
         return len(self._sequences) > len(self.slots)
 
     @property
-    def kept(self) -> AbstractSet[int]:
-        """Sequences that the prefix cache keeps."""
-        return self._kept
+    def cached(self) -> AbstractSet[int]:
+        """The sequences that belong to the prefix cache."""
+        return self._cached
 
     @property
     def promised_cells(self) -> int:
@@ -71,59 +78,66 @@ class SlotPool:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether more cells are promised than there are."""
+        """Whether used and promised cells are more than there are."""
         return self.ledger.used + self.promised_cells > self.n_cells
 
-    # ---- room
+    # ---- room for a job
 
-    def missing_cells(self, job: Job, n_shared: int = 0) -> int:
-        """How many cells too few are left for a job that shares its first `n_shared`, 0 when there are enough."""
-        return self.missing(job.reservation - n_shared)
-
-    def missing(self, n_cells: int) -> int:
-        """How many cells too few are left for so many new ones, 0 when there are enough."""
+    def missing_cells(self, n_cells: int) -> int:
+        """Return how many cells are missing for `n_cells` new ones, 0 when there are enough."""
         return max(0, self.ledger.used + self.promised_cells + n_cells - self.n_cells)
 
     def has_slot(self, job: Job) -> bool:
-        """Whether the job's slot, or any slot, is idle."""
+        """Whether a slot that the job can use is idle."""
         pinned = job.request.slot
         return any(slot.run is None for slot in (self.slots if pinned is None else self.slots[pinned : pinned + 1]))
 
-    def slot_for(self, job: Job) -> Slot | None:
-        """The idle slot that the job would get: the one it asks for, else one whose content it begins with, else
-        the one that has been idle longest.
+    def could_admit(self, job: Job, without: Sequence[Slot] = ()) -> bool:
+        """Whether there is room for the job if all cached sequences were removed and the slots `without` were idle."""
+        reserved = sum(slot.active.job.reservation for slot in self.active if slot not in without)
+        has_slot = self.has_slot(job) or any(job.request.slot in (None, slot.index) for slot in without)
+        return has_slot and reserved + job.reservation <= self.n_cells
+
+    def _choose_slot(self, job: Job) -> Slot | None:
+        """Return the idle slot for the job, or None.
+
+        The order of preference is: the slot that the job asks for, the slot whose content the prompt starts with, the
+        slot that has been idle longest.
         """
         if job.request.slot is not None:
             pinned = self.slots[job.request.slot]
             return pinned if pinned.run is None else None
         idle = [slot for slot in self.slots if slot.run is None]
-        likeness = {slot: self._likeness(slot, job) for slot in idle}
-        return max(idle, key=lambda slot: (likeness[slot], -slot.release_number, -slot.index), default=None)
+        similarity = {slot: self._similarity_of(slot, job) for slot in idle}
+        return max(idle, key=lambda slot: (similarity[slot], -slot.release_number, -slot.index), default=None)
 
-    def _likeness(self, slot: Slot, job: Job) -> float:
+    def _similarity_of(self, slot: Slot, job: Job) -> float:
         if not slot.content or not self._similarity:
             return 0.0
-        likeness = common_prefix(slot.content, job.packed) / max(1, len(job.prompt) + len(job.resumed))
-        return likeness if likeness >= self._similarity else 0.0
+        similarity = common_prefix(slot.content, job.packed) / max(1, len(job.prompt) + len(job.resumed))
+        return similarity if similarity >= self._similarity else 0.0
 
-    def could_acquire(self, job: Job, without: Sequence[Slot] = ()) -> bool:
-        """Whether the job could enter if every kept sequence were reclaimed, and these slots were idle."""
-        reserved = sum(slot.active.job.reservation for slot in self.active if slot not in without)
-        has_slot = self.has_slot(job) or any(job.request.slot in (None, slot.index) for slot in without)
-        return has_slot and reserved + job.reservation <= self.n_cells
+    # ---- owners of sequences
 
-    # ---- who has which sequence
+    def acquire(self, job: Job, now_s: float, adopted: int | None = None) -> Slot:
+        """Give the job an idle slot and a sequence. The caller has checked that there is room.
 
-    def acquire(self, job: Job, now_s: float, kept: int | None = None) -> Slot:
-        """Give the job a slot, and a free sequence or one that was `kept`; call only when there is room."""
-        slot = self.slot_for(job)
+        Args:
+            job: The job.
+            now_s: Time of admission.
+            adopted: The cached sequence that the job takes over. None gives it a free sequence.
+
+        Raises:
+            LookupError: No slot is idle.
+        """
+        slot = self._choose_slot(job)
         if slot is None:
             raise LookupError(f"no slot is idle for {job!r}")
-        if kept is None:
+        if adopted is None:
             seq_id = self._free.pop()
         else:
-            seq_id = kept
-            self._kept.remove(kept)
+            seq_id = adopted
+            self._cached.remove(adopted)
         self._n_acquired += 1
         tokens = [*job.prompt, *job.resumed]
         slot.run = Run(job, seq_id, tokens, admission_number=self._n_acquired, packed=job.packed, admitted_s=now_s)
@@ -131,39 +145,39 @@ class SlotPool:
         return slot
 
     def release(self, slot: Slot) -> Run:
-        """Take the job out of its slot. Its sequence is kept, with the cells that it holds, until `reclaim`."""
+        """Make the slot idle. Its sequence, with its cells, belongs to the prefix cache until `free_sequence`."""
         run = slot.active
         slot.transition_to(SlotState.IDLE)
         slot.run, run.is_released = None, True
         self._n_released += 1
         slot.content, slot.release_number = run.packed_history(len(run.tokens)), self._n_released
         slot.scope = run.job.scope
-        self._kept.add(run.seq_id)
+        self._cached.add(run.seq_id)
         return run
 
-    def keep_another(self) -> int:
-        """A free sequence, kept from now on."""
+    def acquire_for_cache(self) -> int:
+        """Give a free sequence to the prefix cache and return it."""
         seq_id = self._free.pop()
-        self._kept.add(seq_id)
+        self._cached.add(seq_id)
         return seq_id
 
-    def reclaim(self, seq_id: int) -> None:
-        """A kept sequence was removed from KV memory: it is free for another job."""
-        self._kept.remove(seq_id)
+    def free_sequence(self, seq_id: int) -> None:
+        """Record that a cached sequence was removed from KV memory and is free."""
+        self._cached.remove(seq_id)
         self.ledger.drop(seq_id)
         self._free.append(seq_id)
 
-    # ---- how many cells
+    # ---- cells of sequences
 
-    def hold(self, seq_id: int, n_tokens: int) -> None:
-        """A sequence holds so many cells now."""
+    def resize(self, seq_id: int, n_tokens: int) -> None:
+        """Record that a sequence now holds `n_tokens` cells."""
         if n_tokens < self.ledger.held(seq_id):
             self.ledger.cut(seq_id, n_tokens)
         else:
             self.ledger.grow(seq_id, n_tokens)
 
     def share(self, source: int, target: int, n_tokens: int) -> None:
-        """The first cells of `source` were copied to `target`, which was empty."""
+        """Record that the first `n_tokens` cells of `source` were copied to the empty sequence `target`."""
         if self._shares_cells:
             self.ledger.share(source, target, n_tokens)
         else:
@@ -172,12 +186,12 @@ class SlotPool:
     def check_integrity(self) -> None:
         """Raise `AssertionError` when slots, sequences and cells contradict each other."""
         used = [slot.active.seq_id for slot in self.active]
-        if sorted([*used, *self._kept, *self._free]) != sorted(self._sequences):
-            raise AssertionError(f"sequences are not owned once: used={used} kept={self._kept} free={self._free}")
+        if sorted([*used, *self._cached, *self._free]) != sorted(self._sequences):
+            raise AssertionError(f"a sequence has no owner or two: used={used} cached={self._cached} free={self._free}")
         self.ledger.check_integrity()
         if self.is_overdrawn:
             raise AssertionError(
-                f"{self.ledger.used} + {self.promised_cells} cells are given, there are {self.n_cells}"
+                f"{self.ledger.used} cells are used and {self.promised_cells} promised, there are {self.n_cells}"
             )
         if any(self.ledger.held(seq_id) for seq_id in self._free):
             raise AssertionError("a free sequence holds cells")

@@ -1,1 +1,1 @@
-"""Decides which job computes what in each tick."""
+"""Decides which job gets a slot, and which tokens each tick computes."""

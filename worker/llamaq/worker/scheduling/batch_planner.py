@@ -1,13 +1,15 @@
-"""Asks a strategy for a batch and checks the answer, so that no strategy can harm the worker by accident."""
+"""Checks the batch of a strategy, so that a faulty strategy cannot harm the worker."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
@@ -15,25 +17,39 @@ from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class TickLimits:
+    """Upper bounds on the tokens of one tick."""
+
+    budget: int
+    """Upper bound on the tokens of the batch (`--n-batch`). At least 1 for each slot."""
+    chunk_size: int
+    """Upper bound on the prompt tokens of one slot (`--chunk-size`). At least 1."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise InvalidSettings(f"--chunk-size {self.chunk_size} must be at least 1")
+
+
 class PlanFault(StrEnum):
-    """What is wrong with a batch that a strategy gave."""
+    """The rule that a strategy's batch breaks."""
 
     RAISED = "the strategy raised an exception"
-    CHANGED_SLOTS = "the strategy changed slots instead of looking at them"
-    NOT_A_BATCH = "it is not a Batch of DecodeToken and PrefillChunk"
-    UNKNOWN_SLOT = "a slot in it is not one of this worker's"
-    IDLE_SLOT = "a slot in it is idle"
-    WAITING_SLOT = "a slot in it waits for cells that are computed or loaded elsewhere"
-    SLOT_TWICE = "a slot stands in it twice"
-    DECODE_IN_PREFILL = "it has a decode token for a slot in PREFILL"
-    CHUNK_IN_DECODE = "it has a prefill chunk for a slot in DECODE"
-    BAD_CHUNK = "a chunk is empty or longer than what is pending"
-    OVER_BUDGET = "it has more tokens than the budget"
-    NOTHING = "it is empty while slots have work"
+    CHANGED_SLOTS = "the strategy changed a slot, which it may only read"
+    NOT_A_BATCH = "the result is not a Batch of DecodeToken and PrefillChunk"
+    UNKNOWN_SLOT = "a slot in the batch is not one of this worker's"
+    IDLE_SLOT = "a slot in the batch is idle"
+    WAITING_SLOT = "a slot in the batch waits for cells that another job computes or that are being loaded"
+    SLOT_TWICE = "a slot is in the batch twice"
+    DECODE_IN_PREFILL = "the batch has a decode token for a slot in PREFILL"
+    CHUNK_IN_DECODE = "the batch has a prefill chunk for a slot in DECODE"
+    BAD_CHUNK = "a chunk is empty or longer than the slot's pending tokens"
+    OVER_BUDGET = "the batch has more tokens than the budget"
+    NOTHING = "the batch is empty while slots are in PREFILL or DECODE"
 
 
 def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | None:
-    """What is wrong with the batch as a plan for these slots, or None."""
+    """Return the rule that the batch breaks, or None."""
     if not _is_batch(batch):
         return PlanFault.NOT_A_BATCH
     used: set[Slot] = set()
@@ -54,7 +70,7 @@ def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | 
 def _is_batch(batch: object) -> bool:
     if not isinstance(batch, Batch):
         return False
-    decode: Any = batch.decode  # whatever somebody put there
+    decode: Any = batch.decode  # a strategy can have set any object
     prefill: Any = batch.prefill
     return (
         isinstance(decode, tuple)
@@ -65,7 +81,7 @@ def _is_batch(batch: object) -> bool:
 
 
 def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> PlanFault | None:
-    slot: Any = part.slot  # whatever somebody put there
+    slot: Any = part.slot  # a strategy can have set any object
     if not isinstance(slot, Slot) or slot not in known:
         return PlanFault.UNKNOWN_SLOT
     if slot.state is SlotState.IDLE:
@@ -79,59 +95,64 @@ def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> Pla
     return None if 1 <= part.n_tokens <= slot.n_pending else PlanFault.BAD_CHUNK
 
 
-class Planner:
-    """A strategy under supervision: nonsense is reported, and `DecodeMaximal` plans that tick instead."""
+class BatchPlanner:
+    """Asks a strategy for each tick's batch. Logs a batch that breaks the rules and lets `DecodeMaximal` plan instead.
 
-    def __init__(self, strategy: BatchStrategy, budget: int, chunk_size: int) -> None:
-        self.strategy = strategy
-        self.budget = budget
-        self.chunk_size = chunk_size
+    Args:
+        strategy: The strategy of the worker.
+        limits: Upper bounds on the tokens of one tick.
+    """
+
+    def __init__(self, strategy: BatchStrategy, limits: TickLimits) -> None:
+        self.limits = limits
         self.faults: Counter[PlanFault] = Counter()
-        """How often each kind of nonsense was met; the log has the first of each."""
+        """Counts the refused batches of each kind. The log has the first of each kind."""
+        self._strategy = strategy
         self._fallback = DecodeMaximal()
 
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
-        """A batch that keeps the rules, whatever the strategy does."""
-        return _stop_where_told(self._checked_plan(slots, queue_depth))
+        """Return a batch that obeys all rules, even if the strategy breaks them."""
+        return _end_chunks_at_checkpoints(self._checked_plan(slots, queue_depth))
 
     def _checked_plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
-        before = [_State(slot) for slot in slots]
+        before = [_SlotCopy(slot) for slot in slots]
         batch = Batch()
         fault: PlanFault | None = None
         cause: Exception | None = None
+        budget, chunk_size = self.limits.budget, self.limits.chunk_size
         try:
-            batch = self.strategy.build_batch(slots, self.budget, self.chunk_size, queue_depth=queue_depth)
+            batch = self._strategy.build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
         except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything
             fault, cause = PlanFault.RAISED, exc
-        if sum(state.restore() for state in before):  # all of them: any() would stop at the first
+        if sum(copy.restore() for copy in before):  # sum, because any() would not restore the slots after the first
             fault = fault or PlanFault.CHANGED_SLOTS
-        fault = fault or check_plan(batch, slots, self.budget)
+        fault = fault or check_plan(batch, slots, budget)
         if fault is None:
             return batch
         self._report(fault, cause)
-        return self._fallback.build_batch(slots, self.budget, self.chunk_size, queue_depth=queue_depth)
+        return self._fallback.build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
 
     def _report(self, fault: PlanFault, cause: Exception | None) -> None:
         self.faults[fault] += 1
         if self.faults[fault] == 1:
-            log.error("strategy.refused fault=%s strategy=%r: %s", fault.name, self.strategy, fault, exc_info=cause)
+            log.error("strategy.refused fault=%s strategy=%r: %s", fault.name, self._strategy, fault, exc_info=cause)
 
 
-def _stop_where_told(batch: Batch) -> Batch:
-    """The batch with chunks that end where the state in between is wanted."""
+def _end_chunks_at_checkpoints(batch: Batch) -> Batch:
+    """Return the batch with each chunk shortened to the next checkpoint of its run."""
     if not any(chunk.slot.active.checkpoints for chunk in batch.prefill):
         return batch
-    return Batch(batch.decode, tuple(PrefillChunk(chunk.slot, _up_to_stop(chunk)) for chunk in batch.prefill))
+    return Batch(batch.decode, tuple(PrefillChunk(chunk.slot, _up_to_checkpoint(chunk)) for chunk in batch.prefill))
 
 
-def _up_to_stop(chunk: PrefillChunk) -> int:
+def _up_to_checkpoint(chunk: PrefillChunk) -> int:
     run = chunk.slot.active
-    ways = (stop - run.n_past for stop in run.checkpoints if stop > run.n_past)
-    return min(chunk.n_tokens, next(ways, chunk.n_tokens))
+    distances = (position - run.n_past for position in run.checkpoints if position > run.n_past)
+    return min(chunk.n_tokens, next(distances, chunk.n_tokens))
 
 
-class _State:
-    """What a slot was before a strategy saw it."""
+class _SlotCopy:
+    """A copy of a slot's state, made before a strategy reads the slot."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -141,7 +162,7 @@ class _State:
         self._n_tokens = len(slot.run.tokens) if slot.run else 0
 
     def restore(self) -> bool:
-        """Put it back; says whether anything had changed."""
+        """Restore the slot. Returns whether it had changed."""
         slot, run = self._slot, self._run
         changed = slot.state is not self._state or slot.run is not run
         slot.state, slot.run = self._state, run

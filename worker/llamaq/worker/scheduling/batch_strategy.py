@@ -1,16 +1,17 @@
-"""Strategies: which tokens go into the batch of a tick.
+"""Batch strategies: they decide which tokens go into the batch of a tick.
 
-A strategy decides on plain data and owns nothing. The built-in ones differ in what they put first when a tick
-cannot take everything: the next token of streams that run, or prompts that wait to be read.
+A strategy decides on plain data and owns none of it. The built-in strategies differ in the tokens that they serve first
+when a tick cannot hold all of them: the next tokens of running streams, or the prompts in prefill.
 
-Prompts that are read at the same time share a tick equally, and what one does not need the others get. So a
-short prompt is done in the next tick or two however long its neighbours are, and a long one still moves in every
-tick; reading the oldest first would make everybody wait behind one long prompt. The price is that several long
-prompts end together rather than one after another.
+Prompts in prefill share a tick equally, and the part that one does not need goes to the others. A short prompt is
+therefore finished in the next tick or two, and a long one still progresses in every tick. If the oldest prompt were
+served first instead, all others would wait behind one long prompt. The price is that several long prompts finish
+together rather than one after another.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,29 +20,25 @@ from llamaq.worker.core.slot import Slot, SlotState
 
 
 class BatchStrategy(Protocol):
-    """Decides what one tick computes. One instance serves one worker, and may remember things between ticks."""
+    """Decides which tokens each tick computes. A worker has one instance, which may keep state between ticks."""
 
     def build_batch(self, slots: Sequence[Slot], budget: int, chunk_size: int, *, queue_depth: int) -> Batch:
-        """The batch of the next tick.
+        """Return the batch of the next tick.
+
+        A slot in DECODE may get one `DecodeToken`. A slot in PREFILL may get one `PrefillChunk` of at most
+        `slot.n_pending` tokens. At least one slot in DECODE or PREFILL must get a part. A batch that breaks these rules
+        is logged, and `DecodeMaximal` plans the tick instead.
 
         Args:
-            slots: All slots of the worker, idle ones too. They are live: look, do not change.
-            budget: The most tokens that the batch may have.
-            chunk_size: The most tokens that one slot's chunk should have.
-            queue_depth: Jobs that wait for a slot, in Redis and in this worker.
-
-        A slot in DECODE may get one `DecodeToken`, one in PREFILL a `PrefillChunk` of at most `slot.n_pending`
-        tokens. At least one slot that works must get something. What breaks these rules is reported, and the
-        tick is planned by `DecodeMaximal` instead.
+            slots: All slots of the worker, idle ones too. They are live: do not change them.
+            budget: Upper bound on the tokens of the batch.
+            chunk_size: Upper bound on the tokens that one slot's chunk should have.
+            queue_depth: Number of jobs that wait for a slot, in Redis and in this worker.
         """
 
 
-class DecodeMaximal:
-    """Every running stream gets its token in every tick; prompts get what is left, at most one chunk in all.
-
-    The default. No stream waits longer than a tick with one chunk in it, however many prompts are read. While
-    no stream runs, each prompt may take a chunk, together up to the whole budget.
-    """
+class _BuiltIn(ABC):
+    """Base of the built-in strategies. None of them depends on the queue depth."""
 
     def build_batch(
         self,
@@ -49,54 +46,56 @@ class DecodeMaximal:
         budget: int,
         chunk_size: int,
         *,
-        queue_depth: int,  # noqa: ARG002 - the protocol's
+        queue_depth: int,  # noqa: ARG002 - part of the protocol
     ) -> Batch:
+        """Return the batch of the next tick. See `BatchStrategy.build_batch`."""
+        return self._divide(slots, budget, chunk_size)
+
+    @abstractmethod
+    def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
+        """Divide the budget between decode tokens and prefill chunks."""
+
+
+class DecodeMaximal(_BuiltIn):
+    """Gives every running stream its token in every tick. Prompts get the rest, at most one chunk in total.
+
+    This is the default. No stream waits longer than one tick with one chunk in it, however many prompts are in prefill.
+    While no stream runs, each prompt may have a chunk, and together they may use the whole budget.
+    """
+
+    def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
         decode = decode_tokens(slots, budget)
         room = budget - len(decode)
         return Batch(decode, prefill_chunks(slots, min(room, chunk_size) if decode else room, chunk_size))
 
 
-class PrefillPriority:
-    """Prompts first, each a chunk and together the whole budget; streams get what they leave.
+class PrefillPriority(_BuiltIn):
+    """Gives each prompt a chunk first, together up to the whole budget. Streams get the rest.
 
-    Good where the first token counts more than an even stream, and for bulk work that nobody watches: slots are
-    filled soonest, and then decode in the widest batches. Streams stutter while prompts are read.
+    Suits workloads where the time to the first token counts more than an even stream, and bulk jobs without a reader:
+    slots reach DECODE soonest, and batches become wide. Streams stall while prompts are in prefill.
     """
 
-    def build_batch(
-        self,
-        slots: Sequence[Slot],
-        budget: int,
-        chunk_size: int,
-        *,
-        queue_depth: int,  # noqa: ARG002 - the protocol's
-    ) -> Batch:
+    def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
         prefill = prefill_chunks(slots, budget, chunk_size)
         return Batch(decode_tokens(slots, budget - _count(prefill)), prefill)
 
 
-class Balanced:
-    """Half the budget for streams and half for prompts; what one half does not need the other gets.
+class Balanced(_BuiltIn):
+    """Gives half the budget to streams and half to prompts. The part that one half does not need goes to the other.
 
-    Streams are never left out as with `PrefillPriority`, and several prompts may be read in one tick, each with
-    a chunk, which `DecodeMaximal` does not do. A stream's gap is up to a tick with a full budget.
+    Unlike with `PrefillPriority`, streams progress in every tick. Unlike with `DecodeMaximal`, several prompts may each
+    have a chunk in one tick. A stream may wait for a tick with a full budget.
     """
 
-    def build_batch(
-        self,
-        slots: Sequence[Slot],
-        budget: int,
-        chunk_size: int,
-        *,
-        queue_depth: int,  # noqa: ARG002 - the protocol's
-    ) -> Batch:
+    def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
         wanted = _count(prefill_chunks(slots, budget, chunk_size))
         decode = decode_tokens(slots, max(budget - budget // 2, budget - wanted))
         return Batch(decode, prefill_chunks(slots, budget - len(decode), chunk_size))
 
 
 def decode_tokens(slots: Sequence[Slot], limit: int) -> tuple[DecodeToken, ...]:
-    """A token for every slot in DECODE; where `limit` is too small, for those that have generated least."""
+    """Return a token for each slot in DECODE, at most `limit`. Slots that have generated least are served first."""
     decoding = [slot for slot in slots if slot.state is SlotState.DECODE]
     if len(decoding) > limit:
         behind = sorted(decoding, key=lambda slot: slot.active.n_generated)[: max(0, limit)]
@@ -105,18 +104,19 @@ def decode_tokens(slots: Sequence[Slot], limit: int) -> tuple[DecodeToken, ...]:
 
 
 def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[PrefillChunk, ...]:
-    """Chunks for the slots in PREFILL: equal shares of `limit`, each at most `chunk_size` and what is pending.
+    """Return chunks for the slots in PREFILL: equal shares of `limit`, each at most `chunk_size` and `n_pending`.
 
-    Slots that need less than their share are served first and leave the rest to the others. Between equals the
-    one admitted first is served first, and gets the token more that does not divide.
+    Slots that need less than an equal share are served first, and the others divide the rest. Among slots with equal
+    needs the one admitted first is served first, and it gets the extra token when the division leaves a remainder.
     """
-    reading = [slot for slot in slots if slot.state is SlotState.PREFILL]
-    needs = {slot: min(slot.n_pending, chunk_size) for slot in sorted(reading, key=lambda slot: slot.active.admitted_s)}
+    in_prefill = [slot for slot in slots if slot.state is SlotState.PREFILL]
+    by_admission = sorted(in_prefill, key=lambda slot: slot.active.admitted_s)
+    needs = {slot: min(slot.n_pending, chunk_size) for slot in by_admission}
     shares: dict[Slot, int] = {}
     for n_left, slot in zip(range(len(needs), 0, -1), sorted(needs, key=needs.__getitem__), strict=True):
         shares[slot] = min(needs[slot], -(-limit // n_left))
         limit -= shares[slot]
-    return tuple(PrefillChunk(slot, shares[slot]) for slot in reading if shares[slot] > 0)
+    return tuple(PrefillChunk(slot, shares[slot]) for slot in in_prefill if shares[slot] > 0)
 
 
 def _count(chunks: tuple[PrefillChunk, ...]) -> int:

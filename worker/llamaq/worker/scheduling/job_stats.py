@@ -1,4 +1,4 @@
-"""What a job's run measured, as the stats that go with its result."""
+"""Computes the stats of a finished job."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from llamaq.worker.core.slot import Slot
 
 
 def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> JobStats:
-    """The stats of a job that ends now; `slot` is None when it never had one.
+    """Return the stats of a job that ends now.
 
-    Times count from the start of this attempt. Rates count what this attempt computed: the prompt and resumed
-    tokens that did not come from the prefix cache, from admission to the first token, and the tokens after that.
+    Times count from the start of this attempt. Rates count the tokens that this attempt computed: from admission to the
+    first token the prompt and resumed tokens that did not come from the prefix cache, then the tokens after the first.
+
+    Args:
+        job: The job.
+        slot: The job's slot. None for a job that ends without one.
+        now_s: The time on the scheduler's clock.
+        worker: The id of this worker.
     """
     mode = "stream" if job.request.stream else "result"
     stats = JobStats(
@@ -49,5 +55,5 @@ def _ms(seconds: float) -> float:
 
 
 def _rate(n_tokens: int, seconds: float) -> float | None:
-    """Tokens per second; None where there is nothing to divide."""
+    """Return tokens per second, or None without tokens or time."""
     return round(n_tokens / seconds, 2) if n_tokens > 0 and seconds > 0 else None

@@ -1,4 +1,4 @@
-"""Running jobs that give their slots up: for a job of higher priority, or for cells that are needed at once."""
+"""Preempts running jobs: for a waiting job of higher priority, or for cells that a tick needs at once."""
 
 from __future__ import annotations
 
@@ -14,35 +14,44 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Sends running jobs back to the line. They go on later from what they had, mostly out of the prefix cache."""
+    """Moves running jobs back to the waiting queue. A preempted job resumes later, mostly from the prefix cache."""
 
     def __init__(self, memory: KvMemory, waiting: WaitingQueue) -> None:
         self._memory = memory
-        self._pool = memory.pool
         self._waiting = waiting
         self.n_preempted = 0
 
-    def make_way_for(self, job: Job) -> bool:
-        """Take the slot from the youngest job of a lower priority, if that and more of its kind make enough room."""
+    def preempt_for(self, job: Job) -> bool:
+        """Preempt the bulk job that was admitted last, for an interactive job.
+
+        Returns:
+            False, and no job is preempted, when preempting every bulk job would not make enough room.
+        """
         if job.request.priority is not Priority.INTERACTIVE:
             return False
-        lower = [slot for slot in self._pool.active if slot.priority is Priority.BULK and slot.active.is_preemptible]
-        if not lower or not self._pool.could_acquire(job, without=lower):
+        active = self._memory.active_slots
+        preemptible = [slot for slot in active if slot.priority is Priority.BULK and slot.active.is_preemptible]
+        if not preemptible or not self._memory.could_admit(job, without=preemptible):
             return False
-        pinned = [slot for slot in lower if slot.index == job.request.slot and not self._pool.has_slot(job)]
-        self._preempt(max(pinned or lower, key=lambda slot: slot.active.admission_number))
+        has_slot = self._memory.has_slot(job)
+        pinned = [slot for slot in preemptible if slot.index == job.request.slot and not has_slot]
+        self._preempt(max(pinned or preemptible, key=lambda slot: slot.active.admission_number))
         return True
 
     def free_cells(self) -> bool:
-        """Free cells at once: a kept sequence's, else those of the youngest job of the lowest priority.
+        """Free cells at once: those of the coldest entry, otherwise those of the job that was admitted last.
 
-        False when there is only one job.
+        Bulk jobs are preempted before interactive ones.
+
+        Returns:
+            False when there is no entry and at most one running job.
         """
-        if self._memory.eviction.drop_coldest():
+        if self._memory.drop_coldest():
             return True
-        if len(self._pool.active) < 2:
+        active = self._memory.active_slots
+        if len(active) < 2:
             return False
-        self._preempt(max(self._pool.active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.admission_number)))
+        self._preempt(max(active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.admission_number)))
         return True
 
     def _preempt(self, slot: Slot) -> None:
@@ -51,8 +60,8 @@ class Preemption:
         log.info("job.preempted id=%s slot=%d generated_tokens=%d", job.id, slot.index, run.n_generated)
         job.resumed = run.tokens[run.n_prompt :]
         job.packed = run.packed_history(len(run.tokens))
-        self._memory.leave(slot, reusable=True)
-        self._waiting.put_back(job)
+        self._memory.release(slot, reusable=True)
+        self._waiting.requeue(job)
         self.n_preempted += 1
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The line of jobs that this worker has claimed and that do not have a slot."""
+"""The queue of jobs that this worker has claimed and that have no slot yet."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from itertools import islice
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
+from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit
 
-MAX_PASSED = 8
-"""So often may a job be passed by others that came later. Nobody else can take a claimed job, so it must not wait for
-ever."""
-TURN_TOKENS = 64
-"""A bulk job whose turn came because it was passed so often generates so many tokens before it may be preempted."""
-LOOK_AHEAD = 16
-"""So many jobs of a line are compared for what they would reuse."""
-MIN_LEAD = 16
-"""Tokens that a job must be able to reuse, more than the first one could, to pass it."""
+MAX_OVERTAKEN = 8
+"""How often later jobs may overtake a job. No other worker can claim the job, so it must not wait forever."""
+PROTECTED_TOKENS = 64
+"""Tokens that a bulk job generates before it can be preempted, when it was admitted after `MAX_OVERTAKEN` jobs."""
+MAX_COMPARED_JOBS = 16
+"""Upper bound on the jobs whose reusable prefixes are compared for one admission."""
+MIN_LEAD_TOKENS = 16
+"""A job overtakes the first one only if it can reuse at least this many more tokens."""
 
 
 class WaitingQueue:
-    """Interactive jobs before bulk jobs, and first come first served within each, with two exceptions.
+    """Orders waiting jobs: interactive before bulk, and first come, first served within a priority.
 
-    A job whose prompt is in KV memory already may pass those before it, and an interactive job a bulk job, but no
-    job is passed more than `MAX_PASSED` times. A job whose turn it is and that finds no room is passed by nobody of
-    its line: otherwise small jobs would starve large ones.
+    There are two exceptions. A job whose prompt is already in KV memory may overtake earlier jobs of its priority. A
+    bulk job is next after `MAX_OVERTAKEN` interactive jobs were admitted before it. No job is overtaken more often than
+    that within its priority. A job that is next but finds no room is not overtaken by its priority at all; otherwise
+    small jobs would starve a large one.
     """
 
     def __init__(self) -> None:
         self._lines: dict[Priority, dict[str, Job]] = {priority: {} for priority in Priority}
-        self._passed: dict[str, int] = {}
-        """How often jobs of the line were passed by others of it."""
-        self._bulk_passed = 0
+        self._n_overtaken: dict[str, int] = {}
+        """How often a job was overtaken by jobs of its priority."""
+        self._n_bulk_overtaken = 0
+        """How many interactive jobs were admitted since the last bulk job, while bulk jobs waited."""
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
@@ -40,59 +42,61 @@ class WaitingQueue:
         for line in self._lines.values():
             yield from line.values()
 
-    def put(self, job: Job) -> None:
+    def append(self, job: Job) -> None:
+        """Add the job as the last of its priority."""
         self._lines[job.request.priority][job.id] = job
 
-    def put_back(self, job: Job) -> None:
-        """A job that had a slot and gave it up: it stands first in its line again."""
+    def requeue(self, job: Job) -> None:
+        """Add a preempted job as the first of its priority."""
         line = self._lines[job.request.priority]
         self._lines[job.request.priority] = {job.id: job, **line}
 
-    def next(self, has_slot: Callable[[Job], bool], gain: Callable[[Job], int]) -> Job | None:
-        """The job whose turn it is among those for whom a slot is idle.
+    def next(self, has_slot: Callable[[Job], bool], find_prefix: Callable[[Job], PrefixHit]) -> Candidate | None:
+        """Return the job to admit next with its reusable prefix, or None. The job stays in the queue.
 
-        `gain` says how many tokens a job would reuse.
+        Args:
+            has_slot: Whether a slot is idle for a job. Other jobs are skipped.
+            find_prefix: Looks up the reusable prefix of a job. Called once for each compared job.
         """
-        for line in self._order():
-            able = list(islice((job for job in line.values() if has_slot(job)), LOOK_AHEAD))
-            if able:
-                return self._best(able, gain)
+        for line in self._lines_by_turn():
+            eligible = list(islice((job for job in line.values() if has_slot(job)), MAX_COMPARED_JOBS))
+            if eligible:
+                return self._choose(eligible, find_prefix)
         return None
 
-    def _order(self) -> list[dict[str, Job]]:
+    def _lines_by_turn(self) -> list[dict[str, Job]]:
         interactive, bulk = self._lines[Priority.INTERACTIVE], self._lines[Priority.BULK]
-        return [bulk, interactive] if self._bulk_passed >= MAX_PASSED else [interactive, bulk]
+        return [bulk, interactive] if self._n_bulk_overtaken >= MAX_OVERTAKEN else [interactive, bulk]
 
-    def _best(self, able: list[Job], gain: Callable[[Job], int]) -> Job:
-        first = able[0]
-        if len(able) == 1 or self._passed.get(first.id, 0) >= MAX_PASSED:
-            return first
-        gains = [gain(job) for job in able]
-        most = max(gains)
-        return able[gains.index(most)] if most >= gains[0] + MIN_LEAD else first
+    def _choose(self, eligible: list[Job], find_prefix: Callable[[Job], PrefixHit]) -> Candidate:
+        if self._n_overtaken.get(eligible[0].id, 0) >= MAX_OVERTAKEN:
+            eligible = eligible[:1]
+        candidates = [Candidate(job, find_prefix(job)) for job in eligible]
+        first, best = candidates[0], max(candidates, key=lambda candidate: candidate.hit.n_tokens)
+        return best if best.hit.n_tokens >= first.hit.n_tokens + MIN_LEAD_TOKENS else first
 
     @property
     def first_interactive(self) -> Job | None:
-        """The interactive job that came first; it need not wait for a bulk job to end."""
+        """The first interactive job. A bulk job may be preempted for it."""
         return next(iter(self._lines[Priority.INTERACTIVE].values()), None)
 
-    def take(self, job: Job) -> None:
-        """It is the job's turn, and it gets a slot."""
+    def pop(self, job: Job) -> None:
+        """Remove a job that is admitted, and count the jobs that it overtakes."""
         for other in self._lines[job.request.priority]:
             if other == job.id:
                 break
-            self._passed[other] = self._passed.get(other, 0) + 1
+            self._n_overtaken[other] = self._n_overtaken.get(other, 0) + 1
         self.remove(job)
-        if job.request.priority is Priority.BULK and self._bulk_passed >= MAX_PASSED:
-            job.protected_tokens = len(job.resumed) + TURN_TOKENS
-            self._bulk_passed = 0
+        if job.request.priority is Priority.BULK and self._n_bulk_overtaken >= MAX_OVERTAKEN:
+            job.protected_tokens = len(job.resumed) + PROTECTED_TOKENS
+            self._n_bulk_overtaken = 0
         elif job.request.priority is Priority.INTERACTIVE and self._lines[Priority.BULK]:
-            self._bulk_passed += 1
+            self._n_bulk_overtaken += 1
 
     def remove(self, job: Job) -> None:
-        """The job leaves the line."""
+        """Remove a job that is not admitted here."""
         del self._lines[job.request.priority][job.id]
-        self._passed.pop(job.id, None)
+        self._n_overtaken.pop(job.id, None)
 
     def __repr__(self) -> str:
         return f"<WaitingQueue {' '.join(f'{name}={len(line)}' for name, line in self._lines.items())}>"

@@ -1,7 +1,7 @@
-"""KV memory without llama.cpp: a cell is an object that knows its token, so that every mix-up of cells is seen.
+"""KV memory without llama.cpp. Each cell is an object with its token, so that every wrong use of a cell is found.
 
-It has the surface of the engine's memory and is stricter: what the engine would refuse with 0 or False because nobody
-should have asked is an `AssertionError` here.
+It offers the engine's operations on sequences and is stricter: a call that only a defect can make raises
+`AssertionError` here, where the engine returns 0 or False.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ _MAGIC = b"fake"
 
 @dataclass(slots=True, eq=False)
 class FakeCell:
-    """The keys and values of one token; sequences that share it hold the same object."""
+    """The keys and values of one token. Sequences that share the cell hold the same object."""
 
     token: int
     n_holders: int = 0
 
 
 class FakeMemory:
-    """Sequences of cells.
+    """The cells of all sequences.
 
     Args:
-        n_ctx: KV cells, shared by all sequences; split among them unless `kv_unified`.
-        n_seq_max: Sequence ids are below this; where parts can be saved, one less is for others.
-        can_cut: False as for recurrent models: a sequence is usable only at its full length.
-        kv_unified: False: each sequence has its own cells, and copies are copies.
+        n_ctx: Number of KV cells.
+        n_seq_max: Number of sequences. Where sequences can be saved in blocks, the last one is not usable, because the
+            engine needs it.
+        can_cut: Whether a sequence can be cut and copied in part. False behaves like a recurrent model.
+        kv_unified: Whether all sequences share one pool of cells. Otherwise each sequence has `n_ctx / n_seq_max` cells
+            of its own, and a copy shares none.
     """
 
     def __init__(self, *, n_ctx: int, n_seq_max: int, can_cut: bool, kv_unified: bool) -> None:
@@ -44,47 +46,47 @@ class FakeMemory:
         self.n_sequences = n_seq_max - 1 if self.in_blocks else n_seq_max
         self.cells_per_sequence = n_ctx if kv_unified else n_ctx // n_seq_max
         self.calls: list[tuple[str, int, int, int]] = []
-        """Each copy (source, target, tokens), save and load (sequence, start, end) that was made, in order."""
+        """All copies (source, target, tokens), saves and loads (sequence, start, end), in order."""
         self.used_cells = 0
-        """Distinct cells: one that several sequences share counts once."""
+        """Number of cells in use. A cell that several sequences share counts once."""
         self._cells: dict[int, list[FakeCell]] = {}
         self._bad_saves = 0
         self._bad_loads = 0
 
     @property
     def memory(self) -> dict[int, list[int]]:
-        """The tokens whose cells each sequence holds, without empty sequences."""
+        """Maps each sequence that is not empty to the tokens whose cells it holds."""
         return {seq_id: self.tokens(seq_id) for seq_id, cells in self._cells.items() if cells}
 
     def tokens(self, seq_id: int) -> list[int]:
-        """The tokens whose cells a sequence holds."""
+        """Return the tokens whose cells the sequence holds."""
         return [cell.token for cell in self._cells.get(seq_id, ())]
 
     def n_held(self, seq_id: int) -> int:
-        """Cells of one sequence, shared ones too."""
+        """Return the number of cells of one sequence, including shared ones."""
         self._check_id(seq_id)
         return len(self._cells.get(seq_id, ()))
 
     def has_room(self, seq_id: int, n_tokens: int) -> bool:
-        """Whether so many cells can be added to the sequence."""
+        """Whether `n_tokens` cells can be added to the sequence."""
         if self.kv_unified:
             return self.used_cells + n_tokens <= self.n_ctx
         return self.n_held(seq_id) + n_tokens <= self.cells_per_sequence
 
     def append(self, seq_id: int, tokens: Iterable[int]) -> None:
-        """Give the sequence cells for these tokens; `AssertionError` when there are not so many."""
+        """Add a cell for each token. Raises `AssertionError` when there are not enough cells."""
         new = [FakeCell(token) for token in tokens]
         if not self.has_room(seq_id, len(new)):
             raise AssertionError(f"{len(new)} cells are needed in {self!r}")
-        self._hold(seq_id, new)
+        self._add_cells(seq_id, new)
 
-    # ---- what moves sequences
+    # ---- operations of the engine
 
     def remove(self, seq_id: int) -> None:
-        self._keep(seq_id, 0)
+        self._cut_cells(seq_id, 0)
 
     def copy(self, source: int, target: int, n_tokens: int) -> int:
-        """As the engine's; asking for more than is held, or a part where only all can be shared, is an error."""
+        """Copy cells, see `SequenceOps.copy`. Raises `AssertionError` for cells that cannot be copied."""
         n_held = self.n_held(source)
         if self.n_held(target):
             raise AssertionError(f"sequence {target} is not empty")
@@ -94,21 +96,21 @@ class FakeMemory:
         if n_tokens < 1:
             return 0
         if self.kv_unified:
-            self._hold(target, self._cells[source][:n_tokens])
+            self._add_cells(target, self._cells[source][:n_tokens])
         else:
             self.append(target, self.tokens(source)[:n_tokens])
         return n_tokens
 
     def cut(self, seq_id: int, n_tokens: int) -> int:
-        """Keep the first cells; 0 and nothing is left where a sequence cannot be cut, or has fewer."""
+        """Cut the sequence, see `SequenceOps.cut`. A sequence that cannot be cut or has fewer cells is emptied."""
         n_held = self.n_held(seq_id)
         if n_tokens > n_held or (n_tokens < n_held and not self.can_cut):
             n_tokens = 0
-        self._keep(seq_id, n_tokens)
+        self._cut_cells(seq_id, n_tokens)
         return n_tokens
 
     def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
-        """Positions and tokens of the cells [start, end)."""
+        """Return the positions and tokens of the cells, see `StateOps.save`."""
         n_held = self.n_held(seq_id)
         if not 0 <= start < end <= n_held:
             raise AssertionError(f"[{start}, {end}) is not in the {n_held} cells of sequence {seq_id}")
@@ -116,7 +118,7 @@ class FakeMemory:
             raise AssertionError(f"[{start}, {end}) is not all of the {n_held} cells of sequence {seq_id}")
         if self._bad_saves:
             self._bad_saves -= 1
-            raise EngineError("told to fail")
+            raise EngineError("injected failure")
         self.calls.append(("save", seq_id, start, end))
         tokens = self.tokens(seq_id)[start:end]
         data = _HEADER.pack(_MAGIC, start, end) + struct.pack(f"<{len(tokens)}i", *tokens)
@@ -126,7 +128,7 @@ class FakeMemory:
         return ready
 
     def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
-        """As the engine's; a wrong range is an error, wrong data and want of room are not."""
+        """Append saved cells, see `StateOps.load`. Raises `AssertionError` for a wrong range."""
         if self.n_held(seq_id) != start or not 0 <= first <= start < end:
             raise AssertionError(
                 f"[{start}, {end}) does not follow {self.n_held(seq_id)} cells, or begins before {first}"
@@ -145,23 +147,23 @@ class FakeMemory:
         self.append(seq_id, tokens[start - first : end - first])
         return True
 
-    # ---- what a test may have go wrong
+    # ---- injected failures
 
     def fail_saves(self, n: int = 1) -> None:
-        """The next saves raise `EngineError`."""
+        """Raise `EngineError` in the next `n` saves."""
         self._bad_saves += n
 
     def fail_loads(self, n: int = 1) -> None:
-        """The next loads are refused."""
+        """Refuse the next `n` loads."""
         self._bad_loads += n
 
-    def _hold(self, seq_id: int, cells: list[FakeCell]) -> None:
+    def _add_cells(self, seq_id: int, cells: list[FakeCell]) -> None:
         for cell in cells:
             self.used_cells += cell.n_holders == 0
             cell.n_holders += 1
         self._cells.setdefault(seq_id, []).extend(cells)
 
-    def _keep(self, seq_id: int, n_cells: int) -> None:
+    def _cut_cells(self, seq_id: int, n_cells: int) -> None:
         self._check_id(seq_id)
         cells = self._cells.get(seq_id, [])
         for cell in cells[n_cells:]:
@@ -171,7 +173,7 @@ class FakeMemory:
 
     def _check_id(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.n_sequences:
-            raise AssertionError(f"there is no sequence {seq_id} for others in {self!r}")
+            raise AssertionError(f"sequence {seq_id} is not usable in {self!r}")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.memory)} sequences, {self.used_cells}/{self.n_ctx} cells>"

@@ -1,0 +1,106 @@
+"""Builds a memory and a scheduler for a fake engine, and runs ticks with all integrity checks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from llamaq.worker.core.job import Output
+from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.offload_interface import Offload
+from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, PrefixCache
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
+from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.testing.fake_engine import FakeEngine
+
+
+class ManualClock:
+    """A monotonic clock that stands still until a test changes `now_s`."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_memory(
+    engine: FakeEngine,
+    *,
+    n_slots: int = 2,
+    cache: PrefixCache | None = None,
+    offload: Offload | None = None,
+    held_cells: int | None = None,
+    similarity: float = 0.0,
+) -> KvMemory:
+    """Return slots and KV memory on the engine's sequences.
+
+    Args:
+        engine: The fake engine.
+        n_slots: Number of slots.
+        cache: The prefix cache. None caches nothing.
+        offload: The tiers behind the device. None means that there are none.
+        held_cells: See `KvMemory`.
+        similarity: See `SlotPool`.
+    """
+    sequences = engine.sequences
+    pool = SlotPool(
+        n_slots,
+        sequences.n_ctx,
+        sequences.n_sequences,
+        similarity=similarity,
+        shares_cells=sequences.kv_unified,
+    )
+    return KvMemory(pool, sequences, NullPrefixCache() if cache is None else cache, offload, held_cells=held_cells)
+
+
+def make_scheduler(
+    engine: FakeEngine,
+    memory: KvMemory,
+    *,
+    strategy: BatchStrategy | None = None,
+    chunk_size: int = 16,
+    worker: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Scheduler:
+    """Return a scheduler whose ticks have at most `engine.n_batch` tokens.
+
+    Args:
+        engine: The fake engine.
+        memory: The memory, see `make_memory`.
+        strategy: The batch strategy. None uses `DecodeMaximal`.
+        chunk_size: Upper bound on the prompt tokens of one slot in one tick.
+        worker: The id of the worker, for the stats.
+        clock: Returns the time in seconds.
+    """
+    planner = BatchPlanner(strategy or DecodeMaximal(), TickLimits(engine.n_batch, chunk_size))
+    return Scheduler(memory, planner, end_tokens=engine.vocab.end_tokens, worker=worker, clock=clock)
+
+
+def run_tick(scheduler: Scheduler, engine: FakeEngine) -> list[Output]:
+    """Run one tick as a worker does, and check the scheduler's integrity after each step."""
+    scheduler.expire()
+    scheduler.admit()
+    scheduler.check_integrity()
+    scheduler.move(0.0)
+    scheduler.check_integrity()
+    batch = scheduler.plan()
+    outputs = scheduler.apply(batch, engine.run(batch))
+    scheduler.check_integrity()
+    return outputs
+
+
+def run_to_end(scheduler: Scheduler, engine: FakeEngine, max_ticks: int = 10_000) -> list[Output]:
+    """Run ticks until the scheduler has no work, and return all outputs.
+
+    Raises:
+        AssertionError: The scheduler still has work after `max_ticks`.
+    """
+    outputs: list[Output] = []
+    for _ in range(max_ticks):
+        if not scheduler.has_work:
+            return outputs
+        outputs += run_tick(scheduler, engine)
+    raise AssertionError(f"{scheduler!r} still has work after {max_ticks} ticks")
