@@ -118,7 +118,7 @@ def generate(engine: Engine, slots: Sequence[Slot], n: int) -> dict[int, JobReje
 
 
 def assert_equal_output(slot: Slot, expected_slot: Slot) -> None:
-    """Compare the tokens of two slots, up to the first token whose gap to the second most probable was below `NOISE`."""
+    """Compare the tokens of two slots, up to the first difference at which the gap was below `NOISE`."""
     gaps = expected_slot.active.job.sampler.gaps  # type: ignore[attr-defined]
     for index, (token, expected) in enumerate(zip(generated(slot), generated(expected_slot), strict=True)):
         if token != expected:

@@ -19,7 +19,7 @@ from llamaq.worker.engine.llama_bindings import Model
 TEXTS = ("", "Hello, world!", "<|im_start|>user\n", "äöü 你好 😀", "  two  spaces\n\n", "x" * 500)
 
 
-def test_the_vocabulary_of_a_blob_is_the_models_own(any_model: Path) -> None:
+def test_the_extracted_vocabulary_equals_that_of_the_model(any_model: Path) -> None:
     model = Model(any_model, n_gpu_layers=0)
     own, other = Vocab.of_model(model.pointer), Vocab.from_blob(extract_vocab(any_model))
     assert other.n_tokens == own.n_tokens
@@ -31,7 +31,7 @@ def test_the_vocabulary_of_a_blob_is_the_models_own(any_model: Path) -> None:
     model.close()
 
 
-def test_a_blob_is_small_and_has_no_tensors(demo_model: Path) -> None:
+def test_the_extracted_file_is_small_and_has_no_tensors(demo_model: Path) -> None:
     blob = extract_vocab(demo_model)
     assert len(blob) < demo_model.stat().st_size / 10
     assert struct.unpack_from("<4sIQ", blob) == (b"GGUF", 3, 0)
@@ -58,7 +58,7 @@ def split_model(tmp_path: Path, index: int) -> Path:
     return path
 
 
-def test_the_first_file_of_a_split_model_gives_a_vocabulary_that_needs_no_other_file(tmp_path: Path) -> None:
+def test_the_vocabulary_of_a_split_model_needs_only_its_first_file(tmp_path: Path) -> None:
     blob = extract_vocab(split_model(tmp_path, 0))
     count_at = blob.index(b"split.count") + len(b"split.count") + 4
     assert blob[count_at : count_at + 2] == b"\0\0"
@@ -69,7 +69,7 @@ def test_another_file_of_a_split_model_is_refused(tmp_path: Path) -> None:
         extract_vocab(split_model(tmp_path, 2))
 
 
-def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_gguf_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot read"):
         extract_vocab(tmp_path / "missing.gguf")
     (tmp_path / "empty.gguf").touch()
@@ -80,7 +80,7 @@ def test_files_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
         extract_vocab(tmp_path / "text.gguf")
 
 
-def test_a_vocabulary_beyond_the_bound_is_refused(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_above_the_size_limit_is_refused(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_vocab, "MAX_BLOB_BYTES", 5000)
     with pytest.raises(ModelError, match="5000 bytes"):
         extract_vocab(chat_model)
@@ -88,7 +88,7 @@ def test_a_vocabulary_beyond_the_bound_is_refused(chat_model: Path, monkeypatch:
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(4, 11_000), junk=st.binary(min_size=1, max_size=16), end=st.none() | st.integers(0, 11_000))
-def test_damaged_metadata_ends_in_a_model_error_or_not_at_all(
+def test_damaged_metadata_are_accepted_or_raise_a_model_error(
     chat_model: Path, tmp_path: Path, at: int, junk: bytes, end: int | None
 ) -> None:
     data = bytearray(chat_model.read_bytes()[:12_000])

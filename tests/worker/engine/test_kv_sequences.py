@@ -1,4 +1,4 @@
-"""Sequences are shared, cut, saved and loaded: what is computed on them is what a fresh computation gives."""
+"""Copied, cut, saved and loaded sequences have the same logits as sequences that were computed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
 
 Logits = npt.NDArray[np.float32]
+MakeEngine = Callable[..., Engine]
 
 OPTIONS = ContextOptions(n_ctx=1024, n_batch=128, n_ubatch=32, n_seq_max=4, n_threads=1, n_threads_batch=1)
 NOISE = 0.02
-"""Share of the logits' standard deviation that the shape of a batch may move them by."""
+"""Upper bound on the change of logits by the shape of the batch, as a share of their standard deviation."""
 TAIL = [7, 300, 42]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and how its memory is set up; `can_cut` and `in_blocks` are what is expected of it."""
+    """A model with memory options, and the expected `can_cut` and `in_blocks`."""
 
     model: str
     kv_unified: bool = True
@@ -42,7 +43,7 @@ class Kind:
 
     @property
     def shape(self) -> tuple[str, bool]:
-        """States of an equal shape cannot be told apart, even of different models."""
+        """Saved states of an equal shape are loadable in each other's place, even if the models differ."""
         model = "plain" if self.model == "grouped" else self.model
         return model, self.kv_unified or model == "recurrent"
 
@@ -86,8 +87,8 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture
-def make(model_file: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    """Engines by the names of `KINDS`; options may be changed."""
+def make_engine(model_file: Callable[[str], Path]) -> Iterator[MakeEngine]:
+    """Create engines by their names in `KINDS`, with changed options if given."""
     engines: list[Engine] = []
 
     def build(name: str, **changes: Any) -> Engine:
@@ -107,7 +108,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def compute(engine: Engine, seq_id: int, tokens: Sequence[int]) -> Logits:
-    """Put the tokens that the sequence does not hold yet into memory; the logits after the last."""
+    """Decode the tokens that the sequence does not hold yet, and return the logits of the last one."""
     n_past = engine.context.last_position(seq_id) + 1
     batch = engine.context.batch
     for start in range(n_past, len(tokens), 50):
@@ -119,20 +120,25 @@ def compute(engine: Engine, seq_id: int, tokens: Sequence[int]) -> Logits:
     return logits
 
 
-def fresh(make: Callable[..., Engine], name: str, tokens: Sequence[int]) -> Logits:
-    return compute(make(name), 0, tokens)
+def fresh_logits(make_engine: MakeEngine, name: str, tokens: Sequence[int]) -> Logits:
+    return compute(make_engine(name), 0, tokens)
 
 
-def assert_alike(logits: Logits, expected: Logits) -> None:
+def assert_close(logits: Logits, expected: Logits) -> None:
     assert np.abs(logits - expected).max() < NOISE * expected.std()
 
 
-def held(engine: Engine, *seq_ids: int) -> list[int]:
+def assert_as_recomputed(make_engine: MakeEngine, name: str, tokens: Sequence[int], logits: Logits) -> None:
+    """Compare the logits after `tokens` with those that a new engine computes."""
+    assert_close(logits, fresh_logits(make_engine, name, tokens))
+
+
+def lengths(engine: Engine, *seq_ids: int) -> list[int]:
     return [engine.context.last_position(seq_id) + 1 for seq_id in seq_ids]
 
 
-def n_free(engine: Engine) -> int:
-    """Free cells of a pool, found by filling it."""
+def count_free_cells(engine: Engine) -> int:
+    """Return the number of free cells, found by filling the memory."""
     batch, n = engine.context.batch, 0
     for size in (128, 64, 32, 16, 8, 4, 2, 1):
         while True:
@@ -145,8 +151,8 @@ def n_free(engine: Engine) -> int:
     return n
 
 
-def test_what_each_kind_of_memory_can_do(make: Callable[..., Engine], name: str) -> None:
-    kind, engine = KINDS[name], make(name)
+def test_each_kind_of_memory_has_the_expected_abilities(make_engine: MakeEngine, name: str) -> None:
+    kind, engine = KINDS[name], make_engine(name)
     assert (engine.sequences.can_cut, engine.sequences.in_blocks, engine.context.kv_unified) == (
         kind.can_cut,
         kind.in_blocks,
@@ -159,28 +165,28 @@ def test_what_each_kind_of_memory_can_do(make: Callable[..., Engine], name: str)
 # ---- copies
 
 
-def test_a_copy_goes_on_like_its_source_and_neither_disturbs_the_other(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name), prompt(150)
+def test_a_copy_continues_like_its_source_and_both_are_independent(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(150)
     compute(engine, 0, tokens)
     assert engine.sequences.copy(0, 1, 150) == 150
     copied = compute(engine, 1, [*tokens, *TAIL])
     other = compute(engine, 0, [*tokens, 9, 9, 9])
-    assert_alike(copied, fresh(make, name, [*tokens, *TAIL]))
-    assert_alike(other, fresh(make, name, [*tokens, 9, 9, 9]))
+    assert_as_recomputed(make_engine, name, [*tokens, *TAIL], copied)
+    assert_as_recomputed(make_engine, name, [*tokens, 9, 9, 9], other)
 
 
-def test_the_source_of_a_copy_may_be_removed_and_used_again_at_once(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens, others = make(name), prompt(150), prompt(90, seed=2)
+def test_the_source_of_a_copy_may_be_removed_and_used_again_immediately(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens, others = make_engine(name), prompt(150), prompt(90, seed=2)
     compute(engine, 0, tokens)
     assert engine.sequences.copy(0, 1, 150) == 150
     engine.sequences.remove(0)
     other = compute(engine, 0, others)
-    assert_alike(compute(engine, 1, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
-    assert_alike(other, fresh(make, name, others))
+    assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, 1, [*tokens, *TAIL]))
+    assert_as_recomputed(make_engine, name, others, other)
 
 
-def test_copies_of_copies_made_before_a_batch_are_all_right(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens, others = make(name), prompt(130), prompt(70, seed=2)
+def test_copies_of_copies_before_the_next_batch_are_correct(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens, others = make_engine(name), prompt(130), prompt(70, seed=2)
     compute(engine, 0, tokens)
     compute(engine, 1, others)
     assert engine.sequences.copy(0, 2, 130) == 130
@@ -189,142 +195,142 @@ def test_copies_of_copies_made_before_a_batch_are_all_right(make: Callable[..., 
     engine.sequences.remove(1)
     assert engine.sequences.copy(2, 1, 130) == 130
     for seq_id, history in ((0, others), (1, tokens), (2, tokens)):
-        assert_alike(compute(engine, seq_id, [*history, *TAIL]), fresh(make, name, [*history, *TAIL]))
+        assert_as_recomputed(make_engine, name, [*history, *TAIL], compute(engine, seq_id, [*history, *TAIL]))
 
 
 @pytest.mark.parametrize("n_tokens", [1, 64, 100, 149])
-def test_the_beginning_of_a_sequence_is_copied_where_memory_can_be_cut(
-    make: Callable[..., Engine], name: str, n_tokens: int
-) -> None:
-    engine, tokens = make(name), prompt(150)
+def test_a_prefix_is_copied_if_the_memory_can_be_cut(make_engine: MakeEngine, name: str, n_tokens: int) -> None:
+    engine, tokens = make_engine(name), prompt(150)
     compute(engine, 0, tokens)
     copied = engine.sequences.copy(0, 1, n_tokens)
-    assert held(engine, 0, 1) == [150, copied]
+    assert lengths(engine, 0, 1) == [150, copied]
     assert copied == n_tokens if KINDS[name].can_cut else copied in (0, n_tokens)
     if copied:
-        assert_alike(compute(engine, 1, [*tokens[:n_tokens], *TAIL]), fresh(make, name, [*tokens[:n_tokens], *TAIL]))
-    assert_alike(compute(engine, 0, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
+        assert_as_recomputed(
+            make_engine, name, [*tokens[:n_tokens], *TAIL], compute(engine, 1, [*tokens[:n_tokens], *TAIL])
+        )
+    assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, 0, [*tokens, *TAIL]))
 
 
-def test_more_than_a_sequence_holds_is_not_copied(make: Callable[..., Engine], name: str) -> None:
-    engine = make(name)
+def test_more_cells_than_a_sequence_holds_are_not_copied(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(name)
     compute(engine, 0, prompt(20))
     assert [engine.sequences.copy(0, 1, 21), engine.sequences.copy(0, 1, 0), engine.sequences.copy(2, 1, 5)] == [
         0,
         0,
         0,
     ]
-    assert held(engine, 0, 1, 2) == [20, 0, 0]
+    assert lengths(engine, 0, 1, 2) == [20, 0, 0]
 
 
-def test_copies_share_cells(make: Callable[..., Engine]) -> None:
-    engine, tokens = make("plain", n_ctx=256, n_seq_max=8), prompt(240)
+def test_copies_share_cells(make_engine: MakeEngine) -> None:
+    engine, tokens = make_engine("plain", n_ctx=256, n_seq_max=8), prompt(240)
     compute(engine, 0, tokens)
     for seq_id in range(1, 7):
         assert engine.sequences.copy(0, seq_id, 240) == 240
-    expected = fresh(make, "plain", [*tokens, *TAIL[:2]])
+    expected = fresh_logits(make_engine, "plain", [*tokens, *TAIL[:2]])
     for seq_id in range(7):
-        assert_alike(compute(engine, seq_id, [*tokens, *TAIL[:2]]), expected)
+        assert_close(compute(engine, seq_id, [*tokens, *TAIL[:2]]), expected)
     for seq_id in range(7):
         engine.sequences.remove(seq_id)
-    assert n_free(engine) == 256
+    assert count_free_cells(engine) == 256
 
 
-def test_what_left_the_window_may_be_lost_to_others_and_that_is_noticed(make: Callable[..., Engine]) -> None:
-    engine, tokens = make("sliding", n_ctx=512), prompt(200)
+def test_overwritten_cells_outside_the_window_are_detected(make_engine: MakeEngine) -> None:
+    engine, tokens = make_engine("sliding", n_ctx=512), prompt(200)
     compute(engine, 0, prompt(100, seed=2))
     compute(engine, 1, tokens)
     engine.sequences.remove(0)
-    compute(engine, 0, prompt(180, seed=3))  # fills the gap and goes on over cells that llama.cpp takes for free
-    assert held(engine, 1) == [200]
+    compute(engine, 0, prompt(180, seed=3))  # overwrites cells of sequence 1 that are outside its window
+    assert lengths(engine, 1) == [200]
     assert engine.sequences.copy(1, 2, 60) == 0
     with pytest.raises(EngineError, match="does not hold all"):
         engine.sequences.save(1, 0, 64)
-    assert held(engine, 1, 2, 3) == [200, 0, 0]
+    assert lengths(engine, 1, 2, 3) == [200, 0, 0]
     assert engine.sequences.copy(1, 2, 200) == 200
-    assert_alike(compute(engine, 2, [*tokens, *TAIL]), fresh(make, "sliding", [*tokens, *TAIL]))
+    assert_as_recomputed(make_engine, "sliding", [*tokens, *TAIL], compute(engine, 2, [*tokens, *TAIL]))
 
 
 # ---- saving and loading
 
 
-def test_a_saved_sequence_goes_on_in_another_process(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name), prompt(150)
+def test_a_saved_sequence_continues_in_another_engine(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(150)
     compute(engine, 1, prompt(40, seed=5))
     compute(engine, 2, tokens)
     data = engine.sequences.save(2, 0, 150)
-    assert_alike(compute(engine, 2, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
-    other = make(name)
+    assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, 2, [*tokens, *TAIL]))
+    other = make_engine(name)
     compute(other, 0, prompt(33, seed=6))
     assert other.sequences.load(1, 0, 150, data, 0)
-    assert held(other, 0, 1) == [33, 150]
-    assert_alike(compute(other, 1, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
-    assert_alike(compute(other, 0, [*prompt(33, seed=6), *TAIL]), fresh(make, name, [*prompt(33, seed=6), *TAIL]))
+    assert lengths(other, 0, 1) == [33, 150]
+    assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(other, 1, [*tokens, *TAIL]))
+    assert_as_recomputed(
+        make_engine, name, [*prompt(33, seed=6), *TAIL], compute(other, 0, [*prompt(33, seed=6), *TAIL])
+    )
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("n", [130, 128, 101, 64, 65])
-def test_blocks_are_loaded_one_by_one_and_the_last_in_part(make: Callable[..., Engine], name: str, n: int) -> None:
-    engine, tokens = make(name), prompt(130)
+def test_blocks_are_loaded_one_by_one_and_the_last_one_partly(make_engine: MakeEngine, name: str, n: int) -> None:
+    engine, tokens = make_engine(name), prompt(130)
     compute(engine, 0, tokens)
     blocks = [(start, engine.sequences.save(0, start, end)) for start, end in ((0, 64), (64, 128), (128, 130))]
     engine.sequences.remove(0)
     for start, data in blocks:
         if start < n:
             assert engine.sequences.load(1, start, min(start + 64, n), data, start)
-    assert_alike(compute(engine, 1, [*tokens[:n], *TAIL]), fresh(make, name, [*tokens[:n], *TAIL]))
+    assert_as_recomputed(make_engine, name, [*tokens[:n], *TAIL], compute(engine, 1, [*tokens[:n], *TAIL]))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(("start", "end"), [(0, 200), (0, 130), (64, 200), (70, 100), (150, 151), (100, 199)])
-def test_what_is_missing_is_loaded_from_the_middle_of_a_long_block(
-    make: Callable[..., Engine], name: str, start: int, end: int
+def test_missing_cells_are_loaded_from_the_middle_of_a_long_block(
+    make_engine: MakeEngine, name: str, start: int, end: int
 ) -> None:
-    engine, tokens = make(name), prompt(200)
+    engine, tokens = make_engine(name), prompt(200)
     compute(engine, 0, tokens)
     data = engine.sequences.save(0, 0, 200)
     if start:
         assert engine.sequences.copy(0, 1, start) == start
     engine.sequences.remove(0)
     assert engine.sequences.load(1, start, end, data, 0)
-    assert_alike(compute(engine, 1, [*tokens[:end], *TAIL]), fresh(make, name, [*tokens[:end], *TAIL]))
+    assert_as_recomputed(make_engine, name, [*tokens[:end], *TAIL], compute(engine, 1, [*tokens[:end], *TAIL]))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_what_was_loaded_can_be_cut_shared_and_saved_at_every_place(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name), prompt(200)
+def test_loaded_cells_can_be_cut_copied_and_saved_at_any_token(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(200)
     compute(engine, 0, tokens)
     data = engine.sequences.save(0, 0, 200)
     engine.sequences.remove(0)
     assert engine.sequences.load(1, 0, 200, data, 0)
     assert engine.sequences.copy(1, 2, 110) == 110
-    assert_alike(compute(engine, 2, [*tokens[:110], *TAIL]), fresh(make, name, [*tokens[:110], *TAIL]))
+    assert_as_recomputed(make_engine, name, [*tokens[:110], *TAIL], compute(engine, 2, [*tokens[:110], *TAIL]))
     again = engine.sequences.save(1, 90, 200)
     assert engine.sequences.cut(1, 90) == 90
     assert engine.sequences.load(1, 90, 180, again, 90)
-    assert_alike(compute(engine, 1, [*tokens[:180], *TAIL]), fresh(make, name, [*tokens[:180], *TAIL]))
+    assert_as_recomputed(make_engine, name, [*tokens[:180], *TAIL], compute(engine, 1, [*tokens[:180], *TAIL]))
 
 
 @pytest.mark.parametrize("name", ["plain streams", "sliding streams"])
-def test_a_stream_is_saved_whole_and_used_in_part(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name), prompt(150)
+def test_a_stream_is_saved_as_a_whole_and_loaded_partly(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(150)
     compute(engine, 0, tokens)
     data = engine.sequences.save(0, 0, 150)
     assert engine.sequences.load(1, 0, 100, data, 0) is (
         name == "plain streams"
-    )  # of windows only the last one is saved
-    assert held(engine, 1) == [100 if name == "plain streams" else 0]
-    if held(engine, 1) == [100]:
-        assert_alike(compute(engine, 1, [*tokens[:100], *TAIL]), fresh(make, name, [*tokens[:100], *TAIL]))
+    )  # of sliding-window layers, only the last window is saved
+    assert lengths(engine, 1) == [100 if name == "plain streams" else 0]
+    if lengths(engine, 1) == [100]:
+        assert_as_recomputed(make_engine, name, [*tokens[:100], *TAIL], compute(engine, 1, [*tokens[:100], *TAIL]))
     with pytest.raises(EngineError, match="whole"):
         engine.sequences.save(0, 0, 100)
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_sequence_that_cannot_be_cut_is_saved_and_loaded_whole_or_not_at_all(
-    make: Callable[..., Engine], name: str
-) -> None:
-    engine = make(name)
+def test_a_sequence_that_cannot_be_cut_is_saved_and_loaded_only_as_a_whole(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(name)
     compute(engine, 0, prompt(150))
     data = engine.sequences.save(0, 0, 150)
     for start, end in ((0, 149), (10, 150)):
@@ -332,22 +338,22 @@ def test_a_sequence_that_cannot_be_cut_is_saved_and_loaded_whole_or_not_at_all(
             engine.sequences.save(0, start, end)
     assert not engine.sequences.load(1, 0, 149, data, 0)
     assert not engine.sequences.load(0, 150, 151, data, 150)
-    assert held(engine, 0, 1) == [150, 0]
+    assert lengths(engine, 0, 1) == [150, 0]
 
 
-def test_what_a_sequence_does_not_hold_is_not_saved(make: Callable[..., Engine], name: str) -> None:
-    engine = make(name)
+def test_cells_that_a_sequence_does_not_hold_are_not_saved(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(name)
     compute(engine, 0, prompt(20))
     for seq_id, end in ((0, 21), (1, 5)):
         with pytest.raises(EngineError):
             engine.sequences.save(seq_id, 0, end)
     with pytest.raises(ValueError, match="there are no cells"):
         engine.sequences.save(0, 3, 3)
-    assert held(engine, 0, 1, 3) == [20, 0, 0]
+    assert lengths(engine, 0, 1, 3) == [20, 0, 0]
 
 
-def test_nothing_is_loaded_where_it_does_not_follow(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name), prompt(60)
+def test_cells_are_loaded_only_directly_behind_those_of_the_sequence(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(60)
     compute(engine, 0, tokens)
     data = engine.sequences.save(0, 0, 60)
     compute(engine, 1, tokens[:30])
@@ -356,30 +362,30 @@ def test_nothing_is_loaded_where_it_does_not_follow(make: Callable[..., Engine],
     assert not engine.sequences.load(2, 30, 60, data, 0)
     assert not engine.sequences.load(2, 0, 61, data, 0)
     assert not engine.sequences.load(2, 0, 60, data, 1)
-    assert held(engine, 0, 1, 2) == [60, 30, 0]
-    assert_alike(compute(engine, 1, [*tokens[:30], *TAIL]), fresh(make, name, [*tokens[:30], *TAIL]))
+    assert lengths(engine, 0, 1, 2) == [60, 30, 0]
+    assert_as_recomputed(make_engine, name, [*tokens[:30], *TAIL], compute(engine, 1, [*tokens[:30], *TAIL]))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_without_room_a_block_is_refused_and_the_sequence_stays(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name, n_ctx=256), prompt(150)
+def test_without_room_a_block_is_refused_and_the_sequence_is_unchanged(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name, n_ctx=256), prompt(150)
     compute(engine, 0, tokens)
     data = engine.sequences.save(0, 0, 150)
     assert engine.sequences.copy(0, 1, 100) == 100
     engine.sequences.cut(0, 120)
     compute(engine, 2, prompt(100, seed=2))
     assert not engine.sequences.load(1, 100, 150, data, 0)
-    assert held(engine, 0, 1, 2, 3) == [120, 100, 100, 0]
+    assert lengths(engine, 0, 1, 2, 3) == [120, 100, 100, 0]
     engine.sequences.remove(2)
-    assert_alike(compute(engine, 1, [*tokens[:100], *TAIL]), fresh(make, name, [*tokens[:100], *TAIL]))
+    assert_as_recomputed(make_engine, name, [*tokens[:100], *TAIL], compute(engine, 1, [*tokens[:100], *TAIL]))
     for seq_id in (0, 1):
         engine.sequences.remove(seq_id)
-    assert n_free(engine) == 256
+    assert count_free_cells(engine) == 256
 
 
 @pytest.mark.parametrize("name", ["plain", "grouped"])
-def test_saving_needs_no_free_cell_and_leaves_none_behind(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name, n_ctx=256), prompt(256)
+def test_saving_needs_no_free_cell_and_keeps_none(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name, n_ctx=256), prompt(256)
     compute(engine, 0, tokens)
     blocks = [engine.sequences.save(0, start, start + 64) for start in range(0, 256, 64)]
     engine.sequences.remove(0)
@@ -387,25 +393,25 @@ def test_saving_needs_no_free_cell_and_leaves_none_behind(make: Callable[..., En
         assert engine.sequences.load(1, 64 * index, 64 * index + 64, data, 64 * index)
     assert engine.sequences.save(1, 64, 128) == blocks[1]
     engine.sequences.remove(1)
-    assert n_free(engine) == 256
+    assert count_free_cells(engine) == 256
 
 
-# ---- data that are not right
+# ---- wrong data
 
 
-def test_the_state_of_a_memory_of_another_shape_is_refused(make: Callable[..., Engine]) -> None:
+def test_the_state_of_a_memory_of_another_shape_is_refused(make_engine: MakeEngine) -> None:
     saved = {}
     for name in KINDS:
-        engine = make(name)
+        engine = make_engine(name)
         compute(engine, 0, prompt(60))
         saved[name] = engine.sequences.save(0, 0, 60)
     for name, kind in KINDS.items():
-        engine = make(name)
+        engine = make_engine(name)
         compute(engine, 0, prompt(20))
         for other, data in saved.items():
             assert engine.sequences.load(1, 0, 60, data, 0) is (KINDS[other].shape == kind.shape), (name, other)
             engine.sequences.remove(1)
-        assert_alike(compute(engine, 0, [*prompt(20), *TAIL]), fresh(make, name, [*prompt(20), *TAIL]))
+        assert_as_recomputed(make_engine, name, [*prompt(20), *TAIL], compute(engine, 0, [*prompt(20), *TAIL]))
 
 
 DAMAGE = st.one_of(
@@ -430,8 +436,8 @@ def damaged(data: bytes, how: str, at: int, value: int | None) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["plain", "sliding", "window", "recurrent", "hybrid", "plain streams"])
-def test_damaged_data_are_refused_or_harmless_and_lose_no_cells(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name), prompt(30)
+def test_damaged_data_are_refused_or_harmless_and_no_cell_is_lost(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(30)
     compute(engine, 1, tokens)
     data = bytes(engine.sequences.save(1, 0, 30))
     tail = data[-4000:]
@@ -441,23 +447,23 @@ def test_damaged_data_are_refused_or_harmless_and_lose_no_cells(make: Callable[.
     def damage_and_load(damage: tuple[str, int, int | None], from_end: bool) -> None:
         bad = data[:-4000] + damaged(tail, *damage) if from_end and len(data) > 8000 else damaged(data, *damage)
         is_loaded = engine.sequences.load(2, 0, 30, bad, 0)
-        assert held(engine, 1, 2) == [30, 30 if is_loaded else 0]
+        assert lengths(engine, 1, 2) == [30, 30 if is_loaded else 0]
         engine.sequences.remove(2)
-        assert held(engine, 2, 3) == [0, 0]
+        assert lengths(engine, 2, 3) == [0, 0]
 
     damage_and_load()
-    assert_alike(compute(engine, 1, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
+    assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, 1, [*tokens, *TAIL]))
     engine.sequences.remove(1)
     if KINDS[name].kv_unified and KINDS[name].can_cut:
-        assert n_free(engine) == 1024
+        assert count_free_cells(engine) == 1024
 
 
-# ---- copies between streams are made late
+# ---- copies between streams are executed by the next decode
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_the_source_of_a_copy_may_be_loaded_into_at_once(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens, others = make(name), prompt(150), prompt(80, seed=2)
+def test_the_source_of_a_copy_may_be_loaded_immediately(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens, others = make_engine(name), prompt(150), prompt(80, seed=2)
     compute(engine, 1, others)
     data = engine.sequences.save(1, 0, 80)
     compute(engine, 0, tokens)
@@ -465,12 +471,12 @@ def test_the_source_of_a_copy_may_be_loaded_into_at_once(make: Callable[..., Eng
     engine.sequences.remove(0)
     assert engine.sequences.load(0, 0, 80, data, 0)
     for seq_id, history in ((0, others), (1, others), (2, tokens)):
-        assert_alike(compute(engine, seq_id, [*history, *TAIL]), fresh(make, name, [*history, *TAIL]))
+        assert_as_recomputed(make_engine, name, [*history, *TAIL], compute(engine, seq_id, [*history, *TAIL]))
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_the_target_of_a_copy_may_be_removed_and_loaded_into_at_once(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens, others = make(name), prompt(150), prompt(80, seed=2)
+def test_the_target_of_a_copy_may_be_removed_and_loaded_immediately(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens, others = make_engine(name), prompt(150), prompt(80, seed=2)
     compute(engine, 1, others)
     data = engine.sequences.save(1, 0, 80)
     compute(engine, 0, tokens)
@@ -478,25 +484,25 @@ def test_the_target_of_a_copy_may_be_removed_and_loaded_into_at_once(make: Calla
     engine.sequences.remove(2)
     assert engine.sequences.load(2, 0, 80, data, 0)
     for seq_id, history in ((0, tokens), (1, others), (2, others)):
-        assert_alike(compute(engine, seq_id, [*history, *TAIL]), fresh(make, name, [*history, *TAIL]))
+        assert_as_recomputed(make_engine, name, [*history, *TAIL], compute(engine, seq_id, [*history, *TAIL]))
 
 
-def test_a_copy_may_be_saved_at_once(make: Callable[..., Engine], name: str) -> None:
-    engine, tokens = make(name), prompt(150)
+def test_a_copy_may_be_saved_immediately(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(150)
     compute(engine, 0, tokens)
     assert engine.sequences.copy(0, 1, 150) == 150
     data = engine.sequences.save(1, 0, 150)
-    assert held(engine, 0, 1, 2, 3) == [150, 150, 0, 0]
+    assert lengths(engine, 0, 1, 2, 3) == [150, 150, 0, 0]
     assert engine.sequences.load(2, 0, 150, data, 0)
     for seq_id in (0, 1, 2):
-        assert_alike(compute(engine, seq_id, [*tokens, *TAIL]), fresh(make, name, [*tokens, *TAIL]))
+        assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, seq_id, [*tokens, *TAIL]))
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_saving_the_source_of_a_copy_waits_for_nothing(
-    make: Callable[..., Engine], name: str, monkeypatch: pytest.MonkeyPatch
+def test_saving_the_source_of_a_copy_needs_no_decode(
+    make_engine: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, tokens = make(name), prompt(150)
+    engine, tokens = make_engine(name), prompt(150)
     compute(engine, 0, tokens)
     expected = engine.sequences.save(0, 0, 150)
     assert engine.sequences.copy(0, 1, 150) == 150
@@ -505,8 +511,10 @@ def test_saving_the_source_of_a_copy_waits_for_nothing(
         assert engine.sequences.save(0, 0, 150) == expected
 
 
-def test_a_copy_is_saved_after_the_next_batch_when_no_sequence_is_empty(make: Callable[..., Engine]) -> None:
-    engine, tokens = make("hybrid streams"), prompt(50)
+def test_without_an_empty_sequence_a_copy_is_saved_only_after_the_next_batch(
+    make_engine: MakeEngine,
+) -> None:
+    engine, tokens = make_engine("hybrid streams"), prompt(50)
     for seq_id in (0, 2, 3):
         compute(engine, seq_id, tokens)
     assert engine.sequences.copy(0, 1, 50) == 50

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a file: a path, `hf:OWNER/REPO/FILE.gguf`, or the demo model."""
+"""A model is given as a path, as `hf:OWNER/REPO/FILE.gguf`, or not at all for the demo model."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from llamaq.worker.engine.model_files import demo_model_path, resolve_model_file
 
 
 class HfHubHTTPError(OSError):
-    """As huggingface_hub has it."""
+    """Error of huggingface_hub."""
 
 
 class LocalEntryNotFoundError(FileNotFoundError):
-    """As huggingface_hub has it."""
+    """Error of huggingface_hub."""
 
 
 class Hub(ModuleType):
-    """A huggingface_hub that has one file, or raises."""
+    """A fake huggingface_hub whose downloads return a path or raise an error."""
 
     def __init__(self, outcome: Path | Exception) -> None:
         super().__init__("huggingface_hub")
-        self.asked: list[tuple[str, str]] = []
+        self.downloads: list[tuple[str, str]] = []
         self._outcome = outcome
 
     def hf_hub_download(self, repo_id: str, filename: str) -> str:
-        self.asked.append((repo_id, filename))
+        self.downloads.append((repo_id, filename))
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return str(self._outcome)
@@ -45,12 +45,12 @@ def install(monkeypatch: pytest.MonkeyPatch, outcome: Path | Exception) -> Hub:
     return hub
 
 
-def test_without_a_name_it_is_the_demo_model() -> None:
+def test_without_a_name_the_demo_model_is_used() -> None:
     assert resolve_model_file(None) == demo_model_path()
     assert demo_model_path().read_bytes()[:4] == b"GGUF"
 
 
-def test_a_path_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_used_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model.gguf"
     model.touch()
     assert resolve_model_file(str(model)) == model
@@ -65,7 +65,7 @@ def test_a_path_without_a_file_is_an_error_that_names_the_flag(spec: str) -> Non
 
 
 @pytest.mark.parametrize("spec", ["hf:", "hf:owner/file.gguf", "hf:owner/repo/file.bin", "hf:owner/repo/../x y.gguf"])
-def test_a_malformed_name_of_the_hub_says_what_form_it_has(spec: str) -> None:
+def test_the_error_for_a_malformed_hub_name_shows_the_form(spec: str) -> None:
     with pytest.raises(ModelError, match=r"--model: .* is not of the form hf:OWNER/REPO/FILE\.gguf"):
         resolve_model_file(spec)
 
@@ -76,14 +76,14 @@ def test_without_huggingface_hub_the_error_names_the_extra(monkeypatch: pytest.M
         resolve_model_file("hf:owner/repo/file.gguf")
 
 
-def test_a_file_of_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_of_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = install(monkeypatch, tmp_path / "cached.gguf")
     assert resolve_model_file("hf:own-er/re.po/folder/file-Q8_0.gguf") == tmp_path / "cached.gguf"
-    assert hub.asked == [("own-er/re.po", "folder/file-Q8_0.gguf")]
+    assert hub.downloads == [("own-er/re.po", "folder/file-Q8_0.gguf")]
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
+    ("outcome", "message"),
     [
         (LocalEntryNotFoundError("cannot connect"), "is not in the local cache and the hub cannot be reached"),
         (HfHubHTTPError("404 Client Error"), "cannot be downloaded: 404 Client Error"),
@@ -91,10 +91,10 @@ def test_a_file_of_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (ValueError("a repo id must be …"), "cannot be downloaded: a repo id must be …"),
     ],
 )
-def test_what_goes_wrong_with_the_hub_is_a_model_error(
-    monkeypatch: pytest.MonkeyPatch, outcome: Exception, said: str
+def test_an_error_of_the_hub_becomes_a_model_error(
+    monkeypatch: pytest.MonkeyPatch, outcome: Exception, message: str
 ) -> None:
     install(monkeypatch, outcome)
-    with pytest.raises(ModelError, match=said) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         resolve_model_file("hf:owner/repo/file.gguf")
     assert "hf:owner/repo/file.gguf" in str(caught.value)
