@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from llamaq.worker.generation.detokenizer import StopMatcher, StreamDetokenizer
 
 
-class Parts:
-    """A vocabulary whose tokens are the given bytes."""
+class ListVocab:
+    """A vocabulary in which token n has the n-th of the given bytes."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
@@ -19,14 +19,14 @@ class Parts:
 
 
 def stream(parts: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
-    """What each token released, then what the end released; and whether it was stopped."""
-    detokenizer = StreamDetokenizer(Parts(parts), stop)
+    """Return the texts that each token and then the end released, and whether a stop string was complete."""
+    detokenizer = StreamDetokenizer(ListVocab(parts), stop)
     released = [detokenizer.feed(token) for token in range(len(parts))]
     return [*released, detokenizer.finish()], detokenizer.stopped
 
 
 def expected(text: str, stop: list[str]) -> tuple[str, bool]:
-    """The text up to the stop string that is complete first; the longest if several are."""
+    """Return the text before the first complete stop string (the longest of several), and whether there is one."""
     for end in range(1, len(text) + 1):
         complete = [len(each) for each in stop if text[:end].endswith(each)]
         if complete:
@@ -54,7 +54,7 @@ def test_the_released_text_ends_before_the_first_complete_stop_string(
 
 
 @given(text=texts, stop=stops)
-def test_what_is_released_early_depends_on_the_tokens_alone(text: str, stop: list[str]) -> None:
+def test_the_released_text_depends_on_the_tokens_alone(text: str, stop: list[str]) -> None:
     data = text.encode()
     single, _ = stream([bytes([byte]) for byte in data], stop)
     for end in range(len(data)):
@@ -63,31 +63,31 @@ def test_what_is_released_early_depends_on_the_tokens_alone(text: str, stop: lis
 
 
 @given(data=st.binary(max_size=40), cuts=st.lists(st.integers(0, 40)))
-def test_bytes_that_are_no_utf8_come_out_as_replacement_characters(data: bytes, cuts: list[int]) -> None:
+def test_bytes_that_are_not_utf8_become_replacement_characters(data: bytes, cuts: list[int]) -> None:
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     parts = [data[start:end] for start, end in pairwise(places)]
     released, _ = stream(parts, [])
     assert "".join(released) == data.decode(errors="replace")
 
 
-def test_a_character_is_released_when_its_last_byte_comes() -> None:
+def test_a_character_is_released_with_its_last_byte() -> None:
     released, _ = stream([b"\xf0", b"\x9f\x98", b"\x80!"], [])
     assert released == ["", "", "😀!", ""]
 
 
-def test_a_stop_string_split_over_tokens_never_leaks() -> None:
+def test_no_part_of_a_stop_string_over_several_tokens_is_released() -> None:
     released, stopped = stream([b"Hi", b" STO", b"P", b" more"], [" STOP"])
     assert released == ["Hi", "", "", "", ""]
     assert stopped
 
 
-def test_the_beginning_of_a_stop_string_is_released_when_it_goes_on_differently() -> None:
+def test_the_start_of_a_stop_string_is_released_if_other_text_follows() -> None:
     released, stopped = stream([b"a ST", b"ONE"], [" STOP"])
     assert released == ["a", " STONE", ""]
     assert not stopped
 
 
-def test_the_beginning_of_a_stop_string_is_released_at_the_end() -> None:
+def test_the_start_of_a_stop_string_is_released_at_the_end() -> None:
     released, stopped = stream([b"a ST"], [" STOP"])
     assert released == ["a", " ST"]
     assert not stopped
@@ -99,12 +99,12 @@ def test_nothing_follows_a_stop_string_that_ends_inside_a_token() -> None:
     assert stopped
 
 
-def test_a_stop_string_may_be_completed_by_the_replacement_of_a_cut_off_character() -> None:
+def test_a_replacement_character_for_an_incomplete_character_may_complete_a_stop_string() -> None:
     released, stopped = stream([b"ab\xc3"], ["b\ufffd"])
     assert released == ["a", ""]
     assert stopped
 
 
-def test_the_longest_stop_string_counts_where_several_end() -> None:
+def test_the_longest_of_several_complete_stop_strings_counts() -> None:
     matcher = StopMatcher(["b", "ab"])
     assert matcher.read("xab!") == (3, 2)

@@ -29,7 +29,7 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
 
 def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] = ()) -> dict[int, float]:
-    """What llama.cpp's samplers leave of all tokens: their logits by id."""
+    """Apply samplers of llama.cpp, and return the logits of the remaining tokens by id."""
     candidates = np.zeros(len(logits), TOKEN_DATA)
     candidates["id"] = np.arange(len(logits))
     candidates["logit"] = logits
@@ -41,8 +41,8 @@ def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] 
             llama_cpp.llama_sampler_accept(sampler, token)
         llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
         llama_cpp.llama_sampler_free(sampler)
-    left = candidates[: array.size]
-    return {int(each["id"]): float(each["logit"]) for each in left if each["logit"] > -np.inf}
+    remaining = candidates[: array.size]
+    return {int(each["id"]): float(each["logit"]) for each in remaining if each["logit"] > -np.inf}
 
 
 def llama_bias(n_vocab: int, bias: Mapping[int, float]) -> Any:
@@ -65,7 +65,7 @@ def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def away_from(values: npt.NDArray[Any], border: float) -> bool:
-    """Whether rounding cannot decide on which side of the border a value lies."""
+    """Return whether no value is so close to the border that rounding could move it across."""
     return bool(np.abs(values - border).min() > 1e-4)
 
 
@@ -76,7 +76,7 @@ def random_logits(n: int, seed: int, spread: float = 2.5) -> Logits:
 distinct_logits = st.lists(st.integers(-600, 600), min_size=1, max_size=60, unique=True).map(
     lambda values: np.array(values, np.float32) / np.float32(61)
 )
-shares = st.floats(0.01, 0.99)
+fractions = st.floats(0.01, 0.99)
 
 
 @given(logits=distinct_logits, k=st.integers(1, 70))
@@ -87,8 +87,8 @@ def test_top_k_keeps_what_llama_cpp_keeps(logits: Logits, k: int) -> None:
 @pytest.mark.parametrize("k", [1, 40, 256, 5000])
 def test_top_k_of_a_large_vocabulary_keeps_what_llama_cpp_keeps(k: int) -> None:
     logits = random_logits(151_936, seed=k)
-    left = llama_chain(logits, [llama_cpp.llama_sampler_init_top_k(k)])
-    assert sorted(logits[top_k(logits, k).tokens]) == pytest.approx(sorted(left.values()))
+    remaining = llama_chain(logits, [llama_cpp.llama_sampler_init_top_k(k)])
+    assert sorted(logits[top_k(logits, k).tokens]) == pytest.approx(sorted(remaining.values()))
 
 
 @pytest.mark.parametrize("n", [10, 1000, 100_000])
@@ -96,36 +96,36 @@ def test_of_equal_logits_top_k_keeps_the_smaller_ids(n: int) -> None:
     assert top_k(np.zeros(n, np.float32), 7).tokens.tolist() == list(range(7))
 
 
-@given(logits=distinct_logits, p=shares)
+@given(logits=distinct_logits, p=fractions)
 def test_top_p_keeps_what_llama_cpp_keeps(logits: Logits, p: float) -> None:
     assume(away_from(np.cumsum(np.sort(softmax(logits))[::-1]), p))
-    left = llama_chain(logits, [llama_cpp.llama_sampler_init_top_p(p, 1)])
-    assert top_p_min_p(unmasked_candidates(logits), p, 0).tokens.tolist() == sorted(left)
+    remaining = llama_chain(logits, [llama_cpp.llama_sampler_init_top_p(p, 1)])
+    assert top_p_min_p(unmasked_candidates(logits), p, 0).tokens.tolist() == sorted(remaining)
 
 
-@given(logits=distinct_logits, share=shares)
-def test_min_p_keeps_what_llama_cpp_keeps(logits: Logits, share: float) -> None:
-    assume(away_from(logits, float(logits.max() + np.log(share))))
-    left = llama_chain(logits, [llama_cpp.llama_sampler_init_min_p(share, 1)])
-    assert top_p_min_p(unmasked_candidates(logits), 1, share).tokens.tolist() == sorted(left)
+@given(logits=distinct_logits, min_p=fractions)
+def test_min_p_keeps_what_llama_cpp_keeps(logits: Logits, min_p: float) -> None:
+    assume(away_from(logits, float(logits.max() + np.log(min_p))))
+    remaining = llama_chain(logits, [llama_cpp.llama_sampler_init_min_p(min_p, 1)])
+    assert top_p_min_p(unmasked_candidates(logits), 1, min_p).tokens.tolist() == sorted(remaining)
 
 
-@given(logits=distinct_logits, p=shares, share=shares)
-def test_top_p_and_min_p_together_keep_what_llama_cpp_keeps(logits: Logits, p: float, share: float) -> None:
+@given(logits=distinct_logits, p=fractions, min_p=fractions)
+def test_top_p_and_min_p_together_keep_what_llama_cpp_keeps(logits: Logits, p: float, min_p: float) -> None:
     assume(away_from(np.cumsum(np.sort(softmax(logits))[::-1]), p))
-    assume(away_from(logits, float(logits.max() + np.log(share))))
-    samplers = [llama_cpp.llama_sampler_init_top_p(p, 1), llama_cpp.llama_sampler_init_min_p(share, 1)]
-    assert top_p_min_p(unmasked_candidates(logits), p, share).tokens.tolist() == sorted(llama_chain(logits, samplers))
+    assume(away_from(logits, float(logits.max() + np.log(min_p))))
+    samplers = [llama_cpp.llama_sampler_init_top_p(p, 1), llama_cpp.llama_sampler_init_min_p(min_p, 1)]
+    assert top_p_min_p(unmasked_candidates(logits), p, min_p).tokens.tolist() == sorted(llama_chain(logits, samplers))
 
 
-@given(logits=distinct_logits, p=shares)
+@given(logits=distinct_logits, p=fractions)
 def test_typical_p_keeps_what_llama_cpp_keeps(logits: Logits, p: float) -> None:
     probabilities = softmax(logits)
     distance = np.abs(-np.log(probabilities) - (probabilities * -np.log(probabilities)).sum())
     assume(len(logits) == 1 or np.diff(np.sort(distance)).min() > 1e-4)
     assume(away_from(np.cumsum(probabilities[np.argsort(distance)]), p))
-    left = llama_chain(logits, [llama_cpp.llama_sampler_init_typical(p, 1)])
-    assert typical_p(unmasked_candidates(logits), p).tokens.tolist() == sorted(left)
+    remaining = llama_chain(logits, [llama_cpp.llama_sampler_init_typical(p, 1)])
+    assert typical_p(unmasked_candidates(logits), p).tokens.tolist() == sorted(remaining)
 
 
 @given(
@@ -148,10 +148,12 @@ def test_penalties_are_those_of_llama_cpp(
         presence_penalty=presence,
     )
     chain = llama_cpp.llama_sampler_init_penalties(len(logits), last_n, repeat, frequency, presence)
-    left = llama_chain(logits, [chain], history)
+    remaining = llama_chain(logits, [chain], history)
     tokens, probabilities = distribution(LogitSampler(params, seed=1), logits, history)
-    assert tokens.tolist() == sorted(left)
-    assert probabilities == pytest.approx(softmax(np.array([left[token] for token in sorted(left)])), abs=1e-5)
+    assert tokens.tolist() == sorted(remaining)
+    assert probabilities == pytest.approx(
+        softmax(np.array([remaining[token] for token in sorted(remaining)])), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,16 +182,16 @@ def test_the_whole_chain_gives_the_distribution_of_llama_cpp(params: dict[str, A
         llama_cpp.llama_sampler_init_min_p(chosen.min_p, 1),
         llama_cpp.llama_sampler_init_temp(chosen.temperature),
     ]
-    left = llama_chain(logits, chain, history)
+    remaining = llama_chain(logits, chain, history)
     tokens, probabilities = distribution(LogitSampler(chosen, seed=1, logit_bias=bias), logits, history)
-    # llama.cpp adds up in float32, so one token of several thousand may fall on the other side of a border.
-    assert len(set(tokens.tolist()) ^ set(left)) <= len(left) // 1000
-    both = sorted(set(tokens.tolist()) & set(left))
-    expected = softmax(np.array([left[token] for token in both]))
+    # llama.cpp sums in float32, so one token in several thousand may be kept by only one of the two.
+    assert len(set(tokens.tolist()) ^ set(remaining)) <= len(remaining) // 1000
+    both = sorted(set(tokens.tolist()) & set(remaining))
+    expected = softmax(np.array([remaining[token] for token in both]))
     assert probabilities[np.isin(tokens, both)] == pytest.approx(expected, rel=2e-3)
 
 
-def test_temperature_0_takes_the_most_probable_token_whatever_the_filters() -> None:
+def test_temperature_0_draws_the_most_probable_token_with_all_filters() -> None:
     logits = random_logits(5000, seed=1)
     for params in ({}, {"typical_p": 0.1}, {"top_k": 3}, {"top_p": 0.01}):
         sampler = LogitSampler(SamplingDefaults(temperature=0, **params), seed=1)
@@ -202,10 +204,10 @@ def test_bias_comes_before_penalties_and_the_mask_last() -> None:
     sampler = LogitSampler(params, seed=1, logit_bias={0: 5.0, 2: 50.0}, masked_tokens={2})
     tokens, probabilities = distribution(sampler, logits, [0])
     assert tokens.tolist() == [0, 1]
-    assert probabilities == pytest.approx([0.5, 0.5]), "(-1 + 5) / 2 is as much as 2"
+    assert probabilities == pytest.approx([0.5, 0.5]), "(-1 + 5) / 2 equals 2"
 
 
-def test_a_draw_depends_on_seed_and_position_and_not_on_draws_before() -> None:
+def test_a_draw_depends_on_seed_and_position_but_not_on_previous_draws() -> None:
     logits = random_logits(1000, seed=3)
     hot = SamplingDefaults(**{**OFF, "temperature": 2.0})
     first, second = LogitSampler(hot, seed=42), LogitSampler(hot, seed=42)
@@ -236,7 +238,7 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_nothing_to_draw_from_rejects_the_job(temperature: float) -> None:
+def test_the_job_is_rejected_if_no_token_is_left(temperature: float) -> None:
     sampler = LogitSampler(SamplingDefaults(temperature=temperature), seed=1, masked_tokens=range(100))
     with pytest.raises(JobRejected) as refused:
         sampler.sample(random_logits(100, seed=1), [0], 1)
@@ -245,7 +247,7 @@ def test_nothing_to_draw_from_rejects_the_job(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_reject_the_job(temperature: float, bad: float) -> None:
+def test_the_job_is_rejected_if_a_logit_is_not_finite(temperature: float, bad: float) -> None:
     logits = random_logits(100, seed=1)
     logits[50] = bad
     with pytest.raises(JobRejected) as refused:
@@ -253,7 +255,7 @@ def test_logits_that_are_no_numbers_reject_the_job(temperature: float, bad: floa
     assert refused.value.code == ErrorCode.DECODE_FAILED
 
 
-def test_a_bias_for_a_token_outside_the_vocabulary_rejects_the_job() -> None:
+def test_the_job_is_rejected_if_a_bias_is_for_a_token_outside_the_vocabulary() -> None:
     with pytest.raises(JobRejected) as refused:
         LogitSampler(SamplingDefaults(), seed=1, logit_bias={100: 1.0}).sample(random_logits(100, seed=1), [0], 1)
     assert refused.value.code == ErrorCode.INVALID_TOKEN
