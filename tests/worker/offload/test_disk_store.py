@@ -60,7 +60,7 @@ class Disk:
         return [self.files.read(block).result(LIMIT_S) for block in self.blocks(tokens, scope)]
 
     def flush(self) -> None:
-        assert self.files.flush(LIMIT_S)
+        assert self.files.background.flush(LIMIT_S)
         for block in self.files.drain_failed_blocks():
             self.store.mark_file_lost(block)
         self.files.submit(self.store.drain_disk_operations())
@@ -264,7 +264,7 @@ def test_a_block_that_could_not_be_written_stays_in_host_memory(tmp_path: Path) 
 def test_close_finishes_pending_writes_and_stops_the_thread(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk, BlockedThread(disk.files):
         disk.insert(range(50))
-        assert not disk.files.flush(0)
+        assert not disk.files.background.flush(0)
     assert len(disk.paths) == 25
     assert repr(disk.files.background) == "<BackgroundThread llamaq-disk closed 0 waiting>"
     with pytest.raises(CancelledError):
@@ -367,7 +367,7 @@ files = DiskStore(Path(sys.argv[1]), "model", max_file_bytes=10**9)
 store = BlockStore(2, 0, 10**9, can_cut=True)
 store.insert(bytes(8), Scope("x"), TokenSpan(0, 2), b"data")
 files.submit(store.drain_disk_operations())
-files.flush(60)
+files.background.flush(60)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=LIMIT_S)
     assert done.returncode == -9

@@ -98,9 +98,10 @@ def make(
         similarity=0.1,
     )
     scheduler = make_scheduler(engine, memory, chunk_size=128)
-    operations = SlotOperations(memory, engine.sequences, offload)
-    ticking = itertools.count()
-    operations.saver._clock = operations.restorer._clock = lambda: float(next(ticking))  # one block in each step
+    seconds = itertools.count(0.0)
+    operations = SlotOperations(
+        memory, engine.sequences, offload, clock=lambda: next(seconds)
+    )  # one block in each step
     return Setup(engine, scheduler, operations, offload)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -99,13 +99,13 @@ class TransferPacer:
     transfer_s: float = field(default=0.0)
     """Moving average of the time of one transfer, in seconds."""
 
-    def rounds(self, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+    def rounds(self, budget_s: float) -> Iterator[None]:
         """Yield once, and again while the next transfer will probably end within `budget_s`."""
-        deadline_s = clock() + budget_s
-        started_s = clock()
+        started_s = time.perf_counter()
+        deadline_s = started_s + budget_s
         while True:
             yield
-            now_s = clock()
+            now_s = time.perf_counter()
             self.transfer_s += 0.25 * (now_s - started_s - self.transfer_s)
             if now_s + self.transfer_s > deadline_s:
                 return

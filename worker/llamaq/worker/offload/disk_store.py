@@ -39,7 +39,7 @@ _ERASED_FAULTS = frozenset({Fault.TORN, Fault.TOO_LARGE})
 class DiskStore:
     """The files of one `BlockStore`. Fulfils `BlockFiles`.
 
-    All methods are for the engine thread. Only `rebuild`, `flush` and `close` wait for the disk.
+    All methods are for the engine thread. Only `rebuild` and `close` wait for the disk.
     """
 
     def __init__(
@@ -115,10 +115,6 @@ class DiskStore:
             done.set_result(write.data)
             return done
         return self.background.submit(partial(self._read, block), urgent=True)
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all started operations are done. False when that takes longer than `timeout_s`."""
-        return self.background.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Finish the started operations within `timeout_s`, stop the thread and unlock the folder."""

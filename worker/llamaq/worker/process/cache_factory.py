@@ -20,8 +20,8 @@ CACHED_SEQUENCES = 64
 """Default number of cached sequences in a unified KV cache. A further one costs no time, only memory: 8 bytes for each
 token of the vocabulary."""
 CACHED_STATES_PER_SLOT = 3
-"""Default number of cached sequences for each slot of a recurrent model. There every sequence has memory for a state of
-its own, whether it is used or not."""
+"""Default number of cached sequences for each slot of a recurrent model. There every sequence has
+memory for a whole state, whether it is used or not."""
 SCRATCH_SEQUENCES = 1
 """Sequences that the engine uses itself."""
 MIB = 2**20

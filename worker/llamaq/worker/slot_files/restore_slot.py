@@ -7,7 +7,6 @@ Where the KV memory is not loaded in blocks, a state has one part, and the ticks
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,11 +48,10 @@ class SlotRestore:
 
 
 class SlotRestorer:
-    """Restores the states of slots. The messages of `SlotCommandRefused` tell the client why a restore fails."""
+    """Restores the states of slots. The client gets the message of a `SlotCommandRefused`."""
 
-    def __init__(
-        self, memory: KvMemory, sequences: SlotStateOps, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, memory: KvMemory, sequences: SlotStateOps, clock: Callable[[], float]) -> None:
+        """See `SlotOperations` for the parameters."""
         self._memory = memory
         self._sequences = sequences
         self._clock = clock
@@ -139,5 +137,5 @@ class SlotRestorer:
         if restore.entry is not None:
             self._restores.remove(restore)
             self._memory.finish_restore(restore.entry, restore.scope)
-        if restore.slot.run is None:  # otherwise a job was admitted to the slot meanwhile
+        if restore.slot.run is None:  # otherwise a job was admitted to the slot during the restore
             restore.slot.content, restore.slot.scope = restore.tokens, restore.scope

@@ -7,7 +7,6 @@ the KV memory is not saved in blocks, a state has one part, and the ticks wait f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -62,15 +61,10 @@ class SlotSave:
 
 
 class SlotSaver:
-    """Reads the states of slots. The messages of `SlotCommandRefused` tell the client why a save fails."""
+    """Reads the states of slots. The client gets the message of a `SlotCommandRefused`."""
 
-    def __init__(
-        self,
-        memory: KvMemory,
-        sequences: SlotStateOps,
-        offload: Offload,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, memory: KvMemory, sequences: SlotStateOps, offload: Offload, clock: Callable[[], float]) -> None:
+        """See `SlotOperations` for the parameters."""
         self._memory = memory
         self._sequences = sequences
         self._offload = offload

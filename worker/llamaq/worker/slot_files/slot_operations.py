@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from llamaq.common.errors import SlotCommandRefused
 from llamaq.common.protocol.queue_state import SlotSnapshot
@@ -24,9 +25,23 @@ class SlotOperations:
     Each method with a slot's index raises `SlotCommandRefused` when the worker has no such slot.
     """
 
-    def __init__(self, memory: KvMemory, sequences: SlotStateOps, offload: Offload) -> None:
-        self.saver = SlotSaver(memory, sequences, offload)
-        self.restorer = SlotRestorer(memory, sequences)
+    def __init__(
+        self,
+        memory: KvMemory,
+        sequences: SlotStateOps,
+        offload: Offload,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Connect the parts.
+
+        Args:
+            memory: The slots and the cached entries.
+            sequences: Saves, loads and copies the cells of the engine's sequences.
+            offload: The tiers behind the device.
+            clock: Returns the time in seconds. It ends the steps of saves and restores.
+        """
+        self.saver = SlotSaver(memory, sequences, offload, clock)
+        self.restorer = SlotRestorer(memory, sequences, clock)
         self._memory = memory
         self._offload = offload
 

@@ -99,7 +99,7 @@ class Block:
 
     def __repr__(self) -> str:
         tiers = [tier for tier, is_stored in (("host", self.data is not None), ("disk", self.on_disk)) if is_stored]
-        stored_in = "+".join(tiers) or "gone"
+        stored_in = "+".join(tiers) or "no tier"
         return f"<Block {self.name.hex()[:8]} [{self.start}, {self.end}) {stored_in} pins={self.pin_count}>"
 
 

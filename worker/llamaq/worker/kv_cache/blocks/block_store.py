@@ -82,7 +82,7 @@ class BlockStore:
 
         Returns:
             The block that contains the span; it may be longer than the span. None when the span is not stored: it is
-            larger than the capacity, pinned blocks leave no room, or a block before it was removed meanwhile.
+            larger than the capacity, pinned blocks leave no room, or its parent is no longer stored.
         """
         n_tokens = len(tokens) // TOKEN_BYTES
         parent = self._parent_of(tokens, scope, span.start)
@@ -142,14 +142,14 @@ class BlockStore:
         if block not in self:
             return
         subtree = block.subtree()
-        gone: set[Block | None] = set()
+        removed: set[Block | None] = set()
         for each in subtree:
             if each.on_disk:
                 self._remove_file(each)
-            if each.data is None or each.parent in gone:
-                gone.add(each)
+            if each.data is None or each.parent in removed:
+                removed.add(each)
         for each in reversed(subtree):
-            if each in gone:
+            if each in removed:
                 self._remove(each)
 
     def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
