@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import llamaq.common
 
 
@@ -14,6 +16,7 @@ def test_every_exported_name_exists() -> None:
         assert hasattr(llamaq.common, name)
 
 
+@pytest.mark.starts_processes
 def test_the_import_loads_neither_redis_nor_llama_cpp_nor_numpy() -> None:
     code = "import sys, llamaq.common; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -13,7 +13,7 @@ from llamaq.common.errors import InvalidRequest, QueueFull, RedisFull
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.scripts import Refused
+from llamaq.common.protocol.scripts import SubmitRefused
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer.connection import Connection
 from llamaq.producer.job import AsyncJob
@@ -64,7 +64,7 @@ async def submit(connection: Connection, request: JobRequest, job_id: JobId | No
         if is_full(exc):
             raise RedisFull(job_id.queue) from exc
         raise
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, SubmitRefused):
         wait_s = await _estimate_wait_s(connection, outcome.depth)
         raise QueueFull(job_id.queue, outcome.depth, outcome.max_queue, wait_s)
     log.debug("job.submitted id=%s existing=%s bytes=%d", outcome.job_id, outcome.existing, len(payload))

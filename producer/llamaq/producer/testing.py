@@ -28,7 +28,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_state import CacheSnapshot, Worker, WorkerCard
-from llamaq.common.protocol.scripts import Attempt, Claim, Flushed, Increment, Scripts, TerminalWrite
+from llamaq.common.protocol.scripts import Attempt, Claim, FlushReply, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.connect import connect
 
 Answer = Callable[[JobRequest], Sequence[str]]
@@ -174,7 +174,7 @@ class FakeAttempt:
             self.claim.job_id, self.number, self.claim.stream, self.claim.entry_id, start, len(tokens), payload
         )
 
-    async def emit(self, tokens: Sequence[int], text: str) -> Flushed:
+    async def emit(self, tokens: Sequence[int], text: str) -> FlushReply:
         """Store and publish new output of the job.
 
         Args:

@@ -16,7 +16,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, JobId
-from llamaq.common.protocol.scripts import Attempt, Claim, Refused, Submitted, TerminalWrite
+from llamaq.common.protocol.scripts import Attempt, Claim, SubmitRefused, Submitted, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 
@@ -88,14 +88,16 @@ async def test_max_queue_holds_under_concurrent_submits_of_both_priorities(redis
     async with FakeWorker(redis_url, queue) as worker:
         await worker.redis.hset(worker.keys.config(queue, 0), "max_queue", "5")
 
-        async def submit(number: int) -> Submitted | Refused:
+        async def submit(number: int) -> Submitted | SubmitRefused:
             request = codec.build_request({"prompt": "x", "priority": ("bulk", "interactive")[number % 2]})
             payload = codec.encode_request(request, 1024)
             return await worker.scripts.submit(JobId.new(queue), request, payload, result_ttl_s=60)
 
         outcomes = await asyncio.gather(*(submit(number) for number in range(40)))
         assert sum(isinstance(outcome, Submitted) for outcome in outcomes) == 5
-        assert {outcome for outcome in outcomes if isinstance(outcome, Refused)} == {Refused(depth=5, max_queue=5)}
+        assert {outcome for outcome in outcomes if isinstance(outcome, SubmitRefused)} == {
+            SubmitRefused(depth=5, max_queue=5)
+        }
 
 
 async def test_jobs_that_run_do_not_count_for_max_queue(redis_url: str, queue: str) -> None:

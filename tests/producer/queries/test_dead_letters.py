@@ -36,7 +36,9 @@ async def poison(client: AsyncClient, worker: FakeWorker, prompt: str = "poison"
     await worker.scripts.requeue(first.claim, first.number)
     for name in ("a", "b", "c"):
         await worker.scripts.start(first.claim, name)
-        await worker.scripts.check_crash(first.claim, "heir", last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3)
+        await worker.scripts.check_crash(
+            first.claim, "heir", last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
+        )
     assert (await job.status()).state is JobState.FAILED
     return job.id
 

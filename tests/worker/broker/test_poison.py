@@ -1,4 +1,4 @@
-"""Who is blamed for a worker's death, who is not, and how a job ends that workers die of; on a real Redis."""
+"""Jobs that crash workers, on a real Redis: which jobs are blamed, when the blame is taken back, how they fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.scripts import DEAD_TTL_S, Attempt, Claim, SettleCode, TerminalWrite
+from llamaq.common.protocol.scripts import DEAD_TTL_S, Attempt, Claim, CrashVerdict, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.inbox import Inbox
@@ -24,7 +24,7 @@ LEASE_S = 10.0
 
 
 async def begin(worker: FakeWorker, claim: Claim, name: str) -> FakeAttempt:
-    named = copy.copy(worker)  # on the same connections
+    named = copy.copy(worker)  # the copy uses the same connections
     named.name = name
     started = await worker.scripts.start(claim, name)
     assert isinstance(started, Attempt)
@@ -32,16 +32,16 @@ async def begin(worker: FakeWorker, claim: Claim, name: str) -> FakeAttempt:
 
 
 async def settle(
-    worker: FakeWorker, claim: Claim, had: str, *, taker: str = "heir", max_crashes: int = 3
-) -> SettleCode:
-    """What a worker does that has taken over the job of one that is not listed any more."""
-    return await worker.scripts.settle(
-        claim, taker, had=had, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
+    worker: FakeWorker, claim: Claim, had: str, *, taker: str = "successor", max_crashes: int = 3
+) -> CrashVerdict:
+    """Check for a crash as the worker does that reclaims a job, when `had` is not listed as a worker any more."""
+    return await worker.scripts.check_crash(
+        claim, taker, last_worker=had, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
     )
 
 
-async def die(worker: FakeWorker, claim: Claim, name: str, *, max_crashes: int = 3) -> SettleCode:
-    """A worker of this name begins the job and dies; another one takes it over."""
+async def crash(worker: FakeWorker, claim: Claim, name: str, *, max_crashes: int = 3) -> CrashVerdict:
+    """Start the job on a worker of this name that then dies, and check for the crash."""
     await begin(worker, claim, name)
     return await settle(worker, claim, name, max_crashes=max_crashes)
 
@@ -59,16 +59,22 @@ async def crashes(job: AsyncJob) -> int:
 
 async def open_inbox(worker: FakeWorker) -> Inbox:
     inbox = Inbox(
-        worker.redis, worker.keys, queue=worker.queue, partitions=1, worker_id="heir", lease_s=LEASE_S, max_crashes=3
+        worker.redis,
+        worker.keys,
+        queue=worker.queue,
+        partitions=1,
+        worker_id="successor",
+        lease_s=LEASE_S,
+        max_crashes=3,
     )
     await inbox.open(max_queue=0)
     return inbox
 
 
-# ---- who is blamed
+# ---- which jobs are blamed
 
 
-async def test_a_death_before_the_first_token_counts_once_however_often_it_is_settled(
+async def test_a_crash_before_the_first_token_counts_once_although_it_is_checked_repeatedly(
     redis_url: str, queue: str
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
@@ -78,26 +84,26 @@ async def test_a_death_before_the_first_token_counts_once_however_often_it_is_se
             assert await settle(worker, claim, "first") == "ok"
             assert await crashes(job) == 1
         assert (await job.status()).state is JobState.QUEUED
-        assert (await begin(worker, claim, "second")).number == 2, "the attempt is the fence, and no count"
+        assert (await begin(worker, claim, "second")).number == 2, "the attempt number does not count crashes"
 
 
-async def test_a_job_that_stored_a_token_is_not_blamed_and_is_cleared_of_earlier_deaths(
+async def test_a_job_that_stored_a_token_is_not_blamed_and_its_earlier_crashes_are_forgotten(
     redis_url: str, queue: str
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
-        assert await die(worker, claim, "first") == "ok"
-        assert await die(worker, claim, "second") == "suspect"
+        assert await crash(worker, claim, "first") == "ok"
+        assert await crash(worker, claim, "second") == "suspect"
         attempt = await begin(worker, claim, "third")
         await attempt.emit([1], "a")
         assert await settle(worker, claim, "third") == "ok"
         await begin(worker, claim, "fourth")
         assert await crashes(job) == 0
         assert await settle(worker, claim, "fourth") == "ok"
-        assert await crashes(job) == 1, "no token since its last start: they begin to count anew"
+        assert await crashes(job) == 1, "no token since its last start: the count starts again"
 
 
-async def test_a_job_that_was_handed_back_is_not_blamed(redis_url: str, queue: str) -> None:
+async def test_a_requeued_job_is_not_blamed(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         for name in ("first", "second", "third", "fourth"):
@@ -107,7 +113,7 @@ async def test_a_job_that_was_handed_back_is_not_blamed(redis_url: str, queue: s
         assert await crashes(job) == 0
 
 
-async def test_who_hands_a_job_back_because_it_crashes_blames_it_unless_it_stored_a_token(
+async def test_a_crashing_worker_that_requeues_a_job_blames_it_unless_it_stored_a_token(
     redis_url: str, queue: str
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
@@ -125,18 +131,18 @@ async def test_who_hands_a_job_back_because_it_crashes_blames_it_unless_it_store
         assert codes == ["ok", "suspect", "dead"]
 
 
-async def test_a_suspect_that_is_handed_back_stays_one(redis_url: str, queue: str) -> None:
+async def test_a_requeued_suspect_stays_a_suspect(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         for name in ("first", "second"):
-            await die(worker, claim, name)
+            await crash(worker, claim, name)
         attempt = await begin(worker, claim, "third")
         await worker.scripts.requeue(claim, attempt.number)
         assert await settle(worker, claim, "") == "suspect"
         assert await crashes(job) == 2
 
 
-async def test_who_takes_its_own_job_over_has_not_died(redis_url: str, queue: str) -> None:
+async def test_a_worker_that_reclaims_its_own_job_has_not_crashed(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         await begin(worker, claim, "same")
@@ -144,21 +150,23 @@ async def test_who_takes_its_own_job_over_has_not_died(redis_url: str, queue: st
         assert await crashes(job) == 0
 
 
-@pytest.mark.parametrize(("beat_age_s", "blamed"), [(0.0, 0), (LEASE_S * 0.3, 0), (LEASE_S * 0.7, 1), (None, 1)])
-async def test_a_heartbeat_since_the_lease_was_lost_tells_that_nobody_died(
-    redis_url: str, queue: str, beat_age_s: float | None, blamed: int
+@pytest.mark.parametrize(
+    ("heartbeat_age_s", "n_crashes"), [(0.0, 0), (LEASE_S * 0.3, 0), (LEASE_S * 0.7, 1), (None, 1)]
+)
+async def test_a_worker_with_a_recent_heartbeat_has_not_crashed(
+    redis_url: str, queue: str, heartbeat_age_s: float | None, n_crashes: int
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         inbox = await open_inbox(worker)
         job, claim = await submit(client, worker)
         await begin(worker, claim, worker.name)
-        if beat_age_s is not None:
-            await worker.announce(now_ms=int((time.time() - beat_age_s) * 1000))
+        if heartbeat_age_s is not None:
+            await worker.announce(now_ms=int((time.time() - heartbeat_age_s) * 1000))
         assert await inbox.check_for_crash(claim) == "ok"
-        assert await crashes(job) == blamed
+        assert await crashes(job) == n_crashes
 
 
-async def test_what_another_worker_has_begun_meanwhile_is_left_alone(redis_url: str, queue: str) -> None:
+async def test_a_job_that_another_worker_has_started_in_the_meantime_is_not_changed(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         await begin(worker, claim, "first")
@@ -168,7 +176,7 @@ async def test_what_another_worker_has_begun_meanwhile_is_left_alone(redis_url: 
         assert (await running.emit([1], "a")).code == "ok"
 
 
-async def test_an_entry_that_is_not_the_jobs_own_blames_nobody(redis_url: str, queue: str) -> None:
+async def test_an_entry_that_does_not_belong_to_the_job_blames_no_job(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         running = await begin(worker, claim, "first")
@@ -177,48 +185,48 @@ async def test_an_entry_that_is_not_the_jobs_own_blames_nobody(redis_url: str, q
         assert (await running.emit([1], "a")).code == "ok"
 
 
-# ---- the blame taken back
+# ---- the blame is taken back
 
 
 @pytest.mark.parametrize("call", ["flush", "finish", "requeue"])
-async def test_a_worker_that_was_only_stopped_takes_the_blame_back_once(redis_url: str, queue: str, call: str) -> None:
+async def test_a_worker_that_was_only_paused_takes_the_blame_back_once(redis_url: str, queue: str, call: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
-        await die(worker, claim, "dead")
-        stopped = await begin(worker, claim, "stopped")
-        assert await settle(worker, claim, "stopped") == "suspect"
-        await begin(worker, claim, "heir")
+        await crash(worker, claim, "dead")
+        paused = await begin(worker, claim, "paused")
+        assert await settle(worker, claim, "paused") == "suspect"
+        await begin(worker, claim, "successor")
         for _ in range(2):
             if call == "flush":
-                assert (await stopped.emit([], "")).code == "lost"
+                assert (await paused.emit([], "")).code == "lost"
             elif call == "finish":
-                assert await stopped.finish() == "lost"
+                assert await paused.finish() == "lost"
             else:
-                assert not await worker.scripts.requeue(claim, stopped.number)
-            assert await crashes(job) == 1, "the first one is dead all the same"
-        assert await settle(worker, claim, "heir", taker="another") == "suspect"
+                assert not await worker.scripts.requeue(claim, paused.number)
+            assert await crashes(job) == 1, "the first worker did crash"
+        assert await settle(worker, claim, "successor", taker="another") == "suspect"
         assert await crashes(job) == 2
 
 
-async def test_an_attempt_that_was_lost_without_a_death_takes_nothing_back(redis_url: str, queue: str) -> None:
+async def test_an_attempt_that_was_lost_without_a_crash_takes_no_blame_back(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
-        await die(worker, claim, "dead")
+        await crash(worker, claim, "dead")
         for _ in range(6):
             slow = await begin(worker, claim, "slow")
             await begin(worker, claim, "other")
             assert (await slow.emit([], "")).code == "lost"
-        assert slow.number == 12, "and its number begins like that of the dead one"
+        assert slow.number == 12, "the text of this number begins with the number of the attempt that crashed"
         assert await crashes(job) == 1
 
 
-# ---- the end
+# ---- the job fails
 
 
-async def test_after_three_deaths_a_job_ends_once_and_lies_in_the_dead_letters(redis_url: str, queue: str) -> None:
+async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, result_ttl_s=60) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker, idempotency_key="key")
-        assert [await die(worker, claim, name) for name in ("a", "b", "c")] == ["ok", "suspect", "dead"]
+        assert [await crash(worker, claim, name) for name in ("a", "b", "c")] == ["ok", "suspect", "dead"]
         keys = client.keys.of_job(job.id)
 
         with pytest.raises(JobFailed, match="3 workers died with this job") as caught:
@@ -236,20 +244,20 @@ async def test_after_three_deaths_a_job_ends_once_and_lies_in_the_dead_letters(r
         assert await worker.redis.xlen(claim.stream) == 0
         assert (await worker.redis.xpending(claim.stream, GROUP))["pending"] == 0
         assert await settle(worker, claim, "c") == "ok"
-        assert await worker.scripts.start(claim, "heir") == "done"
+        assert await worker.scripts.start(claim, "successor") == "done"
         for key in (keys.job, keys.events):
             assert (DEAD_TTL_S - 60) * 1000 < await worker.redis.pttl(key) <= DEAD_TTL_S * 1000
         assert 0 < await worker.redis.pttl(client.keys.idempotency(queue, 0, "key")) <= 60_000
 
 
-async def test_a_result_that_is_to_live_longer_than_the_dead_does(redis_url: str, queue: str) -> None:
+async def test_a_result_ttl_longer_than_that_of_dead_letters_is_kept(redis_url: str, queue: str) -> None:
     async with (
         AsyncClient(redis_url, queue, result_ttl_s=3 * DEAD_TTL_S) as client,
         FakeWorker(redis_url, queue) as worker,
     ):
         job, claim = await submit(client, worker)
         for name in ("a", "b", "c"):
-            await die(worker, claim, name)
+            await crash(worker, claim, name)
         assert await worker.redis.ttl(client.keys.of_job(job.id).job) > 2 * DEAD_TTL_S
 
 
@@ -262,32 +270,32 @@ async def test_a_result_that_is_to_live_longer_than_the_dead_does(redis_url: str
         (5, ["ok", "ok", "ok", "suspect", "dead"]),
     ],
 )
-async def test_before_a_job_is_given_up_it_had_one_start_as_a_suspect(
+async def test_a_job_fails_only_after_one_attempt_as_a_suspect(
     redis_url: str, queue: str, max_crashes: int, codes: list[str]
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         _, claim = await submit(client, worker)
-        assert [await die(worker, claim, f"w{n}", max_crashes=max_crashes) for n in range(len(codes))] == codes
+        assert [await crash(worker, claim, f"w{n}", max_crashes=max_crashes) for n in range(len(codes))] == codes
 
 
-async def test_a_job_that_somebody_cancelled_ends_as_cancelled_and_not_as_poison(redis_url: str, queue: str) -> None:
+async def test_a_cancelled_job_ends_as_cancelled_and_not_as_poison(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         for name in ("a", "b"):
-            await die(worker, claim, name)
+            await crash(worker, claim, name)
         await begin(worker, claim, "c")
         await job.cancel()
         assert await settle(worker, claim, "c") == "ok"
-        assert await worker.scripts.start(claim, "heir") == "ended"
+        assert await worker.scripts.start(claim, "successor") == "ended"
         assert (await job.result(timeout=5)).finish_reason is FinishReason.CANCELLED
         assert await client.dead_letters() == ()
 
 
-async def test_a_suspect_that_finishes_is_no_dead_letter(redis_url: str, queue: str) -> None:
+async def test_a_suspect_that_finishes_is_not_a_dead_letter(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         for name in ("a", "b"):
-            await die(worker, claim, name)
+            await crash(worker, claim, name)
         attempt = await begin(worker, claim, "c")
         event = Finished(finish_reason=FinishReason.STOP, stats=JobStats())
         ending = TerminalWrite(event, {"finish_reason": "stop", "output": codec.encode_output("", [])})
@@ -297,7 +305,7 @@ async def test_a_suspect_that_finishes_is_no_dead_letter(redis_url: str, queue: 
 
 
 @pytest.mark.starts_processes
-async def test_a_job_is_not_buried_because_redis_takes_no_writes(queue: str) -> None:
+async def test_a_job_does_not_become_a_dead_letter_while_redis_is_full(queue: str) -> None:
     with EmbeddedRedis() as server:
         async with AsyncClient(server.url, queue) as client, FakeWorker(server.url, queue) as worker:
             inbox = await open_inbox(worker)

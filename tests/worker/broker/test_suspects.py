@@ -1,4 +1,4 @@
-"""Suspects run alone: intake and outbox of a worker on a real Redis. The test generates tokens in place of an engine."""
+"""Suspects run alone: intake and outbox of a worker on a real Redis. The test generates the tokens itself."""
 
 from __future__ import annotations
 

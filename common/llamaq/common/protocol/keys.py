@@ -130,11 +130,11 @@ class Keys:
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}:worker:{worker_id}"
 
-    def orders(self, worker_id: str) -> str:
+    def slot_commands(self, worker_id: str) -> str:
         return f"{self.prefix}:worker:{worker_id}:orders"
 
-    def reply(self, order_id: str) -> str:
-        return f"{self.prefix}:reply:{order_id}"
+    def reply(self, command_id: str) -> str:
+        return f"{self.prefix}:reply:{command_id}"
 
     def vocab(self, vocab_hash: str) -> str:
         return f"{self.prefix}:vocab:{vocab_hash}"

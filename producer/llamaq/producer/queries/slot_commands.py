@@ -90,7 +90,7 @@ async def send(connection: Connection, worker: str, command: SlotCommand, timeou
     deadline_ms = await server_time_ms(redis) + int(timeout_s * 1000)
     # A new id for each worker, because one command may be sent to several and each reply list belongs to one id.
     command = command.model_copy(update={"id": _new_id(), "deadline_ms": deadline_ms})
-    command_list = connection.keys.orders(worker)
+    command_list = connection.keys.slot_commands(worker)
     async with redis.pipeline(transaction=False) as pipe:
         pipe.rpush(command_list, codec.encode_model(command))
         pipe.pexpire(command_list, int(timeout_s * 1000) + LIST_TTL_MARGIN_MS)

@@ -46,7 +46,7 @@ class CommandInbox:
     def __init__(self, redis: Redis, keys: Keys, worker_id: str, control: CommandHandler) -> None:
         self._redis = redis
         self._keys = keys
-        self._key = keys.orders(worker_id)
+        self._key = keys.slot_commands(worker_id)
         self._control = control
         self._seen: deque[str] = deque(maxlen=REMEMBERED)
 

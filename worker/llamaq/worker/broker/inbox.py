@@ -14,7 +14,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Tokens
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
-from llamaq.common.protocol.scripts import MAX_DEAD, Attempt, Claim, Scripts, SettleCode
+from llamaq.common.protocol.scripts import MAX_DEAD, Attempt, Claim, CrashVerdict, Scripts
 from llamaq.common.redis.redis_errors import is_unable
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 
@@ -111,8 +111,8 @@ class Inbox:
     def _stream_prefix(self, job_id: JobId) -> str:
         return self._keys.jobs(job_id.queue, job_id.partition, Priority.BULK).removesuffix(Priority.BULK.value)
 
-    async def check_for_crash(self, claim: Claim) -> SettleCode:
-        """Check whether the worker that last ran a reclaimed job died of it, and count the crash: see `settle.lua`.
+    async def check_for_crash(self, claim: Claim) -> CrashVerdict:
+        """Check whether the worker that last ran a reclaimed job died of it, and count the crash (`check_crash.lua`).
 
         A lease may expire although its worker lives. The worker's heartbeat tells the two cases apart: a lease is
         renewed after each third of it, so a worker that died has sent no heartbeat for the last two thirds. A living
@@ -129,10 +129,10 @@ class Inbox:
             heartbeat_ms = None
             if last_worker:
                 heartbeat_ms = await self._redis.zscore(self._keys.workers(self._queue), last_worker)
-            return await self._scripts.settle(
+            return await self._scripts.check_crash(
                 claim,
                 self._worker_id,
-                had=last_worker,
+                last_worker=last_worker,
                 heartbeat_ms=int(heartbeat_ms or 0),
                 dead_after_s=self._lease_ms / 2000,
                 max_crashes=self._max_crashes,

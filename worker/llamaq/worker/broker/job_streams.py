@@ -18,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.scripts import HANDED_BACK, NEVER_RENEWED_MS
+from llamaq.common.protocol.scripts import EXPIRED_IDLE_MS, REQUEUED_CONSUMER
 from llamaq.common.redis.connect import is_cluster
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class JobStreams:
         )
         entries = [item["message_id"] for item in pending]
         if entries:
-            await self._redis.xclaim(stream, GROUP, HANDED_BACK, 0, entries, idle=NEVER_RENEWED_MS, justid=True)
+            await self._redis.xclaim(stream, GROUP, REQUEUED_CONSUMER, 0, entries, idle=EXPIRED_IDLE_MS, justid=True)
         if len(entries) < MAX_CLAIMED:  # deleting a consumer would drop its remaining pending entries
             await self._redis.xgroup_delconsumer(stream, GROUP, self._consumer)
 

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.scripts import Claim, Flushed, Increment, Scripts, TerminalWrite
+from llamaq.common.protocol.scripts import Claim, FlushReply, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_fault_of_a_job
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
@@ -244,7 +244,7 @@ class Outbox:
         if refusal := next((reply.refusal for reply in replies if reply.refusal), ""):
             raise ResponseError(refusal)
 
-    def _handle_reply(self, job: JobProgress, sent: Increment, reply: Flushed, now_s: float) -> None:
+    def _handle_reply(self, job: JobProgress, sent: Increment, reply: FlushReply, now_s: float) -> None:
         """Act on the reply of Redis for one job: it is lost, cancelled, without a subscriber, or stored."""
         if reply.code == "lost":
             self._drop_lost(job)

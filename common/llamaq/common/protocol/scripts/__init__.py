@@ -1,6 +1,7 @@
-"""The Lua scripts: one atomic step of a job's way each, and a typed function in front of each.
+"""The Lua scripts, and a typed function for each. Each script is one atomic step in the life of a job.
 
-Every script may run twice without harm, because redis-py sends a command again when a connection breaks.
+Every script may run twice without harm, because redis-py sends a command again when its connection breaks. The opening
+comment of each Lua file lists its keys, arguments and return values.
 """
 
 from __future__ import annotations
@@ -20,39 +21,50 @@ from llamaq.common.protocol.keys import GROUP, JobId, Keys
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-NEVER_RENEWED_MS = 10**12
-"""An idle time longer than any lease."""
+# Idle time that is set on the entry of a requeued job. It is longer than any lease, so the next worker claims the entry
+# at once.
+EXPIRED_IDLE_MS = 10**12
 
-HANDED_BACK = "handed-back"
-"""The consumer that holds entries which a stopping worker gave up, until another worker takes them."""
+# The consumer that owns the entries of requeued jobs until a worker claims them.
+REQUEUED_CONSUMER = "handed-back"
 
+# About as many dead letters are kept in each partition.
 MAX_DEAD = 1000
-"""Entries kept in a partition's stream of dead letters, about."""
 
+# A dead job is kept for at least this time, so that an operator can examine and retry it.
 DEAD_TTL_S = 7 * 24 * 3600
-"""So long at least a job in the dead letters is kept with its request and what it generated."""
 
+StartCode = Literal["gone", "done", "ended"]
+"""Why no attempt was started; start.lua explains the values."""
 FlushCode = Literal["ok", "cancel", "lost"]
-
-
-@cache
-def source(name: str) -> str:
-    """The text of one script, with the shared functions in front."""
-    folder = files(__package__)
-    return folder.joinpath("_lib.lua").read_text() + "\n" + folder.joinpath(f"{name}.lua").read_text()
+"""What a worker does with a job after a flush; flush.lua explains the values."""
+CancelCode = Literal["gone", "done", "cancelled", "requested"]
+"""The effect of a cancel; cancel.lua explains the values."""
+CrashVerdict = Literal["ok", "suspect", "dead", "stale"]
+"""What a worker does with a reclaimed job; check_crash.lua explains the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """`existing` is true when the idempotency key had a job already, which `job_id` then names."""
+    """The reply to an accepted submit.
+
+    Attributes:
+        job_id: Id of the job.
+        existing: Whether an earlier job has the same idempotency key. Then `job_id` names the earlier job.
+    """
 
     job_id: str
     existing: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The queue is full."""
+class SubmitRefused:
+    """The reply to a submit into a full queue.
+
+    Attributes:
+        depth: Number of waiting jobs in the partition.
+        max_queue: Number of waiting jobs that the workers allow.
+    """
 
     depth: int
     max_queue: int
@@ -60,7 +72,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An entry that a worker has read from a job stream."""
+    """An entry of a job stream that a worker has claimed."""
 
     job_id: str
     stream: str
@@ -69,7 +81,14 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A job has been started: `number` is its fence, `generated` the tokens that earlier attempts stored."""
+    """An attempt that was started.
+
+    Attributes:
+        number: Number of the attempt. Every write names it; Redis refuses all but the newest attempt.
+        request: The encoded request.
+        generated: Number of tokens that earlier attempts stored.
+        queue_ms: Milliseconds from submit to the start of the first attempt.
+    """
 
     number: int
     request: bytes
@@ -77,14 +96,20 @@ class Attempt:
     queue_ms: float
 
 
-StartCode = Literal["gone", "done", "ended"]
-
-SettleCode = Literal["ok", "suspect", "dead", "stale"]
-
-
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """What one job has to flush: `count` tokens from `offset` on, as a packed event; b"" for nothing new."""
+    """The tokens that one job generated since its last flush.
+
+    Attributes:
+        job_id: Id of the job.
+        attempt: Number of the attempt.
+        stream: Job stream that the job was claimed from.
+        entry_id: Id of the job's entry in that stream.
+        offset: Number of tokens of the job before these.
+        count: Number of these tokens.
+        payload: The encoded event `tokens`; empty if there are no new tokens.
+        publish: Whether subscribers receive the event. False: it is only stored.
+    """
 
     job_id: str
     attempt: int
@@ -94,23 +119,33 @@ class Increment:
     count: int
     payload: bytes
     publish: bool = True
-    """False: the event is stored, and nobody who listens hears of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flushed:
-    """The answer for one job: how many tokens Redis has now, and how many subscribers listen."""
+class FlushReply:
+    """The reply to the increment of one job.
+
+    Attributes:
+        code: What the worker does with the job.
+        stored: Number of tokens of the job that Redis has now.
+        listeners: Number of subscribers of the job.
+        refusal: Error text of Redis if it refused to store the event; else empty.
+    """
 
     code: FlushCode
     stored: int
     listeners: int
     refusal: str = ""
-    """What Redis said when it took no write; "" when it did, or had none to take."""
 
 
 @dataclass(frozen=True, slots=True)
 class TerminalWrite:
-    """How a job ends: the terminal event and the fields of the hash that keep it."""
+    """The last write to a job.
+
+    Attributes:
+        event: The terminal event, `Finished` or `Failed`.
+        fields: Fields of the job's hash that store the result or the error.
+    """
 
     event: Event
     fields: Mapping[str, bytes | str]
@@ -120,25 +155,39 @@ class TerminalWrite:
         return "finished" if isinstance(self.event, Finished) else "failed"
 
 
-def ended_early(reason: FinishReason) -> bytes:
-    """The terminal event of a job that never ran."""
+@cache
+def source(name: str) -> str:
+    """Return the text of a script, with the shared functions in front of it."""
+    folder = files(__package__)
+    return folder.joinpath("_lib.lua").read_text() + "\n" + folder.joinpath(f"{name}.lua").read_text()
+
+
+def finished_without_run(reason: FinishReason) -> bytes:
+    """Return the encoded terminal event of a job that ends before it runs."""
     return codec.encode_event(Finished(finish_reason=reason, stats=JobStats()))
 
 
 class Scripts:
-    """All scripts on one connection pool."""
+    """All scripts on one connection pool. Every method raises `RedisError` if Redis cannot execute the script."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._keys = keys
         self._submit, self._start, self._flush, self._finish, self._cancel, self._requeue = (
             redis.register_script(source(name)) for name in ("submit", "start", "flush", "finish", "cancel", "requeue")
         )
-        self._settle, self._purge = (redis.register_script(source(name)) for name in ("settle", "purge"))
+        self._check_crash, self._purge = (redis.register_script(source(name)) for name in ("check_crash", "purge"))
 
     async def submit(
         self, job_id: JobId, request: JobRequest, payload: bytes, *, result_ttl_s: float
-    ) -> Submitted | Refused:
-        """Put a job into its queue."""
+    ) -> Submitted | SubmitRefused:
+        """Put a job into its queue.
+
+        Args:
+            job_id: Id of the new job.
+            request: The request.
+            payload: The same request, encoded.
+            result_ttl_s: How long Redis stores the result after the end of the job, in seconds.
+        """
         key = request.idempotency_key
         keys = self._keys.of_job(str(job_id))
         streams = {Priority.INTERACTIVE: keys.interactive, Priority.BULK: keys.bulk}
@@ -161,21 +210,26 @@ class Scripts:
             ],
         )
         if reply[0] == b"full":
-            return Refused(int(reply[1]), int(reply[2]))
+            return SubmitRefused(int(reply[1]), int(reply[2]))
         return Submitted(reply[1].decode(), existing=reply[0] == b"same")
 
-    async def settle(
-        self, claim: Claim, worker: str, *, had: str, heartbeat_ms: int, dead_after_s: float, max_crashes: int
-    ) -> SettleCode:
-        """Settle what the last worker of a job left behind, when `worker` has taken the job over: did it die of it?
+    async def check_crash(
+        self, claim: Claim, worker: str, *, last_worker: str, heartbeat_ms: int, dead_after_s: float, max_crashes: int
+    ) -> CrashVerdict:
+        """Check whether the last worker of a job died of it, and count the death.
 
-        `had` is the worker that ran it, "" for none, and `heartbeat_ms` when that one was last heard of (0: it is not
-        listed); it is dead when that is `dead_after_s` ago. At `max_crashes` deaths in a row the job ends, and before
-        the last of them it is a suspect. So that it had one start alone, two are the least, also where 1 is said.
+        Args:
+            claim: The entry, which `worker` has claimed from another worker.
+            worker: Id of the worker that wants to start the job.
+            last_worker: Id of the worker that ran the job last; empty: none.
+            heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
+            dead_after_s: Age of a heartbeat, in seconds, from which its worker counts as dead.
+            max_crashes: Number of deaths in a row that end the job. One death less makes it a suspect. At least two
+                deaths are required, so that every job is retried once on its own.
         """
         keys = self._keys.of_job(claim.job_id)
         job_id = JobId.parse(claim.job_id)
-        reply = await self._settle(
+        reply = await self._check_crash(
             keys=[keys.job, keys.events, claim.stream, self._keys.dead(job_id.queue, job_id.partition)],
             args=[
                 claim.entry_id,
@@ -183,7 +237,7 @@ class Scripts:
                 keys.channel,
                 claim.job_id,
                 worker,
-                had,
+                last_worker,
                 heartbeat_ms,
                 int(dead_after_s * 1000),
                 max(1, max_crashes - 1),
@@ -191,11 +245,11 @@ class Scripts:
                 MAX_DEAD,
             ],
         )
-        code: SettleCode = reply.decode()
-        return code
+        verdict: CrashVerdict = reply.decode()
+        return verdict
 
     async def start(self, claim: Claim, worker: str) -> Attempt | StartCode:
-        """Begin an attempt of a claimed job."""
+        """Start an attempt of a claimed job. Returns a code if no attempt was started."""
         keys = self._keys.of_job(claim.job_id)
         reply: list[Any] = await self._start(
             keys=[keys.job, keys.events, claim.stream],
@@ -204,8 +258,8 @@ class Scripts:
                 GROUP,
                 worker,
                 keys.channel,
-                ended_early(FinishReason.CANCELLED),
-                ended_early(FinishReason.DEADLINE),
+                finished_without_run(FinishReason.CANCELLED),
+                finished_without_run(FinishReason.DEADLINE),
             ],
         )
         if reply[0] == b"run":
@@ -213,8 +267,17 @@ class Scripts:
         code: StartCode = reply[0].decode()
         return code
 
-    async def flush(self, worker: str, increments: Sequence[Increment], *, renew: bool) -> list[Flushed]:
-        """Store and publish the increments of jobs of one partition; with `renew` their leases are renewed."""
+    async def flush(self, worker: str, increments: Sequence[Increment], *, renew: bool) -> list[FlushReply]:
+        """Store and publish the increments of jobs of one partition.
+
+        Args:
+            worker: Id of the worker that runs the jobs.
+            increments: One increment for each job.
+            renew: Whether to renew the leases of the jobs.
+
+        Returns:
+            One reply for each increment, in the same order.
+        """
         keys: list[str] = []
         values: list[int | str | bytes] = []
         for item in increments:
@@ -225,14 +288,19 @@ class Scripts:
         args = [GROUP, worker, "1" if renew else "0", codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
-            Flushed(code.decode(), int(stored), int(listeners), refusal.decode())
+            FlushReply(code.decode(), int(stored), int(listeners), refusal.decode())
             for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
-    async def finish(self, last: Increment, ending: TerminalWrite) -> int | Literal["ok", "lost"]:
-        """End a job. A number is how many tokens Redis has: send the last increment again from there."""
+    async def finish(self, last: Increment, terminal_write: TerminalWrite) -> int | Literal["ok", "lost"]:
+        """End a job with its last increment.
+
+        Returns:
+            `ok`: the job has ended. `lost`: a newer attempt exists, or the job had ended. A number: nothing was
+            written, because Redis has only this number of tokens; call again with an increment from there.
+        """
         keys = self._keys.of_job(last.job_id)
-        fields = [part for pair in ending.fields.items() for part in pair]
+        fields = [part for pair in terminal_write.fields.items() for part in pair]
         reply = await self._finish(
             keys=[keys.job, keys.events, last.stream],
             args=[
@@ -243,8 +311,8 @@ class Scripts:
                 last.offset,
                 last.count,
                 last.payload,
-                codec.encode_event(ending.event),
-                ending.status,
+                codec.encode_event(terminal_write.event),
+                terminal_write.status,
                 *fields,
             ],
         )
@@ -252,29 +320,52 @@ class Scripts:
             return int(reply[1])
         return "ok" if reply[0] == b"ok" else "lost"
 
-    async def cancel(self, job_id: str) -> Literal["gone", "done", "cancelled", "requested"]:
-        """Cancel a job, waiting or running."""
+    async def cancel(self, job_id: str) -> CancelCode:
+        """Cancel a waiting or running job."""
         keys = self._keys.of_job(job_id)
         reply = await self._cancel(
             keys=[keys.job, keys.events, keys.interactive, keys.bulk],
-            args=[GROUP, keys.channel, ended_early(FinishReason.CANCELLED)],
+            args=[GROUP, keys.channel, finished_without_run(FinishReason.CANCELLED)],
         )
-        code: Literal["gone", "done", "cancelled", "requested"] = reply.decode()
+        code: CancelCode = reply.decode()
         return code
 
     async def requeue(self, claim: Claim, attempt: int | None, *, crashed: str = "") -> bool:
-        """Hand a job back; `attempt` is None when it was not started. False when it was lost already.
+        """Requeue a claimed job, so that another worker can claim it at once.
 
-        `crashed` is the worker that hands it back because something went wrong there: that is a death.
+        Args:
+            claim: The entry of the job.
+            attempt: Number of the worker's attempt. None: the job was not started.
+            crashed: Id of the worker if it crashed; this counts as a death. Empty: the worker did not crash.
+
+        Returns:
+            Whether the job was requeued. False: a newer attempt exists, or the job has ended.
         """
         reply = await self._requeue(
             keys=[self._keys.of_job(claim.job_id).job, claim.stream],
-            args=["" if attempt is None else attempt, GROUP, claim.entry_id, NEVER_RENEWED_MS, HANDED_BACK, crashed],
+            args=[
+                "" if attempt is None else attempt,
+                GROUP,
+                claim.entry_id,
+                EXPIRED_IDLE_MS,
+                REQUEUED_CONSUMER,
+                crashed,
+            ],
         )
         return bool(reply == b"ok")
 
     async def purge(self, queue: str, partition: int, entry: str, job_id: str | None) -> bool:
-        """Take a dead letter out; `job_id` is None where it names no job. False when it was out already."""
+        """Delete a dead letter.
+
+        Args:
+            queue: Name of the queue.
+            partition: Partition of the dead letter.
+            entry: Id of the dead letter in the partition's stream.
+            job_id: Id of its job. None: the dead letter names no job.
+
+        Returns:
+            Whether the dead letter existed.
+        """
         keys = [self._keys.dead(queue, partition)]
         if job_id is not None:
             of_job = self._keys.of_job(job_id)

@@ -1,36 +1,44 @@
--- Shared by the scripts: put in front of each of them when they are loaded.
+-- Functions that the scripts share. This file is put in front of each script when the script is loaded.
 --
--- A job's hash has the fields
---   request       msgpack of JobRequest             status      queued | running | finished | failed
---   priority      interactive | bulk                attempt     the fence: only the newest attempt writes
---   entry         its id in the job stream          worker      who runs it, or ran it last
---   generated     tokens stored so far              cancel      1 when somebody asked
---   ttl_ms        life after its end                queue_deadline_ms   0: none
---   idempotency   key of its idempotency record     submitted_ms, started_ms, finished_ms
---   generated_at_start   tokens stored when its newest attempt began
---   crashes       workers that died with it in a row without it having stored a token since its start
---   deaths        each of those, oldest first: "ATTEMPT=WORKER ATTEMPT=WORKER"
---   finish_reason, stats (msgpack), output (msgpack) of a finished job; error (msgpack) of a failed one
+-- Fields of a job's hash:
+--   request               msgpack of JobRequest
+--   status                'queued' | 'running' | 'finished' | 'failed'
+--   priority              'interactive' | 'bulk'
+--   entry                 id of the job's entry in its job stream
+--   attempt               number of the newest attempt; only this attempt may write (the fence)
+--   worker                id of the worker that runs the job or ran it last
+--   generated             number of tokens stored so far
+--   generated_at_start    number of tokens that were stored when the newest attempt began
+--   cancel                1 after a client has called cancel
+--   ttl_ms                how long the job's keys live after its end, in ms
+--   queue_deadline_ms     latest start of the first attempt, in ms since the epoch; 0: none
+--   idempotency           key of the job's idempotency record; '': none
+--   submitted_ms, started_ms, finished_ms    times in ms since the epoch
+--   crashes               number of workers in a row that died with the job before they stored a token of it
+--   deaths                those workers, oldest first: "ATTEMPT=WORKER ATTEMPT=WORKER"
+--   finish_reason, stats (msgpack), output (msgpack)    of a finished job
+--   error (msgpack)       of a failed job
 
+-- Returns the time of the server in ms since the epoch.
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- An event goes to those who listen, and into the stream for those who come later. Returns the number of listeners.
+-- Appends an event to the event stream and publishes it to the subscribers. Returns the number of subscribers.
 local function emit(events, channel, payload)
   redis.call('XADD', events, '*', 'e', payload)
   return redis.call('PUBLISH', channel, payload)
 end
 
--- Acknowledge and delete together: a deleted entry that is still pending could never be claimed again.
+-- Acknowledges and deletes an entry. Both belong together: a deleted entry that stays pending can never be claimed.
 local function drop_entry(stream, group, entry)
   redis.pcall('XACK', stream, group, entry)
   redis.call('XDEL', stream, entry)
 end
 
--- The one way in which a job ends: one terminal event, its status, and the clock of its keys set going.
--- `fields` are further fields of the hash, as a flat list.
+-- Ends a job: emits its terminal event, sets its status, drops its entry and starts the time to live of its keys.
+-- Every job ends here and only once. `fields` is a flat list of further fields for the hash.
 local function terminate(job, events, channel, stream, group, entry, status, terminal, fields)
   emit(events, channel, terminal)
   redis.call('HSET', job, 'status', status, 'finished_ms', now_ms(), unpack(fields))
@@ -48,22 +56,22 @@ local function has_ended(status)
   return status == 'finished' or status == 'failed'
 end
 
--- Whether this entry is the one that was made for the job: entries of two streams may have the same id, when they were
--- added in the same millisecond.
+-- Returns whether this entry was made for the job. The id alone does not prove it: entries of two streams have the same
+-- id when they were added in the same millisecond.
 local function is_its_entry(own_entry, priority, stream, entry)
   return own_entry == entry and string.sub(stream, -#priority - 1) == ':' .. priority
 end
 
 local function deaths_of(job)
   local deaths = {}
-  local held = redis.pcall('HGET', job, 'deaths')
-  for death in string.gmatch(type(held) == 'string' and held or '', '%S+') do
+  local stored = redis.pcall('HGET', job, 'deaths')
+  for death in string.gmatch(type(stored) == 'string' and stored or '', '%S+') do
     deaths[#deaths + 1] = death
   end
   return deaths
 end
 
--- Blames a job: the worker of this attempt died with it. Returns all deaths.
+-- Records that the worker of this attempt died with the job. Returns all deaths.
 local function add_death(job, attempt, worker)
   local deaths = deaths_of(job)
   deaths[#deaths + 1] = attempt .. '=' .. worker
@@ -71,14 +79,14 @@ local function add_death(job, attempt, worker)
   return deaths
 end
 
--- The worker of this attempt lives after all (it was stopped, or cut off): its death is taken back, once. Never fails:
--- it is called for jobs whose keys may hold anything by now, and where a full Redis takes no write. `worker` may be left
--- out; after a failover two workers may have had the same number.
+-- Removes the death of this attempt, because its worker is alive: it was only stopped or disconnected. Without `worker`
+-- the attempt alone decides; after a failover of Redis two workers may have had the same attempt number.
+-- This function never fails: the job's keys may have another type by now, and a full Redis refuses the write.
 local function forgive(job, attempt, worker)
   local deaths, kept = deaths_of(job), {}
   for _, death in ipairs(deaths) do
-    local number, who = string.match(death, '^([^=]*)=(.*)')
-    if number ~= tostring(attempt) or (worker and worker ~= who) then
+    local number, dead_worker = string.match(death, '^([^=]*)=(.*)')
+    if number ~= tostring(attempt) or (worker and worker ~= dead_worker) then
       kept[#kept + 1] = death
     end
   end

@@ -1,10 +1,17 @@
--- Cancels a job: one that waits ends here, one that runs is marked, and its worker hears of it at its next flush.
+-- Cancels a job. A waiting job ends here. A running job is marked, and its worker ends it after the next flush.
 --
--- KEYS[1] job          hash                      KEYS[2] events   stream of its events
--- KEYS[3] interactive  job stream                KEYS[4] bulk     job stream
--- ARGV[1] consumer group   ARGV[2] channel       ARGV[3] terminal event, msgpack: cancelled
+-- KEYS[1]  job          hash of the job
+-- KEYS[2]  events       stream of the job's events
+-- KEYS[3]  interactive  job stream of priority 'interactive'
+-- KEYS[4]  bulk         job stream of priority 'bulk'
+-- ARGV[1]  group        consumer group of the job streams
+-- ARGV[2]  channel      channel of the job's events
+-- ARGV[3]  terminal     msgpack of the event `finished` with the reason `cancelled`
 --
--- Returns 'gone' there is no such job | 'done' it had ended | 'cancelled' it waited | 'requested' it runs
+-- Returns 'gone'       the job does not exist
+--         'done'       the job has already ended
+--         'cancelled'  the job waited, and has ended now
+--         'requested'  the job runs, and is marked
 
 local job, events = KEYS[1], KEYS[2]
 local state = redis.call('HMGET', job, 'status', 'priority', 'entry')

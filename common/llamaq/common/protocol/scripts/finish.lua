@@ -1,13 +1,23 @@
--- Ends a job: its last tokens, its terminal event, stats and output, and its place in the queue, in one step.
+-- Ends a job in one step: stores its last tokens, emits its terminal event, stores its stats and output, and drops its
+-- entry.
 --
--- KEYS[1] job   hash       KEYS[2] events   stream of its events   KEYS[3] stream   job stream it was claimed from
--- ARGV[1] attempt          ARGV[2] consumer group                  ARGV[3] entry id
--- ARGV[4] channel          ARGV[5] offset of the first token       ARGV[6] number of tokens
--- ARGV[7] `tokens` event, msgpack, '' for none                     ARGV[8] terminal event, msgpack
--- ARGV[9] 'finished' or 'failed'                                   ARGV[10...] further fields of the hash
+-- KEYS[1]    job       hash of the job
+-- KEYS[2]    events    stream of the job's events
+-- KEYS[3]    stream    job stream that the job was claimed from
+-- ARGV[1]    attempt   number of the caller's attempt
+-- ARGV[2]    group     consumer group of the job stream
+-- ARGV[3]    entry     id of the job's entry
+-- ARGV[4]    channel   channel of the job's events
+-- ARGV[5]    offset    number of tokens of the job before the last tokens
+-- ARGV[6]    count     number of the last tokens
+-- ARGV[7]    payload   msgpack of the event `tokens` with the last tokens; '': there are none
+-- ARGV[8]    terminal  msgpack of the terminal event
+-- ARGV[9]    status    'finished' | 'failed'
+-- ARGV[10..] fields    further fields of the hash: name, value, name, value, ...
 --
--- Returns {'ok'} | {'resend', tokens stored}   the last tokens do not go on where the stored ones end
---       | {'lost'}  a newer attempt exists, or the job has ended (perhaps by this very call, made twice)
+-- Returns {'ok'}              the job has ended
+--         {'resend', stored}  nothing was done, because Redis has `stored` tokens, not `offset`: send from there
+--         {'lost'}            a newer attempt exists, or the job has ended, perhaps by an earlier try of this call
 
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
 local attempt, group, entry, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -20,7 +30,7 @@ if state[1] ~= 'running' or state[2] ~= attempt then
 end
 local kind = redis.call('TYPE', events).ok
 if kind ~= 'stream' and kind ~= 'none' then
-  -- Somebody wrote over the events. The worker has them all: it sends them again from the first one.
+  -- Another client wrote over the key. The worker has all tokens, and sends them again from the first one.
   redis.call('DEL', events)
   redis.call('HSET', job, 'generated', 0)
   return {'resend', 0}

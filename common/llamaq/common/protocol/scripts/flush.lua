@@ -1,24 +1,38 @@
--- Stores and publishes what running jobs generated since the last flush, renews their leases, and tells which of
--- them the worker should let go. One call for all jobs of a worker in one partition.
+-- Stores and publishes the tokens that running jobs generated since the last flush, and renews the leases of the jobs.
+-- One call flushes all jobs of a worker in one partition.
 --
--- KEYS[3i+1] job      hash of job i         KEYS[3i+2] events   stream of its events
--- KEYS[3i+3] stream   job stream it was claimed from
--- ARGV[1] consumer group   ARGV[2] worker id   ARGV[3] '1': renew the leases
--- ARGV[4] msgpack, an array with seven values for each job (one argument is cheaper to send than seven for each):
--- attempt, entry id, channel, offset of the first token, number of tokens, the `tokens` event ('' for nothing new), and
--- whether it is published too (jobs with stream=false are only stored)
+-- For job i, from 0:
+-- KEYS[3i+1]  job      hash of the job
+-- KEYS[3i+2]  events   stream of the job's events
+-- KEYS[3i+3]  stream   job stream that the job was claimed from
 --
--- An event is stored only when it goes on exactly where the stored tokens end; the worker reads the stored length
--- from the reply and sends the rest again. So a repeated call stores nothing twice.
+-- ARGV[1]  group    consumer group of the job streams
+-- ARGV[2]  worker   id of the worker
+-- ARGV[3]  renew    '1': renew the leases; '0': do not
+-- ARGV[4]  values   msgpack of an array with seven values for each job. One argument is cheaper to send than many.
+--     1  attempt       number of the worker's attempt
+--     2  entry         id of the job's entry
+--     3  channel       channel of the job's events
+--     4  offset        number of tokens of the job before the new ones
+--     5  count         number of new tokens
+--     6  payload       msgpack of the event `tokens` with the new tokens; '': there are none
+--     7  is_published  whether to publish the event; with stream=false it is only stored
 --
--- Returns four values for each job: code, tokens stored now, listeners on its channel, and what Redis said when it took
--- no write ('' when it did, or had none to take): that is for the worker to try again later, with nothing changed.
--- Codes: 'ok' | 'cancel' somebody asked to cancel | 'lost' a newer attempt exists, or the job has ended or is gone
+-- Returns an array with four values for each job:
+--     1  code       'ok'      the worker may continue
+--                   'cancel'  the worker should end the job: a client has called cancel
+--                   'lost'    the worker should release the job: a newer attempt exists, or the job has ended
+--     2  stored     number of tokens that Redis has now
+--     3  listeners  number of subscribers of the channel
+--     4  refusal    error text of Redis when it refused to store the event; '' otherwise. The worker tries again later.
+--
+-- An event is stored only if its offset equals the number of stored tokens. Otherwise the worker sends again from the
+-- returned number. A repeated call therefore stores nothing twice.
 
 local group, worker, renew = ARGV[1], ARGV[2], ARGV[3] == '1'
 local values = cmsgpack.unpack(ARGV[4])
 
--- Returns the tokens stored now, and what Redis said against it. Whatever lies in the way stays this job's matter.
+-- Stores one event. Returns the number of stored tokens and the error text of Redis. An error concerns only this job.
 local function store(job, events, stored, count, payload)
   local added = redis.pcall('XADD', events, '*', 'e', payload)
   if type(added) ~= 'table' then
@@ -26,7 +40,7 @@ local function store(job, events, stored, count, payload)
     return stored + count, ''
   end
   if string.find(added.err, 'WRONGTYPE', 1, true) or string.find(added.err, 'exhausted', 1, true) then
-    -- Somebody wrote over the events. The worker has them all: it sends them again from the first one.
+    -- Another client wrote over the key. The worker has all tokens, and sends them again from the first one.
     redis.call('DEL', events)
     redis.call('HSET', job, 'generated', 0)
     return 0, ''
@@ -36,7 +50,7 @@ end
 
 local function flush(job, events, attempt, channel, offset, count, payload, is_published)
   local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker')
-  -- The worker too: when a failover lost the start of an attempt, another worker may have got the same number.
+  -- Compare the worker too: if a failover lost the start of an attempt, another worker may have the same number.
   if state.err or state[1] ~= 'running' or tonumber(state[2]) ~= attempt or state[5] ~= worker then
     forgive(job, attempt, worker)
     return 'lost', tonumber(not state.err and state[3] or '0') or 0, 0, ''
@@ -60,10 +74,11 @@ for i = 0, #KEYS / 3 - 1 do
     values[v + 1], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7])
   local refusal = reply[4 * i + 4]
   if string.find(refusal, 'READONLY', 1, true) or string.find(refusal, 'NOREPLICAS', 1, true) then
-    return {err = 'READONLY ' .. refusal} -- not the master any more: the worker has to look for the new one
+    return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
   end
 end
--- After the events: once a script has written anything, a full Redis refuses it no more, and XCLAIM it never refuses.
+-- Renew after the events are stored: a full Redis refuses the first write of a script, and no later one. It never
+-- refuses XCLAIM, so a lease that was renewed first would let the events pass the memory limit.
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     if reply[4 * i + 1] ~= 'lost' then

@@ -1,10 +1,12 @@
--- Takes a dead letter out. The job that it names lives on as long as any job that has ended, and no longer.
+-- Deletes a dead letter. The keys of its job live until the job's usual time to live is over.
 --
--- KEYS[1] dead   stream of dead letters
--- KEYS[2] job    hash      KEYS[3] events   stream of its events; both left out where it names no job
--- ARGV[1] its entry in the dead stream
+-- KEYS[1]  dead    stream of dead letters
+-- KEYS[2]  job     hash of the job; absent if the dead letter names no job
+-- KEYS[3]  events  stream of the job's events; absent if the dead letter names no job
+-- ARGV[1]  entry   id of the dead letter in the stream
 --
--- Returns 1 | 0 there was no such entry
+-- Returns 1  the dead letter was deleted
+--         0  there was no such dead letter
 
 if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then
   return 0

@@ -1,12 +1,17 @@
--- Hands a job back: a worker that stops gives it up, and the next worker that looks for lost jobs takes it at once.
--- Its entry keeps its place; the attempt is raised, so that the giver can write no more.
+-- Requeues a job that its worker will not run to its end. The next worker that reclaims jobs claims it at once.
+-- The entry keeps its place in the stream. The attempt number rises, so that the old worker can no longer write.
 --
--- KEYS[1] job   hash       KEYS[2] stream   job stream it was claimed from
--- ARGV[1] attempt ('' when it was claimed but not started)   ARGV[2] consumer group   ARGV[3] entry id
--- ARGV[4] idle time to pretend, ms: more than any lease                ARGV[5] consumer that holds what was handed back
--- ARGV[6] worker that hands it back because it crashes: blamed as in settle.lua; '' when it stops in order
+-- KEYS[1]  job       hash of the job
+-- KEYS[2]  stream    job stream that the job was claimed from
+-- ARGV[1]  attempt   number of the worker's attempt; '': the job was claimed and not started
+-- ARGV[2]  group     consumer group of the job stream
+-- ARGV[3]  entry     id of the job's entry
+-- ARGV[4]  idle_ms   idle time to set on the entry, longer than any lease
+-- ARGV[5]  consumer  consumer that owns requeued entries
+-- ARGV[6]  crashed   id of the worker if it crashed; the death counts as in check_crash.lua. '': it did not crash
 --
--- Returns 'ok' | 'lost'
+-- Returns 'ok'    the job is requeued
+--         'lost'  a newer attempt exists, or the job has ended
 
 local state = redis.call('HMGET', KEYS[1], 'status', 'attempt', 'generated', 'generated_at_start')
 if ARGV[1] ~= '' then

@@ -1,15 +1,21 @@
--- Begins an attempt of a job that a worker has claimed from the stream.
+-- Starts an attempt of a job that a worker has claimed.
 --
--- KEYS[1] job       hash of the job
--- KEYS[2] events    stream of its events
--- KEYS[3] stream    job stream it was claimed from
--- ARGV[1] entry id  ARGV[2] consumer group          ARGV[3] worker id     ARGV[4] channel of its events
--- ARGV[5] terminal event, msgpack: cancelled        ARGV[6] terminal event, msgpack: deadline
+-- KEYS[1]  job        hash of the job
+-- KEYS[2]  events     stream of the job's events
+-- KEYS[3]  stream     job stream that the job was claimed from
+-- ARGV[1]  entry      id of the job's entry
+-- ARGV[2]  group      consumer group of the job stream
+-- ARGV[3]  worker     id of the worker
+-- ARGV[4]  channel    channel of the job's events
+-- ARGV[5]  cancelled  msgpack of the event `finished` with the reason `cancelled`
+-- ARGV[6]  expired    msgpack of the event `finished` with the reason `deadline`
 --
--- Returns {'run', attempt, request, tokens generated so far, queue_ms}
---       | {'gone'}   there is no such job; the entry is left for the caller to bury
---       | {'done'}   it has ended, or this is not its entry; the entry was dropped
---       | {'ended'}  cancel or deadline came before the start; it ended here
+-- Returns {'run', attempt, request, generated, queue_ms}
+--                    the attempt has started; `generated` tokens are stored, and the first attempt started `queue_ms`
+--                    after submit
+--         {'gone'}   the job does not exist; the caller makes a dead letter of the entry
+--         {'done'}   the job has ended, or this is not its entry; the entry was dropped
+--         {'ended'}  the job was cancelled or too late before its start; it has ended here
 
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
 local entry, group, worker, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -38,7 +44,7 @@ end
 
 local attempt = redis.call('HINCRBY', job, 'attempt', 1)
 if state[9] and state[8] ~= state[9] then
-  redis.call('HDEL', job, 'crashes', 'deaths') -- it has stored tokens since: it is not what they died of
+  redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so the job is not what kills workers
 end
 redis.call('HSET', job, 'status', 'running', 'worker', worker, 'generated_at_start', state[8])
 redis.call('HSETNX', job, 'started_ms', now)

@@ -1,16 +1,22 @@
--- Puts a job into its queue, or finds that the same idempotency key has one, or that the queue is full.
--- Running it twice with the same job id submits once.
+-- Puts a job into its queue, unless a job with the same idempotency key exists or the queue is full.
+-- A repeated call with the same job id submits the job once.
 --
--- KEYS[1] job          hash of the job
--- KEYS[2] stream       job stream of its priority
--- KEYS[3] other        job stream of the other priority
--- KEYS[4] config       hash with max_queue, written by workers
--- KEYS[5] idempotency  record of its idempotency key; not touched when ARGV[6] is '0'
--- ARGV[1] job id       ARGV[2] request, msgpack     ARGV[3] priority     ARGV[4] consumer group
--- ARGV[5] ttl_ms of the result                      ARGV[6] '1' with an idempotency key, else '0'
--- ARGV[7] queue_timeout_ms, 0 for none
+-- KEYS[1]  job          hash of the job
+-- KEYS[2]  stream       job stream of the job's priority
+-- KEYS[3]  other        job stream of the other priority
+-- KEYS[4]  config       hash with max_queue, which workers write
+-- KEYS[5]  idempotency  record of the idempotency key, a string with a job id; not used if ARGV[6] is '0'
+-- ARGV[1]  id           id of the job
+-- ARGV[2]  request      msgpack of JobRequest
+-- ARGV[3]  priority     'interactive' | 'bulk'
+-- ARGV[4]  group        consumer group of the job streams
+-- ARGV[5]  ttl_ms       how long the job's keys live after its end, in ms
+-- ARGV[6]  keyed        '1': the job has an idempotency key; '0': it has none
+-- ARGV[7]  timeout_ms   longest wait for the first start, in ms; 0: no limit
 --
--- Returns {'ok', job id} | {'same', job id of the earlier one} | {'full', waiting, max_queue}
+-- Returns {'ok', id}                    the job is in the queue
+--         {'same', earlier id}          a job with the same idempotency key exists; nothing was submitted
+--         {'full', waiting, max_queue}  `waiting` jobs wait; nothing was submitted
 
 local job, stream, other, config, idempotency = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, group, keyed = ARGV[1], ARGV[4], ARGV[6] == '1'
@@ -25,7 +31,8 @@ if keyed then
   end
 end
 
--- Entries that no worker has claimed: the length less those pending in the group, which a worker creates.
+-- Returns the number of entries that no worker has claimed: all entries without the pending ones. Before the first
+-- worker has come, the group does not exist and XPENDING is an error.
 local function waiting(key)
   local pending = redis.pcall('XPENDING', key, group)
   return redis.call('XLEN', key) - ((type(pending) == 'table' and not pending.err and pending[1]) or 0)

@@ -1,0 +1,75 @@
+-- Checks whether the last worker of a job died of the job. A worker calls it after it has claimed the job's entry from
+-- another worker, and before it starts the job.
+--
+-- The death counts if all of this holds: the job is 'running' (a worker that requeues a job sets it to 'queued'),
+-- another worker claimed the entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes`
+-- and `deaths` record it. After too many deaths the job ends here with the error `poison`.
+--
+-- In every case but 'stale' a running job becomes 'queued', so that no worker writes to it before the next start. The
+-- status also makes a repeated call count a death only once.
+--
+-- A worker that is only stopped or disconnected looks like a dead one, and its death counts. When it comes back, its
+-- first call for this attempt is answered 'lost' and removes the death (see `forgive` in _lib.lua).
+--
+-- KEYS[1]   job             hash of the job
+-- KEYS[2]   events          stream of the job's events
+-- KEYS[3]   stream          job stream that the job was claimed from
+-- KEYS[4]   dead            stream of dead letters
+-- ARGV[1]   entry           id of the job's entry
+-- ARGV[2]   group           consumer group of the job stream
+-- ARGV[3]   channel         channel of the job's events
+-- ARGV[4]   id              id of the job
+-- ARGV[5]   worker          id of the worker that has claimed the entry
+-- ARGV[6]   last_worker     id of the worker that ran the job last; '': none
+-- ARGV[7]   heartbeat_ms    time of the last worker's last heartbeat, in ms since the epoch; 0: none
+-- ARGV[8]   dead_after_ms   age of a heartbeat, in ms, from which its worker counts as dead
+-- ARGV[9]   suspect_deaths  number of deaths that make the job a suspect; one more ends it
+-- ARGV[10]  dead_ttl_ms     shortest life of a dead job's keys, in ms
+-- ARGV[11]  max_dead        number of entries kept in the stream of dead letters
+--
+-- Returns 'ok'       the job may be started
+--         'suspect'  the job may be started while no other job runs on the worker
+--         'dead'     the job has ended here
+--         'stale'    another worker has started the job meanwhile
+
+local job, events, stream, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local entry, group, channel, id, worker, last_worker = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local suspect_deaths = tonumber(ARGV[9])
+
+local state = redis.call('HMGET', job,
+  'status', 'worker', 'entry', 'priority', 'cancel', 'attempt', 'generated', 'generated_at_start', 'ttl_ms')
+if not state[1] or has_ended(state[1]) or not is_its_entry(state[3], state[4], stream, entry) or state[5] then
+  return 'ok' -- start.lua drops such an entry, or ends the job
+end
+
+-- Unproven: the newest attempt has stored no token, so the job may be what its worker died of.
+local deaths, is_unproven = deaths_of(job), state[7] and state[7] == state[8]
+if state[1] == 'running' then
+  if state[2] ~= last_worker then
+    return 'stale'
+  end
+  if is_unproven and last_worker ~= worker and now_ms() - tonumber(ARGV[7]) >= tonumber(ARGV[8]) then
+    deaths = add_death(job, state[6], last_worker)
+  end
+  redis.call('HSET', job, 'status', 'queued')
+end
+if not is_unproven or #deaths < suspect_deaths then
+  return 'ok'
+end
+if #deaths == suspect_deaths then
+  return 'suspect'
+end
+
+local workers = {}
+for place, death in ipairs(deaths) do
+  workers[place] = string.match(death, '=(.*)')
+end
+workers = table.concat(workers, ' ')
+local reason = #deaths .. ' workers died with this job before they stored a token of it: ' .. workers
+local failed = cmsgpack.pack({type = 'failed', code = 'poison', message = reason})
+redis.call('XADD', dead, 'MAXLEN', '~', ARGV[11], '*', 'job', id, 'reason', reason, 'workers', workers)
+terminate(job, events, channel, stream, group, entry, 'failed', failed, {'error', failed})
+local life = math.max(tonumber(state[9]), tonumber(ARGV[10]))
+redis.call('PEXPIRE', job, life)
+redis.call('PEXPIRE', events, life)
+return 'dead'
