@@ -1,4 +1,4 @@
-"""Slots' states with a real worker on the demo model: they outlive it, and come back by name."""
+"""Slot commands with a real worker on the demo model: saved states survive the worker and are restored by name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True
 
 
 def start_worker(environment: Environment, **variables: Any) -> Command:
-    """A worker that keeps states of slots on disk, and nothing else."""
+    """Start a worker that saves slots to disk, but no evicted blocks."""
     return environment.start_worker(
         LLAMAQ_CACHE_DIR=str(environment.folder / "cache"), LLAMAQ_CACHE_DISK_MB="0", **variables
     )
 
 
-def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(environment: Environment) -> None:
+def test_a_saved_slot_restored_by_the_next_worker_gives_the_same_text(environment: Environment) -> None:
     worker = start_worker(environment)
     with environment.client() as client:
         first = client.generate(STORY, slot=1, **GREEDY)
@@ -60,7 +60,7 @@ def test_a_saved_slot_goes_on_in_the_next_worker_with_the_same_text(environment:
             client.save_slot(2, "../fox")
 
 
-def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(environment: Environment) -> None:
+def test_impossible_commands_are_refused_and_the_worker_continues(environment: Environment) -> None:
     start_worker(environment)
     with environment.client() as client:
         with pytest.raises(SlotCommandRefused, match="slot 0 has no state"):
@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_refused_and_the_worker_goes_on(environment: Envi
         assert json.loads(listing.output)["worker"] == other_salt.worker_id
 
 
-def test_orders_find_their_worker_in_a_cluster(environment: Environment) -> None:
+def test_slot_commands_reach_their_worker_in_a_cluster(environment: Environment) -> None:
     with Nodes(environment.folder) as nodes:
         environment.redis_url = nodes.url
         try:
@@ -116,7 +116,7 @@ def test_orders_find_their_worker_in_a_cluster(environment: Environment) -> None
             environment.end_commands()
 
 
-def test_a_worker_without_a_folder_refuses_and_says_what_it_needs(environment: Environment) -> None:
+def test_a_worker_without_a_cache_folder_refuses_and_names_the_setting(environment: Environment) -> None:
     environment.start_worker()
     with environment.client() as client:
         client.generate(STORY, slot=0, **GREEDY)

@@ -38,7 +38,7 @@ from llamaq.worker.slot_files.saved_files import SavedSlotFiles
 from llamaq.worker.slot_files.slot_operations import SlotOperations
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler
 
-PATHS = ["", "a/b", "../x", "a.slot", ".", "a b", "x" * 65, "ä", "a\n", "a\0"]
+INVALID_NAMES = ["", "a/b", "../x", "a.slot", ".", "a b", "x" * 65, "ä", "a\n", "a\0"]
 PROMPT = [1 + at % 200 for at in range(200)]
 
 
@@ -103,7 +103,7 @@ async def test_each_call_sends_one_command_and_returns_its_reply(redis_url: str,
         assert [await client.redis.exists(key) for key in reply_keys] == [0] * 5
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", INVALID_NAMES)
 async def test_the_client_refuses_a_name_that_is_a_path_before_it_sends_a_command(
     redis_url: str, queue: str, name: str
 ) -> None:
@@ -316,7 +316,7 @@ async def test_a_disk_that_refuses_writes_is_an_error_of_the_command(tmp_path: P
         {"action": "dance"},
         {"action": "save", "slot": 256, "name": "x"},
         {"action": "save", "slot": 0, "name": "x", "id": "../x"},
-        *({"action": "save", "slot": 0, "name": name} for name in PATHS),
+        *({"action": "save", "slot": 0, "name": name} for name in INVALID_NAMES),
     ],
 )
 def test_an_invalid_combination_of_fields_is_no_command(values: dict[str, Any]) -> None:
@@ -324,12 +324,12 @@ def test_an_invalid_combination_of_fields_is_no_command(values: dict[str, Any]) 
         make_command(**values)
 
 
-@pytest.mark.parametrize("name", [*PATHS, "a", "A-b_9", "x" * 64])
+@pytest.mark.parametrize("name", [*INVALID_NAMES, "a", "A-b_9", "x" * 64])
 def test_commands_and_files_allow_the_same_names(name: str, tmp_path: Path) -> None:
     try:
         SavedSlotFiles(tmp_path, "model", max_file_bytes=10**6).write(name, {}, b"", b"")
     except InvalidRequest:
-        assert name in PATHS
+        assert name in INVALID_NAMES
     else:
         assert make_command(action="erase", name=name).name == name
 
