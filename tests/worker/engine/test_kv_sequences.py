@@ -30,7 +30,7 @@ TAIL = [7, 300, 42]
 
 @dataclass(frozen=True)
 class Kind:
-    """A model with memory options, and the expected `can_cut` and `in_blocks`."""
+    """A model with memory options, and the expected `can_cut` and `can_save_parts`."""
 
     model: str
     kv_unified: bool = True
@@ -38,7 +38,7 @@ class Kind:
     can_cut: bool = True
 
     @property
-    def in_blocks(self) -> bool:
+    def can_save_parts(self) -> bool:
         return self.can_cut and self.kv_unified
 
     @property
@@ -65,7 +65,7 @@ KINDS = {
     "recurrent streams": Kind("recurrent", kv_unified=False, can_cut=False),
     "hybrid streams": Kind("hybrid", kv_unified=False, can_cut=False),
 }
-BLOCKS = [name for name, kind in KINDS.items() if kind.in_blocks]
+BLOCKS = [name for name, kind in KINDS.items() if kind.can_save_parts]
 WHOLE = [name for name, kind in KINDS.items() if not kind.can_cut]
 STREAMS = ["plain streams", "sliding streams", "window streams", "hybrid streams"]
 
@@ -153,13 +153,13 @@ def count_free_cells(engine: Engine) -> int:
 
 def test_each_kind_of_memory_has_the_expected_abilities(make_engine: MakeEngine, name: str) -> None:
     kind, engine = KINDS[name], make_engine(name)
-    assert (engine.sequences.can_cut, engine.sequences.in_blocks, engine.context.kv_unified) == (
+    assert (engine.sequences.can_cut, engine.sequences.can_save_parts, engine.context.kv_unified) == (
         kind.can_cut,
-        kind.in_blocks,
+        kind.can_save_parts,
         kind.kv_unified,
     )
     assert engine.sequences.cells_per_sequence == (1024 if kind.kv_unified else 256)
-    assert engine.sequences.n_sequences == (3 if kind.in_blocks else 4)
+    assert engine.sequences.n_sequences == (3 if kind.can_save_parts else 4)
 
 
 # ---- copies

@@ -98,7 +98,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig
         )
         engine = Engine(Model(Path(path), n_gpu_layers=0), options)
         engines.append(engine)
-        tree = BlockStore(BLOCK_TOKENS if engine.sequences.in_blocks else None, 10**8, can_cut=engine.sequences.can_cut)
+        tree = BlockStore(
+            BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut
+        )
         pool = SlotPool(
             n_slots,
             engine.context.n_ctx,

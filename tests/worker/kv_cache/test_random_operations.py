@@ -71,7 +71,9 @@ class Life:
         )
         self.clock = ManualClock()
         tree = BlockStore(
-            16 if self.engine.sequences.in_blocks else None, self.random.choice([2_000, 30_000, 10**7]), can_cut=can_cut
+            16 if self.engine.sequences.can_save_parts else None,
+            self.random.choice([2_000, 30_000, 10**7]),
+            can_cut=can_cut,
         )
         chunk_size = self.random.choice([7, 24])
         memory = make_memory(

@@ -87,7 +87,7 @@ def make(
     held_cells: int | None = None,
 ) -> Setup:
     engine = FakeEngine(n_ctx=n_ctx, n_batch=512, n_seq_max=9, can_cut=can_cut, kv_unified=kv_unified)
-    store = BlockStore(64 if engine.sequences.in_blocks else None, host_bytes, can_cut=can_cut)
+    store = BlockStore(64 if engine.sequences.can_save_parts else None, host_bytes, can_cut=can_cut)
     offload: Offload = BlockTransfers(store, engine.sequences) if host_bytes else NoOffload()
     memory = make_memory(
         engine,
@@ -111,7 +111,7 @@ def test_a_state_saved_by_one_worker_is_a_cache_hit_in_another(can_cut: bool, kv
     one.run(LONG)
     save = one.save()
     assert save.n_tokens == 303, "the last token has no cell"
-    assert len(save.parts) == (5 if one.engine.sequences.in_blocks else 1)
+    assert len(save.parts) == (5 if one.engine.sequences.can_save_parts else 1)
     other.restore(save, slot=1)
     assert other.content_tokens(1) == 303
     turn = [*memoryview(save.tokens).cast("i"), *[9] * 20]

@@ -55,7 +55,7 @@ class Setup:
         )
         self.engine = engine = Engine(Model(path, n_gpu_layers=0), options)
         store = BlockStore(
-            BLOCK_TOKENS if engine.sequences.in_blocks else None, 10**8, can_cut=engine.sequences.can_cut
+            BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut
         )
         offload = BlockTransfers(store, engine.sequences)
         memory = KvMemory(

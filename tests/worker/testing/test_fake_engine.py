@@ -49,7 +49,7 @@ def test_cells_beyond_the_last_are_an_error_or_are_reported() -> None:
 
 def test_a_stream_has_cells_of_its_own() -> None:
     engine = FakeEngine(n_ctx=40, n_seq_max=4, kv_unified=False)
-    assert (engine.sequences.cells_per_sequence, engine.sequences.n_sequences, engine.sequences.in_blocks) == (
+    assert (engine.sequences.cells_per_sequence, engine.sequences.n_sequences, engine.sequences.can_save_parts) == (
         10,
         4,
         False,

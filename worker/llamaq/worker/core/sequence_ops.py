@@ -15,7 +15,7 @@ class SequenceOps(Protocol):
         """Whether a sequence can be cut or copied at any token. A recurrent state cannot."""
 
     @property
-    def in_blocks(self) -> bool:
+    def can_save_parts(self) -> bool:
         """Whether saved cells can be loaded behind cells that the sequence already holds."""
 
     def remove(self, seq_id: int) -> None:

@@ -26,8 +26,8 @@ class KvSequences:
 
     Attributes:
         can_cut: Whether a sequence can be cut, and shared, at any token.
-        in_blocks: Whether parts of a sequence can be saved, and loaded behind cells that a sequence holds. If so, the
-            last sequence of the context is a scratch sequence, which is empty between calls.
+        can_save_parts: Whether parts of a sequence can be saved, and loaded behind cells that a sequence holds. If so,
+            the last sequence of the context is a scratch sequence, which is empty between calls.
         n_sequences: Number of sequences that callers may use; their ids are below it.
         cells_per_sequence: Largest number of cells of one sequence.
         isolated: Sequences that lost their cells in a failed batch. The engine decodes each of them in a batch of its
@@ -40,8 +40,8 @@ class KvSequences:
         self._n_swa = model.n_swa
         self._has_streams = not context.kv_unified and not model.is_purely_recurrent
         self.can_cut = not model.is_recurrent and (not model.n_swa or context.swa_full)
-        self.in_blocks = self.can_cut and context.kv_unified and context.has_scratch_sequence
-        self.n_sequences = context.n_seq_max - 1 if self.in_blocks else context.n_seq_max
+        self.can_save_parts = self.can_cut and context.kv_unified and context.has_scratch_sequence
+        self.n_sequences = context.n_seq_max - 1 if self.can_save_parts else context.n_seq_max
         self.cells_per_sequence = context.cells_per_sequence
         self.isolated: set[int] = set()
         self._scratch = context.n_seq_max - 1
@@ -96,8 +96,8 @@ class KvSequences:
 
         Args:
             seq_id: The sequence.
-            start: The first cell; 0 unless `in_blocks`.
-            end: The end of the cells; the length of the sequence unless `in_blocks`.
+            start: The first cell; 0 unless `can_save_parts`.
+            end: The end of the cells; the length of the sequence unless `can_save_parts`.
             allocate: Lends the memory for the state.
 
         Raises:
@@ -107,7 +107,7 @@ class KvSequences:
             raise ValueError(f"there are no cells in [{start}, {end})")
         if any(seq_id == target for _, target in self._context.pending_copies):
             self._finish_copies(self._empty_sequence())
-        if self.in_blocks:
+        if self.can_save_parts:
             return self._save_parts(seq_id, start, end, allocate)
         if start or not self.holds(seq_id, end):
             raise EngineError(f"sequence {seq_id} can only be saved whole, and does not hold [{start}, {end}) exactly")
@@ -118,7 +118,7 @@ class KvSequences:
 
         Args:
             seq_id: The sequence.
-            start: The first cell to load; 0 unless `in_blocks`.
+            start: The first cell to load; 0 unless `can_save_parts`.
             end: The end of the cells to load.
             data: What `save` returned.
             first: The first cell in `data`.
@@ -131,7 +131,7 @@ class KvSequences:
             return False
         if not self.holds(seq_id, start):
             return False
-        if self.in_blocks:
+        if self.can_save_parts:
             return self._load_parts(seq_id, start, end, saved)
         return start == first == 0 and self._load_whole(seq_id, end, saved)
 

@@ -44,7 +44,7 @@ class KvMemory:
         self._sequences = sequences
         self._cache = cache
         self._offload = NoOffload() if offload is None else offload
-        self._lookup = PrefixLookup(cache, self._offload, in_blocks=sequences.in_blocks)
+        self._lookup = PrefixLookup(cache, self._offload, can_save_parts=sequences.can_save_parts)
         self._eviction = Eviction(pool, cache, self._lookup, self._offload, self._remove_entry, held_cells=held_cells)
         self._n_hits = self._n_misses = self._n_hit_tokens = 0
 
@@ -212,7 +212,7 @@ class KvMemory:
 
     def n_copyable(self, tokens: bytes, scope: Scope) -> int:
         """Return how many of these packed tokens a restored entry can copy from a sequence on the device."""
-        return self._cache.match(tokens, scope).n_held if self._sequences.in_blocks else 0
+        return self._cache.match(tokens, scope).n_held if self._sequences.can_save_parts else 0
 
     def make_room_for_entry(self, n_cells: int) -> Room:
         """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries for it."""
@@ -235,7 +235,7 @@ class KvMemory:
         seq_id = self._pool.acquire_for_cache()
         n_copied = 0
         match = self._cache.match(tokens, scope)
-        if self._sequences.in_blocks and match.source is not None:
+        if self._sequences.can_save_parts and match.source is not None:
             n_copied = self._sequences.copy(match.source.seq_id, seq_id, match.n_held)
             self._pool.share(match.source.seq_id, seq_id, n_copied)
         self._pool.resize(seq_id, len(tokens) // TOKEN_BYTES)

@@ -57,13 +57,13 @@ class PrefixLookup:
     Args:
         cache: The entries and runs on the device.
         offload: The stored blocks.
-        in_blocks: Whether stored cells can be loaded behind cells that a sequence already holds.
+        can_save_parts: Whether stored cells can be loaded behind cells that a sequence already holds.
     """
 
-    def __init__(self, cache: PrefixCache, offload: Offload, *, in_blocks: bool) -> None:
+    def __init__(self, cache: PrefixCache, offload: Offload, *, can_save_parts: bool) -> None:
         self._cache = cache
         self._offload = offload
-        self._in_blocks = in_blocks
+        self._can_save_parts = can_save_parts
 
     def find(self, job: Job, admitted_before: int | None = None) -> PrefixHit:
         """Return the hit that saves the most tokens of the job's history.
@@ -84,6 +84,6 @@ class PrefixLookup:
             return PrefixHit(leader=match.leader, n_coming=match.n_coming)
         if n_stored < match.n_held + MIN_GAIN_TOKENS:
             return PrefixHit(match.n_held, match.source)
-        if not self._in_blocks:
+        if not self._can_save_parts:
             return PrefixHit(stored=stored)  # a whole state can only be loaded into an empty sequence
         return PrefixHit(match.n_held, match.source, stored=stored)

@@ -30,7 +30,7 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "format": FORMAT,
         "model": _file_hash(path, settings.cache_dir),
         "llama.cpp": LLAMA_CPP_PYTHON_VERSION,
-        "memory": [engine.sequences.in_blocks, engine.sequences.can_cut, engine.context.kv_unified],
+        "memory": [engine.sequences.can_save_parts, engine.sequences.can_cut, engine.context.kv_unified],
         "gpu_layers": settings.n_gpu_layers > 0 and has_gpu(),
         "salt": settings.cache_salt,
     }

@@ -86,7 +86,7 @@ class SlotSaver:
             raise SlotCommandRefused(
                 f"slot {slot.index} has no state: no job has run there, or the cache has evicted its state"
             )
-        if run is not None and not self._sequences.in_blocks:
+        if run is not None and not self._sequences.can_save_parts:
             self._read_from_device(save)  # at once: after the next tick the sequence is longer and cannot be cut
         return save
 
@@ -120,7 +120,7 @@ class SlotSaver:
     def _find_on_device(self, tokens: bytes, scope: Scope) -> tuple[Entry | Run | None, int]:
         """Return the entry or run that holds the longest prefix of `tokens`, and the length of that prefix."""
         match = self._memory.match(tokens, scope)
-        if match.source and not self._sequences.in_blocks and _scope_of(match.source).key != scope.key:
+        if match.source and not self._sequences.can_save_parts and _scope_of(match.source).key != scope.key:
             return None, 0  # the sequence can only be saved whole, with tokens of another namespace
         return match.source, match.n_held
 
@@ -135,7 +135,7 @@ class SlotSaver:
         start, end = save.n_read, n_held
         if source is None or end <= start:
             return False
-        if self._sequences.in_blocks:
+        if self._sequences.can_save_parts:
             saved_end = end = min(end, (start // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
         elif end < save.n_tokens:
             return False

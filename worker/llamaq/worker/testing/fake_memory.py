@@ -42,8 +42,8 @@ class FakeMemory:
         self.n_seq_max = n_seq_max
         self.can_cut = can_cut
         self.kv_unified = kv_unified
-        self.in_blocks = can_cut and kv_unified
-        self.n_sequences = n_seq_max - 1 if self.in_blocks else n_seq_max
+        self.can_save_parts = can_cut and kv_unified
+        self.n_sequences = n_seq_max - 1 if self.can_save_parts else n_seq_max
         self.cells_per_sequence = n_ctx if kv_unified else n_ctx // n_seq_max
         self.calls: list[tuple[str, int, int, int]] = []
         """All copies (source, target, tokens), saves and loads (sequence, start, end), in order."""
@@ -114,7 +114,7 @@ class FakeMemory:
         n_held = self.n_held(seq_id)
         if not 0 <= start < end <= n_held:
             raise AssertionError(f"[{start}, {end}) is not in the {n_held} cells of sequence {seq_id}")
-        if not self.in_blocks and (start, end) != (0, n_held):
+        if not self.can_save_parts and (start, end) != (0, n_held):
             raise AssertionError(f"[{start}, {end}) is not all of the {n_held} cells of sequence {seq_id}")
         if self._bad_saves:
             self._bad_saves -= 1
@@ -133,7 +133,7 @@ class FakeMemory:
             raise AssertionError(
                 f"[{start}, {end}) does not follow {self.n_held(seq_id)} cells, or begins before {first}"
             )
-        if not self.in_blocks and start:
+        if not self.can_save_parts and start:
             raise AssertionError(f"only a whole sequence can be loaded, not [{start}, {end})")
         self.calls.append(("load", seq_id, start, end))
         if self._bad_loads:
