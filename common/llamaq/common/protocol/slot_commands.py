@@ -66,7 +66,7 @@ class SlotFile(WireModel):
 
     name: str = Field(description="Name of the file.")
     n_tokens: int = Field(description="Number of tokens in the saved state.")
-    n_bytes: int = Field(description="Size of the file in bytes.")
+    n_bytes: int = Field(description="Size of the saved cells in bytes.")
     saved_ms: int = Field(description="Time of the save in milliseconds since the epoch, by the clock of the host.")
     is_usable: bool = Field(True, description="Whether the model and settings of this worker can restore the file.")
 
