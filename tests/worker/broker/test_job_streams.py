@@ -1,3 +1,5 @@
+"""The job streams of several partitions are read fairly, and expired entries are found."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -40,14 +42,14 @@ def counts(found: list[tuple[str, list[Any]]]) -> dict[str, int]:
     return totals
 
 
-async def test_no_more_is_read_than_asked_for_though_redis_counts_for_each_stream(redis_url: str, queue: str) -> None:
+async def test_no_more_entries_are_read_than_requested_from_all_streams_together(redis_url: str, queue: str) -> None:
     async with opened(redis_url, queue, 3) as (redis, streams):
         for partition in range(3):
             await add(redis, queue, partition, INTERACTIVE, 4)
             await add(redis, queue, partition, BULK, 4)
         assert sum(counts(await streams.read(5)).values()) == 5
         assert sum(counts(await streams.read(2)).values()) == 2
-        # The rest of the interactive ones before any other, wherever they lie.
+        # The remaining interactive jobs come first, in whichever partition they are.
         last = counts(await streams.read(6))
         assert sum(n for name, n in last.items() if name.endswith("interactive")) == 5
         assert sum(last.values()) == 6
@@ -55,7 +57,7 @@ async def test_no_more_is_read_than_asked_for_though_redis_counts_for_each_strea
         assert await streams.read(100) == []
 
 
-async def test_one_full_partition_fills_the_worker_and_a_small_room_sees_all_partitions(
+async def test_one_full_partition_can_fill_the_worker_and_a_read_of_one_entry_reaches_all_partitions(
     redis_url: str, queue: str
 ) -> None:
     async with opened(redis_url, queue, 4) as (redis, streams):
@@ -64,7 +66,7 @@ async def test_one_full_partition_fills_the_worker_and_a_small_room_sees_all_par
         assert counts(await streams.read(1)) == {"2 bulk": 1}
 
 
-async def test_partitions_take_turns(redis_url: str, queue: str) -> None:
+async def test_partitions_are_read_in_turn(redis_url: str, queue: str) -> None:
     async with opened(redis_url, queue, 4) as (redis, streams):
         for partition in range(4):
             await add(redis, queue, partition, INTERACTIVE, 3)
@@ -76,13 +78,13 @@ async def test_partitions_take_turns(redis_url: str, queue: str) -> None:
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-async def test_a_silent_workers_entry_is_found_behind_many_that_are_well(
+async def test_an_expired_entry_is_found_behind_many_with_a_valid_lease(
     redis_url: str, queue: str, partitions: int
 ) -> None:
     async with opened(redis_url, queue, partitions) as (redis, streams):
         await add(redis, queue, 0, INTERACTIVE, 40)
         stream = Keys().jobs(queue, 0, INTERACTIVE)
-        await redis.xreadgroup(GROUP, "well", {stream: ">"}, count=39)
+        await redis.xreadgroup(GROUP, "alive", {stream: ">"}, count=39)
         reply: Any = await redis.xreadgroup(GROUP, "silent", {stream: ">"})
         entry = reply[0][1][0][0]
         assert await streams.reclaim(1, 60_000) == []
@@ -91,7 +93,7 @@ async def test_a_silent_workers_entry_is_found_behind_many_that_are_well(
         assert await streams.reclaim(1, 60_000) == []
 
 
-async def test_groups_that_somebody_deleted_are_made_again(redis_url: str, queue: str) -> None:
+async def test_deleted_groups_are_created_again(redis_url: str, queue: str) -> None:
     async with opened(redis_url, queue, 1) as (redis, streams):
         for read in (streams.read(1), streams.reclaim(1, 1000)):
             await redis.delete(*(Keys().jobs(queue, 0, priority) for priority in Priority))

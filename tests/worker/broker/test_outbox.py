@@ -1,4 +1,4 @@
-"""The worker's writing end on a real Redis: checkpoints, hand-backs, and what happens when Redis takes nothing."""
+"""The outbox on a real Redis: checkpoints, requeued jobs, damaged keys, and a full Redis."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ AT_ONCE = Checkpoints(tokens=10**6, every_s=0.0)
 
 
 @dataclass
-class Engine:
-    """What the outbox tells the engine thread."""
+class RecordingEngine:
+    """Records the calls of the outbox to the engine thread, and the stats of finished jobs."""
 
     cancelled: list[str] = field(default_factory=list)
     released: list[tuple[str, int]] = field(default_factory=list)
@@ -52,29 +52,29 @@ class Engine:
 
 
 @dataclass
-class Desk:
-    """An outbox on a queue with a client, and a worker that claims for it."""
+class Worker:
+    """An outbox with its mailbox, a client, and a fake worker that claims jobs for the outbox."""
 
     client: AsyncClient
-    worker: FakeWorker
+    claimer: FakeWorker
     outbox: Outbox
     outputs: OutputMailbox
-    engine: Engine
+    engine: RecordingEngine
     streams: bool
 
     async def begin(self) -> tuple[AsyncJob, Job]:
-        """Submit a job, and start it here."""
+        """Submit a job and start it on this worker."""
         job = await self.client.submit("hello", stream=self.streams)
-        attempt = await self.worker.start_next()
+        attempt = await self.claimer.start_next()
         lease = Lease(job.id, 0, attempt.claim.stream, attempt.claim.entry_id, attempt.number)
-        nothing = cast(Any, None)
-        running = Job(lease, attempt.request, [1], sampler=nothing, detokenizer=nothing)
+        unused = cast(Any, None)
+        running = Job(lease, attempt.request, [1], sampler=unused, detokenizer=unused)
         self.outbox.register(lease, 0)
         assert self.outbox.set_prepared(running, [])
         return job, running
 
     async def put(self, job: Job, *tokens: int) -> None:
-        """The engine generated these tokens, whose text is a letter each."""
+        """Put generated tokens into the mailbox. The text of each token is one letter."""
         self.outputs.put([NewToken(job, token, chr(ord("a") + token % 26)) for token in tokens])
         await asyncio.sleep(0)
 
@@ -84,11 +84,11 @@ class Desk:
         await asyncio.sleep(0)
 
     async def events(self, job: AsyncJob) -> list[Any]:
-        return (await self._look(job))[0]
+        return (await self._read(job))[0]
 
     async def stored(self, job: AsyncJob) -> list[int]:
-        """The tokens of its events, whose offsets have neither gap nor repeat, and as many as its hash says."""
-        events, generated = await self._look(job)
+        """Return the stored tokens. Offsets have no gap and no repeat, and the count equals the one in the hash."""
+        events, generated = await self._read(job)
         tokens: list[int] = []
         for event in events:
             if isinstance(event, Tokens):
@@ -98,20 +98,20 @@ class Desk:
         assert generated == len(tokens)
         return tokens
 
-    async def _look(self, job: AsyncJob) -> tuple[list[Any], int]:
-        """Its events, and the number of tokens that its hash has at the same moment."""
+    async def _read(self, job: AsyncJob) -> tuple[list[Any], int]:
+        """Return the events, and the number of generated tokens in the hash at the same moment."""
         keys = self.client.keys.of_job(job.id)
-        look = "return {redis.call('XRANGE', KEYS[1], '-', '+'), redis.call('HGET', KEYS[2], 'generated')}"
-        entries, generated = await cast(Any, self.client.redis.eval(look, 2, keys.events, keys.job))
+        script = "return {redis.call('XRANGE', KEYS[1], '-', '+'), redis.call('HGET', KEYS[2], 'generated')}"
+        entries, generated = await cast(Any, self.client.redis.eval(script, 2, keys.events, keys.job))
         return [codec.decode_event(fields[1]) for _, fields in entries], int(generated)
 
 
 @asynccontextmanager
-async def desk(
+async def working(
     url: str, queue: str, *, checkpoints: Checkpoints = NEVER, streams: bool = True, lease_s: float = 1000.0
-) -> AsyncIterator[Desk]:
+) -> AsyncIterator[Worker]:
     async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
-        engine, outputs = Engine(), OutputMailbox()
+        engine, outputs = RecordingEngine(), OutputMailbox()
         outbox = Outbox(
             Scripts(worker.redis, worker.keys),
             worker.name,
@@ -123,14 +123,14 @@ async def desk(
             is_alive=lambda: True,
             on_finished=engine.record,
         )
-        yield Desk(client, worker, outbox, outputs, engine, streams)
+        yield Worker(client, worker, outbox, outputs, engine, streams)
 
 
 # jobs without per-token events
 
 
-async def test_a_job_without_per_token_events_is_stored_every_so_many_tokens(redis_url: str, queue: str) -> None:
-    async with desk(redis_url, queue, checkpoints=Checkpoints(4, 10**6), streams=False) as at:
+async def test_a_job_without_per_token_events_is_stored_at_checkpoints_of_tokens(redis_url: str, queue: str) -> None:
+    async with working(redis_url, queue, checkpoints=Checkpoints(4, 10**6), streams=False) as at:
         job, running = await at.begin()
         for number in range(11):
             await at.put(running, number)
@@ -144,18 +144,18 @@ async def test_a_job_without_per_token_events_is_stored_every_so_many_tokens(red
         assert "".join([chunk.text async for chunk in job.stream()]) == result.text
 
 
-async def test_a_job_without_per_token_events_is_stored_every_so_many_seconds(redis_url: str, queue: str) -> None:
-    async with desk(redis_url, queue, checkpoints=AT_ONCE, streams=False) as at:
+async def test_a_job_without_per_token_events_is_stored_at_checkpoints_of_seconds(redis_url: str, queue: str) -> None:
+    async with working(redis_url, queue, checkpoints=AT_ONCE, streams=False) as at:
         job, running = await at.begin()
         await at.outbox.flush()
-        assert [event.type for event in await at.events(job)] == ["started"], "a checkpoint of nothing is none"
+        assert [event.type for event in await at.events(job)] == ["started"], "a checkpoint needs tokens"
         await at.put(running, 0, 1, 2)
         await at.outbox.flush()
         assert await at.stored(job) == [0, 1, 2]
 
 
 async def test_checkpoints_are_stored_and_not_published(redis_url: str, queue: str) -> None:
-    async with desk(redis_url, queue, checkpoints=AT_ONCE, streams=False) as at, at.client.redis.pubsub() as pubsub:
+    async with working(redis_url, queue, checkpoints=AT_ONCE, streams=False) as at, at.client.redis.pubsub() as pubsub:
         job, running = await at.begin()
         await pubsub.subscribe(at.client.keys.of_job(job.id).channel)
         await pubsub.get_message(timeout=5)
@@ -169,15 +169,15 @@ async def test_checkpoints_are_stored_and_not_published(redis_url: str, queue: s
         assert codec.decode_event(message["data"]).type == "finished"
 
 
-@pytest.mark.parametrize("way", ["give_up", "close"])
+@pytest.mark.parametrize("reason", ["withdrawn", "close"])
 @pytest.mark.parametrize("streams", [True, False])
-async def test_what_was_generated_is_stored_before_a_job_is_handed_back(
-    redis_url: str, queue: str, streams: bool, way: str
+async def test_generated_tokens_are_stored_before_a_job_is_requeued(
+    redis_url: str, queue: str, streams: bool, reason: str
 ) -> None:
-    async with desk(redis_url, queue, streams=streams) as at:
+    async with working(redis_url, queue, streams=streams) as at:
         job, running = await at.begin()
         await at.put(running, 0, 1, 2)
-        if way == "give_up":
+        if reason == "withdrawn":
             at.outputs.put([JobWithdrawn(running)])
             await asyncio.sleep(0)
             await at.outbox.flush()
@@ -186,16 +186,16 @@ async def test_what_was_generated_is_stored_before_a_job_is_handed_back(
         assert at.outbox.n_jobs == 0
         assert await at.stored(job) == [0, 1, 2]
         assert (await job.status()).state is JobState.QUEUED
-        again = await at.worker.scripts.start(Claim(job.id, running.lease.stream, running.lease.entry_id), "other")
+        again = await at.claimer.scripts.start(Claim(job.id, running.lease.stream, running.lease.entry_id), "other")
         assert isinstance(again, Attempt)
         assert again.generated == 3
 
 
 @pytest.mark.parametrize("streams", [True, False])
-async def test_a_job_is_handed_back_only_when_redis_has_all_of_it_again(
+async def test_a_job_is_requeued_only_after_tokens_lost_in_a_failover_are_stored_again(
     redis_url: str, queue: str, streams: bool
 ) -> None:
-    async with desk(redis_url, queue, checkpoints=AT_ONCE, streams=streams) as at:
+    async with working(redis_url, queue, checkpoints=AT_ONCE, streams=streams) as at:
         job, running = await at.begin()
         keys = at.client.keys.of_job(job.id)
         await at.put(running, 0, 1, 2)
@@ -208,14 +208,14 @@ async def test_a_job_is_handed_back_only_when_redis_has_all_of_it_again(
         assert (await job.status()).state is JobState.QUEUED
 
 
-# what lies under a job's keys
+# damaged keys of a job
 
 
 @pytest.mark.parametrize("streams", [True, False])
-async def test_overwritten_events_are_that_jobs_matter_and_are_written_again(
+async def test_overwritten_events_affect_one_job_alone_and_are_written_again(
     redis_url: str, queue: str, streams: bool
 ) -> None:
-    async with desk(redis_url, queue, checkpoints=AT_ONCE, streams=streams) as at:
+    async with working(redis_url, queue, checkpoints=AT_ONCE, streams=streams) as at:
         broken, first = await at.begin()
         sound, second = await at.begin()
         await at.put(first, 0, 1)
@@ -230,10 +230,10 @@ async def test_overwritten_events_are_that_jobs_matter_and_are_written_again(
 
 
 @pytest.mark.parametrize("streams", [True, False])
-async def test_events_overwritten_before_the_end_are_written_again_with_it(
+async def test_events_overwritten_before_the_end_of_a_job_are_written_again_with_the_end(
     redis_url: str, queue: str, streams: bool
 ) -> None:
-    async with desk(redis_url, queue, streams=streams) as at:
+    async with working(redis_url, queue, streams=streams) as at:
         job, running = await at.begin()
         await at.put(running, 0, 1)
         await at.outbox.flush()
@@ -248,8 +248,8 @@ async def test_events_overwritten_before_the_end_are_written_again_with_it(
         assert at.engine.finished == [JobStats(generated_tokens=3)]
 
 
-async def test_a_rejected_job_ends_though_its_events_were_overwritten(redis_url: str, queue: str) -> None:
-    async with desk(redis_url, queue) as at:
+async def test_a_rejected_job_ends_although_its_events_were_overwritten(redis_url: str, queue: str) -> None:
+    async with working(redis_url, queue) as at:
         job, running = await at.begin()
         await at.client.redis.delete(at.client.keys.of_job(job.id).events)
         await at.client.redis.hset(at.client.keys.of_job(job.id).events, "not", "a stream")
@@ -262,8 +262,8 @@ async def test_a_rejected_job_ends_though_its_events_were_overwritten(redis_url:
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-async def test_a_job_whose_hash_was_overwritten_is_lost_alone(redis_url: str, queue: str, has_ended: bool) -> None:
-    async with desk(redis_url, queue) as at:
+async def test_only_the_job_whose_hash_was_overwritten_is_lost(redis_url: str, queue: str, has_ended: bool) -> None:
+    async with working(redis_url, queue) as at:
         broken, first = await at.begin()
         sound, second = await at.begin()
         await at.client.redis.set(at.client.keys.of_job(broken.id).job, "not a hash")
@@ -282,7 +282,7 @@ async def test_a_job_whose_hash_was_overwritten_is_lost_alone(redis_url: str, qu
 
 @asynccontextmanager
 async def full(redis: Any) -> AsyncIterator[None]:
-    """Redis takes no more than it holds, for the time of the block."""
+    """Make Redis refuse writes that need memory, until the end of the block."""
     used = (await redis.info("memory"))["used_memory"]
     await redis.set("ballast", b"x" * 200_000)
     await redis.config_set("maxmemory", used + 100_000)
@@ -294,21 +294,21 @@ async def full(redis: Any) -> AsyncIterator[None]:
 
 @pytest.fixture
 def own_url() -> Iterator[str]:
-    """A Redis for one test: `maxmemory` is the server's."""
+    """A Redis server for one test alone, because `maxmemory` applies to the whole server."""
     with EmbeddedRedis() as server:
         yield server.url
 
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("streams", [True, False])
-async def test_jobs_wait_while_redis_is_full_keep_their_leases_and_go_on(
+async def test_jobs_keep_their_leases_while_redis_is_full_and_continue_afterwards(
     own_url: str, queue: str, streams: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "llamaq.worker.broker.outbox")
-    async with desk(own_url, queue, checkpoints=AT_ONCE, streams=streams, lease_s=0.1) as at:
+    async with working(own_url, queue, checkpoints=AT_ONCE, streams=streams, lease_s=0.1) as at:
         job, running = await at.begin()
         ending, last = await at.begin()
-        handed, leaving = await at.begin()
+        requeued, withdrawn = await at.begin()
         task = asyncio.create_task(at.outbox.run())
         await at.put(running, 0, 1)
         await until(at.stored, job, [0, 1])
@@ -317,8 +317,8 @@ async def test_jobs_wait_while_redis_is_full_keep_their_leases_and_go_on(
             await at.put(running, 2, 3)
             await at.put(last, 5)
             await at.end(last, 1)
-            await at.put(leaving, 9)
-            at.outputs.put([JobWithdrawn(leaving)])
+            await at.put(withdrawn, 9)
+            at.outputs.put([JobWithdrawn(withdrawn)])
             idle = [await idle_ms(at, running)]
             while "redis_full" not in caplog.text or n_renewals(idle) < 3:
                 await asyncio.sleep(0.005)
@@ -326,38 +326,38 @@ async def test_jobs_wait_while_redis_is_full_keep_their_leases_and_go_on(
             assert await at.stored(job) == [0, 1]
             assert at.outbox.n_jobs == 3
         await until(at.stored, job, [0, 1, 2, 3])
-        await until(at.stored, handed, [9])
+        await until(at.stored, requeued, [9])
         assert (await ending.result(timeout=5)).tokens == (5,)
         await cancel_tasks(task)
-        told = [record.getMessage().split()[0] for record in caplog.records if "redis" in record.getMessage()]
-        assert told == ["outbox.redis_full", "outbox.redis_is_back"], "once each, however often it was tried"
-        assert "sent_again" not in caplog.text, "nothing was stored otherwise than thought"
+        logged = [record.getMessage().split()[0] for record in caplog.records if "redis" in record.getMessage()]
+        assert logged == ["outbox.redis_full", "outbox.redis_is_back"], "one line each, although many flushes failed"
+        assert "sent_again" not in caplog.text, "Redis stored exactly what the outbox expected"
         assert at.engine.released == []
 
 
-async def until(look: Callable[[AsyncJob], Awaitable[list[int]]], job: AsyncJob, wanted: list[int]) -> None:
-    """Wait until that is what is seen."""
+async def until(read: Callable[[AsyncJob], Awaitable[list[int]]], job: AsyncJob, wanted: list[int]) -> None:
+    """Wait until `read` returns `wanted`."""
     async with asyncio.timeout(10):
-        while await look(job) != wanted:  # noqa: ASYNC110  # it happens in Redis
+        while await read(job) != wanted:  # noqa: ASYNC110  # Redis changes without an event
             await asyncio.sleep(0.01)
 
 
 def n_renewals(idle: list[int]) -> int:
-    """How often the idle time went back towards nothing."""
+    """Return how often the idle time of an entry was reset, which is how often its lease was renewed."""
     return sum(after < before for before, after in pairwise(idle))
 
 
-async def idle_ms(at: Desk, job: Job) -> int:
+async def idle_ms(at: Worker, job: Job) -> int:
     lease = job.lease
     pending: Any = await at.client.redis.xpending_range(lease.stream, GROUP, lease.entry_id, lease.entry_id, 1)
     return int(pending[0]["time_since_delivered"])
 
 
 @pytest.mark.starts_processes
-async def test_a_flush_that_a_full_redis_refuses_changes_nothing_and_still_tells_of_cancels(
+async def test_a_flush_that_a_full_redis_refuses_stores_nothing_and_still_reports_cancellations(
     own_url: str, queue: str
 ) -> None:
-    async with desk(own_url, queue) as at:
+    async with working(own_url, queue) as at:
         job, running = await at.begin()
         await job.cancel()
         await at.put(running, 0)

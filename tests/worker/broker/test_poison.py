@@ -162,7 +162,7 @@ async def test_a_worker_with_a_recent_heartbeat_has_not_crashed(
         await begin(worker, claim, worker.name)
         if heartbeat_age_s is not None:
             await worker.announce(now_ms=int((time.time() - heartbeat_age_s) * 1000))
-        assert await inbox.check_for_crash(claim) == "ok"
+        assert await inbox.check_crash(claim) == "ok"
         assert await crashes(job) == n_crashes
 
 

@@ -111,7 +111,7 @@ class Inbox:
     def _stream_prefix(self, job_id: JobId) -> str:
         return self._keys.jobs(job_id.queue, job_id.partition, Priority.BULK).removesuffix(Priority.BULK.value)
 
-    async def check_for_crash(self, claim: Claim) -> CrashVerdict:
+    async def check_crash(self, claim: Claim) -> CrashVerdict:
         """Check whether the worker that last ran a reclaimed job died of it, and count the crash (`check_crash.lua`).
 
         A lease may expire although its worker lives. The worker's heartbeat tells the two cases apart: a lease is

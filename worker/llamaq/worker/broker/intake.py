@@ -164,7 +164,7 @@ class Intake:
 
         If one is a suspect, it runs here alone and the others are requeued, so that they need not wait for it.
         """
-        codes = await asyncio.gather(*(self._inbox.check_for_crash(claim) for claim in reclaimed))
+        codes = await asyncio.gather(*(self._inbox.check_crash(claim) for claim in reclaimed))
         suspects = [claim for claim, code in zip(reclaimed, codes, strict=True) if code == "suspect"]
         others = [claim for claim, code in zip(reclaimed, codes, strict=True) if code == "ok"]
         if not suspects:

@@ -1,0 +1,215 @@
+"""The tick loop runs commands and ticks in order, and reports each tick before its outputs leave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.queue_state import TickStats
+from llamaq.worker.core.batch import Batch, SlotResult
+from llamaq.worker.core.job import Job, JobEnded
+from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
+from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.engine_loop.telemetry import Telemetry
+from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS, TickLoop
+from llamaq.worker.testing.fake_engine import FakeEngine
+from llamaq.worker.testing.fake_job import make_job
+from llamaq.worker.testing.ticks import ManualClock, make_memory, make_scheduler
+
+N_SLOTS = 2
+HANG_S = 60.0
+
+
+class RecordingTelemetry(Telemetry):
+    """Adds each recorded tick to a list of effects."""
+
+    def __init__(self, effects: list[object]) -> None:
+        super().__init__()
+        self._effects = effects
+
+    def record_tick(self, stats: TickStats) -> None:
+        super().record_tick(stats)
+        self._effects.append(stats)
+
+
+class RecordingMailbox(OutputMailbox):
+    """Adds each message to a list of effects."""
+
+    def __init__(self, effects: list[object]) -> None:
+        super().__init__()
+        self._effects = effects
+
+    def put(self, messages: Sequence[Message]) -> None:
+        self._effects += messages
+
+
+class SlowEngine(FakeEngine):
+    """A fake engine whose batches take `batch_s` seconds by a manual clock."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.batch_s = 0.0
+        self._clock = clock
+
+    def run(self, batch: Batch) -> list[SlotResult]:
+        self._clock.now_s += self.batch_s
+        return super().run(batch)
+
+
+class Loop:
+    """A tick loop with a fake engine, and its effects in order: recorded ticks and messages."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.effects: list[object] = []
+        self.clock = ManualClock()
+        self.engine = SlowEngine(self.clock)
+        self.scheduler = make_scheduler(self.engine, make_memory(self.engine, n_slots=N_SLOTS), clock=self.clock)
+        self.shared = SharedState(RecordingTelemetry(self.effects), RecordingMailbox(self.effects))
+        self.ticks = TickLoop(
+            self.scheduler, self.engine, self.shared, hang_s=HANG_S, capacity=capacity, clock=self.clock
+        )
+
+    def start(self, job: Job) -> None:
+        """Give the job a slot."""
+        self.scheduler.submit(job)
+        self.scheduler.admit()
+
+    def run_until_empty(self) -> None:
+        """Run the loop on this thread until no job is left. Jobs without a slot are withdrawn."""
+        self.ticks.stop(HANG_S)
+        self.ticks.run()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the loop on a thread of its own until the end of the block."""
+        thread = threading.Thread(target=self.ticks.run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.ticks.stop(0)
+            thread.join()
+
+
+def admit_all(loop: Loop, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        loop.ticks.admit(job)
+
+
+def test_the_measurements_of_a_tick_are_recorded_before_its_outputs_leave() -> None:
+    loop = Loop()
+    loop.start(make_job(max_tokens=3))
+    loop.run_until_empty()
+    kinds = [type(effect).__name__ for effect in loop.effects]
+    assert kinds == ["TickStats", "NewToken", "TickStats", "NewToken", "TickStats", "NewToken", "JobEnded"]
+    assert loop.shared.telemetry.n_ticks == 3
+    assert repr(loop.ticks) == "<TickLoop ticks=3 <Scheduler 0/2 slots, 0 waiting>>"
+
+
+def test_the_queue_depth_of_the_gauge_is_in_the_measurements() -> None:
+    loop = Loop()
+    loop.shared.queue_depth.n_waiting = 7
+    loop.start(make_job(max_tokens=1))
+    loop.run_until_empty()
+    stats = loop.shared.telemetry.last_tick
+    assert stats is not None
+    assert stats.queue_depth == 7
+
+
+def test_a_stopping_worker_withdraws_jobs_without_a_slot_before_it_computes() -> None:
+    loop = Loop()
+    jobs = [make_job(max_tokens=1) for _ in range(N_SLOTS + 2)]
+    for job in jobs:
+        loop.scheduler.submit(job)
+    loop.run_until_empty()
+    assert loop.effects == [JobWithdrawn(job) for job in jobs]
+
+
+async def test_bulk_jobs_beyond_the_capacity_are_withdrawn() -> None:
+    loop = Loop(capacity=N_SLOTS + 1)
+    jobs = [make_job(max_tokens=5, priority=Priority.BULK) for _ in range(N_SLOTS + 3)]
+    with loop.running():
+        await asyncio.wrap_future(loop.ticks.call(lambda: admit_all(loop, jobs)))
+        await asyncio.wrap_future(loop.ticks.call(lambda: None))
+    withdrawn = [effect for effect in loop.effects if isinstance(effect, JobWithdrawn)]
+    assert withdrawn == [JobWithdrawn(jobs[-1]), JobWithdrawn(jobs[-2])]
+
+
+async def test_a_call_returns_the_result_or_the_error_of_its_work() -> None:
+    loop = Loop()
+
+    def fail() -> None:
+        raise ValueError("expected")
+
+    with loop.running():
+        thread = await asyncio.wrap_future(loop.ticks.call(threading.current_thread))
+        assert thread is not threading.current_thread()
+        with pytest.raises(ValueError, match="expected"):
+            await asyncio.wrap_future(loop.ticks.call(fail))
+        assert await asyncio.wrap_future(loop.ticks.call(lambda: 5)) == 5
+
+
+def test_a_cancelled_job_ends_before_the_next_tick() -> None:
+    loop = Loop()
+    job = make_job(max_tokens=3)
+    loop.start(job)
+    loop.ticks.cancel(job.id)
+    loop.run_until_empty()
+    [ended] = loop.effects
+    assert isinstance(ended, JobEnded)
+    assert (ended.job, ended.reason) == (job, FinishReason.CANCELLED)
+
+
+def test_a_released_attempt_has_no_end_and_a_newer_attempt_stays() -> None:
+    loop = Loop()
+    old = make_job(max_tokens=1, attempt=1)
+    new = make_job(max_tokens=1, attempt=2, job_id=old.id)
+    loop.start(old)
+    loop.ticks.release(old.id, 1)
+    loop.ticks.admit(new)
+    loop.ticks.release(old.id, 1)
+    loop.run_until_empty()
+    assert loop.effects == [JobWithdrawn(new)]
+
+
+def test_a_tick_hangs_when_it_takes_longer_than_the_limit() -> None:
+    loop = Loop()
+    loop.clock.now_s += HANG_S - 1
+    assert loop.ticks.is_alive
+    loop.clock.now_s += 2
+    assert loop.ticks.tick_age_s == HANG_S + 1
+    assert not loop.ticks.is_alive
+
+
+def test_slow_ticks_raise_the_limit_of_a_hang() -> None:
+    loop = Loop()
+    loop.engine.batch_s = HANG_S / 2
+    loop.start(make_job(max_tokens=1))
+    loop.run_until_empty()
+    assert loop.ticks.hang_after_s == SLOW_TICKS * HANG_S / 2
+
+
+def test_the_loop_ends_after_the_grace_although_jobs_are_left() -> None:
+    loop = Loop()
+    loop.start(make_job(max_tokens=1000))
+    loop.ticks.stop(10)
+    loop.ticks.stop(0)
+    loop.ticks.stop(10)
+    loop.ticks.run()
+    assert loop.effects == []
+    assert loop.scheduler.has_work
+
+
+def test_the_snapshot_is_new_when_the_engine_becomes_idle() -> None:
+    loop = Loop()
+    first = loop.ticks.snapshot
+    loop.start(make_job(max_tokens=2))
+    loop.run_until_empty()
+    assert loop.ticks.snapshot is not first
+    assert [slot.state for slot in loop.ticks.snapshot.slots] == ["idle"] * N_SLOTS
