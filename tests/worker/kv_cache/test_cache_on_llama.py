@@ -98,7 +98,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig
         )
         engine = Engine(Model(Path(path), n_gpu_layers=0), options)
         engines.append(engine)
-        tree = BlockStore(
+        store = BlockStore(
             BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut
         )
         pool = SlotPool(
@@ -112,7 +112,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig
             pool,
             engine.sequences,
             RadixPrefixCache(can_cut=engine.sequences.can_cut) if cache else NullPrefixCache(),
-            BlockTransfers(tree, engine.sequences) if host else None,
+            BlockTransfers(store, engine.sequences) if host else None,
             held_cells=0 if host else None,
         )
         planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=64))

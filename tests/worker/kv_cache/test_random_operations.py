@@ -70,7 +70,7 @@ class Life:
             kv_unified=kv_unified,
         )
         self.clock = ManualClock()
-        tree = BlockStore(
+        store = BlockStore(
             16 if self.engine.sequences.can_save_parts else None,
             self.random.choice([2_000, 30_000, 10**7]),
             can_cut=can_cut,
@@ -80,7 +80,7 @@ class Life:
             self.engine,
             n_slots=3,
             cache=Suspicious(can_cut=can_cut),
-            offload=BlockTransfers(tree, self.engine.sequences) if self.random.random() < 0.8 else None,
+            offload=BlockTransfers(store, self.engine.sequences) if self.random.random() < 0.8 else None,
             held_cells=self.random.choice([0, 100, None]),
             similarity=0.2,
         )

@@ -67,12 +67,12 @@ class Rig:
     def __init__(self, model: Path, *, cache: bool) -> None:
         options = ContextOptions(n_ctx=N_CTX, n_batch=256, n_ubatch=64, n_seq_max=24, n_threads=1, n_threads_batch=1)
         self.engine = engine = Engine(Model(model, n_gpu_layers=0), options)
-        tree = BlockStore(32, 3 * 2**20, can_cut=True)
+        store = BlockStore(32, 3 * 2**20, can_cut=True)
         memory = KvMemory(
             SlotPool(8, engine.context.n_ctx, engine.sequences.n_sequences, similarity=0.1),
             engine.sequences,
             RadixPrefixCache() if cache else NullPrefixCache(),
-            BlockTransfers(tree, engine.sequences, arena=HostArena(3 * 2**20, 32)) if cache else None,
+            BlockTransfers(store, engine.sequences, arena=HostArena(3 * 2**20, 32)) if cache else None,
             held_cells=N_CTX // 4,
         )
         planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=48))

@@ -2,7 +2,7 @@
 
 A save runs on the engine thread between ticks, in steps of a few milliseconds and at least one block. Between two steps
 the job may continue or end, and entries may move between the tiers: every step searches for the next cells anew. Where
-the KV memory is not saved in blocks, a state has one part, and the ticks wait for the whole copy.
+sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
 """
 
 from __future__ import annotations
