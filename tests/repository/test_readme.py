@@ -15,17 +15,14 @@ from typing import Any
 
 import pytest
 import typer
-from pydantic import BaseModel
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.queue_state import TickStats
-from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.common.settings import ClientSettings
 from llamaq.producer import Client
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process.supervisor import Supervisor
-from llamaq.worker.settings import WorkerSettings, usable_cores
+from llamaq.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -34,8 +31,6 @@ COMMANDS = (
     *("worker", "up", "demo"),
 )
 START_TIMEOUT_S = 60.0
-MINUS = "\u2212"
-"""As the documents print it."""
 
 
 def block(name: str) -> str:
@@ -50,30 +45,8 @@ def run_block(name: str) -> dict[str, Any]:
     return namespace
 
 
-def table_rows(text: str, header: str) -> list[list[str]]:
-    """The cells of the table that begins with this header line."""
-    lines = text.partition(header + "\n")[2].splitlines()[1:]
-    assert lines, header
-    end = next(place for place, line in enumerate(lines) if not line.startswith("|"))
-    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[:end]]
-
-
 def names_in(cell: str) -> list[str]:
     return re.findall(r"`([a-z_]+)`", cell)
-
-
-def default_of(model: type[BaseModel], name: str) -> Any:
-    return model.model_fields[name].get_default(call_default_factory=True, validated_data={})
-
-
-def read_value(text: str) -> Any:
-    """What a table's cell means: a number, a name, MiB; None for nothing in particular."""
-    text = text.strip("` ").replace(MINUS, "-")
-    if text.endswith(" MiB"):
-        return int(text.removesuffix(" MiB")) * 1024 * 1024
-    if re.fullmatch(r"-?[\d.]+", text):
-        return float(text)
-    return {"": None, "none": None, "any": None, "empty": "", "true": True, "false": False, "{}": {}}.get(text, text)
 
 
 # ---- the examples
@@ -209,26 +182,10 @@ def test_every_flag_that_the_documents_name_exists() -> None:
 # ---- the tables
 
 
-def test_the_table_of_options_has_the_real_defaults() -> None:
-    rows = table_rows(README, "| option | default | |")
-    seen: set[str] = set()
-    for option, default, _ in rows:
-        names, values = names_in(option), [default] if default.startswith("`") else default.split(", ")
-        model = ClientSettings if "(client)" in option else WorkerSettings
-        assert len(names) == len(values), option
-        for name, value in zip(names, values, strict=True):
-            known = {"the demo model": None, "`n_ctx`, at most 2048": None, "the cores it may use": usable_cores()}
-            assert default_of(model, name) == known.get(value, read_value(value)), name
-            seen.add(name)
-    assert seen >= set(SamplingDefaults.model_fields)
-    assert WorkerSettings(n_ctx=1024).batch_budget == 1024
-    assert WorkerSettings().batch_budget == 2048
-
-
 def test_the_readme_names_the_fields_of_results_and_measurements() -> None:
     (fields,) = re.findall(r"`Result\((.*?)\)`", README)
     assert set(fields.split(", ")) == set(Result.model_fields)
-    said = README.partition("Hooks get every measurement")[2].partition("\n\n")[0]
+    said = README.partition("Hooks receive every measurement")[2].partition("\n\n")[0]
     tick, _, done = said.partition("`request.done`")
     assert set(TickStats.model_fields) <= set(names_in(tick))
     assert set(names_in(done)) == set(JobStats.model_fields)
