@@ -33,7 +33,7 @@ SUFFIX = ".kv"
 MAX_PENDING_BYTES = 256 * 1024**2
 _FILE_NAME = re.compile(r"([0-9a-f]{64})\.kv")
 _ERASED_FAULTS = frozenset({Fault.TORN, Fault.TOO_LARGE})
-"""Files with these faults are erased at the start. Files with other faults may belong to another program."""
+"""Files with these faults are erased at the start. Other files may belong to another model or program."""
 
 
 class DiskStore:

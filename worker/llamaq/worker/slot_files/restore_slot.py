@@ -85,9 +85,8 @@ class SlotRestorer:
         room = self._memory.make_room_for_entry(restore.n_tokens - n_copyable)
         if room is Room.UNAVAILABLE:
             raise SlotCommandRefused(f"there is no room for {restore.n_tokens} tokens beside the running jobs")
-        has_evicted_source = self._memory.n_copyable(tokens, scope) < n_copyable
-        if room is Room.PENDING or has_evicted_source:
-            return None
+        if room is Room.PENDING or self._memory.n_copyable(tokens, scope) < n_copyable:
+            return None  # in the second case the entry to copy from was evicted for the room
         hidden = Scope(hashed=secrets.token_bytes(32))
         restore.entry, restore.n_restored = self._memory.begin_restore(tokens, scope, hidden)
         self._restores.append(restore)
