@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError, TryAgainError
 
-from llamaq.common.redis.redis_errors import is_fault_of_a_job, is_full, is_unable
+from llamaq.common.redis.redis_errors import is_full, is_job_key_error, refuses_writes
 
 IN_A_SCRIPT = "Error running script (call to f_1): @user_script:7: @user_script: 7: "
 
@@ -26,5 +26,5 @@ IN_A_SCRIPT = "Error running script (call to f_1): @user_script:7: @user_script:
     ],
 )
 def test_each_refusal_is_what_it_is(error: ResponseError, expected: set[str]) -> None:
-    found = {"full": is_full(error), "unable": is_unable(error), "fault": is_fault_of_a_job(error)}
+    found = {"full": is_full(error), "unable": refuses_writes(error), "fault": is_job_key_error(error)}
     assert {name for name, is_so in found.items() if is_so} == expected

@@ -4,19 +4,19 @@ import pytest
 from redis.asyncio.connection import SSLConnection
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.redis.url import Kind, RedisUrl, read_url
+from llamaq.common.redis.url import RedisUrl, Topology, read_url
 
 
 def test_a_plain_url_is_read_as_redis_py_reads_it() -> None:
     assert read_url("redis://user:p%40ss@host:6380/2") == RedisUrl(
-        Kind.SERVER, {"username": "user", "password": "p@ss", "host": "host", "port": 6380, "db": 2}
+        Topology.SERVER, {"username": "user", "password": "p@ss", "host": "host", "port": 6380, "db": 2}
     )
     assert read_url("unix:///run/redis+x.sock").options["path"] == "/run/redis+x.sock"
 
 
 def test_a_url_of_sentinels_names_them_the_master_and_its_login() -> None:
     url = read_url("redis+sentinel://user:p%2Css@one,[::1]:5000,three:26380/my%2Dmaster/3")
-    assert url.kind is Kind.SENTINEL
+    assert url.topology is Topology.SENTINEL
     assert url.hosts == (("one", 26379), ("::1", 5000), ("three", 26380))
     assert url.service == "my-master"
     assert url.options == {"username": "user", "password": "p,ss", "db": 3}
@@ -33,7 +33,7 @@ def test_sentinels_have_a_login_of_their_own_and_the_same_tls() -> None:
 
 def test_a_url_of_a_cluster_names_some_of_its_nodes() -> None:
     url = read_url("redis+cluster://user:secret@one:7000,two?socket_timeout=3")
-    assert (url.kind, url.hosts) == (Kind.CLUSTER, (("one", 7000), ("two", 6379)))
+    assert (url.topology, url.hosts) == (Topology.CLUSTER, (("one", 7000), ("two", 6379)))
     assert url.options == {"username": "user", "password": "secret", "socket_timeout": 3.0}
 
 
@@ -47,7 +47,7 @@ def test_a_url_of_a_cluster_names_some_of_its_nodes() -> None:
         ("redis+sentinel://host/main/zero", "number of a database"),
         ("redis+sentinel://,/main", "is not a host"),
         ("redis+cluster://host:many", "[Pp]ort"),
-        ("redis+cluster://host/1", "no database but 0"),
+        ("redis+cluster://host/1", "only database 0"),
     ],
 )
 def test_what_is_no_url_of_redis_says_why(url: str, complaint: str) -> None:

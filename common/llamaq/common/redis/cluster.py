@@ -1,4 +1,4 @@
-"""Redis Cluster: redis-py's client with errors, pauses and limits like those of one server."""
+"""Redis Cluster: redis-py's client with the errors, pauses and limits of the client of a single server."""
 
 from __future__ import annotations
 
@@ -17,40 +17,48 @@ from llamaq.common.redis.retry import RetryUntilDeadline
 
 T = TypeVar("T")
 
+# Commands that may wait in Redis. They do not count against the limit of commands in flight.
 BLOCKING = ("XREAD", "XREADGROUP")
-"""Commands that may wait in Redis, and so do not count against the limit."""
 
 
 class Cluster(RedisCluster):
-    """Sends each command to the master of its key's slot, and follows when slots or masters change.
+    """Sends each command to the master of its key's hash slot, and follows when slots or masters move.
 
-    Every command is tried again for `patience_s`, with pauses, which redis-py does not make here. What it raises is a
-    `RedisError`, also when no node can be reached.
+    Every command is retried for a time with pauses, which redis-py's client does not do. Every error is a `RedisError`,
+    also when no node can be reached.
     """
 
     def __init__(
         self,
         hosts: Iterable[tuple[str, int]],
         connection_class: type[Connection],
-        patience_s: float,
+        retry_s: float,
         max_commands: int,
         options: dict[str, Any],
     ) -> None:
-        """`max_commands` of this process are on their way at once; the others wait."""
+        """Create a client, which connects at the first command.
+
+        Args:
+            hosts: Host and port of some nodes.
+            connection_class: Class of the connections.
+            retry_s: How long a command is retried, in seconds.
+            max_commands: Most commands in flight. Further commands wait.
+            options: Further arguments of `RedisCluster`.
+        """
         nodes = [ClusterNode(host, port) for host, port in hosts]
         super().__init__(
             startup_nodes=nodes,
-            require_full_coverage=False,  # what is there is of use
-            reinitialize_steps=0,  # it would close all connections, those in use too
-            retry=Retry(NoBackoff(), 0),  # its retries make no pause, and close all connections
+            require_full_coverage=False,  # partitions on reachable nodes continue
+            reinitialize_steps=0,  # otherwise it closes all connections, also those in use
+            retry=Retry(NoBackoff(), 0),  # its retries have no pauses and close all connections
             max_connections=10_000,
             **options,
         )
         self.connection_kwargs["connection_class"] = connection_class
         for node in self.startup_nodes:
             node.connection_class = connection_class
-        self._patience_s = patience_s
-        self._room = asyncio.Semaphore(max_commands)
+        self._retry_s = retry_s
+        self._in_flight = asyncio.Semaphore(max_commands)
 
     def __repr__(self) -> str:
         return f"<Cluster nodes={sorted(self.nodes_manager.nodes_cache)}>"
@@ -59,21 +67,25 @@ class Cluster(RedisCluster):
         """See `RedisCluster.execute_command`."""
         send = super().execute_command
         if args[0] in BLOCKING:
-            return await self.insist(lambda: send(*args, **kwargs))
-        async with self._room:
-            return await self.insist(lambda: send(*args, **kwargs))
+            return await self.call_with_retry(lambda: send(*args, **kwargs))
+        async with self._in_flight:
+            return await self.call_with_retry(lambda: send(*args, **kwargs))
 
     async def _determine_slot(self, command: str, *args: Any) -> int:
-        if command in BLOCKING:  # redis-py asks the server where the keys are, each time
+        if command in BLOCKING:  # redis-py would ask the server for the positions of the keys each time
             return self.keyslot(args[args.index(b"STREAMS") + 1])
         return int(await super()._determine_slot(command, *args))
 
     def pipeline(self, transaction: bool | None = None, shard_hint: None = None) -> ClusterPipeline:  # noqa: ARG002
         """See `RedisCluster.pipeline`."""
-        return Pipeline(self, transaction)  # type: ignore[abstract]  # redis-py's own annotations
+        return RetryingPipeline(self, transaction)  # type: ignore[abstract]  # redis-py's own annotations
 
-    async def insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call, and again after an error that another look at the cluster may mend. Raises `RedisError`."""
+    async def call_with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `call`. After an error reload the map of the cluster and call again, until the deadline.
+
+        Raises:
+            RedisError: The last error.
+        """
 
         async def attempt() -> T:
             try:
@@ -81,24 +93,24 @@ class Cluster(RedisCluster):
             except (RedisClusterException, ClusterDownError) as exc:
                 raise RedisConnectionError(str(exc)) from exc
 
-        async def look_again(_: Exception) -> None:
+        async def reload_map(_: Exception) -> None:
             self._initialize = True  # redis-py reads the map of the cluster before the next command
 
-        return await RetryUntilDeadline(self._patience_s).call_with_retry(attempt, look_again)
+        return await RetryUntilDeadline(self._retry_s).call_with_retry(attempt, reload_map)
 
     def node_of(self, key: str) -> str | None:
-        """The name of the master that has the key; None while that is not known."""
+        """Return the name of the master that has the key. None: it is not known."""
         nodes = self.nodes_manager.slots_cache.get(self.keyslot(key))
         return nodes[0].name if nodes else None
 
     def make_connection(self, node: str) -> Connection:
-        """A connection to this node, outside its pool and not yet connected."""
+        """Return a new connection to this node. It is not connected, and not part of the node's pool."""
         host, _, port = node.rpartition(":")
         return ClusterNode(host, int(port), **self.connection_kwargs).acquire_connection()
 
 
-class Pipeline(ClusterPipeline):
-    """Keeps its commands, so that all of them can be sent again after an error."""
+class RetryingPipeline(ClusterPipeline):
+    """A pipeline that keeps its commands, so that all of them can be sent again after an error."""
 
     def __init__(self, cluster: Cluster, transaction: bool | None) -> None:
         super().__init__(cluster, transaction)
@@ -115,7 +127,7 @@ class Pipeline(ClusterPipeline):
         return self
 
     async def execute(self, raise_on_error: bool = True, allow_redirections: bool = True) -> list[Any]:
-        """Send everything queued, to several nodes where need be, and return the answers in order."""
+        """Send all queued commands to their nodes, and return the replies in the order of the commands."""
         commands, self._commands = self._commands, []
 
         async def send() -> list[Any]:
@@ -124,4 +136,4 @@ class Pipeline(ClusterPipeline):
                 pipe.execute_command(*args, **kwargs)
             return await pipe.execute(raise_on_error, allow_redirections)
 
-        return await self._cluster.insist(send)
+        return await self._cluster.call_with_retry(send)

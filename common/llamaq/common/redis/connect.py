@@ -1,4 +1,4 @@
-"""Connections to Redis, made in one place so that all of them behave alike: one server, Sentinels or a cluster."""
+"""Connections to Redis: one server, Sentinels or a cluster. All connections of llamaq are created here."""
 
 from __future__ import annotations
 
@@ -15,33 +15,39 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.redis.cluster import Cluster
 from llamaq.common.redis.retry import RetryUntilDeadline
-from llamaq.common.redis.sentinel import at_master
-from llamaq.common.redis.url import Kind, read_url
+from llamaq.common.redis.sentinel import master_connection
+from llamaq.common.redis.url import Topology, read_url
 
 C = TypeVar("C", bound=AbstractConnection)
 
-PATIENCE_S = 1.0
-"""How long a command is tried again: a server that was restarted may be back by then."""
+# How long a command is retried, in seconds: a restarted server may answer again by then.
+RETRY_S = 1.0
+# The same with Sentinels or a cluster, where a replica becomes the master.
 FAILOVER_S = 15.0
-"""The same for a client behind Sentinels or of a cluster, where somebody will take over."""
 CONNECT_TIMEOUT_S = 5.0
+# Longer than every blocking command of llamaq, and shorter than a lease: a worker whose connection is silent renews its
+# leases over another connection in time.
 SOCKET_TIMEOUT_S = 5.0
-"""Longer than any blocking command that llamaq sends, and shorter than a lease: a worker whose connection has fallen
-silent renews its leases over another one in time."""
+# A connection that was idle for longer is tested with PING before it is used.
 HEALTH_CHECK_S = 10
-"""A connection that was idle for so long is asked for a sign of life before it is used."""
+# Of one process. Redis executes one command after another, so more connections gain nothing; a command waits for a free
+# connection.
 MAX_CONNECTIONS = 32
-"""Of one process. Redis answers one command after another anyway; who finds all of them in use waits."""
 
+# Errors of a server that is not the master, or will soon not be. An error inside a script contains a longer text.
 NOT_THE_MASTER = ("READONLY", "MASTERDOWN", "NOREPLICAS")
-"""Refusals of a server that is the master no more, or not for long; from within a script they come in a longer text."""
 
 
 def connect(url: str, *, name: str, failover_s: float = FAILOVER_S) -> Redis:
-    """A pool of connections that tries a cut command again; it connects at the first command.
+    """Return a client with a pool of connections. It connects at the first command, and retries after lost connections.
 
-    `name` shows in `CLIENT LIST`. With Sentinels or a cluster a command is tried for `failover_s`. Raises
-    `InvalidSettings` for what is no URL of Redis.
+    Args:
+        url: URL of Redis; see `url.py`.
+        name: Name of the connections in `CLIENT LIST`.
+        failover_s: How long a command is retried with Sentinels or a cluster, in seconds.
+
+    Raises:
+        InvalidSettings: The URL is not valid.
     """
     target = read_url(url)
     options: dict[str, Any] = {
@@ -52,19 +58,19 @@ def connect(url: str, *, name: str, failover_s: float = FAILOVER_S) -> Redis:
         "health_check_interval": HEALTH_CHECK_S,
         **target.options,
     }
-    kind = sturdy(options.pop("connection_class", Connection))
-    if target.kind is Kind.CLUSTER:
+    kind = robust_connection(options.pop("connection_class", Connection))
+    if target.topology is Topology.CLUSTER:
         options["ssl"] = issubclass(kind, SSLConnection)
-        cluster = Cluster(target.hosts, kind, max(PATIENCE_S, failover_s), MAX_CONNECTIONS, options)
-        return cast(Redis, cluster)  # it has the same commands, from the same classes of redis-py
-    patience_s = PATIENCE_S
-    if target.kind is Kind.SENTINEL:
-        kind, patience_s = at_master(kind, target), max(PATIENCE_S, failover_s)
+        cluster = Cluster(target.hosts, kind, max(RETRY_S, failover_s), MAX_CONNECTIONS, options)
+        return cast(Redis, cluster)  # both have the same commands, from the same classes of redis-py
+    retry_s = RETRY_S
+    if target.topology is Topology.SENTINEL:
+        kind, retry_s = master_connection(kind, target), max(RETRY_S, failover_s)
     pool = BlockingConnectionPool(
         connection_class=kind,
         max_connections=MAX_CONNECTIONS,
         timeout=None,
-        retry=RetryUntilDeadline(patience_s),
+        retry=RetryUntilDeadline(retry_s),
         retry_on_error=[RedisConnectionError, RedisTimeoutError],
         **options,
     )
@@ -72,8 +78,8 @@ def connect(url: str, *, name: str, failover_s: float = FAILOVER_S) -> Redis:
 
 
 @asynccontextmanager
-async def own_connection(redis: Redis | Cluster) -> AsyncIterator[Redis]:
-    """Commands over one connection that nobody else uses, which saves fetching one; on a cluster over those of all."""
+async def dedicated_connection(redis: Redis | Cluster) -> AsyncIterator[Redis]:
+    """Yield a client with a dedicated connection, which saves the pool for each command. A cluster uses its pools."""
     if isinstance(redis, Cluster):
         yield cast(Redis, redis)
         return
@@ -82,50 +88,50 @@ async def own_connection(redis: Redis | Cluster) -> AsyncIterator[Redis]:
 
 
 def is_cluster(redis: Redis | Cluster) -> bool:
-    """Whether keys with different hash tags lie apart, so that one command cannot have both."""
+    """Return whether this is a cluster, where one command cannot use keys with different hash tags."""
     return isinstance(redis, Cluster)
 
 
 def node_of(redis: Redis | Cluster, key: str) -> str | None:
-    """Which server of a cluster has the key, as far as is known; "" where there is but one."""
+    """Return the name of the cluster node that has the key. None: it is not known. Empty: there is only one server."""
     return redis.node_of(key) if isinstance(redis, Cluster) else ""
 
 
 def make_connection(redis: Redis | Cluster, node: str) -> AbstractConnection:
-    """A connection to what `node_of` named, outside the pool and not yet connected."""
+    """Return a new connection to a node that `node_of` named. It is not connected, and not part of a pool."""
     if isinstance(redis, Cluster):
         return redis.make_connection(node)
     connection: AbstractConnection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
     return connection
 
 
-def sturdy(kind: type[C]) -> type[C]:
-    """This kind of connection, with cancellations that always arrive, and which leaves a server that was demoted.
+def robust_connection(kind: type[C]) -> type[C]:
+    """Return a subclass of this connection class that fixes three defects.
 
-    redis-py sends with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation, also that of a timeout, when
-    it comes just as the sending is done (cpython issue 86296). The task would wait on, for ever.
-
-    When one of these connections had no answer in time, those made before are made again before their next use: what
-    silenced that one has silenced them too, and nobody shall wait for that as long once more.
+    - Swallowed cancellations. redis-py sends with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation or
+      timeout that arrives when the send completes (cpython issue 86296). The task would then wait forever.
+    - Repeated timeouts. After a timeout on one connection, every connection that is older reconnects before its next
+      use, because the same outage silenced it.
+    - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
     """
     silent_s = 0.0
 
-    class Sturdy(kind):  # type: ignore[misc,valid-type]
-        _made_s = 0.0
+    class RobustConnection(kind):  # type: ignore[misc,valid-type]
+        _connected_s = 0.0
 
         async def _connect(self) -> None:
-            self._made_s = asyncio.get_running_loop().time()
+            self._connected_s = asyncio.get_running_loop().time()
             await super()._connect()
 
         async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
-            if self.is_connected and self._made_s < silent_s:
+            if self.is_connected and self._connected_s < silent_s:
                 await self.disconnect(nowait=True)
-                raise RedisConnectionError("another connection made before this one has fallen silent")
+                raise RedisConnectionError("a newer connection timed out, so this one reconnects")
             task = asyncio.current_task()
             before = task.cancelling() if task else 0
             await super().send_packed_command(*args, **kwargs)
             if task and task.cancelling() > before:
-                await self.disconnect(nowait=True)  # the answer to what was sent would be taken for another's
+                await self.disconnect(nowait=True)  # otherwise the next command would read the reply to this one
                 raise asyncio.CancelledError
 
         async def read_response(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,14 +144,14 @@ def sturdy(kind: type[C]) -> type[C]:
             except ResponseError as exc:
                 if not is_not_the_master(exc):
                     raise
-                await self.disconnect(nowait=True)  # connecting again finds the master, or the server when it is one
+                await self.disconnect(nowait=True)
                 raise RedisConnectionError(f"the server refuses to write: {exc}") from exc
 
-    return Sturdy
+    return RobustConnection
 
 
 def is_not_the_master(exc: ResponseError) -> bool:
-    """Whether a server refused because it is not the master; never the fault of what was asked."""
+    """Return whether a server refused a command because it is not the master."""
     text = str(exc)
     kind = type(exc).__name__
     return kind in ("ReadOnlyError", "MasterDownError") or any(

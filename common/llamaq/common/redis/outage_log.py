@@ -1,4 +1,4 @@
-"""Saying once that Redis takes nothing, however often it is tried."""
+"""Logs a Redis outage once, however many commands fail during it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from llamaq.common.redis.redis_errors import is_full
 
 
 class OutageLog:
-    """One warning when Redis begins to refuse, or refuses for another reason, and one line when it is over.
+    """Logs one warning when Redis begins to fail or fails for another reason, and one message when it works again.
 
-    It is true while there is trouble.
+    The object is true during an outage.
     """
 
-    def __init__(self, log: logging.Logger, who: str) -> None:
+    def __init__(self, log: logging.Logger, component: str) -> None:
+        """Write to `log`. The events are named `<component>.redis_full`, `.redis_error` and `.redis_is_back`."""
         self._log = log
-        self._who = who
-        self._kind: str | None = None
+        self._component = component
+        self._outage: str | None = None
 
     def __bool__(self) -> bool:
-        return self._kind is not None
+        return self._outage is not None
 
     def __repr__(self) -> str:
-        return f"<OutageLog of {self._who}: {self._kind or 'none'}>"
+        return f"<OutageLog of {self._component}: {self._outage or 'none'}>"
 
-    def note(self, error: RedisError) -> None:
-        """Redis, or the way to it, failed with this."""
-        kind = "redis_full" if is_full(error) else "redis_error"
-        if kind != self._kind:
-            self._kind = kind
-            self._log.warning("%s.%s error=%s", self._who, kind, " ".join(str(error).split()) or type(error).__name__)
+    def record_failure(self, error: RedisError) -> None:
+        """Record that a command failed."""
+        outage = "redis_full" if is_full(error) else "redis_error"
+        if outage != self._outage:
+            self._outage = outage
+            message = " ".join(str(error).split()) or type(error).__name__
+            self._log.warning("%s.%s error=%s", self._component, outage, message)
 
-    def is_over(self) -> None:
-        """Redis did what it was asked to."""
-        if self._kind is not None:
-            self._log.info("%s.redis_is_back", self._who)
-        self._kind = None
+    def record_success(self) -> None:
+        """Record that a command succeeded, which ends the outage."""
+        if self._outage is not None:
+            self._log.info("%s.redis_is_back", self._component)
+        self._outage = None

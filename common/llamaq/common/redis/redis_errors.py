@@ -1,4 +1,4 @@
-"""Why Redis refused a command: because it takes no writes for now, or because of what lies under one job's keys."""
+"""Classifies errors of Redis: the server refuses all writes, or the keys of one job have unexpected content."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from redis.exceptions import (
 )
 
 _FULL = "command not allowed when used memory"
-_FAULTS = ("WRONGTYPE", "not an integer", "attempt to ", "bad argument")
-_UNABLE = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "LOADING", "NOPERM")
-"""As scripts pass it on. Outside of them redis-py makes errors of their own of most, and cuts these words off."""
-_UNABLE_ERRORS = (ReadOnlyError, ClusterDownError, AskError, TryAgainError, NoPermissionError)
+_JOB_KEY_ERRORS = ("WRONGTYPE", "not an integer", "attempt to ", "bad argument")
+# An error inside a script contains the error code of Redis. Outside scripts redis-py removes most codes and raises a
+# class of its own instead.
+_WRITE_REFUSED = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "LOADING", "NOPERM")
+_WRITE_REFUSED_CLASSES = (ReadOnlyError, ClusterDownError, AskError, TryAgainError, NoPermissionError)
 
 
 def is_full(exc: BaseException) -> bool:
-    """Whether Redis has reached `maxmemory` and may not evict. Out of a script it comes as a plain `ResponseError`."""
+    """Return whether Redis has reached `maxmemory`. Inside a script this is a plain `ResponseError`."""
     return isinstance(exc, OutOfMemoryError) or _FULL in str(exc)
 
 
-def is_fault_of_a_job(exc: BaseException) -> bool:
-    """Whether a script stumbled over what lies under a job's keys, which trying again does not mend."""
-    return isinstance(exc, ResponseError) and any(words in str(exc) for words in _FAULTS)
+def is_job_key_error(exc: BaseException) -> bool:
+    """Return whether a script failed on the content of one job's keys. A repeated call would fail again."""
+    return isinstance(exc, ResponseError) and any(words in str(exc) for words in _JOB_KEY_ERRORS)
 
 
-def is_unable(exc: BaseException) -> bool:
-    """Whether the server takes no writes for now, whatever they are about: it is full, not the master, not ready."""
-    return isinstance(exc, _UNABLE_ERRORS) or is_full(exc) or any(words in str(exc) for words in _UNABLE)
+def refuses_writes(exc: BaseException) -> bool:
+    """Return whether the server refuses all writes for now: it is full, not the master, or not ready."""
+    is_refusal = isinstance(exc, _WRITE_REFUSED_CLASSES) or any(code in str(exc) for code in _WRITE_REFUSED)
+    return is_refusal or is_full(exc)

@@ -1,4 +1,4 @@
-"""When to try a Redis command again."""
+"""Retries of a Redis command."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from redis.backoff import ExponentialBackoff
 
 T = TypeVar("T")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
 
 
 class RetryUntilDeadline(Retry):
-    """Tries again with growing pauses for so many seconds, and once in any case.
+    """Retries a command for a time, with growing pauses. A command is always retried once.
 
-    By the clock and not by a count: redis-py retries within retries, and what waits for a timeout each time and what
-    is refused at once shall be given up after the same time.
+    A deadline and not a number of retries ends them: redis-py nests retries, and a command that times out should end
+    after the same time as a command that is refused at once.
     """
 
-    def __init__(self, for_s: float) -> None:
+    def __init__(self, longest_s: float) -> None:
+        """Retry for at most `longest_s` seconds."""
         super().__init__(ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S), retries=-1)
-        self._for_s = for_s
+        self._longest_s = longest_s
 
     async def call_with_retry(
         self,
@@ -32,14 +34,14 @@ class RetryUntilDeadline(Retry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        """Raises the last error."""
+        """Return the result of `do`; see `Retry.call_with_retry`. After the deadline raise the last error."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._for_s
+        deadline = clock() + self._longest_s
         n_failed = 0
 
-        def goes_on(error: Exception) -> bool:
+        def should_retry(error: Exception) -> bool:
             nonlocal n_failed
             n_failed += 1
             return (n_failed == 1 or clock() < deadline) and (is_retryable is None or is_retryable(error))
 
-        return await super().call_with_retry(do, fail, goes_on, with_failure_count)
+        return await super().call_with_retry(do, fail, should_retry, with_failure_count)

@@ -1,8 +1,8 @@
-"""Redis Sentinel: connections that find the master when they connect, and leave it when another one was made master.
+"""Redis Sentinel: connections that find the master when they connect, and leave it when it is replaced.
 
-Sentinel closes the connections of a master that it demotes, but some seconds after it has named the new one, and what
-is written to the old one until then is lost. So a connection in use has the Sentinels asked again every second, and
-one that was idle waits for their answer before it sends anything.
+Sentinel closes the connections to a demoted master some seconds after it has named the new master. Data that is written
+to the old master until then is lost. Therefore a connection in use asks the Sentinels again every second, and an idle
+connection waits for their answer before it sends a command.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ from llamaq.common.redis.url import RedisUrl
 
 C = TypeVar("C", bound=AbstractConnection)
 
-TIMEOUT_S = 1.0
-"""For one Sentinel to answer; then the next one is asked."""
+# After this time without an answer the next Sentinel is asked.
+SENTINEL_TIMEOUT_S = 1.0
 ASK_EVERY_S = 1.0
-STALE_S = 2.0
-"""An older answer is not relied on."""
+# A command waits for a new answer if the last one is older.
+MAX_ANSWER_AGE_S = 2.0
 
 
-class Sentinels:
-    """Those who know where the master is."""
+class MasterFinder:
+    """Asks the Sentinels for the address of the master, and remembers the answer."""
 
     def __init__(self, target: RedisUrl) -> None:
-        timeouts = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+        timeouts = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
         self._sentinel: Any = Sentinel(target.hosts, sentinel_kwargs=timeouts | (target.sentinel_options or {}))  # type: ignore[no-untyped-call]
         self._service = target.service
-        self._one_asks = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._master: tuple[str, int] | None = None
         self._asked_s = 0.0
-        self._asking: asyncio.Task[None] | None = None
+        self._refresh: asyncio.Task[None] | None = None
 
     async def find(self) -> tuple[str, int]:
-        """Host and port of the master; raises a `RedisError` when no Sentinel names one."""
-        async with self._one_asks:
+        """Ask the Sentinels and return host and port of the master.
+
+        Raises:
+            RedisError: No Sentinel names a master.
+        """
+        async with self._lock:
             self._asked_s = asyncio.get_running_loop().time()
             try:
                 master: tuple[str, int] = await self._sentinel.discover_master(self._service)
@@ -50,33 +54,33 @@ class Sentinels:
             self._master = master
             return master
 
-    async def is_master(self, place: tuple[str, int]) -> bool:
-        """Whether this was the master when they were last asked, a moment ago; they are asked again meanwhile."""
+    async def is_master(self, address: tuple[str, int]) -> bool:
+        """Return whether the last answer names this address. An answer older than a second is refreshed."""
         age_s = asyncio.get_running_loop().time() - self._asked_s
-        if age_s >= ASK_EVERY_S and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.create_task(self._ask())
-        if age_s >= STALE_S and self._asking is not None:
-            await asyncio.shield(self._asking)
-        return self._master is None or place == self._master
+        if age_s >= ASK_EVERY_S and (self._refresh is None or self._refresh.done()):
+            self._refresh = asyncio.create_task(self._find_quietly())
+        if age_s >= MAX_ANSWER_AGE_S and self._refresh is not None:
+            await asyncio.shield(self._refresh)
+        return self._master is None or address == self._master
 
-    async def _ask(self) -> None:
+    async def _find_quietly(self) -> None:
         with suppress(RedisError, OSError):
             await self.find()
 
 
-def at_master(kind: type[C], target: RedisUrl) -> type[C]:
-    """This kind of connection, to whom the Sentinels name."""
-    sentinels = Sentinels(target)
+def master_connection(kind: type[C], target: RedisUrl) -> type[C]:
+    """Return a subclass of this connection class that connects to the master which the Sentinels name."""
+    finder = MasterFinder(target)
 
-    class AtMaster(kind):  # type: ignore[misc,valid-type]
+    class MasterConnection(kind):  # type: ignore[misc,valid-type]
         async def _connect(self) -> None:
-            self.host, self.port = await sentinels.find()
+            self.host, self.port = await finder.find()
             await super()._connect()
 
         async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
-            if self.is_connected and not await sentinels.is_master((self.host, self.port)):
+            if self.is_connected and not await finder.is_master((self.host, self.port)):
                 await self.disconnect(nowait=True)
-                raise RedisConnectionError(f"{self.host}:{self.port} is not the master any more")
+                raise RedisConnectionError(f"{self.host}:{self.port} is no longer the master")
             await super().send_packed_command(*args, **kwargs)
 
-    return AtMaster
+    return MasterConnection

@@ -1,15 +1,15 @@
-"""What a Redis URL says.
+"""Parses Redis URLs.
 
-| URL                                                              | is                                           |
+| URL                                                              | meaning                                      |
 | ---------------------------------------------------------------- | -------------------------------------------- |
 | `redis://[user:password@]host[:6379][/db]`                       | one server                                   |
-| `unix:///path[?db=0]`                                            | one server, by its socket                    |
+| `unix:///path[?db=0]`                                            | one server, through a Unix socket            |
 | `redis+sentinel://[user:password@]host[:26379],host,.../name[/db]` | the master that these Sentinels call `name` |
-| `redis+cluster://[user:password@]host[:6379],host,...`           | a Redis Cluster; some of its nodes           |
+| `redis+cluster://[user:password@]host[:6379],host,...`           | a Redis Cluster, given by some of its nodes  |
 
-`rediss` instead of `redis` is the same over TLS. Options follow as a query: those of redis-py's connections
-(`?ssl_ca_certs=/path`), and for Sentinels that ask for a login `sentinel_username` and `sentinel_password`. User and
-password are those of the data servers. Special characters in them are written as %XX.
+`rediss` in place of `redis` turns on TLS. The query may contain options of redis-py's connections
+(`?ssl_ca_certs=/path`). User and password are those of the data servers; `sentinel_username` and `sentinel_password` in
+the query are those of the Sentinels. Special characters are written as %XX.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SENTINEL_PORT = 26379
 CLUSTER_PORT = 6379
 
 
-class Kind(Enum):
-    """What stands behind a URL."""
+class Topology(Enum):
+    """How the Redis servers behind a URL are organised."""
 
     SERVER = "server"
     SENTINEL = "sentinel"
@@ -37,36 +37,48 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """A URL, read. `options` are arguments of redis-py's connections."""
+    """A parsed URL.
 
-    kind: Kind
+    Attributes:
+        topology: How the servers are organised.
+        options: Arguments of redis-py's connections to the data servers.
+        hosts: Host and port of each Sentinel, or of some nodes of the cluster.
+        service: Name that the Sentinels give the master.
+        sentinel_options: Arguments of redis-py's connections to the Sentinels.
+    """
+
+    topology: Topology
     options: dict[str, Any]
     hosts: tuple[tuple[str, int], ...] = ()
-    """Of the Sentinels, or of nodes of the cluster."""
     service: str = ""
-    """What the Sentinels call the master."""
     sentinel_options: dict[str, Any] | None = None
-    """Arguments of the connections to the Sentinels."""
 
 
 def read_url(url: str) -> RedisUrl:
-    """Raises `InvalidSettings` for what is no URL of Redis."""
+    """Return the parsed URL.
+
+    Raises:
+        InvalidSettings: The URL is not valid.
+    """
     try:
-        scheme, plus, kind = url.partition("://")[0].partition("+")
+        scheme, plus, topology = url.partition("://")[0].partition("+")
         if not plus:
-            return RedisUrl(Kind.SERVER, dict(parse_url(url)))
-        if scheme not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
-            raise ValueError(f"{scheme}+{kind}:// is not known, only redis+sentinel:// and redis+cluster://")
-        return _read_sentinel(url, scheme) if kind == "sentinel" else _read_cluster(url, scheme)
+            return RedisUrl(Topology.SERVER, dict(parse_url(url)))
+        if scheme not in ("redis", "rediss") or topology not in ("sentinel", "cluster"):
+            raise ValueError(f"{scheme}+{topology}:// is not known, only redis+sentinel:// and redis+cluster://")
+        return _read_sentinel(url, scheme) if topology == "sentinel" else _read_cluster(url, scheme)
     except ValueError as exc:
         raise InvalidSettings(f"--redis-url (LLAMAQ_REDIS_URL): {exc}") from exc
 
 
 def _split(url: str) -> tuple[str, str, str]:
-    """Net location, path and query. `urlsplit` takes one host: newer ones refuse a list with an IPv6 address in it."""
+    """Return net location, path and query.
+
+    `urlsplit` expects one host. In newer versions of Python it refuses a list of hosts with an IPv6 address.
+    """
     rest = url.partition("://")[2].partition("#")[0]
-    place, _, query = rest.partition("?")
-    netloc, _, path = place.partition("/")
+    location, _, query = rest.partition("?")
+    netloc, _, path = location.partition("/")
     return netloc, path, query
 
 
@@ -82,7 +94,7 @@ def _read_sentinel(url: str, scheme: str) -> RedisUrl:
     options = _options(scheme, netloc, db, query)
     own = {name: value for name, value in options.items() if name.startswith("ssl_")} | {"ssl": scheme == "rediss"}
     return RedisUrl(
-        Kind.SENTINEL,
+        Topology.SENTINEL,
         options,
         _hosts(netloc, SENTINEL_PORT),
         unquote(service),
@@ -93,23 +105,23 @@ def _read_sentinel(url: str, scheme: str) -> RedisUrl:
 def _read_cluster(url: str, scheme: str) -> RedisUrl:
     netloc, path, query = _split(url)
     if path not in ("", "0"):
-        raise ValueError("a Redis Cluster has no database but 0")
+        raise ValueError("a Redis Cluster has only database 0")
     options = _options(scheme, netloc, "", dict(parse_qsl(query)))
-    return RedisUrl(Kind.CLUSTER, options, _hosts(netloc, CLUSTER_PORT))
+    return RedisUrl(Topology.CLUSTER, options, _hosts(netloc, CLUSTER_PORT))
 
 
 def _hosts(netloc: str, port: int) -> tuple[tuple[str, int], ...]:
     found = []
     for one in netloc.rpartition("@")[2].split(","):
-        place = urlsplit(f"//{one}")
-        if not place.hostname:
+        address = urlsplit(f"//{one}")
+        if not address.hostname:
             raise ValueError(f"{one!r} is not a host")
-        found.append((place.hostname, place.port or port))
+        found.append((address.hostname, address.port or port))
     return tuple(found)
 
 
 def _options(scheme: str, netloc: str, db: str, query: dict[str, str]) -> dict[str, Any]:
-    """The arguments of a connection, read by redis-py as for one server; without a place."""
+    """Return the arguments of a connection, without host and port, as redis-py reads them for one server."""
     login, at, _ = netloc.rpartition("@")
     options = dict(parse_url(f"{scheme}://{login}{at}host/{db}?{urlencode(query)}"))
     del options["host"]

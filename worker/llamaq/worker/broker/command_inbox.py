@@ -19,7 +19,7 @@ from llamaq.common.errors import InvalidRequest, ProtocolError, SlotCommandRefus
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
-from llamaq.common.redis.connect import own_connection
+from llamaq.common.redis.connect import dedicated_connection
 from llamaq.common.redis.server_time import server_time_ms
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class CommandInbox:
         """Take and answer until cancelled."""
         while True:
             try:
-                async with own_connection(self._redis) as waiting:
+                async with dedicated_connection(self._redis) as waiting:
                     while True:
                         found: Any = await waiting.blpop([self._key], timeout=BLOCK_S)
                         if found is not None:

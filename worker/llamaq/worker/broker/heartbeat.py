@@ -81,9 +81,9 @@ class Heartbeat:
             try:
                 if self._ticks.is_alive:
                     await self.beat()
-                    outage.is_over()
+                    outage.record_success()
             except RedisError as exc:
-                outage.note(exc)
+                outage.record_failure(exc)
             await asyncio.sleep(self._every_s)
 
     async def beat(self) -> None:

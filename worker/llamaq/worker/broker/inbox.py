@@ -15,7 +15,7 @@ from llamaq.common.protocol.job_events import Tokens
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.scripts import MAX_DEAD, Attempt, Claim, CrashVerdict, Scripts
-from llamaq.common.redis.redis_errors import is_unable
+from llamaq.common.redis.redis_errors import refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Inbox:
                 max_crashes=self._max_crashes,
             )
         except (ResponseError, ValueError) as exc:
-            if is_unable(exc):
+            if refuses_writes(exc):
                 raise
             return "ok"  # the key holds no job: `start_attempt` makes a dead letter of the entry
 
@@ -168,7 +168,7 @@ class Inbox:
         try:
             outcome = await self._scripts.start(claim, self._worker_id)
         except (ResponseError, ValueError, LookupError) as exc:
-            if is_unable(exc):
+            if refuses_writes(exc):
                 raise  # Redis takes no writes: the job itself is sound
             await self._dead_letter_job(claim, f"the job's hash is damaged: {exc}")
             return None

@@ -115,11 +115,11 @@ class Intake:
             try:
                 claims = await self._claim()
             except RedisError as exc:
-                self._outage.note(exc)
+                self._outage.record_failure(exc)
                 await asyncio.sleep(RETRY_S)
                 continue
             if not self._n_starting:
-                self._outage.is_over()
+                self._outage.record_success()
             if claims:
                 self._suspects_wait_until_s = None
             for claim in claims:
@@ -232,9 +232,9 @@ class Intake:
             except ResponseError as exc:
                 if not is_full(exc):
                     raise
-                self._outage.note(exc)
+                self._outage.record_failure(exc)
             else:
-                self._outage.is_over()
+                self._outage.record_success()
                 return started
             await asyncio.sleep(RETRY_S)
             if not await self._inbox.renew(claim):

@@ -21,7 +21,7 @@ from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.scripts import Claim, FlushReply, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.redis_errors import is_fault_of_a_job
+from llamaq.common.redis.redis_errors import is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
 from llamaq.worker.core.job import Job, Lease, NewToken
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
@@ -204,13 +204,13 @@ class Outbox:
             try:
                 await self.flush()
             except RedisError as exc:
-                self._outage.note(exc)
+                self._outage.record_failure(exc)
                 self._flush_needed.set()
                 await asyncio.sleep(backoff.next_delay_s())
             else:
                 if self._outage or time.monotonic() - started_s > OUTAGE_S:
                     self._outage_ended_s = time.monotonic()
-                self._outage.is_over()
+                self._outage.record_success()
                 backoff.reset()
 
     async def flush(self) -> None:
@@ -272,7 +272,7 @@ class Outbox:
         try:
             outcome = await self._scripts.finish(last, terminal_write)
         except ResponseError as exc:
-            if not is_fault_of_a_job(exc):
+            if not is_job_key_error(exc):
                 raise
             # The entry stays pending. The worker that claims it next moves it to the dead letters.
             log.error("job.unwritable id=%s error=%s", job.lease.job_id, exc)

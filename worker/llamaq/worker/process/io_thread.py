@@ -21,7 +21,7 @@ from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_state import WorkerCard
 from llamaq.common.protocol.scripts import Scripts
-from llamaq.common.redis.connect import connect, own_connection
+from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.worker.broker.command_inbox import CommandHandler, CommandInbox
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.inbox import Inbox
@@ -153,7 +153,7 @@ class IoThread:
             )
             await inbox.open(max_queue=settings.max_queue)
             # Flushes have a connection of their own: taking one from the pool costs as much as the flush itself.
-            async with own_connection(redis) as flush_connection:
+            async with dedicated_connection(redis) as flush_connection:
                 heartbeat = self._make_heartbeat(redis, keys)
                 outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
                 commands = CommandInbox(redis, keys, self._card.worker, self._slot_commands)
