@@ -107,7 +107,7 @@ class Outbox:
     @property
     def n_interactive(self) -> int:
         """Registered interactive jobs that have not ended."""
-        return sum(job.terminal_write is None and job.lease.is_urgent for job in self._jobs.values())
+        return sum(job.terminal_write is None and job.lease.is_interactive for job in self._jobs.values())
 
     @property
     def n_jobs(self) -> int:

@@ -69,7 +69,7 @@ class Lease:
     """Number of this attempt, used as a fence: only the newest attempt may write."""
 
     @property
-    def is_urgent(self) -> bool:
+    def is_interactive(self) -> bool:
         """Whether the job is interactive."""
         return self.stream.endswith(f":{Priority.INTERACTIVE}")
 
