@@ -1,71 +1,135 @@
-"""Who imports whom: the rooms stay apart, and each outside thing has its gates."""
+"""The packages stay apart: each import contract of pyproject.toml can fail, and light modules load nothing heavy."""
 
 from __future__ import annotations
 
-import ast
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PORTIONS = ("common", "producer", "worker", "tools")
+LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
+DECIDING = ("core", "scheduling", "kv_cache")
+"""Packages of the worker that decide and touch nothing outside."""
 
 
-def sources(*portions: str) -> dict[str, Path]:
-    """Every module of these portions, by its dotted name."""
-    found = {}
-    for portion in portions:
-        for path in (ROOT / portion / "llamaq").rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT / portion).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    assert found
-    return found
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `lint-imports` in a folder that has the four portions and a pyproject.toml."""
+    return subprocess.run(
+        [LINT_IMPORTS, "--no-logo", "--no-cache"],
+        cwd=folder,
+        env={"PYTHONPATH": ":".join(str(folder / portion) for portion in PORTIONS), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
-def imports_of(path: Path) -> set[str]:
-    """What the file imports at run time, also inside functions: the dotted names of modules."""
-    return set(_imports_in(ast.parse(path.read_text())))
+def contract_names() -> list[str]:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return [contract["name"] for contract in settings["tool"]["importlinter"]["contracts"]]
 
 
-def _imports_in(tree: ast.AST) -> Iterator[str]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield from _imports_in(node)
+BREACHES = {
+    "Portions: the command line is above producer and worker, which are above common": (
+        "common/llamaq/common/errors.py",
+        "import llamaq.worker.settings",
+    ),
+    "The packages of the worker import downwards only": (
+        "worker/llamaq/worker/scheduling/preemption.py",
+        "import llamaq.worker.engine.engine",
+    ),
+    "The packages of common import downwards only": (
+        "common/llamaq/common/errors.py",
+        "import llamaq.common.protocol.keys",
+    ),
+    "The packages of the producer import downwards only": (
+        "producer/llamaq/producer/streaming/subscriber.py",
+        "import llamaq.producer.client",
+    ),
+    "No circles, neither between packages nor between the modules of one package": (
+        "worker/llamaq/worker/core/slot.py",
+        "import llamaq.worker.core.batch",
+    ),
+    "What decides is pure: no Redis, no llama.cpp, no numpy, no threads, no files": (
+        "worker/llamaq/worker/scheduling/scheduler.py",
+        "import redis",
+    ),
+    "What runs in the engine thread knows no Redis and no event loop": (
+        "worker/llamaq/worker/generation/sampler.py",
+        "import asyncio",
+    ),
+    "Only the codec imports msgpack": ("producer/llamaq/producer/job.py", "import msgpack"),
+    "Few modules import llama.cpp": ("worker/llamaq/worker/engine/engine.py", "import llama_cpp"),
+    "Nothing in the wheel imports the tools": ("producer/llamaq/cli/main.py", "import llamaq.tools.random_gguf"),
+}
+"""Maps each contract to a module, and to an import in it that breaks the contract."""
 
 
-def imports_any(path: Path, *packages: str) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for name in imports_of(path) for package in packages)
+@pytest.fixture(scope="module")
+def copied_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of every Python file of the four portions, and of pyproject.toml."""
+    folder = tmp_path_factory.mktemp("sources")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for path in (path for portion in PORTIONS for path in (ROOT / portion / "llamaq").rglob("*.py")):
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    return folder
 
 
-def who_imports(package: str, *portions: str) -> set[str]:
-    return {name for name, path in sources(*portions).items() if imports_any(path, package)}
+def test_every_contract_has_a_breach_that_is_tried() -> None:
+    assert set(contract_names()) == set(BREACHES)
+
+
+def test_the_imports_keep_all_contracts(copied_sources: Path) -> None:
+    done = lint_imports(copied_sources)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Contracts: {len(BREACHES)} kept, 0 broken." in done.stdout
+
+
+@pytest.mark.parametrize("contract", BREACHES)
+def test_an_import_that_breaks_a_contract_is_found_also_inside_a_function(copied_sources: Path, contract: str) -> None:
+    file, statement = BREACHES[contract]
+    path = copied_sources / file
+    source = path.read_text()
+    path.write_text(f"{source}\n\ndef _breach() -> None:\n    {statement}\n")
+    try:
+        done = lint_imports(copied_sources)
+    finally:
+        path.write_text(source)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{contract} BROKEN" in " ".join(done.stdout.split())
 
 
 def loaded_by(*modules: str) -> set[str]:
-    """The modules that a fresh interpreter has loaded after importing these."""
-    code = f"import sys, {', '.join(modules)}; print(*sys.modules, sep='\\n')"
+    """Return the modules that a fresh interpreter has loaded after importing these."""
     paths = [str(ROOT / portion) for portion in PORTIONS]
-    code = f"import sys; sys.path[:0] = {paths!r}; {code}"
+    code = f"import sys; sys.path[:0] = {paths!r}; import {', '.join(modules)}; print(*sys.modules, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return set(done.stdout.split())
 
 
-DECIDING = ("core", "scheduling", "kv_cache")
+def deciding_modules() -> set[str]:
+    """Return the dotted names of all modules of the packages that decide."""
+    names = set()
+    for package in DECIDING:
+        for path in (ROOT / "worker" / "llamaq" / "worker" / package).rglob("*.py"):
+            parts = path.relative_to(ROOT / "worker").with_suffix("").parts
+            names.add(".".join(parts).removesuffix(".__init__"))
+    return names
 
 
 def test_the_packages_that_decide_load_neither_redis_nor_llama_cpp_nor_numpy() -> None:
-    modules = [name for name in sources("worker") if name.split(".")[2:3] and name.split(".")[2] in DECIDING]
-    assert {name.split(".")[2] for name in modules} == set(DECIDING)
+    modules = deciding_modules()
+    assert {f"llamaq.worker.{package}" for package in DECIDING} <= modules
     loaded = loaded_by(*modules)
-    assert set(modules) <= loaded
+    assert modules <= loaded
     assert not loaded & {"redis", "llama_cpp", "numpy", "msgpack"}
 
 
@@ -81,41 +145,3 @@ def test_the_fake_engine_needs_no_llama_cpp_and_no_redis() -> None:
 
 def test_no_portion_hides_the_others() -> None:
     assert [portion for portion in PORTIONS if (ROOT / portion / "llamaq" / "__init__.py").exists()] == []
-
-
-def test_only_the_codec_imports_msgpack() -> None:
-    assert who_imports("msgpack", *PORTIONS) == {"llamaq.common.protocol.codec"}
-
-
-def test_llama_cpp_has_few_gates() -> None:
-    assert who_imports("llama_cpp", "common", "producer", "worker") == {
-        "llamaq.common.vocab.vocab",
-        "llamaq.worker.engine.abi_check",
-        "llamaq.worker.engine.llama_bindings",
-        "llamaq.worker.generation.grammar.compiled_grammar",
-        "llamaq.worker.generation.grammar.sandbox_process",
-    }
-
-
-def test_the_engine_thread_does_not_import_redis() -> None:
-    modules = {
-        name: path
-        for name, path in sources("worker").items()
-        if name.startswith(("llamaq.worker.engine.", "llamaq.worker.generation."))
-    }
-    assert {"llamaq.worker.engine.engine", "llamaq.worker.generation.sampler"} <= modules.keys()
-    assert not [name for name, path in modules.items() if imports_any(path, "redis", "asyncio")]
-
-
-def test_nothing_in_the_wheel_imports_the_tools() -> None:
-    assert who_imports("llamaq.tools", "common", "producer", "worker") == set()
-
-
-def test_the_walk_sees_imports_inside_functions_but_not_those_for_type_checkers(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text(
-        "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    import numpy\n"
-        "def function():\n    from redis import asyncio\n    import os.path\n"
-    )
-    assert imports_of(path) == {"typing", "typing.TYPE_CHECKING", "redis", "redis.asyncio", "os.path"}
