@@ -60,12 +60,11 @@ class Eviction:
     def make_room(self, candidate: Candidate) -> Room:
         """Return whether the candidate, which has an idle slot, can be admitted. Evicts entries where that helps.
 
-        The entry that the candidate reuses counts as used now, so it is evicted last. When it has to be evicted
-        all the same, the candidate's hit is replaced by a new lookup.
+        The entry that matches the candidate's prompt counts as used now, so it is evicted last. When it has to be
+        evicted all the same, the candidate's hit is stale and is replaced by a new lookup.
         """
-        source = candidate.hit.source
-        if isinstance(source, Entry):
-            self._cache.touch(source)
+        if candidate.hit.matched_entry is not None:
+            self._cache.touch(candidate.hit.matched_entry)
         while not self._can_admit(candidate):
             if not self._could_admit_without_entries(candidate):
                 return Room.UNAVAILABLE
@@ -96,9 +95,9 @@ class Eviction:
         return entry if candidate.hit.n_held >= MIN_ADOPTED_SHARE * entry.n_tokens else None
 
     def _refresh(self, candidate: Candidate) -> None:
-        """Repeat the candidate's lookup if its source was evicted. Evictions change no stored block and no run."""
-        source = candidate.hit.source
-        if isinstance(source, Entry) and source not in self._cache:
+        """Repeat the candidate's lookup if its entry was evicted. An eviction changes no stored block and no run."""
+        entry = candidate.hit.matched_entry
+        if entry is not None and entry not in self._cache:
             candidate.hit = self._lookup.find(candidate.job)
 
     def _missing_cells(self, candidate: Candidate) -> int:

@@ -22,8 +22,12 @@ class PrefixHit:
     Either `leader` is set and the job waits for it. Or cells are copied from `source` and loaded from `stored`, where
     these are set.
 
-    Validity: a hit describes the cache at the time of the lookup. It becomes stale when its `source` is evicted, and
+    Validity: a hit describes the cache at the time of the lookup. It becomes stale when `matched_entry` is evicted, and
     when stored blocks change (at the next `Offload.step` or `Offload.discard`).
+    """
+
+    matched_entry: Entry | None = None
+    """The entry that holds the longest prefix on the device. It counts as used, also where no cells are copied from it.
     """
 
     n_held: int = 0
@@ -80,10 +84,11 @@ class PrefixLookup:
         match = self._cache.match(tokens, job.scope, admitted_before)
         stored = self._offload.match(tokens, job.scope)
         n_stored = stored.n_tokens if stored else 0
+        entry = match.source if isinstance(match.source, Entry) else None
         if match.leader and match.n_coming >= max(match.n_held + MIN_GAIN_TOKENS, n_stored):
-            return PrefixHit(leader=match.leader, n_coming=match.n_coming)
+            return PrefixHit(entry, leader=match.leader, n_coming=match.n_coming)
         if n_stored < match.n_held + MIN_GAIN_TOKENS:
-            return PrefixHit(match.n_held, match.source)
+            return PrefixHit(entry, match.n_held, match.source)
         if not self._can_save_parts:
-            return PrefixHit(stored=stored)  # a whole state can only be loaded into an empty sequence
-        return PrefixHit(match.n_held, match.source, stored=stored)
+            return PrefixHit(entry, stored=stored)  # a whole state can only be loaded into an empty sequence
+        return PrefixHit(entry, match.n_held, match.source, stored=stored)

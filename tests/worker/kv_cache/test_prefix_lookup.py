@@ -1,0 +1,118 @@
+"""Each admission looks a prompt up once and uses that hit to its end, except where an eviction makes the hit stale."""
+
+from __future__ import annotations
+
+from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
+from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.job import Job, JobEnded
+from llamaq.worker.kv_cache.prefix_cache import DeviceMatch, RadixPrefixCache
+from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
+
+
+class CountingCache(RadixPrefixCache):
+    """Counts the lookups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_lookups = 0
+
+    def match(self, tokens: bytes, scope: Scope, admitted_before: int | None = None) -> DeviceMatch:
+        self.n_lookups += 1
+        return super().match(tokens, scope, admitted_before)
+
+
+class Rig:
+    """A scheduler whose cache counts lookups."""
+
+    def __init__(self, n_slots: int, n_ctx: int = 1000) -> None:
+        self.engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 5)
+        self.cache = CountingCache()
+        self.scheduler = make_scheduler(self.engine, make_memory(self.engine, n_slots=n_slots, cache=self.cache))
+
+    def submit(self, *jobs: Job) -> None:
+        for job in jobs:
+            self.scheduler.submit(job)
+
+    def lookups_of_a_tick(self) -> int:
+        before = self.cache.n_lookups
+        run_tick(self.scheduler, self.engine)
+        return self.cache.n_lookups - before
+
+    def finish(self) -> list[JobEnded]:
+        outputs = run_to_end(self.scheduler, self.engine)
+        return [output for output in outputs if isinstance(output, JobEnded)]
+
+    @property
+    def running(self) -> list[str | None]:
+        return [slot.job_id for slot in self.scheduler.snapshot()]
+
+
+def test_each_admission_looks_up_each_compared_job_once() -> None:
+    rig = Rig(n_slots=4)
+    rig.submit(*(make_job([at] * 20, max_tokens=5) for at in range(3)))
+    assert rig.lookups_of_a_tick() == 3 + 2 + 1  # jobs that were compared for the first, second and third admission
+    assert rig.lookups_of_a_tick() == 0
+
+
+def test_a_job_that_waits_for_room_is_looked_up_once_per_tick() -> None:
+    rig = Rig(n_slots=2, n_ctx=100)
+    rig.submit(make_job([1] * 20, max_tokens=40))
+    assert rig.lookups_of_a_tick() == 1
+    rig.submit(make_job([2] * 20, max_tokens=40))
+    assert [rig.lookups_of_a_tick() for _ in range(3)] == [1, 1, 1]
+
+
+def test_while_all_slots_are_busy_nothing_is_looked_up() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit(make_job([1] * 20, max_tokens=40), make_job([2] * 20, max_tokens=40))
+    assert rig.lookups_of_a_tick() == 2
+    assert rig.lookups_of_a_tick() == 0
+
+
+def test_the_eviction_of_other_entries_does_not_repeat_the_lookup() -> None:
+    rig = Rig(n_slots=2, n_ctx=100)
+    rig.submit(make_job([1] * 40, max_tokens=2))
+    rig.finish()
+    rig.submit(make_job([2] * 40, max_tokens=2))
+    rig.finish()
+    rig.submit(make_job([2] * 40 + [3] * 10, job_id="third", max_tokens=20))
+    assert rig.lookups_of_a_tick() == 1
+    assert rig.scheduler.cache_snapshot().evictions == 1
+    (end,) = rig.finish()
+    assert end.stats.prefix_cache_tokens == 40
+
+
+def test_a_hit_whose_entry_is_evicted_is_stale_and_its_cells_are_not_counted() -> None:
+    rig = Rig(n_slots=2, n_ctx=100)
+    rig.submit(make_job([1] * 44, max_tokens=2))
+    rig.finish()
+    rig.submit(make_job([2] * 20, job_id="running", max_tokens=30))
+    run_tick(rig.scheduler, rig.engine)
+    # There would be room for the job if it reused 21 tokens of the entry, but that room needs the entry's own cells.
+    rig.submit(make_job([1] * 21 + [3] * 20, job_id="waiting", max_tokens=20))
+    assert rig.lookups_of_a_tick() == 2
+    assert rig.running == [None, "running"]
+    assert rig.scheduler.cache_snapshot().evictions == 1
+    ends = rig.finish()
+    assert [(end.job.id, end.reason) for end in ends] == [
+        ("running", FinishReason.LENGTH),
+        ("waiting", FinishReason.LENGTH),
+    ]
+    assert ends[1].stats.prefix_cache_tokens == 0
+
+
+def test_a_stale_hit_is_replaced_by_the_next_longest_prefix() -> None:
+    rig = Rig(n_slots=2, n_ctx=100)
+    rig.submit(make_job([1] * 30, job_id="running", max_tokens=20))
+    for _ in range(3):
+        run_tick(rig.scheduler, rig.engine)
+    rig.submit(make_job([1] * 30 + [5] * 40, job_id="cached", max_tokens=2))
+    while rig.scheduler.n_waiting or "cached" in rig.running:
+        run_tick(rig.scheduler, rig.engine)
+    rig.submit(make_job([1] * 30 + [5] + [6] * 9, job_id="last", max_tokens=10))
+    evictions = rig.scheduler.cache_snapshot().evictions
+    assert rig.lookups_of_a_tick() == 2
+    assert set(rig.running) == {"running", "last"}
+    assert rig.scheduler.cache_snapshot().evictions == evictions + 1
+    stats = {end.job.id: end.stats for end in rig.finish()}
+    assert (stats["last"].prefix_cache_tokens, stats["last"].prefix_cache_tier) == (30, CacheTier.RUNNING)
