@@ -2,7 +2,7 @@
 
 The order of the chain is that of llama.cpp (common/sampling.cpp): logit bias, penalties, grammar, top-k, typical-p,
 top-p, min-p, temperature. Only the last step, the draw, differs: its random number is a hash of the seed and the
-position. So an attempt that resumes a job draws the same tokens as an uninterrupted attempt.
+position. So an attempt that resumes a job draws with the same random numbers as an uninterrupted attempt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llamaq.worker.generation.token_filters import (
 )
 
 GRAMMAR_FIRST_TOKENS = 256
-"""Lower bound on the tokens that a grammar checks first, before it checks less probable ones."""
+"""Lower bound on the number of most probable tokens that a grammar checks first."""
 GREEDY_BELOW = 1e-6
 """Lower temperatures mean greedy decoding: logits divided by them exceed the range of float32."""
 NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
@@ -84,7 +84,7 @@ class LogitSampler:
     def _sample_with(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
         """Draw from all tokens. If the grammar does not allow the drawn token, draw again from the allowed tokens.
 
-        Source: common_sampler_sample in llama.cpp, which avoids checking all tokens in the same way.
+        Checking only the drawn token is much faster. Source: common_sampler_sample in llama.cpp.
         """
         grammar.accept(generated)
         token = self._draw(self._candidates(logits), len(generated))
@@ -135,16 +135,19 @@ class LogitSampler:
         """
         if not len(candidates):
             raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
-        _check_numbers(candidates.max_logit)
+        _check_finite(candidates.max_logit)
         if self._is_greedy:
             return int(candidates.tokens[0])
         kept = self._filter(candidates)
-        cumulated = np.cumsum(self._weights(kept), dtype=np.float64)
-        index = int(cumulated.searchsorted(self._uniform(position) * cumulated[-1], side="right"))
+        cumulative = np.cumsum(self._weights(kept), dtype=np.float64)
+        index = int(cumulative.searchsorted(self._uniform(position) * cumulative[-1], side="right"))
         return int(kept.tokens[min(index, len(kept) - 1)])  # rounding can make the product equal to the total
 
     def _uniform(self, position: int) -> float:
-        """Return a uniform random number in [0, 1): the first 53 bits of BLAKE2b(key=seed, position) times 2**-53."""
+        """Return a uniform random number in [0, 1) that depends only on the seed and the position.
+
+        It is 2**-53 times the upper 53 bits of the 64-bit BLAKE2b hash of the position, with the seed as the key.
+        """
         digest = blake2b(position.to_bytes(8, "little"), digest_size=8, key=self._seed).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
@@ -181,13 +184,13 @@ class LogitSampler:
 def _best_token(logits: Logits) -> int:
     """Return the token with the largest logit."""
     token = int(logits.argmax())
-    _check_numbers(float(logits[token]))
+    _check_finite(float(logits[token]))
     if logits[token] == -np.inf:
         raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
     return token
 
 
-def _check_numbers(largest: float) -> None:
+def _check_finite(largest: float) -> None:
     """Raise `JobRejected` if the largest logit is NaN or infinite. It is NaN if any logit is NaN."""
     if isnan(largest) or largest == inf:
         raise JobRejected(ErrorCode.DECODE_FAILED, "the model computed logits that are not finite numbers")

@@ -1,9 +1,9 @@
 """Checks a grammar without running it: size, nesting depth, left recursion and token references.
 
 llama_sampler_init_grammar recurses once for each level of nesting, so a deep grammar overflows the stack. It misses
-left recursion behind a rule that can be empty through another rule, and then allocates memory without end. And it
-aborts on some grammars that refer to tokens by id. GBNF, the language of the grammars, is described in
-grammars/README.md of llama.cpp.
+left recursion behind a rule that can be empty through another rule, and then allocates memory without end. And
+llama_sampler_accept ends the process on some grammars that refer to tokens by id. GBNF, the language of the grammars,
+is described in grammars/README.md of llama.cpp.
 """
 
 from __future__ import annotations
