@@ -37,22 +37,43 @@ help: ## list the targets
 	echo "  PYTHON=...               the interpreter for .venv (now: $(PYTHON))"
 	echo "  BENCH_ARGS=...           for every benchmark, e.g. make bench-peers BENCH_ARGS='--model qwen3-0.6b --rounds 1'"
 	echo "  SEED= SCALE= SOAK=...    for make soak: which one, how much of it, which scenarios (SOAK_ARGS=--help)"
+	echo "  TEST_PROCESSES=...       pytest processes of make test (now: $(TEST_PROCESSES)); PYTEST_ARGS='-k cluster' for pytest"
 	echo "  LLAMAQ_WHEEL_CACHE=...   where built wheels are kept (now: $(LLAMAQ_WHEEL_CACHE))"
 
 .PHONY: demo
 demo: $(VENV)/worker.stamp ## watch eight jobs stream through one llama.cpp batch
 	@exec $(BIN)/llamaq demo
 
-.PHONY: test
-test: lint types ## ruff, mypy and pytest
-	@echo "==> pytest"
-	$(BIN)/pytest --durations=10
+# Many tests wait for leases and timeouts, so there are twice as many xdist workers as cores. Tests that share a server stay
+# in one of them, and the longest start first: tests/support/distribution.py. `pytest FILE` runs in one process.
+CORES := $(shell nproc 2>/dev/null || echo 2)
+TEST_PROCESSES ?= $(shell echo $$(( 2 * $(CORES) < 16 ? 2 * $(CORES) : 16 )))
+PYTEST_ARGS ?=
+PYTEST_PARALLEL := --dist loadgroup --no-loadscope-reorder --numprocesses
+# Each of the hundreds of processes that tests start would compile llamaq again without these files.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: test test-quick coverage
+test: lint types ## ruff, import contracts, mypy and pytest
+	@echo "==> pytest, $(TEST_PROCESSES) processes"
+	$(BIN)/pytest $(PYTEST_PARALLEL) $(TEST_PROCESSES) --durations=10 $(PYTEST_ARGS)
+
+test-quick: $(VENV)/dev.stamp ## the tests that start no process and load no model: half a minute
+	@$(BIN)/pytest $(PYTEST_PARALLEL) $(CORES) -q -m quick --hypothesis-profile=quick $(PYTEST_ARGS)
+
+# Every Python process that a test starts is measured too, unless it is killed with SIGKILL.
+coverage: $(VENV)/dev.stamp ## branch coverage of all tests: the total, and the files with the least
+	@rm -f .coverage .coverage.*
+	$(BIN)/pytest $(PYTEST_PARALLEL) $(TEST_PROCESSES) -q --cov --cov-report= $(PYTEST_ARGS)
+	$(BIN)/coverage report --sort=cover --skip-covered
 
 .PHONY: lint
-lint: $(VENV)/dev.stamp ## ruff: rules and format
+lint: $(VENV)/dev.stamp ## ruff: rules and format; import-linter: contracts between packages
 	@echo "==> ruff"
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	echo "==> import-linter"
+	$(BIN)/lint-imports --no-logo
 
 .PHONY: types
 types: $(VENV)/dev.stamp ## mypy, strict
@@ -106,7 +127,7 @@ venv: $(VENV)/dev.stamp ## .venv with everything that the other targets need
 
 .PHONY: clean
 clean: ## remove .venv and what tests and checks left behind; built wheels stay
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

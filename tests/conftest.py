@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from tests.support.distribution import distribute
 from tests.support.quick import install_audit_hook, is_quick, without_processes
 
@@ -22,6 +23,12 @@ from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 ASYNC_TEST_TIMEOUT_S = 60
+
+# On a busy machine an example may take longer than the 200 ms that Hypothesis allows. The rest is its choice: it has a
+# profile for CI, which draws the same examples each time. `make test-quick` tries fewer of them.
+settings.register_profile("full", settings(), deadline=None)
+settings.register_profile("quick", settings(), deadline=None, max_examples=20)
+settings.load_profile("full")
 
 
 def pytest_configure() -> None:
