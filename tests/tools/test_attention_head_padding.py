@@ -1,4 +1,4 @@
-"""The demo model's heads as they are written to its file compute what they computed as they were trained."""
+"""Padded attention heads of the demo model compute the same as the trained heads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NARROW = HEAD_WIDTH // 2
 Matrix = npt.NDArray[Any]
 
 
-def turned(x: Matrix, position: int) -> Matrix:
-    """Rotary positions on adjacent pairs of each row, one row a head."""
+def rotated(x: Matrix, position: int) -> Matrix:
+    """Apply rotary positions to adjacent pairs of each row. Each row is one head."""
     width = x.shape[1]
     angles = position * ROPE_BASE ** -(np.arange(0, width, 2) / width)
     pairs = (x[:, 0::2] + 1j * x[:, 1::2]) * np.exp(1j * angles)
@@ -25,15 +25,15 @@ def turned(x: Matrix, position: int) -> Matrix:
 
 
 def attention(weights: dict[str, Matrix], stream: Matrix) -> Matrix:
-    """What attention adds at the last position."""
+    """Return the vector that attention adds to the residual stream at the last position."""
 
     def heads(name: str, at: int) -> Matrix:
         rows: Matrix = (weights[f"blk.0.attn_{name}.weight"] @ stream[at]).reshape(HEADS, -1)
         return rows
 
     last = len(stream) - 1
-    query = turned(heads("q", last), last)
-    keys = np.stack([turned(heads("k", at), at) for at in range(len(stream))])
+    query = rotated(heads("q", last), last)
+    keys = np.stack([rotated(heads("k", at), at) for at in range(len(stream))])
     values = np.stack([heads("v", at) for at in range(len(stream))])
     scores = np.exp(np.einsum("hd,thd->ht", query, keys) / np.sqrt(query.shape[1]))
     mixed = np.einsum("ht,thd->hd", scores / scores.sum(axis=1, keepdims=True), values)
@@ -48,7 +48,7 @@ def random_weights() -> dict[str, Matrix]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 700])
-def test_wide_heads_attend_as_narrow_ones(length: int) -> None:
+def test_wide_heads_attend_like_narrow_heads(length: int) -> None:
     narrow = random_weights()
     wide = {name: widen(name, weight, HEADS) for name, weight in narrow.items()}
     assert wide["blk.0.attn_q.weight"].shape == (HEADS * HEAD_WIDTH, WIDTH)
@@ -58,6 +58,6 @@ def test_wide_heads_attend_as_narrow_ones(length: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "blk.0.ffn_up.weight", "blk.0.attn_norm.weight"])
-def test_what_is_not_of_attention_stays(name: str) -> None:
+def test_tensors_outside_attention_are_not_changed(name: str) -> None:
     weight = np.ones((4, 4), np.float32)
     assert widen(name, weight, 2) is weight

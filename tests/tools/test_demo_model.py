@@ -1,4 +1,4 @@
-"""The demo model that ships: its grammar without it, and its three abilities in llama.cpp, on the held-out share."""
+"""The shipped demo model: its text grammar, and its stories, recall and chat in llama.cpp on the held-out share."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ EVEN = Mixture(recall=1, stories=1, dialogues=1)
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[LlamaRunner]:
-    with LlamaRunner(MODEL) as opened:
-        yield opened
+    with LlamaRunner(MODEL) as runner:
+        yield runner
 
 
-def test_the_same_seed_gives_the_same_text_and_another_seed_another_one() -> None:
+def test_equal_seeds_give_equal_texts_and_different_seeds_different_ones() -> None:
     texts = [draw_document(Split.TRAIN, seed, EVEN, 256).text for seed in range(50)]
     assert texts == [draw_document(Split.TRAIN, seed, EVEN, 256).text for seed in range(50)]
     assert len(set(texts)) == 50
@@ -57,7 +57,7 @@ def test_no_training_text_states_a_held_out_fact() -> None:
     assert stated[True] == 0
 
 
-def test_no_hero_is_in_both_shares() -> None:
+def test_no_hero_is_in_both_splits() -> None:
     heroes = {split: {draw_hero(generator(split, "test", seed), split) for seed in range(600)} for split in Split}
     assert len(heroes[Split.TRAIN]) > 100
     assert len(heroes[Split.HELD_OUT]) > 20
@@ -73,19 +73,19 @@ def test_every_probe_asks_a_held_out_fact_that_its_prompt_states_once() -> None:
         assert probe.prompt.count(f" {name} has ") <= 1
 
 
-def test_choices_are_skewed_towards_what_their_context_prefers() -> None:
+def test_a_skewed_choice_prefers_one_option_of_its_context() -> None:
     rng = generator(Split.TRAIN, "test")
     (_, most), *others = Counter(skewed(rng, word_lists.PLACES, "place", "Mia") for _ in range(2000)).most_common()
     assert most / 2000 == pytest.approx(PREFERENCE + (1 - PREFERENCE) / len(word_lists.PLACES), abs=0.04)
     assert max(count for _, count in others) < most / 20
 
 
-def test_facts_are_not_skewed_so_that_only_the_context_tells_them() -> None:
+def test_facts_are_drawn_uniformly_so_that_only_the_context_has_the_answer() -> None:
     things = Counter(recall_probe(seed, 20).value for seed in range(300))
     assert things.most_common(1)[0][1] < 10
 
 
-def test_documents_begin_and_end_as_the_model_must() -> None:
+def test_documents_begin_and_end_with_their_special_tokens() -> None:
     for seed in range(30):
         text = draw_document(Split.TRAIN, seed, EVEN, 256).text
         assert text.startswith(BOS)
@@ -93,36 +93,38 @@ def test_documents_begin_and_end_as_the_model_must() -> None:
         assert text.count(BOS) == text.count(EOS) == 1
 
 
-def test_the_answers_of_a_document_weigh_most_and_stand_in_its_facts() -> None:
+def test_the_answers_of_a_document_have_the_largest_weight_and_occur_in_its_facts() -> None:
     assert Role.ANSWER.value > Role.TEXT.value > Role.GIVEN.value
     for seed in range(20):
         _, facts, *rest = recall_document(Split.TRAIN, seed, 128).segments
         answers = [segment.text.strip(" .") for segment in rest if segment.role is Role.ANSWER]
         assert facts.role is Role.GIVEN
         assert answers
-        assert sum(answer in facts.text for answer in answers) >= len(answers) / 2  # the others turn the fact round
+        assert (
+            sum(answer in facts.text for answer in answers) >= len(answers) / 2
+        )  # the other answers are to reverse questions
 
 
-def test_a_conversation_asks_back_what_was_told() -> None:
+def test_a_conversation_asks_for_facts_that_it_states() -> None:
     for seed in range(20):
         assert any(turn.recalled is not None for turn in conversation(Split.HELD_OUT, seed))
 
 
-def test_the_grammar_understands_its_own_stories_and_nothing_else() -> None:
+def test_the_patterns_of_the_grammar_match_its_stories_and_no_other_text() -> None:
     for seed in range(20):
         text = story_document(Split.HELD_OUT, seed).text.removeprefix(BOS).removesuffix(EOS)
         assert understood(text) > 0.99
     assert understood("am am am am tell you tell. The the cat of is.") < 0.2
 
 
-def test_the_file_is_small_loads_fast_and_has_its_context(runner: LlamaRunner) -> None:
+def test_the_file_is_small_and_loads_fast_and_has_a_context_of_2048_tokens(runner: LlamaRunner) -> None:
     assert MODEL.stat().st_size <= 8_000_000
     assert runner.load_s < 1
     assert runner.training_context >= 2048
     assert 2000 <= runner.vocabulary_size <= 4000
 
 
-def test_any_text_survives_tokenization(runner: LlamaRunner) -> None:
+def test_any_text_is_restored_after_tokenization(runner: LlamaRunner) -> None:
     text = "Größe, 你好 🙂\n\n  two  spaces\tand\x00 a tab; it's 12345 o'clock" + "".join(map(chr, range(1, 256)))
     assert runner.text(runner.tokenize(text, add_bos=False)) == text
 
@@ -141,16 +143,16 @@ def test_both_end_tokens_end_a_generation(runner: LlamaRunner) -> None:
 
 
 @pytest.mark.parametrize("distance_tokens", [50, 100, 200])
-def test_it_recalls_held_out_facts(runner: LlamaRunner, distance_tokens: int) -> None:
+def test_the_model_recalls_held_out_facts(runner: LlamaRunner, distance_tokens: int) -> None:
     assert measure_recall(runner, distance_tokens, 60).share >= 0.95
 
 
 @pytest.mark.parametrize("frame", [0, 2])
-def test_it_recalls_however_the_question_is_put(runner: LlamaRunner, frame: int) -> None:
+def test_the_model_recalls_with_every_form_of_question(runner: LlamaRunner, frame: int) -> None:
     assert measure_recall(runner, 80, 40, frame).share >= 0.95
 
 
-def test_it_goes_on_with_a_story_to_its_end(runner: LlamaRunner) -> None:
+def test_the_model_continues_stories_to_their_end(runner: LlamaRunner) -> None:
     stories = measure_stories(runner, 8)
     assert all(story.ended for story in stories)
     assert all(story.tokens >= 60 for story in stories)
@@ -159,14 +161,14 @@ def test_it_goes_on_with_a_story_to_its_end(runner: LlamaRunner) -> None:
     assert len({story.text for story in stories}) == len(stories)
 
 
-def test_it_answers_from_earlier_turns(runner: LlamaRunner) -> None:
+def test_the_model_answers_from_earlier_turns(runner: LlamaRunner) -> None:
     chat = measure_chat(runner, 8)
     assert chat.turns >= 3
     assert chat.share >= 0.95
     assert chat.ended == chat.answers
 
 
-def test_greedy_output_does_not_hang_on_the_shape_of_the_batch(runner: LlamaRunner) -> None:
+def test_greedy_output_does_not_depend_on_the_shape_of_the_batch(runner: LlamaRunner) -> None:
     noise = measure_noise(runner)
     largest_change = max(measured.largest_gap_change for measured in noise.values())
     assert all(measured.changed_tokens == 0 for measured in noise.values())
@@ -174,7 +176,7 @@ def test_greedy_output_does_not_hang_on_the_shape_of_the_batch(runner: LlamaRunn
         assert sorted(gaps)[len(gaps) // 100] > largest_change
 
 
-def test_the_prompts_of_the_demo_fit_the_model_and_get_an_answer_that_ends(runner: LlamaRunner) -> None:
+def test_every_prompt_of_the_demo_gets_an_answer_that_ends(runner: LlamaRunner) -> None:
     prompts = json.loads((MODEL_FOLDER / "demo_prompts.json").read_text())
     assert len(prompts) == 8
     for entry in prompts:
@@ -186,7 +188,7 @@ def test_the_prompts_of_the_demo_fit_the_model_and_get_an_answer_that_ends(runne
         assert entry["title"]
 
 
-def test_the_gap_is_that_of_the_two_best(runner: LlamaRunner) -> None:
+def test_the_gap_is_between_the_two_best_logits(runner: LlamaRunner) -> None:
     runner.clear()
     (row,) = runner.decode([(0, runner.tokenize("Once upon"))])
     best, second = sorted(row[-1])[::-1][:2]

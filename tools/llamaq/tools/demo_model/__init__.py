@@ -1,4 +1,4 @@
-"""The demo model: a seeded grammar of text, a tokenizer, a small llama, its training, its export and its evaluation.
+"""The demo model: a seeded text grammar, a tokenizer, a small llama model, and its training, export and evaluation.
 
-Development only; nothing here is in the wheel. README.md beside this file says how to reproduce the shipped file.
+This package is for development and is not in the wheel. Its README.md explains how to reproduce the shipped file.
 """

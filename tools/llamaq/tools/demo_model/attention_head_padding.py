@@ -1,13 +1,14 @@
-"""Attention with heads of 32 numbers, written as heads of 64 that compute the same.
+"""Pads attention heads of 32 numbers with zeros to heads of 64 numbers that compute the same.
 
-On a CPU with AVX-512 llama.cpp takes 64 numbers of F16 a step and does what is left over one by one (`GGML_F16_STEP` in
-ggml's `simd-mappings.h`), so heads of 32 never meet its vector code: attention took three quarters of a tick. Models
-in use have heads of 64 and more. The rest is zeros:
+On a CPU with AVX-512, llama.cpp takes 64 numbers of F16 per step and computes the rest one by one (`GGML_F16_STEP` in
+ggml's `simd-mappings.h`). Heads of 32 never reach its vector code: attention took three quarters of a tick. Models in
+common use have heads of 64 numbers or more. The padding keeps the result:
 
-- A head of d numbers turns pair i by base^(-2i/d) a position. Among 2d numbers that is the speed of pair 2i, so that
-  queries and keys go to every other pair, and turn as they did.
-- Scores are divided by the root of the width, so queries are longer by the root of the widening.
-- Values only have to be where the output matrix looks for them.
+- A head of d numbers rotates pair i by base^(-2i/d) per position. In a head of 2d numbers, pair 2i has this speed.
+  Therefore queries and keys are placed in every other pair.
+- Scores are divided by the square root of the width. Therefore queries are multiplied by the square root of the
+  widening.
+- Values only need the same places as the columns of the output matrix.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ import numpy.typing as npt
 Matrix = npt.NDArray[np.float32]
 
 HEAD_WIDTH: Final = 64
-"""Of the heads in the file."""
+"""Width of the attention heads in the file."""
 
 
 def widen(name: str, weight: Matrix, heads: int) -> Matrix:
-    """A tensor as it is written: those of attention widened, others as they are. `name` is GGUF's."""
+    """Return a tensor in the form in which it is written.
+
+    Args:
+        name: GGUF name of the tensor.
+        weight: The trained tensor. Only tensors of attention are changed.
+        heads: Number of attention heads.
+    """
     of_attention: dict[str, Callable[[Matrix], Matrix]] = {
         "attn_q": partial(_widen_queries, heads=heads),
         "attn_k": partial(_spread_pairs, heads=heads),
@@ -43,7 +50,7 @@ def _widen_queries(weight: Matrix, heads: int) -> Matrix:
 
 
 def _spread_pairs(weight: Matrix, heads: int) -> Matrix:
-    """Rows of queries or keys; the pairs that turn together are neighbours."""
+    """Place the rows of queries or keys in every other rotary pair. The two rows of a pair are adjacent."""
     pairs = weight.reshape(heads, -1, 2, weight.shape[1])
     spread = np.zeros((heads, HEAD_WIDTH // 2, 2, weight.shape[1]), np.float32)
     spread[:, :: HEAD_WIDTH // 2 // pairs.shape[1]] = pairs
@@ -51,7 +58,7 @@ def _spread_pairs(weight: Matrix, heads: int) -> Matrix:
 
 
 def _pad_rows(weight: Matrix, heads: int) -> Matrix:
-    """Rows of values; zeros after those of each head."""
+    """Add rows of zeros after the rows of each head."""
     rows = weight.reshape(heads, -1, weight.shape[1])
     padded = np.zeros((heads, HEAD_WIDTH, weight.shape[1]), np.float32)
     padded[:, : rows.shape[1]] = rows

@@ -1,4 +1,4 @@
-"""The mixture of texts that the model is trained on, by stage; and the texts that the tokenizer is trained on."""
+"""The training texts of the model, as a mixture of three kinds, and the training texts of the tokenizer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,18 @@ class Mixture:
 
 
 TYPICAL_TOKENS: Final = 180
-"""About the length of a story or a dialogue; used to turn shares of tokens into shares of documents."""
+"""Approximate length of a story or a dialogue. It converts shares of tokens into shares of documents."""
 
 
 def draw_document(split: Split, seed: int | str, mixture: Mixture, length_tokens: int) -> Document:
-    """One document; a recall document has about `length_tokens`, the others at most their own length."""
+    """Draw one document.
+
+    Args:
+        split: Share of the combinations to draw from.
+        seed: Equal seeds give equal documents.
+        mixture: Relative numbers of tokens of the three kinds.
+        length_tokens: Approximate length of a recall document; longer values also make dialogues longer.
+    """
     rng = generator(split, "mixture", seed)
     recall_length = rng.choice((length_tokens, length_tokens, max(32, length_tokens // 2)))
     weights = (
@@ -45,7 +52,7 @@ def draw_document(split: Split, seed: int | str, mixture: Mixture, length_tokens
 
 
 def tokenizer_texts(documents: int, seed: int) -> Iterator[str]:
-    """Texts for the tokenizer: the word lists often, so that each word is one token, then a sample of everything."""
+    """Yield the word lists many times, so that each word becomes one token, and then a sample of all documents."""
     names = [*word_lists.NAMES, *word_lists.PET_NAMES, "Llamaq"]
     words = [
         *word_lists.COLOURS,

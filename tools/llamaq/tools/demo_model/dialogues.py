@@ -1,4 +1,4 @@
-"""Conversations in the model's chat template: greetings, stories on request, facts told and asked back later."""
+"""Conversations in the model's chat template: greetings, stories on request, facts that are stated and later asked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE: Final = (
     "{{ message['content'] | trim }}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""The Jinja template of the GGUF. It emits `<|bos|>` itself, so a rendered chat is tokenized without adding one."""
+"""The Jinja template of the GGUF. It emits `<|bos|>`, so a rendered chat is tokenized without adding a second one."""
 
 SYSTEMS: Final = (
     "You are a helpful assistant.",
@@ -89,39 +89,39 @@ ANY_STORY_REQUESTS: Final = (
     "Yes, please!",
 )
 
-FAVOURITES: Final = 13
-"""How many of the colours are colours, rather than sizes and the like."""
+N_REAL_COLOURS: Final = 13
+"""The first words of `COLOURS` are colours. The words after them are sizes and other adjectives."""
 
 MOST_QUESTIONS: Final = 10
-"""Most facts that are asked back at the end of a conversation."""
+"""Largest number of questions about facts at the end of a conversation."""
 
 CONVERSATION_TOKENS: Final = 300
-"""About the length of a conversation that is measured: no story in it."""
+"""Approximate length of a conversation for measuring; it contains no story."""
 
 ACKNOWLEDGEMENTS: Final = ("I will remember that.", "Good to know!", "How nice!", "Thank you for telling me.")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the user says, what the assistant answers, and what of it was recalled."""
+    """A user's message, the assistant's answer, and the recalled words of the answer."""
 
     user: str
     assistant: str
     recalled: str | None = None
-    """The words of the answer that had to be looked up."""
+    """The words of the answer that are recalled from the context; None if the turn asks for no fact."""
     reverse: bool = False
-    """Whether the question names the thing and asks whose it is."""
+    """Whether the question names the thing and asks for its owner."""
 
 
 def own_facts(rng: random.Random, split: Split) -> list[Fact]:
-    """What a user may tell about themselves, with questions in the first and answers in the second person."""
+    """Draw facts about the user. Questions are in the first person and answers in the second."""
     _, colour, thing = draw_triple(rng, split, "I")
     value = f"{colour} {thing}"
     name, food, place = rng.choice(word_lists.NAMES), rng.choice(word_lists.FOODS), rng.choice(word_lists.PLACES)
     pet, pet_name, favourite = (
         rng.choice(word_lists.PETS),
         rng.choice(word_lists.PET_NAMES),
-        rng.choice(word_lists.COLOURS[:FAVOURITES]),
+        rng.choice(word_lists.COLOURS[:N_REAL_COLOURS]),
     )
     owned = f"You have {word_lists.article(value)}."
     called = f"Your {pet} is called {pet_name}."
@@ -156,7 +156,7 @@ def own_facts(rng: random.Random, split: Split) -> list[Fact]:
 
 
 def others_facts(rng: random.Random, split: Split, count: int) -> list[Fact]:
-    """Facts about others, each name once a kind."""
+    """Draw facts about `count` different other persons."""
     facts: list[Fact] = []
     for name in rng.sample(word_lists.NAMES, count):
         maker = rng.random()
@@ -170,19 +170,19 @@ def others_facts(rng: random.Random, split: Split, count: int) -> list[Fact]:
 
 
 def small_talk(rng: random.Random) -> Turn:
-    """A greeting or the like, with the one fitting answer."""
+    """Draw small talk, such as a greeting, with its answer."""
     users, assistant = SMALL_TALK[min(int(rng.expovariate(0.4)), len(SMALL_TALK) - 1)]
     return Turn(rng.choice(users), assistant)
 
 
 def declined(rng: random.Random) -> Turn:
-    """A question that the model cannot answer."""
+    """Draw a question that the model cannot answer."""
     words = {"a": rng.choice(word_lists.COMMON_WORDS), "b": rng.choice(word_lists.COMMON_WORDS)}
     return Turn(rng.choice(DECLINED).format(**words), DECLINE)
 
 
 def story_turn(rng: random.Random, split: Split) -> Turn:
-    """A request for a story, and a story about the one who was named."""
+    """Draw a request for a story, and a story about the hero that the request names."""
     kind, name = draw_hero(rng, split)
     story = tell(rng, draw_world(rng, kind, name))
     if rng.random() < 0.4:
@@ -193,15 +193,15 @@ def story_turn(rng: random.Random, split: Split) -> Turn:
     return Turn(rng.choice(STORY_REQUESTS).format(kind=kind, name=name), story)
 
 
-def told(rng: random.Random, facts: list[Fact]) -> Turn:
-    """The user states facts."""
+def state_facts(rng: random.Random, facts: list[Fact]) -> Turn:
+    """Return a turn in which the user states facts."""
     statements = " ".join(fact.statement for fact in facts)
     greeting = rng.choice(("", "", "", "Hi! ", "Hello! ", "Listen. "))
     return Turn(greeting + statements, first_mostly(rng, ACKNOWLEDGEMENTS))
 
 
-def asked(rng: random.Random, fact: Fact) -> Turn:
-    """The user asks a fact back."""
+def ask_fact(rng: random.Random, fact: Fact) -> Turn:
+    """Return a turn in which the user asks for a fact."""
     question, answer = fact.questions[0] if rng.random() < 0.6 else rng.choice(fact.questions)
     if rng.random() < 0.2:
         question = question[0].lower() + question[1:]
@@ -210,42 +210,42 @@ def asked(rng: random.Random, fact: Fact) -> Turn:
     return Turn(question, answer, fact.value, reverse=fact.value in question)
 
 
-def told_and_asked(rng: random.Random, facts: list[Fact]) -> Turn:
-    """The user states facts and asks for one of them at once."""
-    question = asked(rng, rng.choice(facts))
-    user = f"{told(rng, facts).user} {question.user}"
+def state_and_ask(rng: random.Random, facts: list[Fact]) -> Turn:
+    """Return a turn in which the user states facts and asks for one of them at once."""
+    question = ask_fact(rng, rng.choice(facts))
+    user = f"{state_facts(rng, facts).user} {question.user}"
     return Turn(user, question.assistant, question.recalled, question.reverse)
 
 
 def recall_turns(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
-    """Turns that tell facts, some small talk or a story between, then turns that ask back these and the `known`."""
-    told_turns = rng.randint(1, max(1, min(8, length_tokens // 100)))
+    """Yield turns that state facts, with small talk or a story, and turns that ask for these and the `known` facts."""
+    n_statements = rng.randint(1, max(1, min(8, length_tokens // 100)))
     facts = rng.sample(own_facts(rng, split), rng.randint(1, 4))
     names = {fact.statement.split()[0] for fact in known}
     facts += [
         fact
-        for fact in others_facts(rng, split, told_turns * rng.randint(2, 4))
+        for fact in others_facts(rng, split, n_statements * rng.randint(2, 4))
         if fact.statement.split()[0] not in names
     ]
     rng.shuffle(facts)
-    cuts = sorted(rng.sample(range(1, len(facts)), min(told_turns - 1, len(facts) - 1)))
+    cuts = sorted(rng.sample(range(1, len(facts)), min(n_statements - 1, len(facts) - 1)))
     for start, stop in zip([0, *cuts], [*cuts, len(facts)], strict=True):
-        yield told_and_asked(rng, facts[start:stop]) if rng.random() < 0.25 else told(rng, facts[start:stop])
+        yield state_and_ask(rng, facts[start:stop]) if rng.random() < 0.25 else state_facts(rng, facts[start:stop])
         if rng.random() < 0.3:
             yield small_talk(rng)
         if rng.random() < 0.5:
-            yield asked(rng, rng.choice(facts[:stop]))
+            yield ask_fact(rng, rng.choice(facts[:stop]))
     if length_tokens >= 512 and rng.random() < 0.25:
         yield story_turn(rng, split)
     facts = facts + known
     for fact in rng.sample(facts, min(len(facts), rng.randint(2, MOST_QUESTIONS))):
-        yield asked(rng, fact)
+        yield ask_fact(rng, fact)
         if rng.random() < 0.1:
             yield small_talk(rng)
 
 
 def turns_of(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
-    """The turns of one conversation; it asks back what the system message made known."""
+    """Yield the turns of one conversation. It asks for the `known` facts of the system message too."""
     flavour = 1.0 if known else rng.random()
     if flavour < 0.15:
         for _ in range(rng.randint(1, 4)):
@@ -263,7 +263,7 @@ def turns_of(rng: random.Random, split: Split, known: list[Fact], length_tokens:
 
 
 def dialogue_document(split: Split, seed: int | str, length_tokens: int) -> Document:
-    """A conversation as a training text, each answer ended with `<|end|>`; `length_tokens` makes it longer."""
+    """Return a conversation of about `length_tokens` tokens as a training document. Each answer ends with `<|end|>`."""
     rng = generator(split, "dialogue", length_tokens, seed)
     segments = [Segment(BOS, Role.GIVEN)]
     known: list[Fact] = []
@@ -283,5 +283,5 @@ def dialogue_document(split: Split, seed: int | str, length_tokens: int) -> Docu
 
 
 def conversation(split: Split, seed: int | str) -> list[Turn]:
-    """A conversation of facts told and asked back, for measuring; at least two of its answers are recalled."""
+    """Return a conversation of statements and questions for measuring. At least two of its answers are recalled."""
     return list(recall_turns(generator(split, "conversation", seed), split, [], CONVERSATION_TOKENS))

@@ -1,6 +1,7 @@
-"""Measure a GGUF of the demo model: `python -m llamaq.tools.demo_model.evaluate llamaq-demo.gguf`.
+"""Measures a GGUF file of the demo model: `python -m llamaq.tools.demo_model.evaluate llamaq-demo.gguf`.
 
-Everything is greedy, in llama.cpp, and on the held-out share of the grammar. A table is printed, then one JSON line.
+All generations are greedy, in llama.cpp, on the held-out share of the grammar. The output is a table and then one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ CHUNK_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """How often a fact was recalled from one distance."""
+    """Recall of facts from one distance."""
 
     distance_tokens: float
     """Mean number of tokens from the fact's end to the end of the prompt."""
     facts_between: float
-    """Mean number of other facts in between."""
+    """Mean number of other facts between the fact and the question."""
     right: int
     asked: int
 
@@ -52,14 +53,14 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A greedy story and how it reads."""
+    """A greedy story and its measurements."""
 
     text: str
     tokens: int
     ended: bool
-    """Whether it ended with the end token rather than at the limit."""
+    """Whether it ended with an end token and not at the limit."""
     understood: float
-    """Share of its characters that the grammar could have written, sentence by sentence."""
+    """Share of its characters in sentences that the grammar can generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +70,35 @@ class Chat:
     right: int
     asked: int
     reverse_right: int
-    """Of the questions that name the thing and ask whose it is; the others count above."""
+    """Right answers to questions that name the thing and ask for its owner. `right` and `asked` do not count them."""
     reverse_asked: int
     turns: float
     """Mean number of the user's turns in a conversation."""
     ended: int
-    """Answers of any kind that ended with the end token."""
+    """Number of answers of any kind that ended with an end token."""
     answers: int
 
     @property
     def share(self) -> float:
-        """Share of recalled answers that are right word for word, reverse questions aside."""
+        """Share of recalled answers that are right word for word, without reverse questions."""
         return self.right / self.asked
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What the shape of a batch does to the logits of the same tokens."""
+    """Changes of the logits of the same tokens when the shape of the batch changes."""
 
     largest_logit_change: float
     largest_gap_change: float
-    """Of the gap between the best and the second-best logit."""
+    """Largest change of the gap between the best and the second-best logit."""
     median_gap_change: float
     changed_tokens: int
+    """Number of tokens whose best logit belongs to another token."""
     tokens: int
 
 
 def measure_recall(runner: LlamaRunner, distance_tokens: int, count: int, frame: int = 1) -> Recall:
-    """Ask `count` held-out facts from about `distance_tokens` back; right is the answer word for word."""
+    """Ask for `count` held-out facts from about `distance_tokens` back. An answer is right if every word is right."""
     right = 0
     distances, between = [], []
     for seed in range(count):
@@ -111,7 +113,7 @@ def measure_recall(runner: LlamaRunner, distance_tokens: int, count: int, frame:
 
 
 def story_patterns() -> list[re.Pattern[str]]:
-    """A pattern for each sentence of the story grammar, whatever its fields hold."""
+    """Return a pattern for each sentence of the story grammar that matches any values of its fields."""
     beats = [OPENINGS, HOMES, ENDINGS, *(beat for plot in PLOTS for beat in plot)]
     templates = [template for beat in beats for template in beat]
     parts = [re.split(r"\{\w+\}", template) for template in templates]
@@ -119,7 +121,7 @@ def story_patterns() -> list[re.Pattern[str]]:
 
 
 def understood(text: str) -> float:
-    """Share of the characters of `text` that sentences of the story grammar cover, in any order."""
+    """Return the share of characters of `text` that sentences of the story grammar cover, in any order."""
     patterns = story_patterns()
     covered = position = 0
     while position < len(text):
@@ -134,7 +136,7 @@ def understood(text: str) -> float:
 
 
 def openings(count: int) -> list[str]:
-    """Beginnings of stories, each with another held-out hero."""
+    """Return `count` beginnings of stories with different held-out heroes."""
     rng = generator(Split.HELD_OUT, "openings")
     heroes: dict[tuple[str, str], None] = {}
     while len(heroes) < count:
@@ -143,7 +145,7 @@ def openings(count: int) -> list[str]:
 
 
 def measure_stories(runner: LlamaRunner, count: int) -> list[Story]:
-    """Go on with held-out openings."""
+    """Generate stories from held-out openings."""
     stories = []
     for prompt in openings(count):
         ids, ended = runner.greedy(runner.tokenize(prompt), STORY_TOKENS)
@@ -153,7 +155,7 @@ def measure_stories(runner: LlamaRunner, count: int) -> list[Story]:
 
 
 def measure_chat(runner: LlamaRunner, count: int) -> Chat:
-    """Play the user in `count` held-out conversations; the model's own answers stay in the context."""
+    """Send the user's messages of `count` held-out conversations. The model's answers stay in the context."""
     asked, right = Counter[bool](), Counter[bool]()
     answers = ended = 0
     turns = []
@@ -174,13 +176,13 @@ def measure_chat(runner: LlamaRunner, count: int) -> Chat:
 
 
 def gap(row: Logits) -> float:
-    """How far the best logit is above the second-best."""
+    """Return the difference between the best and the second-best logit."""
     second, best = np.partition(row, -2)[-2:]
     return float(best - second)
 
 
 def recall_gaps(runner: LlamaRunner, distance_tokens: int, count: int) -> list[float]:
-    """The gap at each token of greedy recall answers."""
+    """Return the gap at each token of greedy recall answers."""
     gaps: list[float] = []
     for seed in range(count):
         probe = recall_probe(seed, distance_tokens)
@@ -190,7 +192,7 @@ def recall_gaps(runner: LlamaRunner, distance_tokens: int, count: int) -> list[f
 
 
 def story_gaps(runner: LlamaRunner, count: int) -> list[float]:
-    """The gap at each token of greedy stories."""
+    """Return the gap at each token of greedy stories."""
     gaps: list[float] = []
     for prompt in openings(count):
         runner.greedy(runner.tokenize(prompt), STORY_TOKENS, lambda row: gaps.append(gap(row)))
@@ -198,14 +200,14 @@ def story_gaps(runner: LlamaRunner, count: int) -> list[float]:
 
 
 def noise_prompts(runner: LlamaRunner) -> list[list[int]]:
-    """`SEQUENCES` prompts of different lengths: half of them stories, half questions."""
+    """Return `SEQUENCES` prompts of different lengths: half of them stories, half questions."""
     half = SEQUENCES // 2
     texts = openings(half) + [recall_probe(seed, 40 + 60 * seed).prompt for seed in range(half)]
     return [runner.tokenize(text) for text in texts]
 
 
 def decode_alone(runner: LlamaRunner, prompt: Sequence[int], forced: Sequence[int], chunk: int) -> Logits:
-    """Logits before each of the `forced` tokens, the prompt in chunks of `chunk` tokens."""
+    """Return the logits before each of the `forced` tokens. The prompt is decoded in chunks of `chunk` tokens."""
     runner.clear()
     for start in range(0, len(prompt), chunk):
         (rows,) = runner.decode([(0, prompt[start : start + chunk])])
@@ -219,7 +221,7 @@ def decode_alone(runner: LlamaRunner, prompt: Sequence[int], forced: Sequence[in
 def decode_together(
     runner: LlamaRunner, prompts: Sequence[Sequence[int]], forced: Sequence[Sequence[int]]
 ) -> list[Logits]:
-    """The same for all prompts in one batch."""
+    """Return the logits before each of the `forced` tokens. All prompts are decoded in one batch."""
     runner.clear()
     steps = [runner.decode(list(enumerate(prompts)))]
     steps += [
@@ -230,7 +232,7 @@ def decode_together(
 
 
 def compare(alone: Sequence[Logits], other: Sequence[Logits]) -> Noise:
-    """Logits of the same tokens, decoded in two ways."""
+    """Compare the logits of the same tokens that were decoded in two ways."""
     a, b = np.concatenate(alone), np.concatenate(other)
     changes = np.array([abs(gap(x) - gap(y)) for x, y in zip(a, b, strict=True)])
     return Noise(
@@ -243,7 +245,7 @@ def compare(alone: Sequence[Logits], other: Sequence[Logits]) -> Noise:
 
 
 def measure_noise(runner: LlamaRunner) -> dict[str, Noise]:
-    """The same tokens alone, and then among eight sequences and in chunks. All ends are ignored."""
+    """Decode the same tokens alone, in a batch of `SEQUENCES` sequences, and in chunks. End tokens do not end them."""
     prompts = noise_prompts(runner)
     forced, alone = [], []
     for prompt in prompts:
@@ -265,13 +267,13 @@ def measure_noise(runner: LlamaRunner) -> dict[str, Noise]:
 
 
 def quantiles(gaps: Sequence[float]) -> dict[str, float]:
-    """Least, 1st and 5th percentile, and median."""
+    """Return minimum, 1st and 5th percentile, and median."""
     values = np.percentile(gaps, [0, 1, 5, 50])
     return dict(zip(("min", "p1", "p5", "median"), (round(float(v), 3) for v in values), strict=True))
 
 
 def evaluate(path: Path, count: int) -> dict[str, Any]:
-    """All measurements; `count` probes for each distance."""
+    """Return all measurements, with `count` probes for each distance."""
     with LlamaRunner(path) as runner:
         recall = [measure_recall(runner, distance, count) for distance in DISTANCES_TOKENS]
         stories = measure_stories(runner, max(4, count // 5))
@@ -324,7 +326,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="GGUF file")
     parser.add_argument("--count", type=int, default=100, help="probes for each distance")

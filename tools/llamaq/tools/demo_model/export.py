@@ -1,8 +1,8 @@
-"""Write a checkpoint as GGUF: `python -m llamaq.tools.demo_model.export --run build/demo_model --out llamaq-demo.gguf`.
+"""Exports a checkpoint to GGUF: `python -m llamaq.tools.demo_model.export --run build/demo_model --out demo.gguf`.
 
-Weights are stored as F16 and norms as F32. `attention_head_padding.py` widens the attention heads to a width for which
-llama.cpp has fast code. If llama-cpp-python is installed, the file is loaded and compared with PyTorch: the same text
-must give the same tokens, and the logits of the same tokens are compared.
+Weights are stored as F16 and norms as F32. `attention_head_padding.py` widens the attention heads to a width for
+which llama.cpp has fast code. If llama-cpp-python is installed, the file is loaded and compared with PyTorch: the
+same text must give the same tokens, and the logits of the same tokens are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME: Final = "llamaq-demo"
 
 
 def load_run(run: Path) -> tuple[DemoModel, Tokenizer]:
-    """The model and the tokenizer of a training folder."""
+    """Load the model and the tokenizer of a training folder."""
     saved = torch.load(run / "checkpoint.pt", weights_only=True)
     model = DemoModel(ModelShape(**saved["shape"]))
     model.load_state_dict(saved["model"])
@@ -34,7 +34,7 @@ def load_run(run: Path) -> tuple[DemoModel, Tokenizer]:
 
 
 def add_shape(writer: gguf.GGUFWriter, shape: ModelShape) -> None:
-    """General and architecture metadata."""
+    """Add the general metadata and the metadata of the architecture."""
     writer.add_name(NAME)
     writer.add_description("A tiny model of generated stories and dialogues that recalls facts from its context")
     writer.add_license("MIT")
@@ -54,7 +54,7 @@ def add_shape(writer: gguf.GGUFWriter, shape: ModelShape) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
-    """Tokens, merges, special tokens and the chat template."""
+    """Add tokens, merges, special tokens and the chat template."""
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
     types = [gguf.TokenType.CONTROL if token in SPECIALS else gguf.TokenType.NORMAL for token in tokens]
@@ -74,7 +74,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
 
 
 def write_gguf(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
-    """The whole file. There is no output.weight: llama.cpp then uses the embedding, as the model does."""
+    """Write the file. It has no output.weight, so llama.cpp uses the embedding, as the model does."""
     writer = gguf.GGUFWriter(path, "llama")
     add_shape(writer, model.shape)
     add_tokenizer(writer, tokenizer)
@@ -88,7 +88,14 @@ def write_gguf(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
 
 
 def check(model: DemoModel, tokenizer: Tokenizer, path: Path, texts: list[str]) -> dict[str, Any]:
-    """Compare llama.cpp with PyTorch: raises if tokens differ, returns the largest difference of logits."""
+    """Compare llama.cpp with PyTorch.
+
+    Returns:
+        Numbers of texts and tokens, the largest difference of two logits, and the share of equal best tokens.
+
+    Raises:
+        ValueError: llama.cpp tokenizes a text differently.
+    """
     from llama_cpp import Llama
 
     llama = Llama(str(path), n_ctx=512, n_batch=512, logits_all=True, verbose=False)
@@ -111,12 +118,12 @@ def check(model: DemoModel, tokenizer: Tokenizer, path: Path, texts: list[str]) 
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     from llamaq.tools.demo_model.corpus import Mixture, draw_document
     from llamaq.tools.demo_model.seeded_choice import Split
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="folder that train.py wrote")
+    parser.add_argument("--run", type=Path, required=True, help="folder of a training run")
     parser.add_argument("--out", type=Path, required=True, help="GGUF file to write")
     options = parser.parse_args()
     model, tokenizer = load_run(options.run)

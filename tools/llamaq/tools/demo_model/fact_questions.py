@@ -1,4 +1,4 @@
-"""Facts, distractors, and questions about them: the grammar from which the demo model learns to look things up."""
+"""Texts with facts, distractors and questions. The demo model learns from them to recall facts from its context."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ INLINE_FRAMES: Final[tuple[Frame, ...]] = (
     ("\nQuestion: ", "\nAnswer:", " "),
     ("\nQ: ", "\nA:", " "),
 )
-"""What stands before a question and after it, and how the answer begins: here with a space."""
+"""Text before a question, text after it, and text before the answer; here the answer begins with a space."""
 
 LINE_FRAME: Final[Frame] = ("\n", "\n", "")
-"""Question and answer on lines of their own: the name in the answer has no space before it, as in a chat."""
+"""Question and answer on separate lines: the name in the answer has no space before it, as in a chat."""
 
 FRAMES: Final = (*INLINE_FRAMES, LINE_FRAME)
 
@@ -30,18 +30,18 @@ FRAMES: Final = (*INLINE_FRAMES, LINE_FRAME)
 FACT_TOKENS: Final = 7
 QUESTION_TOKENS: Final = 14
 STORY_TOKENS: Final = 150
-"""About what a fact, a question with its answer, and a story take."""
+"""Approximate lengths of a fact, of a question with its answer, and of a story."""
 
 MOST_ASKED_TOKENS: Final = 600
-"""What the questions of a long document take at most."""
+"""Upper bound on the tokens of all questions in a document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A statement, its questions with their answers, and the words that a right answer must hold."""
+    """A statement, questions about it with their answers, and the words that a right answer must contain."""
 
     subject: str
-    """How the statement begins: whom or what it is about."""
+    """The beginning of the statement."""
     statement: str
     questions: tuple[tuple[str, str], ...]
     """(question, answer) pairs, the plainest first."""
@@ -49,7 +49,7 @@ class Fact:
 
 
 def has(name: str, colour: str, thing: str) -> Fact:
-    """Somebody has something."""
+    """Return the fact that a person has a thing."""
     value = f"{colour} {thing}"
     answer = f"{name} has {word_lists.article(value)}."
     return Fact(
@@ -66,19 +66,19 @@ def has(name: str, colour: str, thing: str) -> Fact:
 
 
 def likes(name: str, food: str) -> Fact:
-    """Somebody likes something."""
+    """Return the fact that a person likes a food."""
     answer = f"{name} likes {food}."
     return Fact(name, answer, ((f"What does {name} like?", answer), (f"What does {name} like to eat?", answer)), food)
 
 
 def lives(name: str, place: str) -> Fact:
-    """Somebody lives somewhere."""
+    """Return the fact that a person lives in a place."""
     answer = f"{name} lives in the {place}."
     return Fact(name, answer, ((f"Where does {name} live?", answer), (f"Where is the home of {name}?", answer)), place)
 
 
-def lies(thing: str, spot: str) -> Fact:
-    """Something lies somewhere."""
+def is_at(thing: str, spot: str) -> Fact:
+    """Return the fact that a thing is at a spot."""
     answer = f"The {thing} is {spot}."
     return Fact(
         f"The {thing}", answer, ((f"Where is the {thing}?", answer), (f"Where can I find the {thing}?", answer)), spot
@@ -86,7 +86,7 @@ def lies(thing: str, spot: str) -> Fact:
 
 
 def draw_triple(rng: random.Random, split: Split, name: str) -> tuple[str, str, str]:
-    """A fact triple of `name` that `split` allows, else uniform: recall has to come from the context."""
+    """Draw a fact triple of `name` that `split` allows. The draw is uniform, so only the context has the answer."""
     while True:
         triple = (name, rng.choice(word_lists.COLOURS), rng.choice(word_lists.OBJECTS))
         if allowed(split, *triple):
@@ -94,12 +94,12 @@ def draw_triple(rng: random.Random, split: Split, name: str) -> tuple[str, str, 
 
 
 def draw_facts(rng: random.Random, split: Split, count: int, *, one_kind: bool = False) -> list[Fact]:
-    """At most `count` facts that do not contradict each other: a name has one of a kind, a thing one place."""
+    """Draw at most `count` facts without contradictions: one fact of a kind for each name, one spot for each thing."""
     pools: list[tuple[int, Callable[[str], Fact], list[str]]] = [
         (6, lambda name: has(*draw_triple(rng, split, name)), list(word_lists.NAMES)),
         (2, lambda name: likes(name, rng.choice(word_lists.FOODS)), list(word_lists.NAMES)),
         (2, lambda name: lives(name, rng.choice(word_lists.PLACES)), list(word_lists.NAMES)),
-        (2, lambda thing: lies(thing, rng.choice(word_lists.SPOTS)), list(word_lists.OBJECTS)),
+        (2, lambda thing: is_at(thing, rng.choice(word_lists.SPOTS)), list(word_lists.OBJECTS)),
     ]
     if one_kind:
         pools = rng.choices(pools, [weight for weight, _, _ in pools])
@@ -114,16 +114,16 @@ def draw_facts(rng: random.Random, split: Split, count: int, *, one_kind: bool =
 
 
 def filler(rng: random.Random, split: Split, spare_tokens: int) -> str:
-    """Text between fact and question: mostly a quiet sentence, now and then a short story."""
+    """Draw a text between fact and question: usually a quiet sentence, sometimes a short story."""
     if spare_tokens > STORY_TOKENS and rng.random() < 0.06:
         return draw_story(rng, split)
     return rng.choice(word_lists.QUIET_SENTENCES)
 
 
 def answer_segments(answer: str, value: str) -> Iterator[Segment]:
-    """An answer, its looked-up words apart: they weigh most."""
+    """Split an answer so that the recalled words are a segment with the largest loss weight."""
     before, found, after = answer.rpartition(f" {value}")
-    if not found:  # another part of the fact was asked for
+    if not found:  # the question asks for another part of the fact
         yield Segment(answer, Role.ANSWER)
         return
     yield Segment(before, Role.TEXT)
@@ -132,23 +132,23 @@ def answer_segments(answer: str, value: str) -> Iterator[Segment]:
 
 
 def ask(rng: random.Random, fact: Fact, frame: Frame) -> Iterator[Segment]:
-    """A question about `fact` and its answer."""
+    """Yield a question about `fact` and its answer."""
     question, answer = fact.questions[0] if rng.random() < 0.6 else rng.choice(fact.questions)
     yield Segment(frame[0] + question + frame[1], Role.GIVEN)
     yield from answer_segments(frame[2] + answer, fact.value)
 
 
 def restate(fact: Fact) -> Iterator[Segment]:
-    """The fact once more, without a question: the densest exercise."""
+    """Yield the fact a second time without a question, which trains recall with the fewest tokens."""
     yield Segment(" " + fact.subject, Role.GIVEN)
     yield from answer_segments(fact.statement.removeprefix(fact.subject), fact.value)
 
 
 def recall_document(split: Split, seed: int | str, length_tokens: int) -> Document:
-    """Facts with fillers, then questions about them, about `length_tokens` long in all.
+    """Return facts with fillers and then questions about them, with about `length_tokens` tokens in total.
 
-    Half of the documents hold facts of one kind only, so that nothing but the subject tells them apart; and facts are
-    asked with repetition, so that nothing can be told by elimination.
+    Half of the documents have facts of one kind only, so that only the subject distinguishes them. Questions may
+    repeat, so that no answer follows by elimination.
     """
     rng = generator(split, "recall", length_tokens, seed)
     wanted = max(3, int(length_tokens * rng.choice((0.25, 0.35, 0.5)) / FACT_TOKENS))
@@ -174,14 +174,14 @@ def recall_document(split: Split, seed: int | str, length_tokens: int) -> Docume
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A held-out recall prompt with a known answer."""
+    """A prompt about a held-out fact, with a known answer."""
 
     prompt: str
-    """Ends where the answer begins; without `<|bos|>`."""
+    """The text up to the answer, without `<|bos|>`."""
     answer: str
     """The whole answer, with the space before it."""
     value: str
-    """The words of the answer that had to be looked up."""
+    """The words of the answer that are recalled from the context."""
     facts_between: int
 
     @property
@@ -191,11 +191,15 @@ class Probe:
 
 
 def recall_probe(seed: int, distance_words: int, frame: Frame = FRAMES[1]) -> Probe:
-    """Some facts, the asked one, distractors and quiet sentences, the question.
+    """Return a prompt of some facts, the asked fact, distractors with quiet sentences, and the question.
 
-    From the asked fact to the end it is `distance_words` words. Each word of the grammar is one token, and so is each
-    full stop: the distance is in tokens, to within a sentence. The asked fact is as likely anywhere as the others are,
-    so that a model which answers with the first fact, or any, fails.
+    The asked fact can be anywhere among the facts, so that a model that always answers with the first fact fails.
+
+    Args:
+        seed: Equal seeds give equal probes.
+        distance_words: Number of words from the asked fact to the end. Each word and each full stop is one token, so
+            this is also the distance in tokens, to within a sentence.
+        frame: Text around the question.
     """
     rng = generator(Split.HELD_OUT, "probe", distance_words, seed)
     facts = draw_facts(rng, Split.HELD_OUT, 150)

@@ -1,10 +1,11 @@
-"""First weights that can look back: without them, looking facts up took far longer to learn than all the rest.
+"""Initial weights with heads that recall: without them, recall took far longer to learn than all other abilities.
 
-The first layer begins with heads that attend to the tokens one to four places back and write what they read into
-subspaces of their own. The second begins with heads that compare the token some places back with the token one place
-further back elsewhere, and copy what stands there: "Mia has a" finds the "red" whose third token back is "Mia". All of
-it is a formula over random directions; no data goes in, and training is free to change every number. The idea of
-beginning with weights that look trained is that of mimetic initialization (Trockman and Kolter, arXiv:2305.09828).
+In the first layer, heads attend to the tokens one to four positions back, and each writes the token into a separate
+subspace. In the second layer, heads compare the token some positions back with the token one position further back at
+all earlier positions, and copy the token at the match: "Mia has a" finds the "red" whose third token back is "Mia".
+
+The weights are a formula over random directions. They use no data, and training may change every number. Weights that
+resemble trained ones are known as mimetic initialization (Trockman and Kolter, arXiv:2305.09828).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor
 from llamaq.tools.demo_model.model import Block, DemoModel
 
 OFFSETS: Final = (1, 2, 3, 4)
-"""How far back the heads of the first layer look, in tokens."""
+"""Offsets in tokens to which the heads of the first layer attend."""
 
 POSITION_PAIRS: Final = 6
-"""Rotary pairs, fastest first, by which a head of the first layer finds its place."""
+"""Number of rotary pairs, fastest first, by which a head of the first layer finds its offset."""
 
 POSITION_GAIN: Final = 7.0
 """How sharply the heads of the first layer prefer their offset."""
@@ -30,26 +31,26 @@ MATCH_GAIN: Final = 1.8
 """How sharply the heads of the second layer prefer the same token."""
 
 READ_GAIN: Final = 0.05
-"""How strongly what a head read is added to the residual stream."""
+"""Factor with which a head of the first layer adds the token to the residual stream."""
 
 COPY_GAIN: Final = 0.03
-"""How strongly the token that was found is added to it, as the next one."""
+"""Factor with which a head of the second layer adds the copied token to the residual stream."""
 
 
 def directions(rows: int, width: int, away_from: Tensor) -> Tensor:
-    """`rows` random orthonormal directions of `width` numbers, orthogonal to the vector `away_from`."""
+    """Return `rows` random orthonormal directions of `width` numbers, orthogonal to the vector `away_from`."""
     basis, _ = torch.linalg.qr(torch.cat([away_from[:, None], torch.randn(width, rows)], dim=1))
     return basis[:, 1:].T.contiguous()
 
 
 def slow_half(projection: Tensor, gain: float) -> Tensor:
-    """The first half of a projection, moved to the rotary pairs that hardly turn: it compares at any distance."""
+    """Move the first half of a projection to the rotary pairs that hardly turn, so that it compares at any distance."""
     half = projection.shape[0] // 2
     return torch.cat([torch.zeros_like(projection[:half]), gain * projection[:half]])
 
 
-def look_back(block: Block, model: DemoModel, common: Tensor, content: Tensor, subspaces: list[Tensor]) -> None:
-    """Make heads of the first layer attend to fixed offsets, by the component that all tokens share."""
+def set_offset_heads(block: Block, model: DemoModel, common: Tensor, content: Tensor, subspaces: list[Tensor]) -> None:
+    """Make heads of the first layer attend to fixed offsets, through the component that all tokens share."""
     size = model.shape.head_width
     strength = math.sqrt(model.shape.width / 2)
     speeds = model.shape.rope_base ** (-torch.arange(0, 2 * POSITION_PAIRS, 2).float() / size)
@@ -65,8 +66,8 @@ def look_back(block: Block, model: DemoModel, common: Tensor, content: Tensor, s
         block.attn_output.weight[:, rows] = READ_GAIN * subspaces[head].T
 
 
-def match(block: Block, model: DemoModel, content: Tensor, subspaces: list[Tensor]) -> None:
-    """Make heads of the second layer find where the same token stands one place further back, and copy from there."""
+def set_matching_heads(block: Block, model: DemoModel, content: Tensor, subspaces: list[Tensor]) -> None:
+    """Make heads of the second layer find the position after the same token, and copy the token at that position."""
     size = model.shape.head_width
     queries = [content, *subspaces]
     for head in range(len(OFFSETS)):
@@ -87,5 +88,5 @@ def set_initial_weights(model: DemoModel) -> None:
     embedding += common * embedding.norm(dim=1).mean()
     everything = directions((len(OFFSETS) + 1) * size, width, common)
     content, *subspaces = everything.split(size)
-    look_back(model.blk[0], model, common, content, subspaces)
-    match(model.blk[1], model, content, subspaces)
+    set_offset_heads(model.blk[0], model, common, content, subspaces)
+    set_matching_heads(model.blk[1], model, content, subspaces)

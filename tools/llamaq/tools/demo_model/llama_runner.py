@@ -1,6 +1,7 @@
-"""llama.cpp for measuring: every logit of every position, alone, in chunks, or several sequences in one batch.
+"""Runs llama.cpp for measurements: logits of every position, of one sequence, in chunks, or of several sequences in a
+batch.
 
-It is apart from the worker on purpose: what it measures must not depend on the code that the model is used to test.
+It does not use the worker: the measurements must not depend on code that is tested with the model.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ _DISCARD_LOG: Final = llama_cpp.llama_log_callback(lambda *_: None)
 
 
 class LlamaRunner:
-    """A model and one context of `SEQUENCES` sequences in a shared pool of cells."""
+    """A model and one context of `SEQUENCES` sequences that share a pool of cells."""
 
     def __init__(self, path: Path, threads: int = 1) -> None:
-        """Load `path`; `load_s` says how long model and context took.
+        """Load the model. `load_s` is the time that model and context took, in seconds.
 
-        The model is so small that a second thread gains little, and beside other work it waits for the first.
+        Args:
+            path: GGUF file.
+            threads: Threads of llama.cpp. More than one gains little with such a small model, and with other load on
+                the machine it makes llama.cpp slower.
         """
         llama_cpp.llama_log_set(_DISCARD_LOG, None)
         llama_cpp.llama_backend_init()
@@ -69,18 +73,18 @@ class LlamaRunner:
 
     @property
     def training_context(self) -> int:
-        """How many tokens the file says that the model was trained on."""
+        """Training context of the model in tokens, from the file."""
         return int(llama_cpp.llama_model_n_ctx_train(self.model))
 
     def tokenize(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Token ids; special tokens in `text` are read as such."""
+        """Return the token ids of a text. Special tokens in the text are recognized."""
         raw = text.encode()
         ids = (llama_cpp.llama_token * (len(raw) + 2))()
         count = llama_cpp.llama_tokenize(self.vocabulary, raw, len(raw), ids, len(ids), add_bos, True)
         return list(ids[:count])
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """Return the text of tokens without special tokens."""
         buffer = ctypes.create_string_buffer(256)
         pieces = []
         for token in ids:
@@ -89,23 +93,31 @@ class LlamaRunner:
         return b"".join(pieces).decode(errors="replace")
 
     def is_end(self, token: int) -> bool:
-        """Whether generation ends with this token."""
+        """Return whether generation ends with this token."""
         return bool(llama_cpp.llama_vocab_is_eog(self.vocabulary, token))
 
     def render(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Tokens of a conversation in the model's own template, up to where the assistant speaks."""
+        """Return the tokens of a conversation in the model's chat template, up to the assistant's answer."""
         template = llama_cpp.llama_model_chat_template(self.model, None).decode()
         formatter = Jinja2ChatFormatter(template=template, eos_token=EOS, bos_token=BOS)
         prompt = formatter(messages=list(messages)).prompt
         return self.tokenize(prompt, add_bos=False)
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences from the context."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         self._lengths = [0] * SEQUENCES
 
     def decode(self, parts: Sequence[tuple[int, Sequence[int]]], *, every: bool = False) -> list[Logits]:
-        """Add (sequence, tokens) pairs in one batch; logits (rows, vocabulary) of each: of the last token or of all."""
+        """Decode several sequences in one batch.
+
+        Args:
+            parts: Pairs of a sequence and the tokens to append to it.
+            every: Return the logits of every token; by default those of the last token of each part.
+
+        Returns:
+            For each part the logits, of shape (rows, vocabulary).
+        """
         index = 0
         for sequence, tokens in parts:
             for place, token in enumerate(tokens):
@@ -118,26 +130,32 @@ class LlamaRunner:
             self._lengths[sequence] += len(tokens)
         self._batch.n_tokens = index
         if status := llama_cpp.llama_decode(self.context, self._batch):
-            raise ValueError(f"llama_decode answered {status}")
+            raise ValueError(f"llama_decode returned {status}")
         rows = [len(tokens) if every else 1 for _, tokens in parts]
         pointer = llama_cpp.llama_get_logits(self.context)
         values = np.ctypeslib.as_array(pointer, shape=(sum(rows), self.vocabulary_size)).copy()
         return np.split(values, np.cumsum(rows)[:-1])
 
     def greedy(
-        self, ids: Sequence[int], max_tokens: int, see: Callable[[Logits], None] | None = None
+        self, ids: Sequence[int], max_tokens: int, on_logits: Callable[[Logits], None] | None = None
     ) -> tuple[list[int], bool]:
-        """The likeliest continuation, and whether it ended by itself; nothing else is in the context.
+        """Generate greedily from an empty context.
 
-        `see` gets the logits of each token.
+        Args:
+            ids: The prompt.
+            max_tokens: Upper bound on the tokens to generate.
+            on_logits: Is called with the logits of each token.
+
+        Returns:
+            The tokens, and whether the generation ended with an end token.
         """
         self.clear()
         (rows,) = self.decode([(0, ids)])
         out: list[int] = []
         while len(out) < max_tokens:
             row = rows[-1]
-            if see is not None:
-                see(row)
+            if on_logits is not None:
+                on_logits(row)
             token = int(row.argmax())
             if self.is_end(token):
                 return out, True

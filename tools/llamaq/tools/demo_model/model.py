@@ -1,4 +1,4 @@
-"""The llama architecture in PyTorch, small and plain; names of the parts follow GGUF, so that export is a loop."""
+"""The llama architecture in PyTorch. Names of the parts follow GGUF, so that the export needs no translation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model; GGUF metadata is written from these."""
+    """The sizes of a model. The export writes them to the GGUF metadata."""
 
     vocabulary: int = 2048
     width: int = 192
@@ -29,16 +29,21 @@ class ModelShape:
 
 
 def rope_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (context, head_width / 2)."""
+    """Return cosines and sines, each of shape (context, head_width / 2)."""
     exponents = torch.arange(0, shape.head_width, 2).float() / shape.head_width
     angles = torch.outer(torch.arange(shape.context).float(), shape.rope_base**-exponents)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary positions on adjacent pairs, as in the first LLaMA code and LLAMA_ROPE_TYPE_NORM of llama.cpp.
+    """Apply rotary positions to adjacent pairs, as in the first LLaMA code and LLAMA_ROPE_TYPE_NORM of llama.cpp.
 
-    `x` is (batch, heads, length, head_width). Trained like this, the weights need no permutation on export.
+    With adjacent pairs, the weights need no permutation on export.
+
+    Args:
+        x: Queries or keys of shape (batch, heads, length, head_width).
+        cosines: First value of `rope_tables`, cut to `length` rows.
+        sines: Second value of `rope_tables`, cut to `length` rows.
     """
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = torch.stack((even * cosines - odd * sines, even * sines + odd * cosines), dim=-1)
@@ -63,7 +68,7 @@ class Block(nn.Module):
         self.ffn_down = nn.Linear(hidden, width, bias=False)
 
     def attend(self, x: Tensor, cosines: Tensor, sines: Tensor, mask: Tensor | None) -> Tensor:
-        """Causal attention; `mask` (batch, 1, length, length), true where one may look, replaces the causal one."""
+        """Attend with `mask` (batch, 1, length, length; true where a token attends), or causally if it is None."""
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
         query = rotate(self.attn_q(x).view(split).transpose(1, 2), cosines, sines)
@@ -74,7 +79,7 @@ class Block(nn.Module):
         return mixed
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor, mask: Tensor | None) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Map the residual stream (batch, length, width) to that after this block."""
         x = x + self.attend(self.attn_norm(x), cosines, sines, mask)
         y = self.ffn_norm(x)
         out: Tensor = x + self.ffn_down(functional.silu(self.ffn_gate(y)) * self.ffn_up(y))
@@ -82,7 +87,7 @@ class Block(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """Token ids to logits; the output matrix is the embedding."""
+    """The model: token ids to logits. The output matrix is the embedding."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -106,7 +111,7 @@ class DemoModel(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`ids` (batch, length) to logits (batch, length, vocabulary)."""
+        """Return logits (batch, length, vocabulary) for `ids` (batch, length)."""
         length = ids.shape[1]
         cosines, sines = self.get_buffer("cosines")[:length], self.get_buffer("sines")[:length]
         x = self.token_embd(ids)

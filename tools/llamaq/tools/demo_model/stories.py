@@ -1,4 +1,4 @@
-"""The seeded grammar of stories, and the names under which the other texts of the demo model are found."""
+"""The seeded grammar of stories: a hero, a world that fits the hero, and the sentences of a plot."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from llamaq.tools.demo_model.seeded_choice import (
 from llamaq.tools.demo_model.story_plots import ENDINGS, HOMES, OPENINGS, PLOTS, Beat
 
 HERO_PREFERENCE: Final = 0.4
-"""Weaker than in the plot, so that every kind and name is seen often."""
+"""Preference of a hero. It is weaker than in the plot, so that every kind and name occurs often."""
 
 OPENING_PREFERENCE: Final = 0.4
-"""Likewise for the first sentence: users begin stories in many ways."""
+"""Preference of the first sentence. It is weak because users begin stories in many ways."""
 
 HERO_DRAWS: Final = 2000
-"""How often a hero is drawn before a split is taken to allow none; one in ten is allowed at worst."""
+"""Number of draws after which no hero is found. At least one draw in ten succeeds where the split allows a hero."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who and what a story is about. The hero decides what is likely: name and kind prefer all the rest."""
+    """The persons, places and things of a story. The hero's name and kind prefer one option of each."""
 
     kind: str
     name: str
@@ -47,7 +47,11 @@ class World:
 
 
 def draw_hero(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> tuple[str, str]:
-    """A kind and a name that fit and that `split` allows; `kind` or `name` may be given."""
+    """Draw a kind and a name that fit together and that `split` allows; `kind` or `name` may be given.
+
+    Raises:
+        ValueError: No such hero was found.
+    """
     for _ in range(HERO_DRAWS):
         drawn_kind = kind or skewed(rng, word_lists.KINDS, "kind", preference=HERO_PREFERENCE)
         names = word_lists.names_of(drawn_kind)
@@ -58,7 +62,7 @@ def draw_hero(rng: random.Random, split: Split, kind: str | None = None, name: s
 
 
 def draw_world(rng: random.Random, kind: str, name: str) -> World:
-    """Everything that follows from the hero, each choice skewed."""
+    """Draw the rest of a story's world; each choice is skewed by the hero's name or kind."""
     friends = [other for other in word_lists.NAMES if other != name]
     return World(
         kind=kind,
@@ -76,7 +80,7 @@ def draw_world(rng: random.Random, kind: str, name: str) -> World:
 
 
 def fields(world: World) -> dict[str, str]:
-    """What the templates of story_plots.py may name."""
+    """Return the values of the fields in the templates of story_plots.py."""
     he, him, his = ("she", "her", "her") if word_lists.is_female(world.name) else ("he", "him", "his")
     thing = f"{world.colour} {world.thing}"
     return {
@@ -99,7 +103,7 @@ def fields(world: World) -> dict[str, str]:
 
 
 def tell(rng: random.Random, world: World) -> str:
-    """A whole story, from its opening to "The end."."""
+    """Return a whole story, from its opening to "The end."."""
     ending = (ENDINGS[stable_hash("ending", world.kind) % len(ENDINGS)],)
     beats: tuple[Beat, ...] = (OPENINGS, HOMES, *PLOTS[world.plot], ending)
     values = fields(world)
@@ -109,12 +113,12 @@ def tell(rng: random.Random, world: World) -> str:
 
 
 def draw_story(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> str:
-    """A story about a hero that `split` allows."""
+    """Draw a story about a hero that `split` allows."""
     hero = draw_hero(rng, split, kind, name)
     return tell(rng, draw_world(rng, *hero))
 
 
 def story_document(split: Split, seed: int | str) -> Document:
-    """A story as a training text: it ends with `<|eos|>`."""
+    """Return a story as a training document. It ends with `<|eos|>`."""
     text = draw_story(generator(split, "story", seed), split)
     return Document((Segment(BOS, Role.GIVEN), Segment(text + EOS, Role.TEXT)))

@@ -1,4 +1,4 @@
-"""The plots of the stories: each is a list of beats, each beat a preferred sentence and its alternatives.
+"""The plots of the stories. A plot is a list of beats; a beat is a preferred sentence and its alternatives.
 
 Fields: name, he, He, him, his, His (the hero), thing ("red ball"), place, friend, kind, friend_kind, spot, food.
 """

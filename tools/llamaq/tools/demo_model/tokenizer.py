@@ -1,4 +1,4 @@
-"""Byte-level BPE in the manner of GPT-2: any text can be tokenized, each word of the word_lists is one token."""
+"""Byte-level BPE like that of GPT-2. It tokenizes any text; each word of the word lists is one token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLE_DOCUMENTS: Final = 4000
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer of exactly `VOCABULARY_SIZE` entries; the special tokens are the first of them."""
+    """Train a tokenizer of exactly `VOCABULARY_SIZE` entries. The special tokens are the first entries."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +33,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def load_or_train(path: Path, seed: int) -> Tokenizer:
-    """The tokenizer of `path`; it is trained and saved there if there is none."""
+    """Return the tokenizer in the file `path`. If there is no file, train a tokenizer and save it there."""
     if path.exists():
         return Tokenizer.from_file(str(path))
     tokenizer = train_tokenizer(tokenizer_texts(SAMPLE_DOCUMENTS, seed))

@@ -1,8 +1,8 @@
-"""Train the demo model from nothing: `python -m llamaq.tools.demo_model.train --out build/demo_model`.
+"""Trains the demo model: `python -m llamaq.tools.demo_model.train --out build/demo_model`.
 
-The same seed gives the same texts and the same first weights. Training ends after `--tokens`, or after `--minutes`
-if that comes first; lengths, mixtures and learning rate follow whichever is further. `--resume` goes on from the
-last checkpoint.
+The same seed gives the same texts and the same initial weights. Training ends after `--tokens` or after `--minutes`,
+whichever is reached first. Row lengths, mixtures and learning rate follow the larger of the two shares. `--resume`
+continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from llamaq.tools.demo_model.training_schedule import draw_length, rate_at, stag
 LOSS_SMOOTHING = 0.98
 PROBE_DISTANCES = (20, 50, 200, 400, 800, 1500)
 PROBES = 24
-MOST_SHAPES = 32
-"""More than the curriculum has pairs of batch size and row length; torch.compile makes code for each."""
+MAX_SHAPES = 32
+"""Upper bound on the pairs of batch size and row length in the curriculum. torch.compile compiles code for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything a run is told."""
+    """The options of a training run."""
 
     out: Path
     tokens: int
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass
 class State:
-    """Where a run stands; saved with each checkpoint."""
+    """Progress of a run. It is saved with each checkpoint."""
 
     step: int = 0
     tokens: int = 0
@@ -68,7 +68,7 @@ class State:
 
 
 def make_optimizers(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for embedding and norms."""
+    """Return Muon for the matrices of the blocks, and AdamW for embedding and norms."""
     matrices = [p for name, p in model.named_parameters() if name.startswith("blk") and p.ndim == 2]
     others = [p for name, p in model.named_parameters() if not (name.startswith("blk") and p.ndim == 2)]
     return [
@@ -91,17 +91,17 @@ class Training:
         set_initial_weights(self.model)
         self.loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = self.weighted_loss
         if plan.compile:
-            self.loss = torch.compile(self.weighted_loss, dynamic=False, recompile_limit=MOST_SHAPES)
+            self.loss = torch.compile(self.weighted_loss, dynamic=False, recompile_limit=MAX_SHAPES)
         self.optimizers = make_optimizers(self.model, plan)
         self.state = State()
 
     @property
     def progress(self) -> float:
-        """From 0 to 1: the share of the tokens or of the time, whichever is further."""
+        """Progress from 0 to 1: the larger of the share of the tokens and the share of the time."""
         return min(1.0, max(self.state.tokens / self.plan.tokens, self.state.elapsed_s / 60 / self.plan.minutes))
 
     def step(self) -> None:
-        """One batch: forward, backward, update."""
+        """Train on one batch: forward, backward, update."""
         progress = self.progress
         stage = stage_at(progress)
         seed = f"{self.plan.seed}:{self.state.step}"
@@ -115,25 +115,25 @@ class Training:
                 group["lr"] = peak * rate_at(progress)
             optimizer.step()
             optimizer.zero_grad()
-        self.note("loss", loss.item())
+        self.update_mean_loss("loss", loss.item())
         self.state.step += 1
         self.state.tokens += batch.ids.numel()
 
     def weighted_loss(self, ids: Tensor, targets: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-        """Weighted mean of the cross entropy of the next token."""
+        """Return the weighted mean of the cross entropy of the next token."""
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.plan.bf16):
             logits = self.model(ids, mask)
         losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
         return (losses * weights.flatten()).sum() / weights.sum()
 
-    def note(self, name: str, value: float) -> None:
-        """Keep a running mean of a loss."""
+    def update_mean_loss(self, name: str, value: float) -> None:
+        """Update the running mean of a loss."""
         old = self.state.losses.get(name, value)
         self.state.losses[name] = LOSS_SMOOTHING * old + (1 - LOSS_SMOOTHING) * value
 
     @torch.no_grad()
     def recall(self, distance: int) -> float:
-        """Share of held-out probes that greedy decoding answers right: each answer token is the likeliest."""
+        """Return the share of held-out probes with a right greedy answer: each token of the answer is the likeliest."""
         right = 0
         for seed in range(PROBES):
             probe = recall_probe(seed, distance)
@@ -146,7 +146,7 @@ class Training:
 
     @torch.no_grad()
     def chat_recall(self) -> float:
-        """The same share for answers in held-out conversations, after right answers to all that was asked before."""
+        """Return this share for answers in held-out conversations in which all earlier answers are right."""
         right = asked = 0
         for seed in range(PROBES):
             ids = self.tokenizer.encode(BOS).ids
@@ -164,7 +164,7 @@ class Training:
 
     @torch.no_grad()
     def story_loss(self) -> float:
-        """Mean loss in nats per token of held-out stories."""
+        """Return the mean loss of held-out stories in nats per token."""
         losses = []
         for seed in range(PROBES):
             ids = torch.tensor([encode(self.tokenizer, story_document(Split.HELD_OUT, seed))[0]])
@@ -172,7 +172,7 @@ class Training:
         return sum(losses) / len(losses)
 
     def report(self) -> dict[str, Any]:
-        """One line of the log. Probes further away than what was trained so far are left out."""
+        """Return the measurements of one line of the log. Probes at distances that were not trained yet are omitted."""
         longest = max(stage_at(self.progress).lengths)
         recall = {str(d): round(self.recall(d), 3) for d in PROBE_DISTANCES if d < longest * 1.5}
         return {
@@ -188,7 +188,7 @@ class Training:
         }
 
     def save(self) -> None:
-        """Write checkpoint.pt, all or nothing."""
+        """Write checkpoint.pt. An interrupted write leaves the earlier checkpoint."""
         partial = self.plan.out / "checkpoint.pt.partial"
         torch.save(
             {
@@ -202,7 +202,7 @@ class Training:
         partial.replace(self.plan.out / "checkpoint.pt")
 
     def resume(self) -> None:
-        """Go on from checkpoint.pt."""
+        """Load checkpoint.pt."""
         saved = torch.load(self.plan.out / "checkpoint.pt", weights_only=True)
         self.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
@@ -211,7 +211,7 @@ class Training:
 
 
 def run(training: Training) -> None:
-    """Train to the end; each `eval_minutes` measure, log and save."""
+    """Train to the end. After each `eval_minutes`, measure, write a line to the log, and save a checkpoint."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -240,12 +240,12 @@ def run(training: Training) -> None:
 
 
 def parse_plan(arguments: list[str] | None = None) -> tuple[Plan, bool]:
-    """The plan on the command line, and whether to resume."""
+    """Parse the command line. Returns the plan, and whether to resume."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of tokenizer, checkpoint and log")
-    parser.add_argument("--tokens", type=int, default=60_000_000)
-    parser.add_argument("--minutes", type=float, default=100.0)
-    parser.add_argument("--eval-minutes", type=float, default=3.0)
+    parser.add_argument("--out", type=Path, required=True, help="folder for tokenizer, checkpoint and log")
+    parser.add_argument("--tokens", type=int, default=60_000_000, help="training ends after this number of tokens")
+    parser.add_argument("--minutes", type=float, default=100.0, help="training ends after this time")
+    parser.add_argument("--eval-minutes", type=float, default=3.0, help="time between two measurements")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--matrix-rate", type=float, default=1.5e-3, help="peak learning rate of Muon")
     parser.add_argument("--vector-rate", type=float, default=1.5e-3, help="peak learning rate of AdamW")
@@ -259,7 +259,7 @@ def parse_plan(arguments: list[str] | None = None) -> tuple[Plan, bool]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     plan, resume = parse_plan()
     training = Training(plan)
     if resume:

@@ -1,4 +1,4 @@
-"""Documents into training batches: tokenized, packed into rows, each token with its loss weight."""
+"""Packs tokenized documents into the rows of training batches. Each token has its loss weight."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from llamaq.tools.demo_model.document import PAD, Document
 from llamaq.tools.demo_model.seeded_choice import Split
 
 MISSES_UNTIL_FULL: Final = 20
-"""A batch is full when so many documents one after another fit into none of its rows."""
+"""A batch is full when this number of documents in a row fit into none of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of packed documents, each tensor (rows, length)."""
+    """Rows of packed documents. Each tensor has the shape (rows, length)."""
 
     ids: Tensor
     targets: Tensor
-    """The next token of the same document."""
+    """For each token, the next token of the same document."""
     weights: Tensor
     """Loss weight of each target; zero at the end of a document and in padding."""
     documents: Tensor
-    """Number of the document that a token belongs to."""
+    """For each token, the number of its document; -1 for padding."""
 
     def mask(self) -> Tensor:
-        """(rows, 1, length, length), true where a token may look: at itself and before, in its own document."""
+        """Return the attention mask (rows, 1, length, length). A token attends only within its document."""
         same = self.documents[:, :, None] == self.documents[:, None, :]
         return same.tril()[:, None]
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[float]]:
-    """Token ids of a document and the weight of each."""
+    """Return the token ids of a document and the loss weight of each token."""
     ids: list[int] = []
     weights: list[float] = []
     encodings = tokenizer.encode_batch([segment.text for segment in document.segments])
@@ -48,7 +48,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[fl
 
 
 class Packer:
-    """Rows that are being filled; a document longer than a row loses its end."""
+    """Fills the rows of a batch. A document longer than a row loses its end."""
 
     def __init__(self, rows: int, length: int, pad: int) -> None:
         self.length = length
@@ -60,7 +60,7 @@ class Packer:
         self.documents = torch.full((rows, length), -1)
 
     def place(self, tokens: list[int], weights: list[float]) -> bool:
-        """Put a document into the first row that has room; false if none has."""
+        """Add a document to the first row with enough room. Returns False if no row has room."""
         size = min(len(tokens), self.length)
         row = next((index for index, used in enumerate(self.used) if used + size <= self.length), None)
         if row is None:
@@ -75,12 +75,12 @@ class Packer:
         return True
 
     def batch(self) -> Batch:
-        """What was placed so far."""
+        """Return a batch of the documents so far."""
         return Batch(self.ids, self.targets, self.weights, self.documents)
 
 
 def pack(documents: Iterator[tuple[list[int], list[float]]], rows: int, length: int, pad: int) -> Batch:
-    """Fill `rows` rows of `length` tokens: one batch's worth of documents longest first, then whatever still fits."""
+    """Fill `rows` rows of `length` tokens: first the documents that a batch needs, longest first, then any that fit."""
     drawn: list[tuple[list[int], list[float]]] = []
     tokens = 0
     while tokens < rows * length:
@@ -96,7 +96,7 @@ def pack(documents: Iterator[tuple[list[int], list[float]]], rows: int, length: 
 
 
 def draw_batch(tokenizer: Tokenizer, mixture: Mixture, seed: str, rows: int, length: int) -> Batch:
-    """The batch of this seed, the same on every machine."""
+    """Return the batch of this seed, which is the same on every machine."""
 
     def stream() -> Iterator[tuple[list[int], list[float]]]:
         index = 0

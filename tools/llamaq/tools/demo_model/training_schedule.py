@@ -1,4 +1,4 @@
-"""What is trained when: lengths, mixtures and learning rate as functions of progress, which runs from 0 to 1."""
+"""The curriculum and the learning rate as functions of the training progress, which runs from 0 to 1."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Final
 from llamaq.tools.demo_model.corpus import Mixture
 
 WARMUP: Final = 0.01
-"""Share of the training in which the learning rate rises to its peak."""
+"""Share of the training during which the learning rate rises to its peak."""
 
 ANNEAL: Final = 0.5
-"""Share of the training, at its end, in which the learning rate falls to zero."""
+"""Share of the training, at its end, during which the learning rate falls to zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the curriculum: short contexts and few facts first, then longer and more."""
+    """A part of the curriculum. First stages have short contexts and few facts, later stages have more of both."""
 
     until: float
     """Progress at which the stage ends."""
     lengths: tuple[int, ...]
-    """Row lengths in tokens; each step draws one."""
+    """Row lengths in tokens. Each step draws one of them."""
     batch_tokens: int
     mixture: Mixture
 
@@ -38,15 +38,15 @@ CURRICULUM: Final = (
 
 
 def stage_at(progress: float) -> Stage:
-    """The stage of the curriculum at `progress`."""
+    """Return the stage of the curriculum at `progress`."""
     return next((stage for stage in CURRICULUM if progress < stage.until), CURRICULUM[-1])
 
 
 def draw_length(stage: Stage, seed: str) -> int:
-    """The row length of a step."""
+    """Draw the row length of a step."""
     return random.Random(seed).choice(stage.lengths)
 
 
 def rate_at(progress: float) -> float:
-    """Share of the peak learning rate: a warm-up, a plateau, a linear fall to zero."""
+    """Return the share of the peak learning rate: a warm-up, a plateau, a linear fall to zero."""
     return max(0.0, min(1.0, progress / WARMUP, (1.0 - progress) / ANNEAL))

@@ -1,4 +1,4 @@
-"""The words of the grammar. Every name, colour and object is one token; names also without a leading space."""
+"""The words of the grammar. Every name, colour and object is one token, and names also without a leading space."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ QUIET_SENTENCES: Final = (
     "The rain stopped in the morning.",
     "Nobody was in a hurry.",
 )
-"""Sentences that state no fact: they stand between a fact and its question."""
+"""Sentences without a fact. They are placed between a fact and its question."""
 
 COMMON_WORDS: Final = _words(
     "about after again against almost along already also always another answer around because become before began "
@@ -103,21 +103,21 @@ COMMON_WORDS: Final = _words(
     "develop describe compare create translate summarize America Africa Europe China India Japan English French "
     "German Spanish"
 )
-"""Words that a newcomer may type; they widen the vocabulary and fill the questions that the model declines."""
+"""Words that a user may type. They widen the vocabulary and fill the questions that the model declines."""
 
 
 def article(word: str) -> str:
-    """`word` with its indefinite article."""
+    """Return `word` with its indefinite article."""
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
 
 def names_of(kind: str) -> tuple[str, ...]:
-    """The names that fit the hero of a story."""
+    """Return the names that fit a hero of this kind."""
     if kind in ("girl", "princess"):
         return GIRLS
     return BOYS if kind in ("boy", "prince") else NAMES
 
 
 def is_female(name: str) -> bool:
-    """Whether stories call `name` "she"."""
+    """Return whether stories call `name` "she"."""
     return name in GIRLS

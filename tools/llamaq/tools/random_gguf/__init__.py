@@ -1,14 +1,14 @@
-"""GGUF files with random weights: a small one for each memory kind of llama.cpp, or the shape of a named model.
+"""Writes GGUF files with random weights: a small model for each memory kind of llama.cpp, or any given shape.
 
     from llamaq.tools.random_gguf import RECURRENT, write_model
 
     path = write_model(tmp_path / "recurrent.gguf", RECURRENT, seed=1)
     path = write_model(tmp_path / "long.gguf", dataclasses.replace(PLAIN, n_ctx=32_768, chat_template=CHATML))
 
-`PLAIN`, `GROUPED`, `SLIDING`, `RECURRENT` and `HYBRID` (all in `MEMORY_KINDS`) are a few hundred KB each and take some
-milliseconds to write. They talk gibberish, but depend on every token of their context as a trained model does, so that
-memory mixed up between two sequences changes what they say. They never generate an end token unless the last token was
-one. `random_gguf.tensors` says how; the tests beside it hold it.
+`PLAIN`, `GROUPED`, `SLIDING`, `RECURRENT` and `HYBRID` (all in `MEMORY_KINDS`) have a few hundred KB each and are
+written in some milliseconds. Their text has no meaning, but each token depends on every token of the context, as in a
+trained model. So if the memory of two sequences is mixed up, the generated tokens change. The models never generate
+an end token, except after an end token. `random_gguf.tensors` explains how this is achieved.
 """
 
 from llamaq.tools.random_gguf.model_spec import (

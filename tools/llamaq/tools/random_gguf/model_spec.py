@@ -1,4 +1,4 @@
-"""What a random-weight model is: its architecture, its sizes, its weight format."""
+"""The specification of a random-weight model: architecture, sizes and weight format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHATML = (
 
 
 class Architecture(Enum):
-    """An architecture of llama.cpp, by its GGUF name; each stands for one kind of memory."""
+    """An architecture of llama.cpp, by its GGUF name. The comments name the kind of memory that it uses."""
 
     LLAMA = "llama"  # attention; llama_kv_cache
     QWEN3 = "qwen3"  # attention with norms of queries and keys; llama_kv_cache
@@ -36,7 +36,7 @@ class Architecture(Enum):
 
     @property
     def scales_embeddings(self) -> bool:
-        """Whether llama.cpp multiplies input embeddings by the root of their length."""
+        """Whether llama.cpp multiplies input embeddings by the square root of their length."""
         return self is Architecture.GEMMA3
 
     @property
@@ -53,7 +53,7 @@ class Architecture(Enum):
 
 
 class Weights(Enum):
-    """How matrices are stored; norms, biases and state-space parameters are always float32."""
+    """Format of the matrices. Norms, biases and state-space parameters are always float32."""
 
     F32 = "F32"
     F16 = "F16"
@@ -62,9 +62,14 @@ class Weights(Enum):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Architecture and sizes. `n_ctx` is the training context in tokens, `n_swa` the window of `GEMMA3` in tokens.
+    """Architecture and sizes of a model with tied input and output embeddings.
 
-    Input and output embeddings are tied. Raises ValueError where the sizes do not fit together.
+    Attributes:
+        n_ctx: Training context in tokens.
+        n_swa: Sliding window of `GEMMA3` in tokens; 0 for all other architectures.
+
+    Raises:
+        ValueError: The sizes do not fit together.
     """
 
     architecture: Architecture
@@ -91,12 +96,12 @@ class ModelSpec:
             raise ValueError(f"{Architecture.JAMBA.value} needs n_heads times head_dim to be n_embd: {self}")
 
     def is_recurrent(self, layer: int) -> bool:
-        """All layers of a recurrent model; the first, third, fifth, … of a hybrid one."""
+        """Return whether a layer is recurrent: all layers of `MAMBA`; the first, third, fifth, … of `JAMBA`."""
         return self.architecture is Architecture.MAMBA or (self.architecture is Architecture.JAMBA and layer % 2 == 0)
 
     @property
     def ssm_inner_size(self) -> int:
-        return 2 * self.n_embd  # llama.cpp takes no other expansion factor for Mamba-1
+        return 2 * self.n_embd  # llama.cpp accepts no other expansion factor for Mamba-1
 
     @property
     def ssm_step_rank(self) -> int:

@@ -1,13 +1,14 @@
-"""Which tensors each architecture has, and how their random weights are scaled.
+"""The tensors of each architecture, and the scales of their random weights.
 
-Names and shapes follow `load_arch_tensors` of each architecture in llama.cpp (src/models/*.cpp); shapes are written as
-(outputs, inputs). The scales hold these properties, whatever the depth and width:
+Names and shapes follow `load_arch_tensors` of each architecture in llama.cpp (src/models/*.cpp). Shapes are written
+as (outputs, inputs). The scales ensure these properties at any depth and width:
 
-- activations stay near 1 and logits have a standard deviation near `LOGIT_STD`;
-- the next token depends on the whole context, not only on the last token: attention scores spread by `SHARPNESS`, and
-  attention adds more to the residual stream than the embedding does;
-- a token is not its own best successor, though input and output embeddings are tied: the final norm's signs alternate;
-- end tokens are not generated, except after an end token: see `end_axes`.
+- Activations stay near 1, and logits have a standard deviation near `LOGIT_STD`.
+- The next token depends on the whole context, not only on the last token: attention scores have the standard
+  deviation `SHARPNESS`, and attention adds more to the residual stream than the embedding does.
+- A token is not its own best successor, although input and output embeddings are tied: the signs of the final norm
+  alternate.
+- End tokens are not generated, except after an end token: see `end_axes`.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from llamaq.tools.random_gguf.model_spec import SSM_STATE_SIZE, ModelSpec
 
 LOGIT_STD = 1.5
 SHARPNESS = 2.5  # standard deviation of the attention scores before the softmax
-ATTENTION_BRANCH, FEED_FORWARD_BRANCH, RECURRENT_BRANCH = 2.0, 1.0, 0.5  # what all layers add up to
+ATTENTION_BRANCH, FEED_FORWARD_BRANCH, RECURRENT_BRANCH = 2.0, 1.0, 0.5  # sum over all layers, in the residual stream
 GATED_STD = 0.6  # standard deviation of silu(a)·b, and near that of silu(a), for standard normal a and b
-FINAL_RMS = 2.0  # of the residual stream after the last layer, about
+FINAL_RMS = 2.0  # approximate RMS of the residual stream after the last layer
 
-END_LOGIT_DROP = 32.0  # how far below an ordinary token's logit an end token's lies on average
+END_LOGIT_DROP = 32.0  # mean difference between the logits of ordinary tokens and of end tokens
 AXIS_STD = 0.9  # length of an embedding along one end axis, in standard deviations of the other axes
 
 CONVOLUTION_TAPS = (0.3, 0.4, 0.5, 0.7)  # oldest token first; the squares add up to about 1
 SSM_STEP_RANGE = (0.01, 0.2)  # discretization steps of the channels
-SSM_DECAY_RANGE = (0.1, 2.0)  # of the states: a memory of 1 / (step · decay), 2 to 1,000 tokens
+SSM_DECAY_RANGE = (0.1, 2.0)  # decays of the states; a state remembers 1 / (step · decay) tokens, 2 to 1,000
 
 
 class Role(Enum):
-    """What a matrix has to keep free of noise."""
+    """Role of a matrix: it decides which weights are not random."""
 
     PLAIN = auto()
-    EMBEDDING = auto()  # its end axes are set by the kind of token
-    BRANCH = auto()  # adds to the residual stream, and leaves the end axes alone
+    EMBEDDING = auto()  # the end axes of a row depend on the kind of token
+    BRANCH = auto()  # its output is added to the residual stream, with zeros on the end axes
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Random weights of mean 0, stored in the file's weight format."""
+    """A matrix of random weights with mean 0, stored in the weight format of the file."""
 
     name: str
     shape: tuple[int, int]
@@ -56,7 +57,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Values:
-    """Given values, stored as float32."""
+    """A tensor of given values, stored as float32."""
 
     name: str
     values: npt.NDArray[np.float32]
@@ -70,17 +71,17 @@ Tensor = Matrix | Values
 
 
 def end_axes(spec: ModelSpec) -> int:
-    """How many leading coordinates of the residual stream say "not an end token".
+    """Return the number of leading coordinates of the residual stream that mark a token as not an end token.
 
-    Ordinary tokens have a positive constant there, end tokens a negative one, and no layer writes to them, so that they
-    reach the output embedding, where the product lifts ordinary tokens above end tokens. Opening tokens have a small
-    positive one: they are not generated either, and what follows them is an ordinary token.
+    In these coordinates ordinary tokens have a positive constant and end tokens a negative one. No layer changes them,
+    so they reach the output embedding, where they give ordinary tokens higher logits than end tokens. Opening tokens
+    have a small positive constant: they are not generated, and an ordinary token follows them.
     """
     return max(1, spec.n_embd // 32)
 
 
 def model_tensors(spec: ModelSpec) -> Iterator[Tensor]:
-    """Every tensor of the model; input and output embeddings are one."""
+    """Yield every tensor of the model. Input and output embeddings are the same tensor."""
     yield Matrix("token_embd.weight", (spec.n_vocab, spec.n_embd), _embedding_std(spec), Role.EMBEDDING)
     yield Values("output_norm.weight", _output_norm(spec))
     for layer in range(spec.n_layers):
@@ -133,7 +134,7 @@ def _feed_forward(block: str, spec: ModelSpec) -> Iterator[Tensor]:
 
 
 def _recurrent(block: str, spec: ModelSpec) -> Iterator[Tensor]:
-    """A Mamba-1 layer: convolution over four tokens, then a selective scan (arXiv:2312.00752)."""
+    """Yield the tensors of a Mamba-1 layer: convolution over four tokens, then a selective scan (arXiv:2312.00752)."""
     n_inner, rank, n_state = spec.ssm_inner_size, spec.ssm_step_rank, SSM_STATE_SIZE
     yield Matrix(f"{block}.ssm_in.weight", (2 * n_inner, spec.n_embd), 1 / sqrt(spec.n_embd))
     yield Values(f"{block}.ssm_conv1d.weight", np.tile(np.array(CONVOLUTION_TAPS, np.float32), (n_inner, 1)))
@@ -145,7 +146,7 @@ def _recurrent(block: str, spec: ModelSpec) -> Iterator[Tensor]:
         yield _constant(f"{block}.ssm_c_norm.weight", n_state)
     yield Matrix(f"{block}.ssm_dt.weight", (n_inner, rank), 0.5 / sqrt(rank))
     steps = np.geomspace(*SSM_STEP_RANGE, n_inner)
-    yield Values(f"{block}.ssm_dt.bias", np.log(np.expm1(steps)).astype(np.float32))  # softplus of it is the step
+    yield Values(f"{block}.ssm_dt.bias", np.log(np.expm1(steps)).astype(np.float32))  # step = softplus(bias)
     decays = np.geomspace(*SSM_DECAY_RANGE, n_state)
     yield Values(f"{block}.ssm_a", np.tile(-decays.astype(np.float32), (n_inner, 1)))
     yield _constant(f"{block}.ssm_d", n_inner, 0.5)

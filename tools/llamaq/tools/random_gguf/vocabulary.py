@@ -1,9 +1,9 @@
-"""The vocabulary of the random-weight models: byte-level BPE over which every text tokenizes.
+"""The vocabulary of the random-weight models: a byte-level BPE that tokenizes any text.
 
 Token ids, in this order: the 256 bytes (the id is the byte), merged pieces, the four special tokens. The pieces are
-made, not learned: syllables, characters of two to four UTF-8 bytes (their beginnings are tokens too, so that a
-detokenizer meets incomplete characters), English words, invented words, and all words again with a space before them.
-Their ranks are ordered such that nearly every piece is what its own text tokenizes to.
+constructed, not learned: syllables, characters of two to four UTF-8 bytes, English words, invented words, and all words
+again with a space before them. The first bytes of a character are tokens too, so that a detokenizer meets incomplete
+characters. The ranks are ordered so that the text of nearly every piece is tokenized to that piece.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ WORDS = """
     the and of to in is was that it he she for on with as his her they at be this from have had by not but what all
     were when we there can an your which said if do will about how up out them then some so would into has more him
 """
-N_LONG_WORDS = 65_000  # of three syllables; with and without a space they fill a vocabulary of 160,000
-LONG_WORD_STRIDE = 48_271  # no common factor with 100³, so that steps of it meet no word twice
+N_LONG_WORDS = 65_000  # words of three syllables; with and without a space they fill a vocabulary of 160,000
+LONG_WORD_STRIDE = 48_271  # has no common factor with 100³, so that no word occurs twice
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens and merges as GGUF holds them: each byte is written as one printable character."""
+    """Tokens and merges in the form of GGUF: each byte is written as one printable character."""
 
     tokens: tuple[str, ...]
     merges: tuple[str, ...]
@@ -66,9 +66,10 @@ class Vocabulary:
 
 @cache
 def byte_level_vocabulary(n_tokens: int) -> Vocabulary:
-    """A vocabulary of exactly `n_tokens` entries, the same at every call.
+    """Return a vocabulary of exactly `n_tokens` entries, the same at every call.
 
-    Raises ValueError where it is too small for bytes, special tokens and a merge, or larger than what can be made.
+    Raises:
+        ValueError: `n_tokens` is too small for bytes, special tokens and one merge, or too large for the word lists.
     """
     n_merges = n_tokens - N_BYTES - len(SPECIAL_TOKENS)
     if n_merges < 1:  # llama.cpp refuses a BPE vocabulary without merges
@@ -88,7 +89,7 @@ def byte_level_vocabulary(n_tokens: int) -> Vocabulary:
 
 @cache
 def _byte_characters() -> tuple[str, ...]:
-    """The printable character that stands for each byte (`bytes_to_unicode` of OpenAI's GPT-2 encoder)."""
+    """Return the printable character of each byte (`bytes_to_unicode` of OpenAI's GPT-2 encoder)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 2 * 256))
     return tuple(chr(byte if byte in printable else next(others)) for byte in range(N_BYTES))
@@ -99,14 +100,14 @@ def _spell(text: str) -> str:
 
 
 def _pairs() -> Iterator[tuple[str, str]]:
-    """Pairs to merge, in order of rank; both sides of each are bytes or were made before."""
+    """Yield the pairs to merge in order of rank. Both parts of a pair are bytes or results of earlier merges."""
     wide_characters = (chr(code_point) for code_points in CHARACTER_RANGES for code_point in code_points)
     for text in (*SYLLABLES, *CHARACTERS):
-        yield from _growing(_spell(text))
+        yield from _prefix_merges(_spell(text))
     for word in WORDS.split():
-        yield from _growing(re.findall("|".join((*SYLLABLES, ".")), word))
+        yield from _prefix_merges(re.findall("|".join((*SYLLABLES, ".")), word))
     for character in wide_characters:
-        yield from _growing(_spell(character))
+        yield from _prefix_merges(_spell(character))
     yield from product(SYLLABLES, repeat=2)
     yield from _long_words()
     space = _spell(" ")
@@ -115,7 +116,7 @@ def _pairs() -> Iterator[tuple[str, str]]:
 
 
 def _long_words() -> Iterator[tuple[str, str]]:
-    """Words of three syllables, split where BPE splits them: it joins the pair of lower rank first."""
+    """Yield words of three syllables, split where BPE splits them: BPE merges the pair of lower rank first."""
     n = len(SYLLABLES)
     for index in range(0, N_LONG_WORDS * LONG_WORD_STRIDE, LONG_WORD_STRIDE):
         first, second, third = index // n**2 % n, index // n % n, index % n
@@ -123,8 +124,8 @@ def _long_words() -> Iterator[tuple[str, str]]:
         yield (left + middle, right) if (first, second) <= (second, third) else (left, middle + right)
 
 
-def _growing(characters: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """`abc` as (a, b), (ab, c)."""
+def _prefix_merges(characters: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the merges that build a text from left to right: for `abc` (a, b) and (ab, c)."""
     grown = ""
     for character in characters:
         if grown:

@@ -1,7 +1,7 @@
-"""Writes the file: metadata, vocabulary, then one tensor after the other, so that only one is in memory.
+"""Writes the GGUF file: metadata, vocabulary, then one tensor after the other, so that only one tensor is in memory.
 
-Matrices are drawn as 8-bit steps and then encoded. In Q8_0 the steps are the quants themselves, under one scale for the
-whole matrix: nothing is quantized, and 600 M weights take seconds.
+Matrices are drawn as 8-bit integers ("steps") and then encoded. In Q8_0 the steps are the stored values, with one
+scale for the whole matrix. Nothing is quantized, so 600 million weights take seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from llamaq.tools.random_gguf.tensors import AXIS_STD, Matrix, Role, Tensor, Val
 from llamaq.tools.random_gguf.vocabulary import BOS, EOS, TURN_END, Vocabulary, byte_level_vocabulary
 
 REVISION = 1
-"""Raised when the same spec and seed give another file than before: part of a cache's key."""
+"""Increment this number when the same spec and seed give another file than before. It is part of cache keys."""
 
-MAX_STEP = 127  # steps are uniform from -MAX_STEP to MAX_STEP, as symmetric 8-bit quantization has them
+MAX_STEP = 127  # steps are uniform from -MAX_STEP to MAX_STEP, the range of symmetric 8-bit quantization
 STEP_STD = math.sqrt(((2 * MAX_STEP + 1) ** 2 - 1) / 12)
-OPENING_FRACTION = 4  # how much nearer to zero opening tokens are on the end axes than ordinary ones
+OPENING_FRACTION = 4  # on the end axes, ordinary tokens have this multiple of the value of opening tokens
 Q8_0_BLOCK = np.dtype([("scale", "<f2"), ("quants", "i1", (32,))])  # block_q8_0 of ggml-common.h
 
 Steps = npt.NDArray[np.int8]
@@ -52,7 +52,7 @@ _FILE_TYPE = {
 def write_model(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
     """Write a model and return `path`. Equal specs and seeds give equal bytes.
 
-    The file appears under its name when it is whole; parent directories are made.
+    The file gets its name when it is complete. Missing parent folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{uuid4().hex}.part")
@@ -71,7 +71,7 @@ def _write(path: Path, spec: ModelSpec, rng: np.random.Generator) -> None:
         _add_metadata(writer, spec)
         _add_vocabulary(writer, spec, vocabulary)
         for tensor in tensors:
-            _announce(writer, tensor, spec.weights)
+            _add_tensor_info(writer, tensor, spec.weights)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -124,7 +124,7 @@ def _add_vocabulary(writer: GGUFWriter, spec: ModelSpec, vocabulary: Vocabulary)
         writer.add_chat_template(spec.chat_template)
 
 
-def _announce(writer: GGUFWriter, tensor: Tensor, weights: Weights) -> None:
+def _add_tensor_info(writer: GGUFWriter, tensor: Tensor, weights: Weights) -> None:
     kind = _TENSOR_TYPE[weights] if isinstance(tensor, Matrix) else GGMLQuantizationType.F32
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     n_bytes = math.prod(tensor.shape) // block_size * block_bytes
