@@ -14,7 +14,7 @@ from tests.support.tcp_proxy import Proxy
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.redis.sentinel import STALE_S
+from llamaq.common.redis.sentinel import MAX_ANSWER_AGE_S
 from llamaq.producer import Job, JobNotFound
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def test_streams_go_on_when_another_was_made_master(environment: Environment, wa
             execute("SENTINEL FAILOVER", SERVICE)
         await_that(lambda: watched.master is not old, "another master")
         await_that(lambda: watched.agree_on(watched.master), "Sentinels that agree")
-        time.sleep(STALE_S)  # so long what is written to the old one may be lost
+        time.sleep(MAX_ANSWER_AGE_S)  # until then a write to the old master may be lost
         assert all(reader.is_alive() for reader in readers), "the jobs ended before they could move"
         later = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))
         for reader in readers:

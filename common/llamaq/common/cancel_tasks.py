@@ -1,18 +1,19 @@
-"""Ending asyncio tasks that talk to Redis."""
+"""Cancels asyncio tasks that use Redis."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+# Pause between two cancellations of the same task.
 CANCEL_EVERY_S = 0.1
 
 
 async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks until all of them have ended, and retrieve their errors.
+    """Cancel tasks until all of them have ended. Their errors are dropped.
 
-    Once is not enough: redis-py sends within `asyncio.wait_for`, which before Python 3.12 swallows a cancellation that
-    comes at the moment when it is done.
+    One cancellation is not enough: redis-py sends with `asyncio.wait_for`, which before Python 3.12 swallows a
+    cancellation that arrives when the send completes.
     """
     running = set(tasks)
     while running:

@@ -123,7 +123,7 @@ def test_defaults_do_not_travel() -> None:
 
 
 def test_sizes_are_checked_before_anything_is_decoded() -> None:
-    with pytest.raises(InvalidRequest, match="more than the 16"):
+    with pytest.raises(InvalidRequest, match="more than the allowed 16"):
         codec.decode_request(b"\xc1" * 17, 16)
     with pytest.raises(InvalidRequest, match="max_request_bytes=16"):
         codec.encode_request(JobRequest(prompt="x" * 17), 16)

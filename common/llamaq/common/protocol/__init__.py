@@ -1,1 +1,1 @@
-"""What producers and workers exchange through Redis: messages, keys and scripts."""
+"""Messages, keys and scripts that producers and workers exchange through Redis."""

@@ -1,6 +1,6 @@
-"""Models to bytes and back. The only place that knows the wire is msgpack; nothing is ever unpickled.
+"""Encodes messages as msgpack and decodes them. No other module of llamaq uses msgpack, and nothing is unpickled.
 
-Everything that comes from Redis is bounded in size before it is decoded.
+The size of everything that comes from Redis is checked before it is decoded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 
 M = TypeVar("M", bound=BaseModel)
 
+# Limit of an event or an output. Workers write them, so the limit only protects against corrupt data.
 MAX_EVENT_BYTES = 64 * 1024 * 1024
-"""An event or an output is written by a worker: bounded only against nonsense."""
 
 
 def _pack(value: object) -> bytes:
@@ -29,9 +29,9 @@ def _pack(value: object) -> bytes:
 
 
 def _unpack(data: bytes, limit: int) -> Any:
-    """Plain values out of msgpack bytes; raises `ProtocolError`."""
+    """Return the plain values in msgpack bytes. Raises `ProtocolError`."""
     if len(data) > limit:
-        raise ProtocolError(f"{len(data)} bytes are more than the {limit} that are allowed")
+        raise ProtocolError(f"{len(data)} bytes are more than the allowed {limit}")
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as exc:
@@ -39,12 +39,12 @@ def _unpack(data: bytes, limit: int) -> Any:
 
 
 def encode_values(values: Sequence[int | str | bytes]) -> bytes:
-    """A flat list as one argument of a script; Redis' own msgpack knows no binary type and takes bytes as strings."""
+    """Return a flat list as one argument of a script. Bytes become strings: msgpack in Redis has no binary type."""
     return cast(bytes, msgpack.packb(values, use_bin_type=False))
 
 
 def explain(exc: ValidationError) -> str:
-    """A validation error in one line, naming each field; the input itself is left out, it may be private."""
+    """Return a validation error as one line that names each field, without the input, which may be private."""
     problems = []
     for error in exc.errors(include_input=False, include_url=False, include_context=False):
         place = ".".join(str(part) for part in error["loc"])
@@ -54,7 +54,7 @@ def explain(exc: ValidationError) -> str:
 
 
 def build_request(values: dict[str, Any]) -> JobRequest:
-    """Validate a request's fields; raises `InvalidRequest` that names the fields."""
+    """Return a validated request. Raises `InvalidRequest`, which names the invalid fields."""
     try:
         return JobRequest.model_validate(values)
     except ValidationError as exc:
@@ -64,7 +64,7 @@ def build_request(values: dict[str, Any]) -> JobRequest:
 
 
 def encode_request(request: JobRequest, max_bytes: int) -> bytes:
-    """The request as bytes; raises `InvalidRequest` when it is larger than `max_bytes` or is no valid text."""
+    """Return an encoded request. Raises `InvalidRequest` if it is larger than `max_bytes` or contains invalid text."""
     try:
         data = _pack(request.model_dump(mode="python", exclude_defaults=True))
     except UnicodeEncodeError as exc:
@@ -77,28 +77,28 @@ def encode_request(request: JobRequest, max_bytes: int) -> bytes:
 
 
 def decode_request(data: bytes, max_bytes: int) -> JobRequest:
-    """The request in these bytes; raises `InvalidRequest` for anything else."""
+    """Return the request in these bytes. Raises `InvalidRequest` if they are larger than `max_bytes` or no request."""
     try:
         values = _unpack(data, max_bytes)
     except ProtocolError as exc:
-        raise InvalidRequest(f"the request does not decode: {exc}") from exc
+        raise InvalidRequest(f"the request cannot be decoded: {exc}") from exc
     if not isinstance(values, dict):
         raise InvalidRequest("the request is not a map of parameters")
     return build_request(values)
 
 
 def encode_event(event: Event) -> bytes:
-    """One event as bytes."""
+    """Return an encoded event."""
     return _pack(event.model_dump())
 
 
 def encode_tokens(offset: int, tokens: Sequence[int], text_offset: int, text: str) -> bytes:
-    """A `tokens` event as bytes, without the detour over a model: a worker makes one per job and tick."""
+    """Return an encoded `tokens` event. No model is built, because a worker encodes one for each job and tick."""
     return _pack({"type": "tokens", "offset": offset, "tokens": tokens, "text_offset": text_offset, "text": text})
 
 
 def decode_event(data: bytes) -> Event:
-    """The event in these bytes; raises `ProtocolError`."""
+    """Return the event in these bytes. Raises `ProtocolError`."""
     try:
         return EVENT.validate_python(_unpack(data, MAX_EVENT_BYTES))
     except ValidationError as exc:
@@ -106,12 +106,12 @@ def decode_event(data: bytes) -> Event:
 
 
 def encode_output(text: str, tokens: Sequence[int]) -> bytes:
-    """All that a job generated, as it lies in the job's hash."""
+    """Return the encoded output of a job, as it is stored in the hash of the job."""
     return _pack({"text": text, "tokens": tokens})
 
 
 def decode_output(data: bytes) -> tuple[str, tuple[int, ...]]:
-    """Text and tokens out of a job's hash; raises `ProtocolError`."""
+    """Return text and tokens from the encoded output of a job. Raises `ProtocolError`."""
     values = _unpack(data, MAX_EVENT_BYTES)
     try:
         return str(values["text"]), tuple(int(token) for token in values["tokens"])
@@ -120,12 +120,12 @@ def decode_output(data: bytes) -> tuple[str, tuple[int, ...]]:
 
 
 def encode_model(model: JobStats | Worker | SlotCommand | SlotReply) -> bytes:
-    """A snapshot, measurement, order or answer as bytes."""
+    """Return an encoded model."""
     return _pack(model.model_dump(mode="json"))
 
 
 def decode_model(kind: type[M], data: bytes, max_bytes: int = MAX_EVENT_BYTES) -> M:
-    """A snapshot, measurement, order or answer; raises `ProtocolError`."""
+    """Return the model of this class in these bytes. Raises `ProtocolError`."""
     try:
         return kind.model_validate(_unpack(data, max_bytes))
     except ValidationError as exc:

@@ -1,23 +1,23 @@
-"""Every Redis key and channel, as functions. Nothing else in llamaq spells one.
+"""Returns the names of all Redis keys and channels. No other module of llamaq composes them.
 
-With prefix `llamaq`, queue `q` and partition `p` (the braces are Redis Cluster's hash tag, so one script may touch
-all keys of a job):
+With prefix `llamaq`, queue `q` and partition `p`. The braces are the hash tag of Redis Cluster: all keys of a partition
+are on one node, so one script can use all keys of a job.
 
 | key                              | type             | life                                               |
 | -------------------------------- | ---------------- | -------------------------------------------------- |
-| llamaq:{q:p}:jobs:<priority>     | stream, group    | an entry goes when its job ends                    |
+| llamaq:{q:p}:jobs:<priority>     | stream, group    | an entry is deleted when its job ends              |
 | llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
 | llamaq:{q:p}:events:<id>         | stream of events | the same                                           |
 | llamaq:{q:p}:tokens:<id>         | pub/sub channel  | the same events                                    |
-| llamaq:{q:p}:key:<sha256>        | string: job id   | as long as that job; by `idempotency_key`          |
-| llamaq:{q:p}:config              | hash             | what submit has to respect (`max_queue`)           |
-| llamaq:{q:p}:dead                | stream, capped   | jobs given up, and entries that were no job        |
+| llamaq:{q:p}:key:<sha256>        | string: job id   | as long as the job; one for an `idempotency_key`   |
+| llamaq:{q:p}:config              | hash             | no expiry; `max_queue`, which submit checks        |
+| llamaq:{q:p}:dead                | stream, capped   | dead letters                                       |
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
 | llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
 | llamaq:worker:<id>               | hash             | a worker's card and heartbeat; expires without one |
-| llamaq:worker:<id>:orders        | list             | what is asked of it; empty but for moments         |
-| llamaq:reply:<order id>          | list             | the answer; expires after a minute                 |
-| llamaq:vocab:<sha256>            | string           | a vocabulary; expires without a worker that has it |
+| llamaq:worker:<id>:orders        | list             | slot commands until the worker reads them          |
+| llamaq:reply:<command id>        | list             | reply to a slot command; expires after a minute    |
+| llamaq:vocab:<sha256>            | string           | a vocabulary; expires when no worker uses it       |
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import Self
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import JOB_ID_PATTERN, QUEUE_PATTERN, Priority
 
+# The consumer group of every job stream.
 GROUP = "workers"
-"""The consumer group of every job stream."""
 
 _JOB_ID = re.compile(JOB_ID_PATTERN)
 _QUEUE = re.compile(QUEUE_PATTERN)
@@ -41,7 +41,7 @@ _QUEUE = re.compile(QUEUE_PATTERN)
 
 @dataclass(frozen=True, slots=True)
 class JobId:
-    """A job's id, which names its queue and partition: `default.0.5f0c…`."""
+    """The id of a job. It contains the queue and the partition: `default.0.5f0c…`."""
 
     queue: str
     partition: int
@@ -49,7 +49,7 @@ class JobId:
 
     @classmethod
     def new(cls, queue: str, partitions: int = 1, idempotency_key: str | None = None) -> Self:
-        """A fresh id. Jobs with the same idempotency key always meet in one partition."""
+        """Return a new id. Jobs with the same idempotency key are always in the same partition."""
         if idempotency_key is None:
             partition = secrets.randbelow(partitions)
         else:
@@ -58,7 +58,7 @@ class JobId:
 
     @classmethod
     def parse(cls, job_id: str) -> Self:
-        """Read an id that came from outside; raises `InvalidRequest`."""
+        """Return the parts of an id. Raises `InvalidRequest` if the text is not a job id."""
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidRequest(f"{job_id[:100]!r} is not a job id (QUEUE.PARTITION.32 hexadecimal digits)")
         queue, partition, token = job_id.split(".")
@@ -69,15 +69,15 @@ class JobId:
 
 
 def check_queue(queue: str) -> str:
-    """Return the name of a queue if it is one; raises `InvalidRequest`."""
+    """Return the name of a queue unchanged. Raises `InvalidRequest` if it is not a valid name."""
     if not _QUEUE.fullmatch(queue):
-        raise InvalidRequest(f"queue {queue[:100]!r} is not a name: 1 to 64 letters, digits, '_' or '-'")
+        raise InvalidRequest(f"queue {queue[:100]!r} is not a valid name: 1 to 64 letters, digits, '_' or '-'")
     return queue
 
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """The keys of one job."""
+    """The keys and the channel of one job, and the job streams of its partition."""
 
     job: str
     events: str
@@ -88,7 +88,7 @@ class JobKeys:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The key space under one prefix."""
+    """All key names with one prefix."""
 
     prefix: str = "llamaq"
 
@@ -105,12 +105,12 @@ class Keys:
         return f"{self._partition(queue, partition)}:dead"
 
     def idempotency(self, queue: str, partition: int, key: str) -> str:
-        """Hashed, so that a user's key cannot be long or confusing here."""
+        """Return the key of the record of an idempotency key. It is hashed, because users choose any text."""
         return f"{self._partition(queue, partition)}:key:{hashlib.sha256(key.encode()).hexdigest()}"
 
-    @lru_cache(maxsize=4096)  # noqa: B019  # by value; a worker asks for the same jobs in every flush
+    @lru_cache(maxsize=4096)  # noqa: B019  # keys are compared by value; a worker flushes the same jobs in every tick
     def of_job(self, job_id: str) -> JobKeys:
-        """All keys of one job; raises `InvalidRequest` for what is no job id."""
+        """Return all keys of one job. Raises `InvalidRequest` if the text is not a job id."""
         parsed = JobId.parse(job_id)
         tag = self._partition(parsed.queue, parsed.partition)
         return JobKeys(

@@ -1,4 +1,4 @@
-"""How many jobs of a queue wait, and how many are with a worker."""
+"""Counts the waiting and running jobs of a queue."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from llamaq.common.protocol.queue_state import QueueDepth
 
 
 async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int) -> QueueDepth:
-    """The depth over all partitions and priorities.
+    """Return the depth of a queue over all partitions and priorities.
 
-    An entry stays in its stream until its job ends, so the length counts both; those pending with the group run.
+    An entry stays in its stream until its job ends, so the length of a stream counts waiting and running jobs. The
+    entries that are pending in the consumer group are running jobs.
     """
     streams = [keys.jobs(queue, partition, priority) for partition in range(partitions) for priority in Priority]
     async with redis.pipeline(transaction=False) as pipe:
@@ -30,6 +31,6 @@ async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int) -> 
         total += length
         if isinstance(pending, dict):
             running += pending["pending"]
-        elif not isinstance(pending, ResponseError):  # without a group no worker has come yet, and none runs
+        elif not isinstance(pending, ResponseError):  # the group is missing until the first worker comes
             raise pending
     return QueueDepth(waiting=max(0, total - running), running=running)
