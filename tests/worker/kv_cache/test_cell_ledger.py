@@ -1,4 +1,4 @@
-"""Cells under sharing are counted exactly: as if every sequence kept a list of the cells that it holds."""
+"""The ledger's counts equal those of a model in which every sequence has a list of its cells."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N_CELLS = 40
 SEQ_IDS = range(6)
 
 Step = tuple[str, int, int, int]
-"""What is done, two sequences, and a number of cells, which the step brings within what is possible."""
+"""An operation, two sequences, and a number of cells, which is limited to a possible value."""
 
 STEPS = st.lists(
     st.tuples(
@@ -25,13 +25,13 @@ STEPS = st.lists(
         st.sampled_from(SEQ_IDS),
         st.integers(0, 12),
     ),
-    min_size=15,  # of short lists few do more than fill the pool
+    min_size=15,  # shorter lists rarely do more than fill the pool
     max_size=40,
 )
 
 
 class NaiveCells:
-    """The same, with a list of cells (any objects, each unlike all others) for every sequence."""
+    """A model of the ledger with a list of distinct objects, the cells, for every sequence."""
 
     def __init__(self) -> None:
         self.cells: dict[int, list[object]] = {seq_id: [] for seq_id in SEQ_IDS}
@@ -42,8 +42,8 @@ class NaiveCells:
     def owned(self, seq_ids: Sequence[int]) -> int:
         return len(self.in_use() - self.in_use([other for other in SEQ_IDS if other not in seq_ids]))
 
-    def do(self, step: Step, ledger: CellLedger) -> None:
-        """Take the step here, and in the ledger."""
+    def apply(self, step: Step, ledger: CellLedger) -> None:
+        """Apply the step to the model and to the ledger."""
         name, seq_id, other, n = step
         mine = self.cells[seq_id]
         match name:
@@ -72,19 +72,19 @@ def assert_counts_agree(ledger: CellLedger, naive: NaiveCells) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(STEPS)
-def test_every_count_is_that_of_lists_of_cells_after_every_step(steps: list[Step]) -> None:
+def test_after_every_step_all_counts_equal_those_of_the_model(steps: list[Step]) -> None:
     ledger, naive = CellLedger(N_CELLS), NaiveCells()
     for step in steps:
-        naive.do(step, ledger)
+        naive.apply(step, ledger)
         assert_counts_agree(ledger, naive)
 
 
 @settings(max_examples=40, deadline=None)
 @given(STEPS)
-def test_what_some_sequences_own_together_is_what_nobody_else_has_a_cell_of(steps: list[Step]) -> None:
+def test_cells_owned_together_are_those_that_no_other_sequence_holds(steps: list[Step]) -> None:
     ledger, naive = CellLedger(N_CELLS), NaiveCells()
     for step in steps:
-        naive.do(step, ledger)
+        naive.apply(step, ledger)
     for n in range(len(SEQ_IDS) + 1):
         for some in combinations(SEQ_IDS, n):
             assert ledger.owned_together(some) == naive.owned(some)
@@ -92,12 +92,10 @@ def test_what_some_sequences_own_together_is_what_nobody_else_has_a_cell_of(step
 
 @settings(max_examples=40, deadline=None)
 @given(STEPS, st.permutations(SEQ_IDS))
-def test_what_it_owns_is_what_a_drop_frees_in_any_order_until_nothing_is_left(
-    steps: list[Step], order: list[int]
-) -> None:
+def test_a_drop_frees_the_owned_cells_in_any_order_until_no_cell_is_used(steps: list[Step], order: list[int]) -> None:
     ledger, naive = CellLedger(N_CELLS), NaiveCells()
     for step in steps:
-        naive.do(step, ledger)
+        naive.apply(step, ledger)
     for seq_id in order:
         before, owned = ledger.used, ledger.owned(seq_id)
         ledger.drop(seq_id)
@@ -107,7 +105,7 @@ def test_what_it_owns_is_what_a_drop_frees_in_any_order_until_nothing_is_left(
 
 
 def fork_of_three() -> CellLedger:
-    """The picture in the module's docstring."""
+    """Return the ledger that is drawn in the module's docstring."""
     ledger = CellLedger(100)
     ledger.grow(7, 12)
     ledger.share(7, 3, 8)
@@ -125,7 +123,7 @@ def test_the_picture_in_the_docstring_is_true() -> None:
     assert repr(ledger) == "<CellLedger 15/100 cells used, 6 shared, 2 sequences>"
 
 
-def test_a_prefix_lives_on_until_its_last_copy_goes() -> None:
+def test_a_prefix_stays_in_use_until_its_last_copy_is_dropped() -> None:
     ledger = CellLedger(1000)
     ledger.grow(0, 500)
     for seq_id in range(1, 5):
@@ -138,7 +136,7 @@ def test_a_prefix_lives_on_until_its_last_copy_goes() -> None:
     assert (ledger.used, ledger.owned(4)) == (510, 510)
 
 
-def test_cells_that_come_after_a_cut_are_not_those_that_were_shared() -> None:
+def test_cells_added_after_a_cut_are_not_the_cells_that_were_shared() -> None:
     ledger = CellLedger(100)
     ledger.grow(0, 10)
     ledger.share(0, 1, 10)
@@ -147,7 +145,7 @@ def test_cells_that_come_after_a_cut_are_not_those_that_were_shared() -> None:
     assert (ledger.used, ledger.shared, ledger.owned(0), ledger.owned(1)) == (16, 4, 6, 6)
 
 
-def test_the_source_of_a_copy_may_hold_those_cells_of_another() -> None:
+def test_the_source_of_a_copy_may_itself_be_a_copy() -> None:
     ledger = CellLedger(100)
     ledger.grow(0, 10)
     ledger.share(0, 1, 10)
@@ -158,7 +156,7 @@ def test_the_source_of_a_copy_may_hold_those_cells_of_another() -> None:
 
 
 @pytest.mark.parametrize("n_kept", [0, 3])
-def test_an_heir_keeps_what_it_has_of_the_sequence_above(n_kept: int) -> None:
+def test_an_heir_still_shares_cells_with_the_sequence_above(n_kept: int) -> None:
     ledger = CellLedger(100)
     ledger.grow(0, 10)
     ledger.share(0, 1, 6)
@@ -171,7 +169,7 @@ def test_an_heir_keeps_what_it_has_of_the_sequence_above(n_kept: int) -> None:
     assert (ledger.used, ledger.owned(2)) == (9, 9 - n_kept)
 
 
-def test_what_two_own_together_leaves_out_what_a_copy_of_a_copy_has() -> None:
+def test_cells_owned_together_exclude_those_of_a_copy_of_a_copy() -> None:
     ledger = CellLedger(100)
     ledger.grow(0, 10)
     ledger.share(0, 1, 8)
@@ -196,9 +194,9 @@ def test_what_two_own_together_leaves_out_what_a_copy_of_a_copy_has() -> None:
         lambda ledger: ledger.share(5, 4, 1),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(wrong: Callable[[CellLedger], None]) -> None:
+def test_an_impossible_operation_is_refused_and_changes_nothing(wrong: Callable[[CellLedger], None]) -> None:
     ledger = fork_of_three()
-    with pytest.raises(ValueError, match=r"sequence \d holds|sequence \d wants"):
+    with pytest.raises(ValueError, match=r"sequence \d holds|sequence \d needs"):
         wrong(ledger)
     ledger.check_integrity()
     assert repr(ledger) == repr(fork_of_three())
@@ -212,7 +210,7 @@ def test_the_last_cell_of_the_pool_can_be_used() -> None:
     assert (ledger.used, ledger.owned(7)) == (100, 85)
 
 
-def test_doing_nothing_to_an_empty_sequence_leaves_it_empty() -> None:
+def test_operations_on_zero_cells_leave_an_empty_sequence_empty() -> None:
     ledger = CellLedger(10)
     ledger.grow(0, 0)
     ledger.share(0, 1, 0)
@@ -235,25 +233,25 @@ def share_more_than_it_holds(ledger: CellLedger) -> None:
     ledger._used -= 3
 
 
-def forget_a_child(ledger: CellLedger) -> None:
+def remove_a_child(ledger: CellLedger) -> None:
     ledger._sequences[3].children.clear()
 
 
-def forget_a_parent(ledger: CellLedger) -> None:
+def remove_a_parent(ledger: CellLedger) -> None:
     ledger._sequences[9].parent = None
 
 
-def forget_a_sequence(ledger: CellLedger) -> None:
+def remove_a_sequence(ledger: CellLedger) -> None:
     del ledger._sequences[9]
     ledger._used -= 2
 
 
-def forget_the_source(ledger: CellLedger) -> None:
+def remove_the_source(ledger: CellLedger) -> None:
     del ledger._sequences[7]
     ledger._used -= 12
 
 
-def go_in_a_circle(ledger: CellLedger) -> None:
+def make_a_circle(ledger: CellLedger) -> None:
     ledger._sequences[7].move(ledger._sequences[9], 6)
     ledger._used -= 6
 
@@ -264,7 +262,7 @@ def keep_an_empty_sequence(ledger: CellLedger) -> None:
     ledger._used -= 1
 
 
-def file_it_wrongly(ledger: CellLedger) -> None:
+def change_the_key_of_a_sequence(ledger: CellLedger) -> None:
     ledger._sequences[4] = ledger._sequences.pop(9)
 
 
@@ -278,17 +276,17 @@ def have_fewer_cells_than_used(ledger: CellLedger) -> None:
         miscount,
         lose_a_cell_of_the_source,
         share_more_than_it_holds,
-        forget_a_child,
-        forget_a_parent,
-        forget_a_sequence,
-        forget_the_source,
-        go_in_a_circle,
+        remove_a_child,
+        remove_a_parent,
+        remove_a_sequence,
+        remove_the_source,
+        make_a_circle,
         keep_an_empty_sequence,
-        file_it_wrongly,
+        change_the_key_of_a_sequence,
         have_fewer_cells_than_used,
     ],
 )
-def test_the_integrity_check_sees_damage(damage: Callable[[CellLedger], None]) -> None:
+def test_the_integrity_check_finds_damage(damage: Callable[[CellLedger], None]) -> None:
     ledger = fork_of_three()
     ledger.check_integrity()
     damage(ledger)
@@ -304,4 +302,4 @@ def test_a_tick_of_two_hundred_sequences_is_counted_in_a_fraction_of_a_milliseco
         for seq_id in range(200):
             ledger.grow(seq_id, n_held)
         ticks_s.append(time.perf_counter() - start)
-    assert min(ticks_s[1:]) < 0.0005  # it takes about a tenth of that; the best of many does not depend on the load
+    assert min(ticks_s[1:]) < 0.0005  # about ten times the measured time; the minimum does not depend on the load

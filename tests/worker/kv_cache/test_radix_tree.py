@@ -1,4 +1,4 @@
-"""The index answers as if it compared the query with every holder's tokens, one by one."""
+"""A lookup in the tree gives the same result as a comparison of the query with the tokens of every holder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from llamaq.worker.core.tokens import common_prefix, pack
 from llamaq.worker.kv_cache.radix_tree import RadixTree
 
-# Few, so that strings share much, and with the same bytes at different places: a comparison that is not aligned to
-# whole tokens would find more or less in common.
+# Few tokens, so that strings share long prefixes. Some have the same bytes at different positions, so that a comparison
+# that is not aligned to whole tokens gives a wrong result.
 TOKEN = st.sampled_from([0, 1, 256, 257, 65537, -1, 2**31 - 1, -(2**31)])
 TOKENS = st.lists(TOKEN, max_size=7)
 
@@ -25,7 +25,7 @@ Tree = RadixTree[str]
 
 
 def n_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The same as `common_prefix`, token by token."""
+    """Return the length of the common prefix, compared token by token."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
@@ -54,8 +54,8 @@ def test_packed_tokens_are_four_bytes_each_and_nothing_larger_is_cut_down() -> N
 STEPS = st.lists(st.tuples(st.booleans(), TOKENS, st.sampled_from("ABCD")), min_size=10, max_size=40)
 
 
-def taken(steps: list[tuple[bool, list[int], str]]) -> Iterator[tuple[Tree, set[tuple[tuple[int, ...], str]]]]:
-    """The index after every step, and what it ought to hold. A step adds what is not there, or removes anything."""
+def apply_steps(steps: list[tuple[bool, list[int], str]]) -> Iterator[tuple[Tree, set[tuple[tuple[int, ...], str]]]]:
+    """Iterate over the tree and its expected holders after each step. A step adds a new holder or removes one."""
     index = Tree()
     held: set[tuple[tuple[int, ...], str]] = set()
     for add, tokens, holder in steps:
@@ -71,10 +71,10 @@ def taken(steps: list[tuple[bool, list[int], str]]) -> Iterator[tuple[Tree, set[
 
 @settings(max_examples=80, deadline=None)
 @given(STEPS, TOKENS)
-def test_after_every_step_it_finds_what_a_comparison_with_all_would_find(
+def test_after_every_step_a_lookup_finds_the_same_as_a_comparison_with_all_holders(
     steps: list[tuple[bool, list[int], str]], query: list[int]
 ) -> None:
-    for index, held in taken(steps):
+    for index, held in apply_steps(steps):
         index.check_integrity()
         assert len(index) == len(held)
         found = list(index.matches(pack(query)))
@@ -89,7 +89,7 @@ def test_after_every_step_it_finds_what_a_comparison_with_all_would_find(
 @given(STEPS)
 def test_nothing_is_left_of_what_was_removed(steps: list[tuple[bool, list[int], str]]) -> None:
     index, held = Tree(), set[tuple[tuple[int, ...], str]]()
-    for index, held in taken(steps):  # noqa: B007 - the last ones
+    for index, held in apply_steps(steps):  # noqa: B007 - only the last pair is used
         pass
     for tokens, holder in sorted(held, key=repr):
         index.remove(pack(tokens), holder)
@@ -98,7 +98,7 @@ def test_nothing_is_left_of_what_was_removed(steps: list[tuple[bool, list[int], 
 
 
 def index_of(**texts: str) -> Tree:
-    """Holders by name, a token for each letter."""
+    """Return a tree with a holder of each name, and one token for each letter of its text."""
     index = Tree()
     for holder, text in texts.items():
         index.add(letters(text), holder)
@@ -115,12 +115,12 @@ def test_the_deepest_match_comes_first_and_each_holder_once() -> None:
     assert repr(index) == "<RadixTree 4 holders 6 nodes>"
 
 
-def test_a_match_within_an_edge_counts_what_is_before_its_end() -> None:
+def test_a_match_that_ends_within_an_edge_counts_the_tokens_before_its_end() -> None:
     assert list(index_of(a="system").matches(letters("sys!"))) == [(3, "a")]
     assert list(index_of(a="system").matches(letters("sys"))) == [(3, "a")]
 
 
-def test_a_holder_under_two_strings_is_found_at_the_deeper_one_and_removed_from_each_alone() -> None:
+def test_a_holder_under_two_strings_is_found_at_the_longer_one_and_removed_from_each_separately() -> None:
     index = index_of(a="abcd")
     index.add(letters("ab"), "a")
     assert (len(index), list(index.matches(letters("abcx")))) == (2, [(3, "a")])
@@ -140,7 +140,7 @@ def test_adding_twice_is_refused_and_changes_nothing() -> None:
     index = index_of(a="abc", b="abd")
     with pytest.raises(ValueError, match="'a' is indexed under these 3 tokens already"):
         index.add(letters("abc"), "a")
-    with pytest.raises(ValueError, match="3 bytes are no whole tokens"):
+    with pytest.raises(ValueError, match="3 bytes are not a whole number of tokens"):
         index.add(b"abc", "a")
     index.check_integrity()
     assert repr(index) == "<RadixTree 2 holders 4 nodes>"
@@ -149,7 +149,7 @@ def test_adding_twice_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "holder"), [("abc", "b"), ("ab", "a"), ("a", "a"), ("abcd", "a"), ("x", "a"), ("", "a")]
 )
-def test_removing_what_is_not_there_is_refused_and_changes_nothing(text: str, holder: str) -> None:
+def test_removing_an_unknown_holder_is_refused_and_changes_nothing(text: str, holder: str) -> None:
     index = index_of(a="abc", b="abd")
     with pytest.raises(LookupError, match=f"'{holder}' is not indexed under these {len(text)} tokens"):
         index.remove(letters(text), holder)
@@ -163,13 +163,13 @@ N_HOLDERS, N_TOKENS = 200, 8000
 
 
 @dataclass(frozen=True)
-class Looked:
-    """A holder that counts how often anybody looked at it (nothing comes of a dictionary without its hash)."""
+class CountingHolder:
+    """A holder that counts accesses. Every access through a dictionary or set calls its hash."""
 
-    looks: list[None]
+    accesses: list[None]
 
     def __hash__(self) -> int:
-        self.looks.append(None)
+        self.accesses.append(None)
         return id(self)
 
     def __eq__(self, other: object) -> bool:
@@ -183,7 +183,7 @@ def strings_that_share(n_shared: int) -> list[bytes]:
 
 
 def chats() -> list[bytes]:
-    """Ten system prompts, five chats with each, kept after each of four turns."""
+    """Return the histories of five chats for each of ten system prompts, after each of four turns."""
     rng = random.Random(0)
     strings = []
     for _ in range(10):
@@ -217,7 +217,7 @@ def test_a_lookup_takes_far_less_than_its_bound_and_copies_nothing(pattern: str)
     assert first is not None
     assert first[0] == len(query) // 4 - 2
     assert (second is None) == (pattern == "nothing")
-    assert min(times_s) < 0.0002  # the bound; the best of many does not depend on the load
+    assert min(times_s) < 0.0002  # the minimum of many runs does not depend on the load of the machine
     tracemalloc.start()
     try:
         next(index.matches(query))
@@ -228,29 +228,29 @@ def test_a_lookup_takes_far_less_than_its_bound_and_copies_nothing(pattern: str)
 
 
 @pytest.mark.parametrize("n_shared", [7900, N_TOKENS])
-def test_the_first_match_and_a_removal_look_at_few_of_the_holders_that_share_a_prefix(n_shared: int) -> None:
+def test_the_first_match_and_a_removal_access_few_of_the_holders_that_share_a_prefix(n_shared: int) -> None:
     strings = strings_that_share(n_shared)
-    looks: list[None] = []
-    holders = [Looked(looks) for _ in strings]
-    index: RadixTree[Looked] = RadixTree()
+    accesses: list[None] = []
+    holders = [CountingHolder(accesses) for _ in strings]
+    index: RadixTree[CountingHolder] = RadixTree()
     for tokens, holder in zip(strings, holders, strict=True):
         index.add(tokens, holder)
-    looks.clear()
+    accesses.clear()
     next(index.matches(strings[0][: 4 * 7900]))
-    assert len(looks) <= 4
-    looks.clear()
+    assert len(accesses) <= 4
+    accesses.clear()
     index.remove(strings[99], holders[99])
-    assert len(looks) <= 4
+    assert len(accesses) <= 4
 
 
-def test_asking_for_all_matches_comes_by_each_holder_once() -> None:
-    looks: list[None] = []
-    index: RadixTree[Looked] = RadixTree()
+def test_iterating_over_all_matches_visits_each_holder_once() -> None:
+    accesses: list[None] = []
+    index: RadixTree[CountingHolder] = RadixTree()
     for n in range(1, 51):
-        index.add(pack(range(n)), Looked(looks))
-    looks.clear()
+        index.add(pack(range(n)), CountingHolder(accesses))
+    accesses.clear()
     assert [n for n, _ in index.matches(pack(range(40)))] == [40] * 11 + list(range(39, 0, -1))
-    assert len(looks) == 2 * 50  # is it known, and it is now
+    assert len(accesses) == 2 * 50  # one check in the set of seen holders, one insertion
 
 
 # ---- damage
@@ -260,7 +260,7 @@ def miscount(index: Tree) -> None:
     index._n_holders += 1
 
 
-def leave_a_node_where_nothing_parts(index: Tree) -> None:
+def leave_a_redundant_node(index: Tree) -> None:
     del index._root.children[letters("a")].children[letters("d")]
     index._n_holders -= 1
 
@@ -270,16 +270,16 @@ def leave_an_empty_leaf(index: Tree) -> None:
     index._n_holders -= 1
 
 
-def forget_the_parent(index: Tree) -> None:
+def remove_the_parent(index: Tree) -> None:
     index._root.children[letters("a")].parent = None
 
 
-def file_it_wrongly(index: Tree) -> None:
+def change_the_key_of_a_child(index: Tree) -> None:
     children = index._root.children
     children[letters("x")] = children.pop(letters("a"))
 
 
-def tear_an_edge(index: Tree) -> None:
+def lengthen_an_edge_by_one_byte(index: Tree) -> None:
     index._root.children[letters("a")].edge += b"?"
 
 
@@ -291,15 +291,15 @@ def lengthen_the_root(index: Tree) -> None:
     "damage",
     [
         miscount,
-        leave_a_node_where_nothing_parts,
+        leave_a_redundant_node,
         leave_an_empty_leaf,
-        forget_the_parent,
-        file_it_wrongly,
-        tear_an_edge,
+        remove_the_parent,
+        change_the_key_of_a_child,
+        lengthen_an_edge_by_one_byte,
         lengthen_the_root,
     ],
 )
-def test_the_integrity_check_sees_damage(damage: Callable[[Tree], None]) -> None:
+def test_the_integrity_check_finds_damage(damage: Callable[[Tree], None]) -> None:
     index = index_of(a="abc", b="abd")
     index.check_integrity()
     damage(index)

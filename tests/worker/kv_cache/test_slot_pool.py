@@ -12,11 +12,11 @@ from llamaq.worker.testing import make_job
 
 
 def can_acquire(pool: SlotPool, job: Job) -> bool:
-    """Whether a slot is idle, a sequence free, and there are cells for the job."""
+    """Whether there are an idle slot, a free sequence and enough cells for the job."""
     return pool.n_free_sequences > 0 and pool.has_slot(job) and pool.missing_cells(job.reservation) == 0
 
 
-def test_the_table_of_transitions_is_obeyed_and_no_state_goes_to_itself() -> None:
+def test_a_slot_obeys_the_table_of_transitions_and_no_state_goes_to_itself() -> None:
     for before, after in itertools.product(SlotState, SlotState):
         slot = Slot(0, before)
         if after in TRANSITIONS[before]:
@@ -29,7 +29,7 @@ def test_the_table_of_transitions_is_obeyed_and_no_state_goes_to_itself() -> Non
     assert all(state not in TRANSITIONS[state] for state in SlotState)
 
 
-def test_a_slot_shows_what_it_is_doing() -> None:
+def test_the_repr_of_a_slot_shows_its_state_and_progress() -> None:
     pool = SlotPool(2, 100, 2)
     slot = pool.acquire(make_job([7] * 8, job_id="j1", max_tokens=9), 5.0)
     assert repr(pool.slots[1]) == "<Slot 1 IDLE>"
@@ -44,7 +44,7 @@ def test_a_slot_shows_what_it_is_doing() -> None:
     assert (run.n_prompt, run.n_generated, run.n_pending, run.admitted_s) == (8, 1, 1, 5.0)
 
 
-def test_a_snapshot_counts_prompt_and_generated_tokens_apart() -> None:
+def test_a_snapshot_counts_prompt_and_generated_tokens_separately() -> None:
     pool = SlotPool(1, 100, 1)
     assert pool.slots[0].snapshot().model_dump(exclude_defaults=True) == {"index": 0, "state": "idle"}
     slot = pool.acquire(make_job([7] * 8, job_id="j1", resumed=[1, 2], max_tokens=9), 0.0)
@@ -60,7 +60,7 @@ def test_a_snapshot_counts_prompt_and_generated_tokens_apart() -> None:
     }
 
 
-def test_an_idle_slot_has_nothing_pending_and_no_job() -> None:
+def test_an_idle_slot_has_no_pending_tokens_and_no_job() -> None:
     slot = SlotPool(1, 10, 1).slots[0]
     assert (slot.n_pending, slot.priority) == (0, None)
     with pytest.raises(LookupError, match="runs no job"):
@@ -89,7 +89,7 @@ def test_without_an_idle_slot_nothing_is_acquired() -> None:
     assert not pool.could_admit(make_job(max_tokens=1))
 
 
-def test_a_released_sequence_is_kept_with_its_cells_until_it_is_reclaimed() -> None:
+def test_a_released_sequence_belongs_to_the_cache_with_its_cells_until_it_is_freed() -> None:
     pool = SlotPool(1, 100, 1)
     slot = pool.acquire(make_job([7] * 30, max_tokens=30), 0.0)
     slot.active.n_past = 45

@@ -1,15 +1,25 @@
-"""What runs on the GPU host.
+"""The worker: runs jobs from the queue on llama.cpp.
 
-Users who write a batch strategy or a hook import their types from here:
+This module exports the types for your own batch strategies and hooks:
 
     from llamaq.worker import Batch, DecodeMaximal, Slot
+
+`llamaq.worker.testing` has fakes to test a strategy without a model.
 """
 
 from __future__ import annotations
 
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
-from llamaq.worker.core.slot import Slot, SlotState
-from llamaq.worker.scheduling.batch_strategy import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
+from llamaq.worker.core.slot import Run, Slot, SlotState
+from llamaq.worker.engine_loop.telemetry import Hook
+from llamaq.worker.scheduling.batch_strategy import (
+    Balanced,
+    BatchStrategy,
+    DecodeMaximal,
+    PrefillPriority,
+    decode_tokens,
+    prefill_chunks,
+)
 
 __all__ = [
     "Balanced",
@@ -17,8 +27,12 @@ __all__ = [
     "BatchStrategy",
     "DecodeMaximal",
     "DecodeToken",
+    "Hook",
     "PrefillChunk",
     "PrefillPriority",
+    "Run",
     "Slot",
     "SlotState",
+    "decode_tokens",
+    "prefill_chunks",
 ]

@@ -1,15 +1,15 @@
-"""How many KV cells are in use when sequences share them, counted without looking at a single cell.
+"""Counts the KV cells in use when sequences share cells, without a record of each cell.
 
-In one pool of cells a copied prefix costs nothing: its cells belong to both sequences, and are free when the last
-owner has gone. Since sequences share beginnings and nothing else, a tree says it all:
+In one pool of cells a copied prefix costs nothing: its cells belong to both sequences, and they are free when the last
+owner is removed. Sequences share prefixes only, so a tree describes all sharing:
 
     7   ████████████            12 cells
     └ 3 ████████░░░░░            8 of sequence 7, then 5 new ones
       └ 9 ██████░░                6 of sequence 3 (which are those of 7), then 2 new ones
 
-Each sequence stands below one from whom it has its first `shared` cells; those behind are new, and every cell in use
-is new in exactly one sequence. So 12 + 5 + 2 = 19 cells are in use here, where three sequences hold 33. When 7 goes,
-3 inherits the 8 cells that it shares with it, and 4 become free.
+The parent of a sequence is the sequence that its first `shared` cells were copied from. Its other cells are new. Every
+cell in use is new in exactly one sequence, so 12 + 5 + 2 = 19 cells are in use here, although the three sequences hold
+33 in total. When 7 is removed, the 8 cells that it shares with 3 become new cells of 3, and 4 cells become free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """Its first `shared` cells are the parent's, who holds at least so many; the others are new with it."""
+    """A node of the tree. Its first `shared` cells are also cells of the parent, and its other cells are new."""
 
     seq_id: int
     held: int = 0
@@ -31,11 +31,11 @@ class _Sequence:
 
     @property
     def claimed(self) -> int:
-        """How many of its first cells another sequence holds too: by its parent, or by the child that has most."""
+        """How many of its first cells other sequences also hold: the parent or a child, whichever shares more."""
         return max([self.shared, *[child.shared for child in self.children]])
 
     def move(self, parent: _Sequence | None, shared: int) -> None:
-        """Go below another parent; who shares no cell with it goes below nobody."""
+        """Change the parent. A sequence with 0 shared cells has no parent."""
         if self.parent is not None:
             self.parent.children.remove(self)
         self.parent, self.shared = (parent, shared) if shared else (None, 0)
@@ -44,11 +44,11 @@ class _Sequence:
 
 
 class CellLedger:
-    """Counts the cells of one pool of `n_cells`: those of each sequence, and those in use by all together.
+    """Counts the cells of each sequence, and the cells in use, in one pool of `n_cells`.
 
-    It is told what was done to KV memory: `grow`, `cut`, `share`, `drop`. A sequence without cells is unknown to it.
-    Most calls cost one dictionary access; `cut`, `drop` and `owned` look at the sequences right below theirs as well,
-    `shared` and `owned_together` at all.
+    The caller records each change of KV memory with `grow`, `cut`, `share` or `drop`. An empty sequence has no record.
+    Most calls cost one dictionary access. `cut`, `drop` and `owned` also visit the children of the sequence, and
+    `shared` and `owned_together` visit all sequences.
     """
 
     def __init__(self, n_cells: int) -> None:
@@ -58,46 +58,47 @@ class CellLedger:
 
     @property
     def used(self) -> int:
-        """Cells that at least one sequence holds."""
+        """Number of cells that at least one sequence holds."""
         return self._used
 
     @property
     def shared(self) -> int:
-        """Cells that sharing saves: what all sequences hold, less what is used for it."""
+        """Number of cells that sharing saves: the cells of all sequences in total, minus the cells in use."""
         return sum(sequence.held for sequence in self._sequences.values()) - self._used
 
     def held(self, seq_id: int) -> int:
-        """Cells of the sequence, 0 when it is empty."""
+        """Return the number of cells of the sequence, 0 when it is empty."""
         sequence = self._sequences.get(seq_id)
         return sequence.held if sequence else 0
 
     def owned(self, seq_id: int) -> int:
-        """Cells that nobody else holds: those that would be free if it were dropped now."""
+        """Return how many cells become free if the sequence is dropped, because no other sequence holds them."""
         sequence = self._sequences.get(seq_id)
         return sequence.held - sequence.claimed if sequence else 0
 
     def owned_together(self, seq_ids: Collection[int]) -> int:
-        """Cells that nobody else holds: those that would be free if all these were dropped now.
+        """Return how many cells become free if all these sequences are dropped.
 
-        At least the sum of `owned`: what they share among each other alone goes with the last of them.
+        This is at least the sum of `owned`, because cells that only these sequences share also become free.
         """
         reached: dict[_Sequence, int] = {}
         for seq_id, sequence in self._sequences.items():
             if seq_id not in seq_ids:
-                _reach(sequence, reached)
+                _mark_reached(sequence, reached)
         return self._used - sum(max(0, n - sequence.shared) for sequence, n in reached.items())
 
     def grow(self, seq_id: int, n_held: int) -> None:
-        """The sequence, empty or not, holds `n_held` cells now; those that came are its own.
+        """Record that the sequence, which may be empty, now holds `n_held` cells. The added cells are not shared.
 
-        `ValueError`, and nothing changes, when it holds more already or there are not so many cells.
+        Raises:
+            ValueError: The sequence holds more cells already, or there are not enough. Nothing changes.
         """
         sequence = self._sequences.get(seq_id)
         n_new = n_held - sequence.held if sequence else n_held
         if n_new < 0:
             raise ValueError(f"sequence {seq_id} holds {self.held(seq_id)} cells, it cannot grow to {n_held}")
         if self._used + n_new > self.n_cells:
-            raise ValueError(f"sequence {seq_id} wants {n_new} cells, {self._used} of {self.n_cells} are used")
+            raise ValueError(f"sequence {seq_id} needs {n_new} cells, {self._used} of {self.n_cells} are used")
         if sequence:
             sequence.held = n_held
         elif n_held:
@@ -105,9 +106,10 @@ class CellLedger:
         self._used += n_new
 
     def share(self, source: int, target: int, n: int) -> None:
-        """The empty sequence `target` holds the first `n` cells of `source` too.
+        """Record that the empty sequence `target` now also holds the first `n` cells of `source`.
 
-        `ValueError`, and nothing changes, when the target is not empty or the source holds fewer.
+        Raises:
+            ValueError: The target is not empty, or the source holds fewer cells. Nothing changes.
         """
         if target in self._sequences:
             raise ValueError(f"sequence {target} holds {self.held(target)} cells, only an empty one can share")
@@ -118,14 +120,18 @@ class CellLedger:
             copy.move(self._sequences[source], n)
 
     def cut(self, seq_id: int, n_held: int) -> None:
-        """The sequence keeps only its first `n_held` cells; `ValueError` when it does not hold so many."""
+        """Record that the sequence now holds only its first `n_held` cells.
+
+        Raises:
+            ValueError: The sequence holds fewer cells. Nothing changes.
+        """
         if not 0 <= n_held <= self.held(seq_id):
             raise ValueError(f"sequence {seq_id} holds {self.held(seq_id)} cells, it cannot be cut to {n_held}")
         if n_held == self.held(seq_id):
             return
         sequence = self._sequences[seq_id]
         self._used -= sequence.held - max(n_held, sequence.claimed)
-        _bequeath(sequence, n_held)
+        _hand_over(sequence, n_held)
         sequence.held = n_held
         if n_held < sequence.shared:
             sequence.move(sequence.parent, n_held)
@@ -133,7 +139,7 @@ class CellLedger:
             del self._sequences[seq_id]
 
     def drop(self, seq_id: int) -> None:
-        """The sequence is empty now; it may have been before."""
+        """Record that the sequence is empty. It may have been empty before."""
         self.cut(seq_id, 0)
 
     def check_integrity(self) -> None:
@@ -151,11 +157,11 @@ class CellLedger:
         for child in sequence.children:
             if child.parent is not sequence or child.shared > held or not self._knows(child):
                 raise AssertionError(f"sequence {child.seq_id} does not share {child.shared} cells with {seq_id}")
-        above, child = {sequence}, sequence
+        ancestors, child = {sequence}, sequence
         while parent is not None:
-            if parent in above or child not in parent.children or not self._knows(parent):
+            if parent in ancestors or child not in parent.children or not self._knows(parent):
                 raise AssertionError(f"sequence {seq_id} is not below {parent.seq_id}")
-            above.add(parent)
+            ancestors.add(parent)
             child, parent = parent, parent.parent
 
     def _knows(self, sequence: _Sequence) -> bool:
@@ -166,8 +172,8 @@ class CellLedger:
         return f"<CellLedger {self._used}/{self.n_cells} cells used, {self.shared} shared, {n} sequences>"
 
 
-def _reach(sequence: _Sequence, reached: dict[_Sequence, int]) -> None:
-    """Note, for it and those above it, that their cells up to some are held by `sequence`."""
+def _mark_reached(sequence: _Sequence, reached: dict[_Sequence, int]) -> None:
+    """Record in `reached` how many first cells of the sequence and of each ancestor `sequence` holds."""
     n, at = sequence.held, sequence
     while reached.get(at, 0) < n:
         reached[at] = n
@@ -176,24 +182,24 @@ def _reach(sequence: _Sequence, reached: dict[_Sequence, int]) -> None:
         n, at = min(n, at.shared), at.parent
 
 
-def _bequeath(sequence: _Sequence, n_kept: int) -> None:
-    """Give the cells behind the first `n_kept` to those who share them.
+def _hand_over(sequence: _Sequence, n_kept: int) -> None:
+    """Move the children that share cells after the first `n_kept` below other sequences that hold these cells.
 
-    Of a sequence s with `shared` cells, a child c is affected when c.shared > n_kept:
+    A child c of a sequence s moves when c.shared > n_kept:
 
-    - c.shared <= s.shared: what c has are cells of the grandparent, below whom it goes.
-    - otherwise the child that shares most is the heir. It has, of those who stay, max(n_kept, s.shared) cells: of s
-      itself or, where that keeps fewer, of the grandparent. Cells behind are new with the heir from now on.
-    - the others share at most as much, so they find all that they had in the heir.
+    - If c.shared <= s.shared, the shared cells are also cells of the parent of s. The child moves below that parent.
+    - Otherwise the child that shares most cells is the heir. It still shares max(n_kept, s.shared) cells, with s or,
+      where s keeps fewer, with the parent of s. Its other cells become new cells of the heir.
+    - Every other child shares no more cells than the heir, so it moves below the heir.
     """
-    stays, n_stay = (sequence, n_kept) if n_kept >= sequence.shared else (sequence.parent, sequence.shared)
-    affected = [child for child in sequence.children if child.shared > n_kept]
-    orphans = [child for child in affected if child.shared > n_stay]
+    base, n_base = (sequence, n_kept) if n_kept >= sequence.shared else (sequence.parent, sequence.shared)
+    moving = [child for child in sequence.children if child.shared > n_kept]
+    orphans = [child for child in moving if child.shared > n_base]
     heir = max(orphans, key=lambda child: child.shared, default=None)
-    for child in affected:
+    for child in moving:
         if child is heir:
-            child.move(stays, n_stay)
-        elif child.shared > n_stay:
+            child.move(base, n_base)
+        elif child.shared > n_base:
             child.move(heir, child.shared)
         else:
-            child.move(stays, child.shared)
+            child.move(base, child.shared)

@@ -1,12 +1,12 @@
-"""Who holds the longest beginning of these tokens: a radix tree over packed tokens.
+"""A radix tree over packed tokens. It finds the holders of the longest prefix of a query.
 
-Tokens are packed, 4 bytes each, so that two long prefixes are compared by one memcmp rather than by a loop:
+Tokens are packed, 4 bytes each, so that two long prefixes are compared by one memcmp instead of a loop:
 
     (root) ── system prompt ─┬─ question A ── answer ── next question   ← a holder ends here
                              └─ question B                              ← and another here
 
-Edges are such byte strings. A node is where a holder ends or where holders part; no other nodes exist, so n holders
-make fewer than 2n nodes, and every leaf has a holder: whoever comes down any branch finds one soon.
+An edge is a packed string. A node is a position where a holder ends or where holders differ. There are no other nodes,
+so n holders need fewer than 2n nodes, and every leaf has a holder.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ H = TypeVar("H", bound=Hashable)
 
 @dataclass(slots=True, eq=False)
 class _Node(Generic[H]):
-    """The end of `edge`. Without holders of its own it has at least two children; only the root is free of that."""
+    """The end of `edge`. Invariant: a node other than the root has a holder or at least two children."""
 
     edge: bytes
     parent: _Node[H] | None
     children: dict[bytes, _Node[H]] = field(default_factory=dict)
-    """By the first token of their edges, packed."""
+    """Maps the first token of a child's edge, packed, to the child."""
     holders: dict[H, None] = field(default_factory=dict)
-    """Those whose tokens end exactly here, in the order of their coming."""
+    """The holders whose tokens end exactly here, the first added first."""
 
     def adopt(self, child: _Node[H]) -> None:
-        """Put the child in the place that its edge names, whoever was there before."""
+        """Make a node the child for the first token of its edge. Replaces an earlier child."""
         child.parent = self
         self.children[child.edge[:TOKEN_BYTES]] = child
 
@@ -40,8 +40,8 @@ class _Node(Generic[H]):
 class RadixTree(Generic[H]):
     """Finds the holders that share the most tokens with a query.
 
-    A holder is anything hashable. It may be added under several token strings, once under each. Lookup costs one
-    dictionary access and one memcmp for each node on the way down, however many holders share that way.
+    A holder is any hashable object. It may be added under several token strings, once under each. A lookup costs one
+    dictionary access and one memcmp for each node on the path, however many holders share the path.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,13 @@ class RadixTree(Generic[H]):
         return self._n_holders
 
     def add(self, tokens: bytes, holder: H) -> None:
-        """Index the holder under these packed tokens; `ValueError` when it is there already."""
+        """Add the holder under these packed tokens.
+
+        Raises:
+            ValueError: The holder is already there, or the tokens are not packed.
+        """
         if len(tokens) % TOKEN_BYTES:
-            raise ValueError(f"{len(tokens)} bytes are no whole tokens")
+            raise ValueError(f"{len(tokens)} bytes are not a whole number of tokens")
         node, depth = self._descend(tokens)
         if child := node.children.get(tokens[depth : depth + TOKEN_BYTES]):
             same = agreeing_bytes(child.edge, tokens, depth)
@@ -69,19 +73,26 @@ class RadixTree(Generic[H]):
         self._n_holders += 1
 
     def remove(self, tokens: bytes, holder: H) -> None:
-        """Forget the holder under exactly these packed tokens; `LookupError` when it is not there."""
+        """Remove the holder under exactly these packed tokens.
+
+        Raises:
+            LookupError: The holder is not there.
+        """
         node, depth = self._descend(tokens)
         if depth != len(tokens) or holder not in node.holders:
             raise LookupError(f"{holder!r} is not indexed under these {len(tokens) // TOKEN_BYTES} tokens")
         del node.holders[holder]
         self._n_holders -= 1
-        self._tidy(node)
+        self._remove_redundant(node)
 
     def matches(self, tokens: bytes) -> Iterator[tuple[int, H]]:
-        """(tokens in common with the query, holder) for every holder with at least one, the deepest first.
+        """Iterate over all holders that share at least one token with the query, the longest common prefix first.
 
-        Each holder comes once, at its deepest. Lazy: taking only the first few costs only them. The iterator is
-        worth nothing after the next `add` or `remove`.
+        Each holder comes once, with its longest common prefix. The iterator is lazy: the first few holders are cheap.
+        It is invalid after the next `add` or `remove`.
+
+        Yields:
+            The length of the common prefix in tokens, and the holder.
         """
         node, depth = self._descend(tokens)
         seen: set[H] = set()
@@ -93,27 +104,29 @@ class RadixTree(Generic[H]):
             done, node, depth = node, node.parent, depth - len(node.edge)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` when the tree contradicts itself."""
+        """Raise `AssertionError` when the nodes of the tree break an invariant."""
         nodes = list(_nodes_below(self._root))
         if self._root.edge or self._root.parent is not None:
-            raise AssertionError("the root is below something")
+            raise AssertionError("the root has an edge or a parent")
         n_holders = sum(len(node.holders) for node in nodes)
         if n_holders != self._n_holders:
             raise AssertionError(f"{n_holders} holders are in the tree, {self._n_holders} were counted")
         for node in nodes:
             if node is not self._root and not node.holders and len(node.children) < 2:
-                raise AssertionError(f"a node with {len(node.children)} children and no holder: nothing parts there")
+                raise AssertionError(f"a node with {len(node.children)} children and no holder is redundant")
             for first, child in node.children.items():
                 if child.parent is not node or not child.edge or len(child.edge) % TOKEN_BYTES:
-                    raise AssertionError(f"an edge of {len(child.edge)} bytes hangs wrongly")
+                    raise AssertionError(f"an edge of {len(child.edge)} bytes has a wrong parent or length")
                 if child.edge[:TOKEN_BYTES] != first:
-                    raise AssertionError(f"an edge is filed under {first!r} and begins {child.edge[:TOKEN_BYTES]!r}")
+                    raise AssertionError(
+                        f"the child for {first!r} has an edge that begins {child.edge[:TOKEN_BYTES]!r}"
+                    )
 
     def __repr__(self) -> str:
         return f"<RadixTree {self._n_holders} holders {sum(1 for _ in _nodes_below(self._root))} nodes>"
 
     def _descend(self, tokens: bytes) -> tuple[_Node[H], int]:
-        """The deepest node whose whole way from the root the tokens follow, and how many bytes that is."""
+        """Return the deepest node whose path is a prefix of the tokens, and the length of its path in bytes."""
         node, depth = self._root, 0
         while child := node.children.get(tokens[depth : depth + TOKEN_BYTES]):
             if not tokens.startswith(child.edge, depth):
@@ -121,8 +134,8 @@ class RadixTree(Generic[H]):
             node, depth = child, depth + len(child.edge)
         return node, depth
 
-    def _tidy(self, node: _Node[H]) -> None:
-        """Take a node away that is needed no longer; that may make its parent, at most, superfluous as well."""
+    def _remove_redundant(self, node: _Node[H]) -> None:
+        """Remove a node without holders and with at most one child. Its parent may then be redundant too."""
         parent = node.parent
         if parent is None or node.holders or len(node.children) > 1:
             return
@@ -132,11 +145,11 @@ class RadixTree(Generic[H]):
             parent.adopt(child)
         else:
             del parent.children[node.edge[:TOKEN_BYTES]]
-            self._tidy(parent)
+            self._remove_redundant(parent)
 
 
 def _split(parent: _Node[H], child: _Node[H], at: int) -> _Node[H]:
-    """A new node within the child's edge, `at` bytes after its parent."""
+    """Split the child's edge after `at` bytes, and return the new node there."""
     middle = _Node[H](child.edge[:at], parent)
     parent.adopt(middle)
     child.edge = child.edge[at:]
@@ -145,7 +158,7 @@ def _split(parent: _Node[H], child: _Node[H], at: int) -> _Node[H]:
 
 
 def _nodes_below(top: _Node[H]) -> Iterator[_Node[H]]:
-    """The node and everything below it, each before its children."""
+    """Iterate over the node and all its descendants, each node before its children."""
     stack = [top]
     while stack:
         node = stack.pop()
@@ -154,7 +167,7 @@ def _nodes_below(top: _Node[H]) -> Iterator[_Node[H]]:
 
 
 def _new_below(top: _Node[H], done: _Node[H] | None, n_common: int, seen: set[H]) -> Iterator[tuple[int, H]]:
-    """Holders in `top` and below that were not seen, except under its child `done`."""
+    """Iterate over the holders in `top` and below that are not in `seen`, except below its child `done`."""
     stack = [top]
     while stack:
         node = stack.pop()
