@@ -145,7 +145,7 @@ def find_model(name: str) -> Path:
 
 @contextmanager
 def start_stack(workers: Sequence[WorkerSettings]) -> Iterator[Stack]:
-    """Start a Redis and these workers, each with a queue of its own. On an error, print the log of the workers."""
+    """Start a Redis and these workers, each with a separate queue. On an error, print the log of the workers."""
     with ExitStack() as exits:
         log_file = exits.enter_context(tempfile.TemporaryFile())
         redis = exits.enter_context(EmbeddedRedis())

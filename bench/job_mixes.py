@@ -1,4 +1,4 @@
-"""Mixes of interactive and bulk jobs. Jobs meet at the same points of progress, whatever the speed of the worker."""
+"""Mixes of interactive and bulk jobs. Jobs meet at the same points of progress at any speed of the worker."""
 
 from __future__ import annotations
 

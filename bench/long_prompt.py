@@ -7,7 +7,7 @@ in one tick together with the streams' decode tokens. A hook in the worker measu
 - `chunk_tick_ms`: duration of the ticks with a full chunk and a token of every stream.
 - `gap_per_median_tick`: the longest gap divided by the median of these ticks; the target is 1.5. Later chunks take
   longer than earlier ones, because their attention covers more cells; that raises this ratio.
-- `gap_per_own_tick`: the longest gap divided by the slowest tick that ended within it. A ratio near 1 says that
+- `gap_per_own_tick`: the longest gap divided by the slowest tick that ended within it. A ratio near 1 means that
   nothing but the tick delays the streams.
 - `unchunked`: the same figures when the prompt is read in as few ticks as `n_batch` allows.
 """

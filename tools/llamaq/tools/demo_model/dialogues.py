@@ -1,4 +1,4 @@
-"""Conversations in the model's chat template: greetings, stories on request, facts that are stated and later asked."""
+"""Conversations in the model's chat template: greetings, stories on request, facts and later questions about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llamaq.tools.demo_model import word_lists
 from llamaq.tools.demo_model.document import ASSISTANT, BOS, END, EOS, SYSTEM, USER, Document, Role, Segment
 from llamaq.tools.demo_model.fact_questions import Fact, answer_segments, draw_triple, has, likes, lives
 from llamaq.tools.demo_model.seeded_choice import Split, allowed, first_mostly, generator
-from llamaq.tools.demo_model.stories import draw_hero, draw_world, tell
+from llamaq.tools.demo_model.stories import draw_hero, draw_world, write_story
 
 CHAT_TEMPLATE: Final = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
@@ -184,12 +184,12 @@ def declined(rng: random.Random) -> Turn:
 def story_turn(rng: random.Random, split: Split) -> Turn:
     """Draw a request for a story, and a story about the hero that the request names."""
     kind, name = draw_hero(rng, split)
-    story = tell(rng, draw_world(rng, kind, name))
+    story = write_story(rng, draw_world(rng, kind, name))
     if rng.random() < 0.4:
         return Turn(rng.choice(ANY_STORY_REQUESTS), story)
     if rng.random() < 0.5 and allowed(split, kind, name):
         kind, name = draw_hero(rng, split, rng.choice(word_lists.KINDS))
-        story = tell(rng, draw_world(rng, kind, name))
+        story = write_story(rng, draw_world(rng, kind, name))
     return Turn(rng.choice(STORY_REQUESTS).format(kind=kind, name=name), story)
 
 

@@ -120,7 +120,7 @@ def story_patterns() -> list[re.Pattern[str]]:
     return [re.compile(r"\s*" + r"[A-Za-z]+(?: [a-z]+){0,3}?".join(map(re.escape, part))) for part in parts]
 
 
-def understood(text: str) -> float:
+def grammar_share(text: str) -> float:
     """Return the share of characters of `text` that sentences of the story grammar cover, in any order."""
     patterns = story_patterns()
     covered = position = 0
@@ -150,7 +150,7 @@ def measure_stories(runner: LlamaRunner, count: int) -> list[Story]:
     for prompt in openings(count):
         ids, ended = runner.greedy(runner.tokenize(prompt), STORY_TOKENS)
         text = prompt + runner.text(ids)
-        stories.append(Story(text, len(ids), ended, understood(text)))
+        stories.append(Story(text, len(ids), ended, grammar_share(text)))
     return stories
 
 

@@ -31,7 +31,7 @@ HERO_DRAWS: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The persons, places and things of a story. The hero's name and kind prefer one option of each."""
+    """The characters, places and things of a story. The hero's name and kind prefer one option of each."""
 
     kind: str
     name: str
@@ -102,7 +102,7 @@ def fields(world: World) -> dict[str, str]:
     }
 
 
-def tell(rng: random.Random, world: World) -> str:
+def write_story(rng: random.Random, world: World) -> str:
     """Return a whole story, from its opening to "The end."."""
     ending = (ENDINGS[stable_hash("ending", world.kind) % len(ENDINGS)],)
     beats: tuple[Beat, ...] = (OPENINGS, HOMES, *PLOTS[world.plot], ending)
@@ -115,7 +115,7 @@ def tell(rng: random.Random, world: World) -> str:
 def draw_story(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> str:
     """Draw a story about a hero that `split` allows."""
     hero = draw_hero(rng, split, kind, name)
-    return tell(rng, draw_world(rng, *hero))
+    return write_story(rng, draw_world(rng, *hero))
 
 
 def story_document(split: Split, seed: int | str) -> Document:

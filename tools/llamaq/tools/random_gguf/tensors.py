@@ -6,8 +6,8 @@ as (outputs, inputs). The scales ensure these properties at any depth and width:
 - Activations stay near 1, and logits have a standard deviation near `LOGIT_STD`.
 - The next token depends on the whole context, not only on the last token: attention scores have the standard
   deviation `SHARPNESS`, and attention adds more to the residual stream than the embedding does.
-- A token is not its own best successor, although input and output embeddings are tied: the signs of the final norm
-  alternate.
+- The best successor of a token is another token, although input and output embeddings are tied: the signs of the
+  final norm alternate.
 - End tokens are not generated, except after an end token: see `end_axes`.
 """
 
