@@ -1,1 +1,1 @@
-"""The gate to llama.cpp: runs batches and moves KV state."""
+"""Computes batches with llama.cpp, and copies, saves and loads the KV state of sequences."""

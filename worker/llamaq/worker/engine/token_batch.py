@@ -1,0 +1,67 @@
+"""The tokens of one llama_decode, as a llama_batch.
+
+Its C arrays are numpy arrays, because assigning ctypes slices takes longer than the calls of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import llama_cpp
+import numpy as np
+
+
+class TokenBatch:
+    """A llama_batch whose arrays are numpy arrays of this object. Each token belongs to one sequence.
+
+    Args:
+        capacity: Upper bound on the number of tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._tokens = np.zeros(capacity, np.int32)
+        self._positions = np.zeros(capacity, np.int32)
+        self._seq_ids = np.zeros(capacity, np.int32)
+        self._wants_logits = np.zeros(capacity, np.int8)
+        self._n_seq_ids = np.ones(capacity, np.int32)
+        # llama_batch.seq_id has one pointer for each token; the batch keeps no reference to this array.
+        self._seq_id_pointers = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * 4
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token)),
+            embd=None,
+            pos=self._positions.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_pos)),
+            n_seq_id=self._n_seq_ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=self._seq_id_pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(llama_cpp.llama_seq_id))),
+            logits=self._wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def __len__(self) -> int:
+        return int(self.struct.n_tokens)
+
+    def clear(self) -> None:
+        """Remove all tokens."""
+        self.struct.n_tokens = 0
+
+    def add_decode_tokens(self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int]) -> None:
+        """Append one token for each of several sequences, with logits for every token."""
+        start = len(self)
+        end = start + len(tokens)
+        self._tokens[start:end] = tokens
+        self._positions[start:end] = positions
+        self._seq_ids[start:end] = seq_ids
+        self._wants_logits[start:end] = 1
+        self.struct.n_tokens = end
+
+    def add_chunk(self, tokens: Sequence[int], position: int, seq_id: int, *, wants_logits: bool) -> None:
+        """Append consecutive tokens of one sequence, the first at `position`. Only the last one can have logits."""
+        start = len(self)
+        end = start + len(tokens)
+        self._tokens[start:end] = tokens
+        self._positions[start:end] = np.arange(position, position + len(tokens), dtype=np.int32)
+        self._seq_ids[start:end] = seq_id
+        self._wants_logits[start:end] = 0
+        self._wants_logits[end - 1] = wants_logits
+        self.struct.n_tokens = end
