@@ -174,6 +174,7 @@ class TickLoop:
             return
 
     def _tick(self) -> None:
+        """Run one tick: decide what to compute, compute it, and report the outcome."""
         scheduler, shared = self._scheduler, self._shared
         scheduler.expire()
         self._withdraw_when_stopping()
