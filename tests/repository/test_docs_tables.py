@@ -63,7 +63,7 @@ def test_every_field_of_a_public_model_has_a_description_in_sentences(model: typ
         description = field.description or ""
         assert re.match(r"[A-Z`]", description), f"{name}: {description!r} starts with a small letter"
         assert description.endswith("."), f"{name}: {description!r} has no full stop"
-        assert "[" not in description, f"{name}: the help of the command line takes brackets for markup"
+        assert "[" not in description, f"{name}: the help of the command line reads brackets as markup"
 
 
 @pytest.mark.parametrize("model", PUBLIC_MODELS)
@@ -150,7 +150,7 @@ def test_every_marker_is_read() -> None:
     assert (ROOT / "docs" / "settings.md").is_file()
 
 
-# ---- what the cells say is what the models do
+# ---- the printed bounds and defaults are those of the models
 
 
 NUMBER = r"(-?[\d,]+|2⁶³ - 1|2³¹ - 1)"

@@ -148,7 +148,7 @@ class SlotCommandRefused(LlamaqError):
 
 
 class JobFailed(LlamaqError):
-    """The job ended with an error of its own. Other jobs are not affected.
+    """The job ended with an error. Other jobs are not affected.
 
     Attributes:
         code: Kind of the error, a value of `ErrorCode`.

@@ -143,12 +143,12 @@ class LifeSettings(BaseModel):
     """Leases, heartbeats and shutdown."""
 
     lease_s: float = Field(
-        10.0, ge=1, description="Seconds without a sign of life from a worker after which another one takes its jobs."
+        10.0, ge=1, description="Seconds without renewal of a job's lease after which another worker claims the job."
     )
     hang_s: float = Field(
         60.0,
         ge=1,
-        description="A tick hangs if it takes longer than this many seconds and longer than four of the slowest ticks.",
+        description="A tick hangs if it takes longer than this many seconds and four times as long as the slowest tick so far.",
     )
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between two heartbeats.")
     drain_s: float = Field(
@@ -185,7 +185,7 @@ class LifeSettings(BaseModel):
 
 
 class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults):
-    """All settings of `llamaq worker`. The sampling parameters are defaults; a job may set its own."""
+    """All settings of `llamaq worker`. The sampling parameters are defaults, which a job may replace."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
 

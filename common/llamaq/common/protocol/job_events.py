@@ -40,7 +40,7 @@ class Finished(WireModel):
 
 
 class Failed(WireModel):
-    """The job ended with an error of its own. Other jobs are not affected."""
+    """The job ended with an error. Other jobs are not affected."""
 
     type: Literal["failed"] = Field("failed", description="Kind of the event.")
     code: str = Field(description="Kind of the error, a value of `ErrorCode`.")

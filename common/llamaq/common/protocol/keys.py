@@ -30,13 +30,12 @@ from functools import lru_cache
 from typing import Self
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.job_request import JOB_ID_PATTERN, QUEUE_PATTERN, Priority
+from llamaq.common.protocol.job_request import JOB_ID_PATTERN, Priority
 
 # The consumer group of every job stream.
 GROUP = "workers"
 
 _JOB_ID = re.compile(JOB_ID_PATTERN)
-_QUEUE = re.compile(QUEUE_PATTERN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,6 @@ class JobId:
 
     def __str__(self) -> str:
         return f"{self.queue}.{self.partition}.{self.token}"
-
-
-def check_queue(queue: str) -> str:
-    """Return the name of a queue unchanged. Raises `InvalidRequest` if it is not a valid name."""
-    if not _QUEUE.fullmatch(queue):
-        raise InvalidRequest(f"queue {queue[:100]!r} is not a valid name: 1 to 64 letters, digits, '_' or '-'")
-    return queue
 
 
 @dataclass(frozen=True, slots=True)

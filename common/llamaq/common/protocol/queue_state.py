@@ -1,6 +1,6 @@
 """Snapshots of queues, workers, slots and caches.
 
-Times are milliseconds since the epoch by the clock of Redis, unless a field says otherwise.
+Times are milliseconds since the epoch by the clock of Redis, unless a field names another clock.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from redis.exceptions import (
 
 _FULL = "command not allowed when used memory"
 _JOB_KEY_ERRORS = ("WRONGTYPE", "not an integer", "attempt to ", "bad argument")
-# An error inside a script contains the error code of Redis. Outside scripts redis-py removes most codes and raises a
-# class of its own instead.
+# An error inside a script contains the error code of Redis. Outside scripts redis-py removes most codes and raises
+# special classes instead.
 _WRITE_REFUSED = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "LOADING", "NOPERM")
 _WRITE_REFUSED_CLASSES = (ReadOnlyError, ClusterDownError, AskError, TryAgainError, NoPermissionError)
 

@@ -28,10 +28,10 @@ EXPIRED_IDLE_MS = 10**12
 # The consumer that owns the entries of requeued jobs until a worker claims them.
 REQUEUED_CONSUMER = "handed-back"
 
-# About as many dead letters are kept in each partition.
+# Approximate number of dead letters that are stored in each partition.
 MAX_DEAD = 1000
 
-# A dead job is kept for at least this time, so that an operator can examine and retry it.
+# A dead job is stored for at least this time, so that an operator can examine and retry it.
 DEAD_TTL_S = 7 * 24 * 3600
 
 StartCode = Literal["gone", "done", "ended"]
@@ -225,7 +225,7 @@ class Scripts:
             heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
             dead_after_s: Age of a heartbeat, in seconds, from which its worker counts as dead.
             max_crashes: Number of deaths in a row that end the job. One death less makes it a suspect. At least two
-                deaths are required, so that every job is retried once on its own.
+                deaths are required, so that every job is retried once while no other job runs.
         """
         keys = self._keys.of_job(claim.job_id)
         job_id = JobId.parse(claim.job_id)

@@ -83,14 +83,14 @@ end
 -- the attempt alone decides; after a failover of Redis two workers may have had the same attempt number.
 -- This function never fails: the job's keys may have another type by now, and a full Redis refuses the write.
 local function forgive(job, attempt, worker)
-  local deaths, kept = deaths_of(job), {}
+  local deaths, remaining = deaths_of(job), {}
   for _, death in ipairs(deaths) do
     local number, dead_worker = string.match(death, '^([^=]*)=(.*)')
     if number ~= tostring(attempt) or (worker and worker ~= dead_worker) then
-      kept[#kept + 1] = death
+      remaining[#remaining + 1] = death
     end
   end
-  if #kept < #deaths then
-    redis.pcall('HSET', job, 'crashes', #kept, 'deaths', table.concat(kept, ' '))
+  if #remaining < #deaths then
+    redis.pcall('HSET', job, 'crashes', #remaining, 'deaths', table.concat(remaining, ' '))
   end
 end

@@ -25,7 +25,7 @@
 -- ARGV[8]   dead_after_ms   age of a heartbeat, in ms, from which its worker counts as dead
 -- ARGV[9]   suspect_deaths  number of deaths that make the job a suspect; one more ends it
 -- ARGV[10]  dead_ttl_ms     shortest life of a dead job's keys, in ms
--- ARGV[11]  max_dead        number of entries kept in the stream of dead letters
+-- ARGV[11]  max_dead        number of entries stored in the stream of dead letters
 --
 -- Returns 'ok'       the job may be started
 --         'suspect'  the job may be started while no other job runs on the worker
