@@ -148,7 +148,8 @@ class LifeSettings(BaseModel):
     hang_s: float = Field(
         60.0,
         ge=1,
-        description="A tick hangs if it takes longer than this many seconds and four times as long as the slowest tick so far.",
+        description="A tick hangs if it takes longer than this many seconds and four times as long as the slowest tick "
+        "so far.",
     )
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between two heartbeats.")
     drain_s: float = Field(
