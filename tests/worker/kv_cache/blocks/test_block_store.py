@@ -428,6 +428,37 @@ def test_a_block_that_is_larger_than_the_disk_with_its_ancestors_evicts_no_file(
     store.check_integrity()
 
 
+def test_the_disk_evicts_other_files_before_those_of_the_ancestors_of_a_new_file() -> None:
+    store = BlockStore(2, room_for(1), 2 * file_bytes(2), can_cut=True)
+    for tokens in ([1, 1], [9, 9], [1, 1, 2, 2]):
+        insert_blocks(store, tokens)
+    assert [tokens for tokens in ([1, 1], [9, 9]) if not is_in_host(store, tokens)] == [[1, 1], [9, 9]]
+    insert_blocks(store, [3, 3])
+    assert [n_matched(store, query) for query in ([1, 1, 2, 2], [9, 9], [3, 3])] == [4, 0, 2]
+    store.check_integrity()
+
+
+def test_a_block_is_removed_when_the_disk_has_only_room_for_its_ancestors() -> None:
+    store = BlockStore(2, room_for(1, 16), file_bytes(2), can_cut=True)
+    insert_blocks(store, [1, 1])
+    insert_blocks(store, [9, 9], n_bytes=16)  # too large for the disk
+    insert_blocks(store, [1, 1, 2, 2])
+    assert [n_matched(store, query) for query in ([1, 1, 2, 2], [9, 9])] == [4, 0]
+    insert_blocks(store, [3, 3])
+    assert [n_matched(store, query) for query in ([1, 1, 2, 2], [3, 3])] == [2, 2]
+    store.check_integrity()
+
+
+def test_a_block_is_removed_when_all_files_are_pinned() -> None:
+    store = BlockStore(2, room_for(1), file_bytes(2), can_cut=True)
+    insert_blocks(store, [1, 1])
+    insert_blocks(store, [2, 2])
+    store.pin(store.match(pack([1, 1]), A))
+    insert_blocks(store, [3, 3])
+    assert [n_matched(store, query) for query in ([1, 1], [2, 2], [3, 3])] == [2, 0, 2]
+    store.check_integrity()
+
+
 def test_the_disk_evicts_the_least_recently_used_file() -> None:
     store = BlockStore(2, room_for(1), 2 * file_bytes(2), can_cut=True)
     blocks = [insert_blocks(store, [n, n]) for n in range(4)]

@@ -1,0 +1,259 @@
+"""Transfers between the device and the offload tiers, on fake cells that remember their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import pytest
+
+from llamaq.common.protocol.job_outcome import CacheTier
+from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.slot import Run
+from llamaq.worker.core.tokens import pack
+from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, WriteBlock
+from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.prefix_cache import Entry
+from llamaq.worker.offload.block_transfers import MIN_ENTRY_TOKENS, BlockTransfers, NoBlockFiles
+from llamaq.worker.offload.host_arena import HostArena
+from llamaq.worker.testing import FakeEngine, make_job
+
+ROOMY = 10**9
+BLOCK_TOKENS = 8
+TOKENS = list(range(20))
+SCOPE = Scope()
+EMPTY_SEQUENCE = 5
+
+
+class FakeDisk:
+    """A disk in memory. A read is finished by `finish_reads`, as if by another thread."""
+
+    def __init__(self) -> None:
+        self.files: dict[bytes, Data] = {}
+        self.invalid: set[Block] = set()
+        self.failed: list[Block] = []
+        self.is_closed = False
+        self._reads: list[tuple[Block, Future[Data | None]]] = []
+
+    def submit(self, operations: Iterable[DiskOperation]) -> None:
+        for operation in operations:
+            if isinstance(operation, WriteBlock):
+                self.files[operation.block.name] = operation.data
+            else:
+                del self.files[operation.block.name]
+
+    def read(self, block: Block) -> Future[Data | None]:
+        self._reads.append((block, Future()))
+        return self._reads[-1][1]
+
+    def finish_reads(self) -> None:
+        for block, read in self._reads:
+            read.set_result(None if block in self.invalid else self.files[block.name])
+        self._reads.clear()
+
+    def drain_failed_blocks(self) -> list[Block]:
+        failed, self.failed = self.failed, []
+        return failed
+
+    def close(self, timeout_s: float) -> None:
+        assert timeout_s >= 0
+        self.is_closed = True
+
+
+class Setup:
+    """Transfers with sequence 0 as an entry of 20 tokens, so its blocks end at 8, 16 and 20."""
+
+    def __init__(self, *, host_bytes: int = ROOMY, arena: HostArena | None = None) -> None:
+        self.sequences = FakeEngine(n_ctx=1000, n_batch=100, n_seq_max=9).sequences
+        self.sequences.append(0, TOKENS)
+        self.disk = FakeDisk()
+        self.store = BlockStore(BLOCK_TOKENS, host_bytes, ROOMY, can_cut=True)
+        self.transfers = BlockTransfers(self.store, self.sequences, self.disk, arena)
+        self.entry = Entry(0, pack(TOKENS), SCOPE)
+
+    def save(self) -> None:
+        """Save the entry to its end."""
+        assert self.transfers.start_save(self.entry)
+        finished: list[Entry] = []
+        while self.transfers.has_transfers:
+            finished += self.transfers.step(0).finished_saves
+            self.transfers.check_integrity()
+        assert finished == [self.entry]
+
+    def n_stored(self) -> int:
+        stored = self.transfers.match(pack(TOKENS), SCOPE)
+        return stored.n_tokens if stored else 0
+
+    def start_load(self, n_past: int = 0) -> Run:
+        """Start to load the stored prefix into an empty sequence, whose first `n_past` cells are copied."""
+        run = Run(make_job(TOKENS), EMPTY_SEQUENCE, TOKENS)
+        if n_past:
+            run.n_past = self.sequences.copy(0, EMPTY_SEQUENCE, n_past)
+        stored = self.transfers.match(pack(TOKENS), SCOPE)
+        assert stored is not None
+        self.transfers.start_load(run, stored)
+        return run
+
+
+def test_a_step_saves_one_block_and_the_last_step_reports_the_entry() -> None:
+    setup = Setup()
+    assert setup.transfers.start_save(setup.entry)
+    lengths = []
+    while setup.transfers.has_transfers:
+        setup.transfers.step(0)
+        lengths.append(setup.n_stored())
+    assert lengths == [8, 16, 20]
+    assert setup.transfers.host_bytes > 0
+    assert not setup.transfers.start_save(setup.entry), "all of it is stored"
+
+
+def test_an_entry_that_is_too_short_is_not_saved() -> None:
+    setup = Setup()
+    assert not setup.transfers.start_save(Entry(0, pack(TOKENS[: MIN_ENTRY_TOKENS - 1]), SCOPE))
+    assert not setup.transfers.has_transfers
+
+
+def test_a_failed_save_ends_the_save_of_the_entry() -> None:
+    setup = Setup()
+    setup.transfers.start_save(setup.entry)
+    setup.transfers.step(0)
+    setup.sequences.fail_saves()
+    assert setup.transfers.step(0).finished_saves == [setup.entry]
+    assert setup.n_stored() == 8
+    assert not setup.transfers.has_transfers
+
+
+def test_a_save_ends_when_a_block_finds_no_room() -> None:
+    setup = Setup()
+    setup.transfers = BlockTransfers(BlockStore(BLOCK_TOKENS, 10, can_cut=True), setup.sequences)
+    setup.transfers.start_save(setup.entry)
+    assert setup.transfers.step(0).finished_saves == [setup.entry]
+    assert setup.n_stored() == 0
+
+
+def test_a_load_from_host_memory_appends_one_block_after_the_other() -> None:
+    setup = Setup()
+    setup.save()
+    run = setup.start_load(n_past=3)
+    steps = []
+    while setup.transfers.has_transfers:
+        step = setup.transfers.step(0)
+        steps += [(loaded.n_tokens, loaded.tier) for loaded in step.loaded]
+        run.n_past = step.loaded[-1].n_tokens
+    assert steps == [(8, CacheTier.HOST), (16, CacheTier.HOST), (20, CacheTier.HOST)]
+    assert step.finished_loads == [run]
+    assert setup.sequences.tokens(EMPTY_SEQUENCE) == TOKENS
+
+
+def test_one_step_may_load_several_blocks_of_one_run() -> None:
+    setup = Setup()
+    setup.save()
+    run = setup.start_load()
+    step = setup.transfers.step(60)
+    assert [loaded.n_tokens for loaded in step.loaded] == [8, 16, 20]
+    assert step.finished_loads == [run]
+
+
+def test_a_load_from_disk_waits_for_its_reads_and_saves_continue_meanwhile() -> None:
+    setup = Setup(host_bytes=0)
+    setup.save()
+    run = setup.start_load()
+    setup.sequences.append(1, range(100, 120))
+    other = Entry(1, pack(range(100, 120)), SCOPE)
+    setup.transfers.start_save(other)
+    finished = [entry for _ in range(3) for entry in setup.transfers.step(0).finished_saves]
+    assert finished == [other]
+    assert setup.transfers.step(60).loaded == []
+    tiers = []
+    while setup.transfers.has_transfers:
+        setup.disk.finish_reads()
+        tiers += [loaded.tier for loaded in setup.transfers.step(0).loaded]
+        run.n_past = setup.sequences.n_held(EMPTY_SEQUENCE)
+    assert tiers == [CacheTier.DISK] * 3
+    assert setup.sequences.tokens(EMPTY_SEQUENCE) == TOKENS
+
+
+def test_a_load_ends_at_a_block_with_an_invalid_file() -> None:
+    setup = Setup(host_bytes=0)
+    setup.save()
+    run = setup.start_load()
+    stored = setup.transfers.match(pack(TOKENS), SCOPE)
+    assert stored is not None
+    setup.disk.invalid.add(stored.blocks[1])
+    setup.disk.finish_reads()
+    run.n_past = setup.transfers.step(0).loaded[-1].n_tokens
+    setup.disk.finish_reads()
+    assert setup.transfers.step(0).finished_loads == [run]
+    assert setup.n_stored() == 8
+    setup.transfers.check_integrity()
+
+
+def test_a_load_that_the_engine_refuses_ends_and_the_block_stays_stored() -> None:
+    setup = Setup()
+    setup.save()
+    run = setup.start_load()
+    setup.sequences.fail_loads()
+    step = setup.transfers.step(0)
+    assert (step.loaded, step.finished_loads) == ([], [run])
+    assert setup.n_stored() == 20
+
+
+def test_cancel_transfers_ends_the_saves_and_loads_of_one_sequence() -> None:
+    setup = Setup()
+    setup.save()
+    setup.sequences.append(1, range(100, 120))
+    setup.transfers.start_save(Entry(1, pack(range(100, 120)), SCOPE))
+    setup.start_load()
+    setup.transfers.cancel_transfers(EMPTY_SEQUENCE)
+    setup.transfers.cancel_transfers(2)
+    assert setup.transfers.has_transfers, "the save of sequence 1"
+    setup.transfers.cancel_transfers(1)
+    assert not setup.transfers.has_transfers
+    setup.transfers.check_integrity()
+
+
+def test_a_block_whose_write_failed_is_removed_at_the_next_step() -> None:
+    setup = Setup(host_bytes=0)
+    setup.save()
+    stored = setup.transfers.match(pack(TOKENS), SCOPE)
+    assert stored is not None
+    setup.disk.failed.append(stored.blocks[1])
+    setup.transfers.step(0)
+    assert setup.n_stored() == 8
+
+
+def test_close_writes_the_entries_and_host_memory_to_disk() -> None:
+    setup = Setup(arena=HostArena(10**6, BLOCK_TOKENS))
+    setup.save()
+    setup.sequences.append(1, range(100, 120))
+    entries = [Entry(1, pack(range(100, 120)), SCOPE), setup.entry]
+    assert not setup.disk.files
+    setup.transfers.close(entries, 60)
+    assert len(setup.disk.files) == 6
+    assert setup.disk.is_closed
+
+
+def test_close_saves_no_entry_after_its_timeout() -> None:
+    setup = Setup()
+    setup.transfers.close([setup.entry], 0)
+    assert not setup.disk.files
+    assert setup.disk.is_closed
+
+
+def test_discard_erases_the_files_of_removed_blocks() -> None:
+    setup = Setup(host_bytes=0)
+    setup.save()
+    setup.transfers.discard(pack(TOKENS), SCOPE, 8)
+    assert len(setup.disk.files) == 1
+    assert setup.n_stored() == 8
+
+
+def test_without_a_disk_no_block_can_be_read() -> None:
+    setup = Setup()
+    setup.save()
+    stored = setup.transfers.match(pack(TOKENS), SCOPE)
+    assert stored is not None
+    assert setup.transfers.read_block(stored.blocks[0]).result(0) == stored.blocks[0].data
+    with pytest.raises(LookupError, match="has no file"):
+        NoBlockFiles().read(stored.blocks[0])

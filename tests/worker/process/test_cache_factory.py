@@ -1,0 +1,104 @@
+"""How settings and the kind of model choose the sequences, cells and tiers of the prefix cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llamaq.worker.kv_cache.offload_interface import NoOffload
+from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, RadixPrefixCache
+from llamaq.worker.offload.block_transfers import BlockTransfers
+from llamaq.worker.process.cache_factory import (
+    MIB,
+    choose_held_cells,
+    choose_n_sequences,
+    make_offload,
+    make_prefix_cache,
+    make_saved_slot_files,
+)
+from llamaq.worker.settings import WorkerSettings
+from llamaq.worker.testing import FakeEngine
+
+
+def model(*, is_recurrent: bool = False) -> Any:
+    return SimpleNamespace(is_recurrent=is_recurrent)
+
+
+def engine(n_ctx: int = 8192, *, kv_unified: bool = True) -> Any:
+    """Return the parts of an engine that the factory reads."""
+    sequences = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=8, kv_unified=kv_unified).sequences
+    return SimpleNamespace(sequences=sequences, context=SimpleNamespace(n_ctx=n_ctx, kv_unified=kv_unified))
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_recurrent", "n_sequences"),
+    [
+        ({}, False, 4 + 64 + 1),
+        ({"cache_sequences": 10}, False, 4 + 10 + 1),
+        ({"cache_sequences": 0}, False, 4 + 1),
+        ({"cache_sequences": 10, "kv_unified": False}, False, 4 + 10),
+        ({"kv_unified": False}, False, 4),
+        ({"cache_prompt": False}, False, 4),
+        ({"n_parallel": 6}, True, 6 + 3 * 6 + 1),
+        ({"n_parallel": 250}, False, 256),
+        ({"n_batch": 20, "n_ubatch": 20}, False, 20),
+    ],
+)
+def test_the_number_of_sequences_follows_from_slots_cache_and_limits(
+    settings: dict[str, Any], is_recurrent: bool, n_sequences: int
+) -> None:
+    assert choose_n_sequences(WorkerSettings(**settings), model(is_recurrent=is_recurrent)) == n_sequences
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_ctx", "n_cells"),
+    [
+        ({"n_gpu_layers": 0}, 8192, 256),
+        ({"n_gpu_layers": 0}, 512, 128),
+        ({"n_gpu_layers": 0, "cache_ram_mb": 0}, 8192, 2048),
+        ({"held_cells": 7}, 8192, 7),
+    ],
+)
+def test_cached_sequences_hold_a_quarter_of_the_cells_or_fewer_where_host_memory_is_near(
+    settings: dict[str, Any], n_ctx: int, n_cells: int
+) -> None:
+    assert choose_held_cells(WorkerSettings(**settings), engine(n_ctx)) == n_cells
+
+
+def test_without_a_prefix_cache_there_are_no_tiers_and_no_saved_slots(tmp_path: Path, model_file: Path) -> None:
+    settings = WorkerSettings(cache_prompt=False, cache_dir=tmp_path / "cache")
+    assert isinstance(make_prefix_cache(settings, engine()), NullPrefixCache)
+    assert isinstance(make_offload(settings, engine(), model_file), NoOffload)
+    assert make_saved_slot_files(settings, engine(), model_file) is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_host_memory_and_folder_there_are_no_tiers(model_file: Path) -> None:
+    settings = WorkerSettings(cache_ram_mb=0)
+    assert isinstance(make_prefix_cache(settings, engine()), RadixPrefixCache)
+    assert isinstance(make_offload(settings, engine(), model_file), NoOffload)
+    assert make_saved_slot_files(settings, engine(), model_file) is None
+
+
+@pytest.mark.parametrize("kv_unified", [True, False])
+def test_the_tiers_have_the_sizes_of_the_settings(tmp_path: Path, model_file: Path, kv_unified: bool) -> None:
+    folder = tmp_path / "cache"
+    settings = WorkerSettings(cache_ram_mb=3, cache_disk_mb=5, cache_dir=folder)
+    offload = make_offload(settings, engine(kv_unified=kv_unified), model_file)
+    assert isinstance(offload, BlockTransfers)
+    assert f"host 0/{3 * MIB} bytes, disk 0/{5 * MIB} bytes" in repr(offload)
+    offload.close((), 1)
+    assert make_saved_slot_files(settings, engine(kv_unified=kv_unified), model_file) is not None
+    host_only = make_offload(WorkerSettings(cache_ram_mb=3), engine(kv_unified=kv_unified), model_file)
+    assert f"host 0/{3 * MIB} bytes, disk 0/0 bytes" in repr(host_only)
+    host_only.close((), 1)
