@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.support.distribution import distribute
-from tests.support.quick import install_audit_hook, is_quick, without_processes
+from tests.support.quick import install_audit_hook, is_quick, held_quick
 
 import llamaq.worker
 from llamaq.common.vocab.vocab import Vocab
@@ -65,7 +65,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     if item.get_closest_marker("quick") is None:
         return (yield)
-    with without_processes(item.nodeid):
+    with held_quick(item.nodeid):
         return (yield)
 
 

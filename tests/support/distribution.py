@@ -12,11 +12,12 @@ SERVED_QUEUES = ("slow", "narrow", "demo")
 """Session fixtures of `tests/e2e`, each of which starts a worker. Their tests form one group for each, so that every
 worker is started once, and no test finds the jobs of another one in its queue."""
 
-SLOW_FOLDERS = ("tests/lifecycle/", "tests/repository/test_bench.py")
-"""Their tests start processes of their own and share nothing: each test may run in any xdist worker."""
+SEPARATE = ("tests/lifecycle/", "tests/repository/test_bench.py", "tests/cli/test_worker_commands.py")
+"""Folders and files whose tests start their own processes and share nothing: each may run in any xdist worker."""
 
-LONGEST_FIRST: tuple[str, ...] = ()
-"""Groups and tests of more than 8 seconds, by the beginning of their name: nothing long starts last."""
+LONG_GROUPS = ("tests/tools/test_demo_model.py", "tests/repository/test_packaging.py", "queue-")
+"""The groups that take longest, by the beginning of their name. They start first, so that all xdist workers end at
+about the same time."""
 
 
 def group_of(item: pytest.Item) -> str | None:
@@ -30,7 +31,7 @@ def group_of(item: pytest.Item) -> str | None:
     path = item.nodeid.partition("::")[0]
     if queue is not None and path.startswith("tests/e2e/"):
         return f"queue-{queue}"
-    if path.startswith(SLOW_FOLDERS) and not has_module_fixture(item):
+    if path.startswith(SEPARATE) and not has_module_fixture(item):
         return None
     return path
 
@@ -42,16 +43,17 @@ def has_module_fixture(item: pytest.Item) -> bool:
     return any(each[-1].scope == "module" for each in definitions.values())
 
 
-def place_of(item: pytest.Item) -> tuple[int, int]:
-    """Sort key: the longest first, then what starts processes, then everything else."""
-    name = group_of(item) or item.nodeid
-    long = next((place for place, begin in enumerate(LONGEST_FIRST) if name.startswith(begin)), len(LONGEST_FIRST))
-    return long, not item.nodeid.startswith(("tests/e2e/", *SLOW_FOLDERS))
+def place_of(item: pytest.Item) -> int:
+    """Return the sort key of a test: long groups come first, then tests that start processes, then all others."""
+    group = group_of(item)
+    if group is None:
+        return 1
+    return 0 if group.startswith(LONG_GROUPS) else 2
 
 
 def distribute(items: list[pytest.Item]) -> None:
     """Mark each test with its group, and sort the tests by `place_of`."""
     items.sort(key=place_of)
     for item in items:
-        if (name := group_of(item)) is not None:
-            item.add_marker(pytest.mark.xdist_group(name))
+        if (group := group_of(item)) is not None:
+            item.add_marker(pytest.mark.xdist_group(group))

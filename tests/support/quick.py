@@ -1,7 +1,7 @@
 """The quick tests: those that start no process and load no model. `make test-quick` runs them in the inner loop.
 
 A test is quick unless its folder, one of its fixtures or the mark `starts_processes` excludes it, so a new test of pure
-logic needs no mark. While a quick test runs, starting a process is an error, also in `make test`.
+logic needs no mark. While a quick test runs, to start a process or to load a model is an error, also in `make test`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
+from unittest.mock import patch
 
 import pytest
 
 STARTING_FOLDERS = (
     *("tests/e2e/", "tests/lifecycle/", "tests/repository/", "tests/tools/"),
     *("tests/cli/test_worker_commands.py", "tests/worker/local/"),
+    *("tests/worker/engine/test_kv_sequences.py", "tests/worker/kv_cache/test_cache_on_llama.py"),
+    "tests/worker/slot_files/test_slots_on_llama.py",
 )
 STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "chat_model", "any_model"})
 """Each of them starts a Redis or is a model for llama.cpp."""
@@ -24,8 +28,8 @@ STARTING_EVENTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "o
 _quick_test: str | None = None
 
 
-class ProcessInQuickTest(Exception):
-    """A quick test starts a process."""
+class NotQuick(Exception):
+    """A quick test starts a process or loads a model."""
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -43,7 +47,7 @@ def starts_redis(item: pytest.Item) -> bool:
 
 def _refuse_process(event: str, _: object) -> None:
     if _quick_test is not None and event in STARTING_EVENTS:
-        raise ProcessInQuickTest(f"{_quick_test} starts a process ({event}): it needs the mark `starts_processes`")
+        raise NotQuick(f"{_quick_test} starts a process ({event}): it needs the mark `starts_processes`")
 
 
 def install_audit_hook() -> None:
@@ -52,11 +56,19 @@ def install_audit_hook() -> None:
 
 
 @contextmanager
-def without_processes(test: str) -> Iterator[None]:
-    """Make starting a process an error inside the block. `test` is named in the message."""
+def held_quick(test: str) -> Iterator[None]:
+    """Inside the block, starting a process and loading a model raise `NotQuick`. `test` is named in the message."""
     global _quick_test  # noqa: PLW0603  # an audit hook has no other state
+
+    def refuse_model(*_: object) -> NoReturn:
+        raise NotQuick(f"{test} loads a model: it needs a fixture of STARTING_FIXTURES")
+
     _quick_test = test
     try:
-        yield
+        if "llama_cpp" not in sys.modules:
+            yield
+            return
+        with patch("llama_cpp.llama_model_load_from_file", refuse_model):
+            yield
     finally:
         _quick_test = None
