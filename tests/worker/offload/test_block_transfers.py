@@ -205,9 +205,10 @@ def test_cancel_transfers_ends_the_saves_and_loads_of_one_sequence() -> None:
     setup.sequences.append(1, range(100, 120))
     setup.transfers.start_save(Entry(1, pack(range(100, 120)), SCOPE))
     setup.start_load()
+    assert "1 saves, 1 loads" in repr(setup.transfers)
     setup.transfers.cancel_transfers(EMPTY_SEQUENCE)
     setup.transfers.cancel_transfers(2)
-    assert setup.transfers.has_transfers, "the save of sequence 1"
+    assert "1 saves, 0 loads" in repr(setup.transfers)
     setup.transfers.cancel_transfers(1)
     assert not setup.transfers.has_transfers
     setup.transfers.check_integrity()
