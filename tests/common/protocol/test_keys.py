@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import JobId, Keys, check_queue
+from llamaq.common.protocol.keys import JobId, Keys
+from llamaq.common.settings import QueueSettings
 
 names = st.from_regex(r"[A-Za-z0-9_\-]{1,64}", fullmatch=True)
 
@@ -40,8 +42,8 @@ def test_an_id_from_outside_is_a_job_id_or_an_invalid_request(text: str) -> None
 
 @pytest.mark.parametrize("bad", ["", "a b", "a.b", "{a}", "a:b", "x" * 65, "a\n", "ä"])
 def test_what_is_no_queue_name_is_refused(bad: str) -> None:
-    with pytest.raises(InvalidRequest, match="queue"):
-        check_queue(bad)
+    with pytest.raises(ValidationError, match="queue"):
+        QueueSettings(queue=bad)
 
 
 def test_all_keys_of_a_job_share_one_hash_tag() -> None:

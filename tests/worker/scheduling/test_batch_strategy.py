@@ -28,7 +28,7 @@ LIMITS = TickLimits(budget=10, chunk_size=8)
 
 
 def slots_of(*work: int, idle: int = 1) -> tuple[Slot, ...]:
-    """A slot for each number: in PREFILL with so many tokens pending, or in DECODE for 0; admitted in this order."""
+    """Return a slot for each number: in PREFILL with that many pending tokens, or in DECODE for 0. Then idle slots."""
     pool = SlotPool(len(work) + idle, 10**9, len(work) + idle)
     for at, pending in enumerate(work):
         slot = pool.acquire(make_job([7] * (pending or 4), max_tokens=100), float(at))
@@ -42,7 +42,7 @@ def slots_of(*work: int, idle: int = 1) -> tuple[Slot, ...]:
 def planned(
     strategy: BatchStrategy, slots: Sequence[Slot], budget: int, chunk_size: int
 ) -> tuple[list[int], dict[int, int]]:
-    """Indexes of the slots that decode, and the prefill tokens of the others."""
+    """Return the indexes of the slots with a decode token, and the size of each chunk by its slot's index."""
     batch = strategy.build_batch(slots, budget, chunk_size, queue_depth=0)
     return [part.slot.index for part in batch.decode], {chunk.slot.index: chunk.n_tokens for chunk in batch.prefill}
 
@@ -50,7 +50,7 @@ def planned(
 # ---- the built-in strategies
 
 
-def test_decode_maximal_gives_every_stream_its_token_and_prompts_one_chunk_in_all() -> None:
+def test_decode_maximal_gives_every_stream_its_token_and_prompts_one_chunk_in_total() -> None:
     assert planned(DecodeMaximal(), slots_of(0, 1000, 0, 1000), 512, 64) == ([0, 2], {1: 32, 3: 32})
 
 
@@ -59,19 +59,19 @@ def test_decode_maximal_fills_the_budget_with_prompts_while_no_stream_runs() -> 
     assert planned(DecodeMaximal(), slots_of(1000, 1000, 1000), 200, 128) == ([], {0: 67, 1: 67, 2: 66})
 
 
-def test_prefill_priority_gives_streams_what_prompts_leave() -> None:
+def test_prefill_priority_gives_streams_the_rest_of_the_budget() -> None:
     assert planned(PrefillPriority(), slots_of(0, 50, 0, 49), 100, 64) == ([0], {1: 50, 3: 49})
     assert planned(PrefillPriority(), slots_of(0, 50, 0, 50), 100, 64) == ([], {1: 50, 3: 50})
     assert planned(PrefillPriority(), slots_of(0, 0), 100, 64) == ([0, 1], {})
 
 
-def test_balanced_lends_the_half_that_is_not_used() -> None:
+def test_balanced_gives_the_unused_part_of_one_half_to_the_other() -> None:
     assert planned(Balanced(), slots_of(0, 0, 0, 0, 100), 4, 64) == ([0, 1], {4: 2})
     assert planned(Balanced(), slots_of(0, 100, 100), 101, 64) == ([0], {1: 50, 2: 50})
     assert planned(Balanced(), slots_of(0, 0, 0, 1), 4, 64) == ([0, 1, 2], {3: 1})
 
 
-def test_streams_that_are_behind_come_first_when_not_all_fit() -> None:
+def test_streams_that_have_generated_least_come_first_when_not_all_fit() -> None:
     slots = slots_of(0, 0, 0)
     slots[0].active.tokens.insert(0, 7)
     slots[0].active.n_past += 1
@@ -81,15 +81,15 @@ def test_streams_that_are_behind_come_first_when_not_all_fit() -> None:
 @pytest.mark.parametrize(
     ("pending", "limit", "shares"),
     [
-        ((1000, 20), 512, {0: 492, 1: 20}),  # a short prompt is done at once beside a long one
+        ((1000, 20), 512, {0: 492, 1: 20}),  # a short prompt is finished in one tick beside a long one
         ((1000, 1000), 512, {0: 256, 1: 256}),
-        ((1000, 1000), 511, {0: 256, 1: 255}),  # the one admitted first gets the odd token
+        ((1000, 1000), 511, {0: 256, 1: 255}),  # the slot admitted first gets the extra token
         ((10, 20, 30), 512, {0: 10, 1: 20, 2: 30}),
         ((5, 5, 5), 2, {0: 1, 1: 1}),
         ((5, 5), 0, {}),
     ],
 )
-def test_prompts_share_equally_and_lend_what_they_do_not_need(
+def test_prompts_share_equally_and_the_part_that_one_does_not_need_goes_to_the_others(
     pending: tuple[int, ...], limit: int, shares: dict[int, int]
 ) -> None:
     chunks = prefill_chunks(slots_of(*pending), limit, 512)
@@ -106,13 +106,13 @@ work = st.lists(st.integers(0, 300), min_size=1, max_size=8)
 
 
 @given(work=work, chunk_size=st.integers(1, 256), spare=st.integers(0, 600), name=st.sampled_from(sorted(BUILT_IN)))
-def test_built_in_strategies_keep_the_rules(work: list[int], chunk_size: int, spare: int, name: str) -> None:
+def test_built_in_strategies_obey_the_rules(work: list[int], chunk_size: int, spare: int, name: str) -> None:
     slots = slots_of(*work)
     budget = len(slots) + spare
     batch = BUILT_IN[name]().build_batch(slots, budget, chunk_size, queue_depth=0)
     assert check_plan(batch, slots, budget) is None
     assert all(chunk.n_tokens <= chunk_size for chunk in batch.prefill)
-    # Nothing is left undone without need: the budget is used up, or everybody got what the strategy may give.
+    # The batch is as large as the strategy allows: the budget is used up, or every slot has its largest part.
     n_decoding = work.count(0)
     if name == "decode-maximal":
         assert batch.n_decode == n_decoding
@@ -122,7 +122,7 @@ def test_built_in_strategies_keep_the_rules(work: list[int], chunk_size: int, sp
         assert batch.n_tokens == min(budget, wanted)
 
 
-# ---- what is said of a plan
+# ---- the check of a plan
 
 
 def batch_of(slots: Sequence[Slot], kind: str) -> object:
@@ -187,7 +187,7 @@ FAULTS = {
 
 
 class Custom:
-    """A user's strategy made of one function."""
+    """A user's strategy that calls one function."""
 
     def __init__(self, build: Callable[[Sequence[Slot]], object]) -> None:
         self.build = build
@@ -199,7 +199,7 @@ class Custom:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_nonsense_is_named_reported_once_and_planned_by_decode_maximal(
+def test_a_faulty_batch_is_logged_once_and_decode_maximal_plans_the_tick(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     slots = slots_of(0, 20)
@@ -213,13 +213,13 @@ def test_nonsense_is_named_reported_once_and_planned_by_decode_maximal(
     assert FAULTS[kind].name in record.getMessage()
 
 
-def test_every_fault_that_a_batch_can_have_is_tried_above() -> None:
-    tried_below = {PlanFault.RAISED, PlanFault.CHANGED_SLOTS, PlanFault.WAITING_SLOT}
-    assert set(FAULTS.values()) == set(PlanFault) - tried_below
+def test_the_cases_above_cover_every_fault_of_a_batch() -> None:
+    covered_below = {PlanFault.RAISED, PlanFault.CHANGED_SLOTS, PlanFault.WAITING_SLOT}
+    assert set(FAULTS.values()) == set(PlanFault) - covered_below
 
 
 @pytest.mark.parametrize("state", [SlotState.FOLLOW, SlotState.LOAD])
-def test_a_slot_that_waits_for_cells_is_nobodys_business(state: SlotState) -> None:
+def test_a_slot_that_waits_for_cells_gets_no_part(state: SlotState) -> None:
     decoding, waiting, _ = slots = slots_of(0, 20)
     waiting.transition_to(state)
     assert check_plan(Batch((DecodeToken(decoding),), (PrefillChunk(waiting, 1),)), slots, 10) is PlanFault.WAITING_SLOT
@@ -230,7 +230,7 @@ def test_a_slot_that_waits_for_cells_is_nobodys_business(state: SlotState) -> No
     assert check_plan(Batch(), [waiting], 10) is None
 
 
-def test_a_chunk_ends_where_its_state_is_wanted() -> None:
+def test_a_chunk_ends_at_the_next_checkpoint() -> None:
     slots = slots_of(20, idle=0)
     slots[0].active.checkpoints = [3, 5, 30]
     planner = BatchPlanner(DecodeMaximal(), LIMITS)
@@ -239,7 +239,7 @@ def test_a_chunk_ends_where_its_state_is_wanted() -> None:
         assert planner.plan(slots, 0).n_tokens == n_tokens
 
 
-def test_a_strategy_that_raises_is_reported_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_strategy_that_raises_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     slots = slots_of(0, 20)
     planner = BatchPlanner(Custom(lambda slots: 1 // 0), LIMITS)
     assert planner.plan(slots, 0).n_tokens == 9
@@ -267,7 +267,7 @@ def change_history(slot: Slot) -> None:
 
 
 @pytest.mark.parametrize("change", [change_state, change_run, change_progress, change_history])
-def test_a_strategy_that_changes_slots_changes_nothing(change: Callable[[Slot], None]) -> None:
+def test_changes_of_slots_by_a_strategy_are_undone(change: Callable[[Slot], None]) -> None:
     slots = slots_of(0, 0, 20)
     before = [(slot.state, slot.run, slot.n_pending, list(slot.active.tokens)) for slot in slots[:3]]
 
@@ -283,14 +283,14 @@ def test_a_strategy_that_changes_slots_changes_nothing(change: Callable[[Slot], 
     assert planner.faults == {PlanFault.CHANGED_SLOTS: 1}
 
 
-def test_a_strategy_cannot_take_slots_out_of_the_workers_list() -> None:
+def test_a_strategy_cannot_remove_slots_from_the_worker() -> None:
     slots = slots_of(0, 20)
     planner = BatchPlanner(Custom(lambda slots: slots.clear()), LIMITS)  # type: ignore[attr-defined]
     planner.plan(slots, 0)
     assert planner.faults == {PlanFault.RAISED: 1}
 
 
-def test_a_custom_strategy_sees_slots_budget_chunk_size_and_queue_depth_and_is_obeyed() -> None:
+def test_a_custom_strategy_gets_slots_budget_chunk_size_and_queue_depth_and_its_batch_is_used() -> None:
     slots = slots_of(0, 20)
     strategy = Custom(lambda slots: Batch((), (PrefillChunk(slots[1], 3),)))
     planner = BatchPlanner(strategy, LIMITS)

@@ -1,4 +1,4 @@
-"""An interactive job need not wait for bulk jobs: the youngest gives up its slot, and goes on later where it was."""
+"""An interactive job need not wait for bulk jobs: the bulk job admitted last is preempted, and resumes later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from llamaq.worker.testing import (
 
 
 class Rig:
-    """Two slots, a cache, and host memory."""
+    """A scheduler with a prefix cache and host memory."""
 
     def __init__(self, n_ctx: int = 1000, n_slots: int = 2, host_bytes: int = 10**6) -> None:
         self.engine = FakeEngine(n_ctx=n_ctx, n_batch=64, n_seq_max=n_slots + 6)
@@ -57,14 +57,14 @@ class Rig:
         return self.scheduler.cache_snapshot().preemptions
 
 
-def alone(prompt: list[int], max_tokens: int) -> list[int]:
+def generate_alone(prompt: list[int], max_tokens: int) -> list[int]:
     rig = Rig()
     rig.submit("alone", prompt, max_tokens=max_tokens)
     rig.finish()
     return rig.tokens("alone")
 
 
-def test_the_youngest_bulk_job_gives_its_slot_up_and_says_what_it_says_alone() -> None:
+def test_the_bulk_job_admitted_last_is_preempted_and_generates_the_same_tokens_as_alone() -> None:
     rig = Rig()
     rig.submit("old", [1] * 20, bulk=True, max_tokens=30)
     rig.submit("young", [2] * 20, bulk=True, max_tokens=30)
@@ -75,20 +75,20 @@ def test_the_youngest_bulk_job_gives_its_slot_up_and_says_what_it_says_alone() -
     ends = rig.finish()
     assert {end.reason for end in ends.values()} == {FinishReason.LENGTH}
     assert list(ends) == ["urgent", "old", "young"]
-    assert rig.tokens("young") == alone([2] * 20, 30)
+    assert rig.tokens("young") == generate_alone([2] * 20, 30)
     assert ends["young"].stats.generated_tokens == 30
     assert rig.preemptions == 1
-    # What it had is in the cache: of its history only the last token is computed again.
+    # Its cells are in the cache: only the last token of its history is computed again.
     assert rig.engine.computed == 3 * 20 + 29 + 4 + 29
 
 
-def test_cells_are_a_reason_too_and_entries_go_first() -> None:
+def test_a_job_is_preempted_for_cells_only_after_entries_are_evicted() -> None:
     rig = Rig(n_ctx=200)
     rig.submit("bulk", [1] * 60, bulk=True, max_tokens=60)
     rig.tick(6)
     rig.submit("small", [2] * 30, max_tokens=10)
     rig.tick(20)
-    rig.submit("fits", [3] * 30, max_tokens=30)  # when the entry of the small one has gone
+    rig.submit("fits", [3] * 30, max_tokens=30)  # once the entry of the small job is evicted
     rig.tick(5)
     assert (rig.running, rig.preemptions) == (["bulk", "fits"], 0)
     rig.finish()
@@ -97,11 +97,11 @@ def test_cells_are_a_reason_too_and_entries_go_first() -> None:
     rig.submit("large", [5] * 100, max_tokens=60)
     ends = rig.finish()
     assert rig.preemptions == 1
-    assert rig.tokens("bulk2") == alone([4] * 60, 60)
+    assert rig.tokens("bulk2") == generate_alone([4] * 60, 60)
     assert all(end.reason is FinishReason.LENGTH for end in ends.values())
 
 
-def test_nobody_is_preempted_in_vain_or_for_his_equal() -> None:
+def test_no_job_is_preempted_in_vain_or_for_a_job_of_equal_priority() -> None:
     rig = Rig(n_ctx=200)
     rig.submit("interactive", [1] * 60, max_tokens=60)
     rig.submit("bulk", [2] * 20, bulk=True, max_tokens=40)
@@ -112,7 +112,7 @@ def test_nobody_is_preempted_in_vain_or_for_his_equal() -> None:
     assert (rig.running, rig.preemptions) == (["bulk", "interactive"], 0)
 
 
-def test_a_preempted_job_can_be_cancelled_and_expires_in_the_line() -> None:
+def test_a_preempted_job_expires_in_the_waiting_queue() -> None:
     rig = Rig(n_slots=1)
     rig.submit("bulk", [1] * 20, bulk=True, max_tokens=30, timeout_s=5)
     rig.tick(6)
@@ -131,7 +131,7 @@ def test_a_preempted_job_can_be_cancelled_and_expires_in_the_line() -> None:
     assert end.job.sampler.closed == 1
 
 
-def test_times_are_those_of_the_attempt_and_not_of_its_last_run() -> None:
+def test_times_count_from_the_start_of_the_attempt_and_not_of_its_last_run() -> None:
     rig = Rig(n_slots=1)
     rig.submit("bulk", [1] * 20, bulk=True, max_tokens=10)
     rig.clock.now_s += 1
@@ -143,7 +143,7 @@ def test_times_are_those_of_the_attempt_and_not_of_its_last_run() -> None:
     assert (stats.ttft_ms, stats.duration_ms) == (1000, 11_000)
 
 
-def test_bulk_jobs_get_a_turn_however_many_interactive_jobs_come() -> None:
+def test_bulk_jobs_progress_however_many_interactive_jobs_arrive() -> None:
     rig = Rig(n_slots=1)
     rig.submit("bulk", [1] * 20, bulk=True, max_tokens=PROTECTED_TOKENS * 2)
     n_urgent = 0
@@ -155,10 +155,10 @@ def test_bulk_jobs_get_a_turn_however_many_interactive_jobs_come() -> None:
         while any(slot.job_id == "bulk" for slot in rig.scheduler.snapshot()) and rig.scheduler.n_waiting:
             rig.tick()
     assert n_urgent >= MAX_OVERTAKEN
-    assert rig.tokens("bulk") == alone([1] * 20, PROTECTED_TOKENS * 2)
+    assert rig.tokens("bulk") == generate_alone([1] * 20, PROTECTED_TOKENS * 2)
 
 
-def test_jobs_that_are_preempted_over_and_over_say_what_they_say_alone() -> None:
+def test_jobs_that_are_preempted_repeatedly_generate_the_same_tokens_as_alone() -> None:
     rig = Rig(n_ctx=260, n_slots=3, host_bytes=20_000)
     for at in range(6):
         rig.submit(f"bulk{at}", [at] * 40, bulk=True, max_tokens=40)
@@ -169,4 +169,4 @@ def test_jobs_that_are_preempted_over_and_over_say_what_they_say_alone() -> None
     assert len(ends) == 36
     assert rig.preemptions > 3
     for at in range(6):
-        assert rig.tokens(f"bulk{at}") == alone([at] * 40, 40)
+        assert rig.tokens(f"bulk{at}") == generate_alone([at] * 40, 40)
