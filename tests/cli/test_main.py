@@ -124,7 +124,7 @@ def test_a_job_is_submitted_followed_and_shown(served: str) -> None:
     assert [(chunk["text"], chunk["index"], chunk["offset"]) for chunk in chunks] == [("one ", 0, 0), ("two ", 1, 1)]
     assert re.search(r"state +finished", llamaq("status", job_id))
     assert json.loads(llamaq("status", job_id, "--json"))["generated_tokens"] == 2
-    assert llamaq("cancel", job_id) == "it had ended already\n"
+    assert llamaq("cancel", job_id) == "the job had already ended\n"
 
 
 def test_cancel_ends_a_waiting_job(redis_url: str, queue: str) -> None:
@@ -167,9 +167,9 @@ def test_health_wants_a_worker_of_this_host_that_has_ticked_lately(
     announce(now_ms=now_ms, host=socket.gethostname())
     assert llamaq("health", *options) == f"ok: fake serves {queue}\n"
     announce(now_ms=now_ms, host=socket.gethostname(), tick_age_ms=40_000)
-    assert "fake ticked last 4" in failing(monkeypatch, capsys, "health", *options)
+    assert "the last tick of fake is 4" in failing(monkeypatch, capsys, "health", *options)
     announce(now_ms=now_ms - 60_000, host=socket.gethostname())
-    assert "fake ticked last 6" in failing(monkeypatch, capsys, "health", *options)
+    assert "the last tick of fake is 6" in failing(monkeypatch, capsys, "health", *options)
     assert "Redis" in failing(monkeypatch, capsys, "health", "--redis-url", "redis://127.0.0.1:1")
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llamaq.cli.demo_view import Stream, View, stats_table
-from llamaq.cli.worker_commands import example
+from llamaq.cli.demo_view import DemoJob, DemoView, stats_table
+from llamaq.cli.worker_commands import example_command
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.worker.settings import WorkerSettings
 
@@ -83,9 +83,9 @@ def test_an_unknown_flag_is_refused() -> None:
 
 def test_the_example_of_up_names_what_is_not_the_default() -> None:
     plain = WorkerSettings.model_construct(set())
-    assert example(plain, None) == "llamaq generate 'Once upon a time'"
+    assert example_command(plain, None) == "llamaq generate 'Once upon a time'"
     named = WorkerSettings(queue="stories")
-    assert example(named, "redis://127.0.0.1:7/0") == (
+    assert example_command(named, "redis://127.0.0.1:7/0") == (
         "llamaq generate 'Once upon a time' --queue stories --redis-url redis://127.0.0.1:7/0"
     )
 
@@ -93,14 +93,14 @@ def test_the_example_of_up_names_what_is_not_the_default() -> None:
 # ---- what the demo shows
 
 
-def streams(count: int) -> list[Stream]:
-    made = [Stream(f"Job {index}", {"prompt": "Once"}) for index in range(count)]
-    for index, stream in enumerate(made):
-        stream.text, stream.n_tokens = " upon a time" * 10 * index, 30 * index
+def demo_jobs(count: int) -> list[DemoJob]:
+    made = [DemoJob(f"Job {index}", {"prompt": "Once"}) for index in range(count)]
+    for index, job in enumerate(made):
+        job.text, job.n_tokens = " upon a time" * 10 * index, 30 * index
     return made
 
 
-def render(view: View, width: int, height: int) -> list[str]:
+def render(view: DemoView, width: int, height: int) -> list[str]:
     console = Console(width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:
         console.print(view)
@@ -111,7 +111,7 @@ def render(view: View, width: int, height: int) -> list[str]:
     ("count", "width", "height"), [(8, 80, 24), (8, 200, 50), (64, 80, 24), (1, 80, 24), (3, 30, 8)]
 )
 def test_the_view_fits_its_terminal_with_panels_of_equal_height(count: int, width: int, height: int) -> None:
-    lines = render(View(streams(count)), width, height)
+    lines = render(DemoView(demo_jobs(count)), width, height)
     assert len(lines) < height
     assert all(len(line) <= width for line in lines)
     tops = [place for place, line in enumerate(lines) if line.startswith("╭")]
@@ -120,25 +120,25 @@ def test_the_view_fits_its_terminal_with_panels_of_equal_height(count: int, widt
 
 
 def test_a_panel_shows_the_end_of_a_text_and_how_far_it_is() -> None:
-    made = streams(2)
+    made = demo_jobs(2)
     made[1].text += " The end."
-    lines = render(View(made), 80, 24)
+    lines = render(DemoView(made), 80, 24)
     assert any("The end." in line for line in lines)
     assert any("waiting, 0 tokens" in line and "running, 30 tokens" in line for line in lines)
 
 
 def test_jobs_that_have_ended_make_room_for_those_that_run() -> None:
-    made = streams(64)
-    for stream in made[:60]:
-        stream.ending = "stop"
-    shown = "\n".join(render(View(made), 80, 24))
+    made = demo_jobs(64)
+    for job in made[:60]:
+        job.ending = "stop"
+    shown = "\n".join(render(DemoView(made), 80, 24))
     assert all(f"Job {index} " in shown for index in range(60, 64))
 
 
 def test_text_of_a_model_is_never_taken_for_markup() -> None:
-    made = streams(1)
+    made = demo_jobs(1)
     made[0].title, made[0].text, made[0].ending = "[bold]x[/]", "[red]hot[/red] [/nothing]", "[stop]"
-    shown = "\n".join(render(View(made), 80, 24))
+    shown = "\n".join(render(DemoView(made), 80, 24))
     assert "[red]hot[/red] [/nothing]" in shown
     assert "[bold]x[/]" in shown
     console = Console(width=80)
@@ -148,7 +148,7 @@ def test_text_of_a_model_is_never_taken_for_markup() -> None:
 
 
 def test_the_table_of_stats_fits_80_columns_and_has_a_row_for_a_failed_job() -> None:
-    made = streams(2)
+    made = demo_jobs(2)
     made[0].stats, made[0].ending = JobStats(prompt_tokens=12345, generated_tokens=12345, duration_ms=123456), "length"
     made[1].ending = "chat_template"
     console = Console(width=80)

@@ -50,7 +50,7 @@ def test_up_serves_another_process_and_tells_how(environment: Environment, up: C
     assert command.end() == 0, command.output
     assert len(command.output.strip()) > 5
     assert "No --model given" in up.output
-    assert "in memory alone: --data-dir keeps it" in up.output
+    assert "in memory only; --data-dir stores it on disk" in up.output
     assert any("redis-server" in line for line in environment.living().values())
 
 

@@ -1,1 +1,1 @@
-"""The `llamaq` command."""
+"""The `llamaq` command line."""

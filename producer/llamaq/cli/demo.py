@@ -1,4 +1,4 @@
-"""`llamaq demo`: eight jobs side by side through one batch, in a live view, with everything started for it."""
+"""`llamaq demo`: starts Redis and a worker, submits eight jobs, and shows in a live view how they stream."""
 
 from __future__ import annotations
 
@@ -15,134 +15,154 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.live import Live
 
-from llamaq.cli.demo_view import Stream, View, stats_table
-from llamaq.common.errors import JobFailed, LlamaqError
-from llamaq.producer import AsyncClient
+from llamaq.cli.demo_view import DemoJob, DemoView, stats_table
+from llamaq.producer import AsyncClient, JobFailed, LlamaqError
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.local.local_stack import end_on_sigterm, noted_signals
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
 
 START_TIMEOUT_S = 120.0
-LOOK_EVERY_S = 0.1
-"""How often the worker is looked at."""
-LEAVE_S = 2.0
+"""Longest wait for the worker to load the model."""
+POLL_S = 0.1
+"""Interval of the worker's heartbeats, and of the reads of the last heartbeat."""
+CANCEL_TIMEOUT_S = 2.0
+"""Longest wait for the jobs to be cancelled when the demo is interrupted."""
 FRAMES_PER_S = 15
 LINE_CHARS = 72
+"""Width of the printed text where the output is not a terminal."""
+LOG_TAIL_CHARS = 2000
+"""Characters of the worker's log that are printed when it cannot start."""
 
 
-def demo_streams(count: int) -> list[Stream]:
-    """The jobs that ship with the demo model, repeated when more are asked for."""
+def demo_jobs(count: int) -> list[DemoJob]:
+    """Return `count` jobs: those that are installed with the demo model, repeated as often as needed."""
     prompts = json.loads(files("llamaq.worker").joinpath("model", "demo_prompts.json").read_text())
-    streams = []
+    jobs = []
     for index in range(count):
         params = dict(prompts[index % len(prompts)])
-        streams.append(Stream(params.pop("title"), {**params, "temperature": 0.0}))
-    return streams
+        jobs.append(DemoJob(params.pop("title"), {**params, "temperature": 0.0}))
+    return jobs
 
 
-def show(count: int, model: str | None) -> int:
-    """Run the demo; returns the exit code. Leaves no process behind, also when it is interrupted."""
+def run(count: int, model: str | None) -> int:
+    """Run the demo. All processes that it starts have ended when it returns, also after an interrupt.
+
+    Args:
+        count: The number of jobs.
+        model: The path of a GGUF file. None: the demo model.
+
+    Returns:
+        The exit code.
+    """
     console = Console(highlight=False)
-    # A model this small computes a tick in less time than two threads need to agree on it.
+    # A tick of the demo model is shorter than the time in which two threads synchronize.
     n_threads = 1 if model is None else None
     settings = load_settings(
-        model=model, n_parallel=min(count, 8), n_threads=n_threads, heartbeat_s=LOOK_EVERY_S, max_queue=0
+        model=model, n_parallel=min(count, 8), n_threads=n_threads, heartbeat_s=POLL_S, max_queue=0
     )
-    what = "the small model that ships with llamaq" if model is None else model
-    console.print(f"{count} jobs, one worker with {settings.n_parallel} slots, {what}.", markup=False)
-    view = View(demo_streams(count))
+    model_name = "the small demo model of llamaq" if model is None else model
+    console.print(f"{count} jobs, one worker with {settings.n_parallel} slots, {model_name}.", markup=False)
+    view = DemoView(demo_jobs(count))
     with tempfile.TemporaryFile() as log_file:
         try:
             with end_on_sigterm():
-                _run(console, settings, log_file, view)
+                _run_stack(console, settings, log_file, view)
         except KeyboardInterrupt:
-            console.print("Interrupted; everything that was started has been stopped.")
+            console.print("Interrupted; Redis and the worker have been stopped.")
             return 130
         except LlamaqError as exc:
             console.print(f"{type(exc).__name__}: {exc}", style="red", markup=False)
             log_file.seek(0)
-            console.print(log_file.read().decode(errors="replace")[-2000:], markup=False)
+            console.print(log_file.read().decode(errors="replace")[-LOG_TAIL_CHARS:], markup=False)
             return 1
-    console.print(stats_table(view.streams))
+    console.print(stats_table(view.jobs))
     console.print(f"{count} jobs together:{view.footer()}", markup=False)
-    return 1 if any(stream.has_failed for stream in view.streams) else 0
+    return 1 if any(job.has_failed for job in view.jobs) else 0
 
 
-def _run(console: Console, settings: WorkerSettings, log_file: BinaryIO, view: View) -> None:
+def _run_stack(console: Console, settings: WorkerSettings, log_file: BinaryIO, view: DemoView) -> None:
+    """Start Redis and the worker, run the jobs, and stop both."""
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis())
         supervisor = Supervisor([settings.model_copy(update={"redis_url": redis.url})], log_file)
         stack.callback(supervisor.stop)
         supervisor.start()
         signals = stack.enter_context(noted_signals())
-        asyncio.run(_watch(console, AsyncClient(redis.url, settings.queue), partial(_check, supervisor, signals), view))
+        check = partial(_check, supervisor, signals)
+        asyncio.run(_run_jobs(console, AsyncClient(redis.url, settings.queue), check, view))
 
 
 def _check(supervisor: Supervisor, signals: list[int]) -> None:
-    """Look after the worker; raises `LlamaqError` when it cannot start, and what the user's signals mean."""
+    """Restart a crashed worker.
+
+    Raises:
+        KeyboardInterrupt: A signal has arrived.
+        LlamaqError: The worker cannot start.
+    """
     if signals:
         raise KeyboardInterrupt
     if supervisor.check() is not None:
         raise LlamaqError("the worker cannot start; its log:")
 
 
-async def _watch(console: Console, client: AsyncClient, check: Callable[[], None], view: View) -> None:
+async def _run_jobs(console: Console, client: AsyncClient, check: Callable[[], None], view: DemoView) -> None:
+    """Wait for the worker, then submit the jobs and show them until all have ended."""
     async with client:
         with console.status("Loading the model …") if console.is_terminal else nullcontext():
             while view.worker is None:
-                await _look(client, check, view)
+                await _poll_worker(client, check, view)
                 if view.elapsed_s > START_TIMEOUT_S:
                     raise LlamaqError(f"the worker is not ready after {START_TIMEOUT_S:g} s; its log:")
         view.started_s = time.monotonic()
         live = Live(view, console=console, refresh_per_second=FRAMES_PER_S, vertical_overflow="crop")
         with live if console.is_terminal else nullcontext():
-            jobs = [asyncio.create_task(_follow(console, client, stream)) for stream in view.streams]
+            tasks = [asyncio.create_task(_run_job(console, client, job)) for job in view.jobs]
             try:
-                while not all(job.done() for job in jobs):
-                    await _look(client, check, view)
+                while not all(task.done() for task in tasks):
+                    await _poll_worker(client, check, view)
             finally:
-                for job in jobs:
-                    job.cancel()
-                await asyncio.wait(jobs, timeout=LEAVE_S)
-            for job in jobs:
-                job.result()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+            for task in tasks:
+                task.result()
             view.ended_s = time.monotonic()
 
 
-async def _look(client: AsyncClient, check: Callable[[], None], view: View) -> None:
+async def _poll_worker(client: AsyncClient, check: Callable[[], None], view: DemoView) -> None:
     check()
     view.worker = next(iter(await client.workers()), None)
-    await asyncio.sleep(LOOK_EVERY_S)
+    await asyncio.sleep(POLL_S)
 
 
-async def _follow(console: Console, client: AsyncClient, stream: Stream) -> None:
-    """Submit one job and show what comes."""
+async def _run_job(console: Console, client: AsyncClient, job: DemoJob) -> None:
+    """Submit one job and add its chunks to the view."""
     try:
-        job = await client.submit(**stream.params)
-        async for chunk in job.stream():
-            stream.text += chunk.text
-            stream.n_tokens += len(chunk.tokens)
+        submitted = await client.submit(**job.params)
+        async for chunk in submitted.stream():
+            job.text += chunk.text
+            job.n_tokens += len(chunk.tokens)
             if not console.is_terminal:
-                _print_lines(console, stream)
-        result = await job.result()
-        stream.stats, stream.ending = result.stats, result.finish_reason.value
+                _print_lines(console, job)
+        result = await submitted.result()
+        job.stats, job.ending = result.stats, result.finish_reason.value
     except JobFailed as failed:
-        stream.ending = failed.code
-        stream.text += failed.message
+        job.ending = failed.code
+        job.text += failed.message
     if not console.is_terminal:
-        _print_lines(console, stream)
+        _print_lines(console, job)
 
 
-def _print_lines(console: Console, stream: Stream) -> None:
-    """Print the lines that are full, and when the job has ended what is left."""
-    while pending := stream.text[stream.n_printed :]:
+def _print_lines(console: Console, job: DemoJob) -> None:
+    """Print the complete lines of the job's new text, and the incomplete last line when the job has ended."""
+    while pending := job.text[job.n_printed_chars :]:
         if len(pending) > LINE_CHARS:
             n_chars = max(0, pending.rfind(" ", 1, LINE_CHARS)) or LINE_CHARS
-        elif stream.ending:
+        elif job.ending:
             n_chars = len(pending)
         else:
             return
-        stream.n_printed += n_chars
+        job.n_printed_chars += n_chars
         line = " ".join(pending[:n_chars].split())
-        console.print(f"{stream.title:>20} | {line}", markup=False, soft_wrap=True)
+        console.print(f"{job.title:>20} | {line}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Command-line options made from data, so that the name, type and text of a setting stand once, in its model."""
+"""Command-line options generated from the fields of a model, which state name, type, default and help only once."""
 
 from __future__ import annotations
 
@@ -7,34 +7,65 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
+from pydantic.fields import FieldInfo
+
+from llamaq.common.settings import ENV_PREFIX
 
 
-def flag(name: str, kind: Any, *, help_text: str | None, panel: str) -> inspect.Parameter:
-    """An option `--name` of this type, None when it is not given; a bool has `--no-name` too."""
+def setting_help(name: str, field: FieldInfo, description: str | None = None) -> str:
+    """Return the help text of a setting: its description, its default, and its environment variable.
+
+    Args:
+        name: The name of the setting.
+        field: The field of the setting.
+        description: Replaces the field's description.
+    """
+    default = field.get_default(call_default_factory=True, validated_data={})
+    shown = "" if default in (None, ()) else f"default {default}; "
+    # In parentheses, because rich reads text in square brackets as markup.
+    return f"{description or field.description} ({shown}{ENV_PREFIX}{name.upper()})"
+
+
+def option(name: str, kind: Any, *, help_text: str | None, panel: str) -> inspect.Parameter:
+    """Return the parameter of an option `--name`. Its value is None if the option is not given.
+
+    Args:
+        name: The name of the parameter, with underscores.
+        kind: The type that the option is parsed as. A bool has the option `--no-name` too.
+        help_text: The help text.
+        panel: The title of its section of `--help`.
+    """
     spelling = "--" + name.replace("_", "-")
     if kind is bool:
         spelling += "/--no-" + name.replace("_", "-")
-    option = typer.Option(spelling, help=help_text, show_default=False, rich_help_panel=panel)
-    annotation = Annotated[kind | None, option]
+    typer_option = typer.Option(spelling, help=help_text, show_default=False, rich_help_panel=panel)
+    annotation = Annotated[kind | None, typer_option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def with_flags(
+def with_options(
     command: Callable[..., None],
-    flags: Iterable[inspect.Parameter],
+    options: Iterable[inspect.Parameter],
     *,
     into: str,
     read: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Callable[..., None]:
-    """The command with these options beside its own parameters; it gets their values, as `read`, in its `into`."""
+    """Return the command with additional options.
+
+    Args:
+        command: The function of the command.
+        options: The additional options.
+        into: The parameter of `command` that receives the values of these options, as one dict by name.
+        read: Converts that dict first.
+    """
     own = [param for param in inspect.signature(command, eval_str=True).parameters.values() if param.name != into]
 
     def run(**values: Any) -> None:
-        known = {param.name: values.pop(param.name) for param in own}
-        command(**known, **{into: read(values)})
+        own_values = {param.name: values.pop(param.name) for param in own}
+        command(**own_values, **{into: read(values)})
 
-    parameters = [*own, *flags]
+    parameters = [*own, *options]
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {param.name: param.annotation for param in parameters}
     return run

@@ -1,4 +1,4 @@
-"""Command-line options: those of many commands, and those made from `JobParams`, so that a parameter stands once."""
+"""The options of a job, generated from the fields of `JobParams`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin
 
-import typer
 from pydantic_core import PydanticUndefined
 
-from llamaq.cli.generated_options import flag, with_flags
+from llamaq.cli.generated_options import option, with_options
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.common.protocol.sampling import SamplingParams
-
-RedisUrl = Annotated[
-    str | None, typer.Option(help="where Redis is [env: LLAMAQ_REDIS_URL] [default: redis://localhost:6379/0]")
-]
-Queue = Annotated[str | None, typer.Option(help="name of the queue [env: LLAMAQ_QUEUE] [default: default]")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 _JSON = ("json_schema", "logit_bias", "metadata")
 _FORMS = {
@@ -30,14 +23,17 @@ _FORMS = {
     "logit_bias": 'JSON, such as {"TOKEN": BIAS}, or @FILE.',
     "metadata": "JSON, or @FILE.",
 }
-"""How to write the parameters that are not plain values on a command line."""
+"""How a parameter that is not a single value is written on the command line."""
 
 
 def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
-    """Give the command one option for each field of `JobParams`; it gets those that were set as `options`."""
+    """Return the command with one option for each field of `JobParams`, except the fields in `without`.
+
+    Its parameter `options` receives the values of the given options.
+    """
     names = [name for name in JobParams.model_fields if name not in without]
-    flags = [flag(name, _flag_type(name), help_text=_help(name), panel="Job") for name in names]
-    return with_flags(command, flags, into="options", read=_read)
+    generated = [option(name, _option_type(name), help_text=_help(name), panel="Job") for name in names]
+    return with_options(command, generated, into="options", read=_read)
 
 
 def _help(name: str) -> str:
@@ -51,8 +47,8 @@ def _help(name: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _flag_type(name: str) -> Any:
-    """What the option is read as; pydantic checks the value."""
+def _option_type(name: str) -> Any:
+    """Return the type that the option is parsed as. Pydantic checks the value later."""
     if name == "stop":
         return list[str]
     annotation = JobParams.model_fields[name].annotation
@@ -62,7 +58,11 @@ def _flag_type(name: str) -> Any:
 
 
 def _read(values: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, with files read and JSON decoded. Raises `InvalidRequest`."""
+    """Return the given options, with files read and JSON decoded.
+
+    Raises:
+        InvalidRequest: A file cannot be read, or its text is not JSON.
+    """
     given = {name: value for name, value in values.items() if value is not None and value != []}
     for name in ("grammar", *_JSON):
         if name in given:

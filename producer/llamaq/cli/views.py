@@ -1,4 +1,4 @@
-"""How the command line shows what it knows: tables for people, JSON for programs."""
+"""What the commands print: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from datetime import UTC, datetime
 
 import typer
 from pydantic import BaseModel
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
-from llamaq.common.protocol.queue_state import QueueStats, Worker
-from llamaq.common.protocol.slot_commands import WorkerSlots
-from llamaq.producer.job import Chunk
+from llamaq.producer import Chunk, DeadLetter, DeadLetterDetails, JobStats, JobStatus, QueueStats, Worker, WorkerSlots
 
-console = Console(highlight=False)
+MAX_RECENT_ROWS = 20
+"""Most jobs in the table of the last jobs."""
 
 
 def show_json(model: BaseModel) -> None:
-    """One JSON object on one line."""
+    """Print a model as one line of JSON."""
     typer.echo(model.model_dump_json())
 
 
 def show_stream(chunks: Iterable[Chunk], *, as_json: bool = False) -> str:
-    """Each piece of text as it comes, and a newline at the end; with `as_json` one object a line. Returns the text."""
+    """Print each chunk as it arrives, and return the whole text.
+
+    Args:
+        chunks: The chunks of a job.
+        as_json: Whether to print one JSON object per chunk. Otherwise the text is printed, and a newline at the end.
+    """
     text = ""
     for chunk in chunks:
         text += chunk.text
@@ -47,15 +49,15 @@ class _ChunkRow(BaseModel):
 
 
 def show_status(status: JobStatus) -> None:
-    """One line for each thing that is known of a job."""
+    """Print one line for each known field of a job's status."""
     table = Table.grid(padding=(0, 2))
     for name, value in status.model_dump(mode="json", exclude_none=True).items():
         table.add_row(name, str(value))
-    console.print(table)
+    _print(table)
 
 
 def show_workers(workers: Sequence[Worker]) -> None:
-    """One row for each worker."""
+    """Print a table of workers and a table of their prefix caches."""
     table = Table("worker", "model", "quantization", "device", "slots", "context", "cells used", "ticks", "jobs done")
     for worker in workers:
         card, cache = worker.card, worker.cache
@@ -71,74 +73,71 @@ def show_workers(workers: Sequence[Worker]) -> None:
             str(worker.ticks),
             str(worker.jobs_done),
         )
-    console.print(table)
+    _print(table)
     _show_caches(workers)
 
 
 def _show_caches(workers: Sequence[Worker]) -> None:
-    """What the workers keep of prompts, and how much that saved; see `CacheSnapshot`."""
+    """Print the prefix cache of each worker. `CacheSnapshot` documents the columns."""
     columns = ("entries", "shared cells", "host MiB", "disk MiB", "hits", "misses", "reused", "evicted", "preempted")
     table = Table("worker", *columns, title="prefix caches")
     for worker in workers:
         cache = worker.cache
-        held = (cache.entries, cache.shared_cells, cache.host_bytes >> 20, cache.disk_bytes >> 20)
-        counted = (cache.hits, cache.misses, cache.hit_tokens, cache.evictions, cache.preemptions)
-        table.add_row(worker.card.worker, *map(str, held + counted))
-    console.print(table)
+        sizes = (cache.entries, cache.shared_cells, cache.host_bytes >> 20, cache.disk_bytes >> 20)
+        counters = (cache.hits, cache.misses, cache.hit_tokens, cache.evictions, cache.preemptions)
+        table.add_row(worker.card.worker, *map(str, sizes + counters))
+    _print(table)
 
 
 def show_slots(workers: Sequence[WorkerSlots]) -> None:
-    """For each worker its slots, and the states that are saved where it runs."""
+    """Print two tables for each worker: its slots, and the states saved on its host."""
     for worker in workers:
         table = Table("slot", "state", "job", "prompt", "generated", "content", title=f"slots of {worker.worker}")
         for slot in worker.slots:
             numbers = (slot.prompt_tokens, slot.generated_tokens, slot.content_tokens)
             table.add_row(str(slot.index), slot.state, slot.job_id or "-", *map(str, numbers))
-        console.print(table)
+        _print(table)
         if worker.files:
-            table = Table("name", "tokens", "bytes", "when (UTC)", "for this model", title="saved states")
+            table = Table("name", "tokens", "bytes", "saved (UTC)", "for this model", title="saved states")
             for file in worker.files:
                 usable = "yes" if file.is_usable else "no"
-                table.add_row(file.name, str(file.n_tokens), str(file.n_bytes), _date(file.saved_ms), usable)
-            console.print(table)
+                table.add_row(file.name, str(file.n_tokens), str(file.n_bytes), _format_time(file.saved_ms), usable)
+            _print(table)
 
 
 def show_dead_letters(letters: Sequence[DeadLetter]) -> None:
-    """One row for each dead letter."""
-    table = Table("id", "when (UTC)", "reason")
-    table.columns[0].overflow = "fold"  # it is there to be copied
+    """Print one row for each dead letter."""
+    table = Table("id", "died (UTC)", "reason")
+    table.columns[0].overflow = "fold"  # never shortened, because users copy the id
     for letter in letters:
-        table.add_row(letter.id, _date(letter.dead_ms), letter.reason)
-    console.print(table)
+        table.add_row(letter.id, _format_time(letter.dead_ms), letter.reason)
+    _print(table)
 
 
 def show_dead_letter(letter: DeadLetterDetails) -> None:
-    """One line for each thing that is known of a dead letter, and the request as JSON."""
+    """Print one line for each known field of a dead letter, and its request as JSON."""
     table = Table.grid(padding=(0, 2))
     for name in ("id", "reason", "workers", "text", "held"):
         value = getattr(letter, name)
         if value:
             table.add_row(name, Text(" ".join(value) if name == "workers" else value))
-    table.add_row("when (UTC)", _date(letter.dead_ms))
+    table.add_row("died (UTC)", _format_time(letter.dead_ms))
     if letter.request is not None:
         table.add_row("request", Text(letter.request.model_dump_json(exclude_defaults=True)))
     elif letter.job_id is not None:
         table.add_row("request", "expired")
-    console.print(table)
-
-
-def _date(ms: int) -> str:
-    return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
+    _print(table)
 
 
 def show_stats(stats: QueueStats) -> None:
-    """The queue's depth, its workers, and its last jobs."""
+    """Print the depth of a queue, its workers, and its last jobs."""
     typer.echo(f"queue {stats.queue}: {stats.depth.waiting} waiting, {stats.depth.running} running")
     show_workers(stats.workers)
-    table = Table("worker", "prompt", "generated", "cached", "queue ms", "ttft ms", "ms", "tokens/s", title="last jobs")
-    for row in stats.recent[:20]:
-        table.add_row(*_stats_row(row))
-    console.print(table)
+    columns = ("prompt", "generated", "cached", "queue ms", "ttft ms", "ms", "tokens/s")
+    table = Table("worker", *columns, title="last jobs")
+    for job in stats.recent[:MAX_RECENT_ROWS]:
+        table.add_row(*_stats_row(job))
+    _print(table)
 
 
 def _stats_row(stats: JobStats) -> list[str]:
@@ -150,3 +149,12 @@ def _stats_row(stats: JobStats) -> list[str]:
         f"{stats.prefix_cache_ratio:.0%}",
         *("-" if number is None else f"{number:.1f}" for number in numbers),
     ]
+
+
+def _format_time(ms: int) -> str:
+    return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _print(table: RenderableType) -> None:
+    # A console reads the width of the terminal when it is created.
+    Console(highlight=False).print(table)

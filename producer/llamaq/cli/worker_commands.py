@@ -1,4 +1,4 @@
-"""The commands of the GPU host: `llamaq worker`, `llamaq up`, `llamaq demo`."""
+"""The commands of a GPU host: `llamaq worker`, `llamaq up` and `llamaq demo`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
-from llamaq.cli.generated_options import flag, with_flags
-from llamaq.common.settings import ENV_PREFIX
+from llamaq.cli.generated_options import option, setting_help, with_options
 from llamaq.worker.local.local_stack import DEFAULT_PORT
 from llamaq.worker.settings import WorkerSettings, load_settings
 
-console = Console(stderr=True, soft_wrap=True, highlight=False)
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.", show_default=False)]
 
 
 def register(app: typer.Typer) -> None:
@@ -30,53 +29,48 @@ def register(app: typer.Typer) -> None:
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command one option for each field of `WorkerSettings`.
+    """Return the command with one option for each field of `WorkerSettings`.
 
-    An option that is not given is None, and then the environment, the file or the default counts.
+    Its parameter `settings_options` receives their values by name. An option that is not given is None: then the
+    environment variable, the TOML file or the default applies.
     """
-    flags = [_flag(name, field, group) for group in _groups() for name, field in group.model_fields.items()]
-    return with_flags(command, flags, into="flags")
+    options = [_option(name, field, group) for group in _groups() for name, field in group.model_fields.items()]
+    return with_options(command, options, into="settings_options")
 
 
 def _groups() -> list[type[BaseModel]]:
-    """The groups of settings, each a section of `--help` under the first sentence of its docstring."""
+    """Return the groups of settings. Each is a section of `--help`; its docstring's first sentence is the title."""
     return [base for base in WorkerSettings.__bases__ if issubclass(base, BaseModel)]
 
 
-def _flag(name: str, field: FieldInfo, group: type[BaseModel]) -> inspect.Parameter:
-    default = field.get_default(call_default_factory=True, validated_data={})
-    shown = "" if default in (None, ()) else f"default {default}; "
-    # In parentheses, because rich takes square brackets for markup.
-    help_text = f"{field.description} ({shown}{ENV_PREFIX}{name.upper()})"
-    return flag(name, _flag_type(field.annotation), help_text=help_text, panel=(group.__doc__ or "").partition(".")[0])
+def _option(name: str, field: FieldInfo, group: type[BaseModel]) -> inspect.Parameter:
+    title = (group.__doc__ or "").partition(".")[0]
+    return option(name, _option_type(field.annotation), help_text=setting_help(name, field), panel=title)
 
 
-def _flag_type(annotation: Any) -> type:
-    """The type that a flag is read as; tuples and literals are checked later, by pydantic."""
+def _option_type(annotation: Any) -> type:
+    """Return the type that an option is parsed as. Tuples and literals are strings here; pydantic parses them later."""
     if get_origin(annotation) in (tuple, Literal):
         return str
     if get_origin(annotation) is UnionType:
-        return _flag_type(next(part for part in get_args(annotation) if part is not NoneType))
+        return _option_type(next(part for part in get_args(annotation) if part is not NoneType))
     return annotation if annotation in (int, float, bool) else str
-
-
-Config = Annotated[Path | None, typer.Option("--config", help="a TOML file with settings", show_default=False)]
 
 
 def run_worker(
     *,
     config: Config = None,
     supervised: Annotated[
-        bool, typer.Option("--supervise/--no-supervise", help="start the worker again when it dies or hangs")
+        bool, typer.Option("--supervise/--no-supervise", help="Restart the worker when it crashes or hangs.")
     ] = True,
-    flags: dict[str, Any],
+    settings_options: dict[str, Any],
 ) -> None:
-    """Serve a queue: run its jobs on this machine until SIGTERM (drains) or a second one (ends at once)."""
+    """Serve a queue: run its jobs on this machine. SIGTERM finishes running jobs first; a second one stops at once."""
     from llamaq.worker.process.logging_setup import configure_logging
 
-    settings = load_settings(config, **flags)
+    settings = load_settings(config, **settings_options)
     configure_logging(settings.log_level)
-    say_model(settings)
+    note_demo_model(settings)
     if supervised or settings.devices:
         from llamaq.worker.local.local_stack import supervise
 
@@ -89,44 +83,55 @@ def run_worker(
 def run_up(
     *,
     config: Config = None,
-    port: Annotated[int, typer.Option(help="port of the embedded Redis, on 127.0.0.1")] = DEFAULT_PORT,
-    data_dir: Annotated[Path | None, typer.Option(help="where the embedded Redis keeps its data; else memory")] = None,
-    flags: dict[str, Any],
+    port: Annotated[int, typer.Option(help="TCP port of the embedded Redis, on 127.0.0.1.")] = DEFAULT_PORT,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder where the embedded Redis stores its data. If not set: in memory only.")
+    ] = None,
+    settings_options: dict[str, Any],
 ) -> None:
-    """The whole stack on this machine: Redis (embedded, unless --redis-url names one) and workers."""
+    """Start Redis and workers on this machine. Redis is embedded, unless --redis-url is given."""
     from llamaq.worker.local.local_stack import redis_for, supervise
     from llamaq.worker.process.logging_setup import configure_logging
 
-    settings = load_settings(config, **flags)
+    settings = load_settings(config, **settings_options)
     configure_logging(settings.log_level)
-    say_model(settings)
-    named = settings.redis_url if "redis_url" in settings.model_fields_set else None
-    with redis_for(named, port=port, data_dir=data_dir) as url:
-        if named is None:
-            where = f"in {data_dir}" if data_dir else "in memory alone: --data-dir keeps it"
-            console.print(f"Redis: {url} (embedded, {where})", markup=False)
-        console.print(f"Try:   {example(settings, url if named is None else None)}", markup=False)
+    note_demo_model(settings)
+    given_url = settings.redis_url if "redis_url" in settings.model_fields_set else None
+    with redis_for(given_url, port=port, data_dir=data_dir) as url:
+        if given_url is None:
+            place = f"in {data_dir}" if data_dir else "in memory only; --data-dir stores it on disk"
+            _print_note(f"Redis: {url} (embedded, {place})")
+        _print_note(f"Try:   {example_command(settings, url if given_url is None else None)}")
         raise typer.Exit(supervise(settings.model_copy(update={"redis_url": url})))
 
 
 def run_demo(
-    jobs: Annotated[int, typer.Option(min=1, max=64, help="jobs to submit at once")] = 8,
-    model: Annotated[str | None, typer.Option(help="a GGUF file instead of the model that ships")] = None,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Number of jobs, submitted at the same time.")] = 8,
+    model: Annotated[str | None, typer.Option(help="A GGUF file. If not set: the demo model of llamaq.")] = None,
 ) -> None:
-    """Eight jobs streaming side by side through one llama.cpp batch, with everything they need started for them."""
-    from llamaq.cli.demo import show
+    """Show eight jobs that stream side by side through one llama.cpp batch. Redis and the worker are started for it."""
+    from llamaq.cli import demo
 
     logging.getLogger("llamaq").addHandler(logging.NullHandler())
-    raise typer.Exit(show(jobs, model))
+    raise typer.Exit(demo.run(jobs, model))
 
 
-def example(settings: WorkerSettings, url: str | None) -> str:
-    """A command that shows the stack at work. A URL that the user named is left out: it may hold a password."""
+def example_command(settings: WorkerSettings, url: str | None) -> str:
+    """Return a command that generates a text with these settings.
+
+    Args:
+        settings: The settings of the worker.
+        url: The Redis URL to show. None for a URL from the user, which may contain a password.
+    """
     queue = f" --queue {settings.queue}" if "queue" in settings.model_fields_set else ""
     return f"llamaq generate 'Once upon a time'{queue}" + (f" --redis-url {url}" if url else "")
 
 
-def say_model(settings: WorkerSettings) -> None:
-    """Tell the user when nothing but the demo model is served."""
+def note_demo_model(settings: WorkerSettings) -> None:
+    """Print a note if no model is set, because then the worker serves the demo model."""
     if settings.model is None:
-        console.print("No --model given: serving the small demo model that ships with llamaq (see its MODEL_CARD.md).")
+        _print_note("No --model given: serving the small demo model of llamaq (see its MODEL_CARD.md).")
+
+
+def _print_note(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(text, markup=False)

@@ -1,0 +1,87 @@
+"""`llamaq dead`: list, show, retry and purge."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import pytest
+from tests.support.dead_letters import add_dead_letters
+from typer.testing import CliRunner
+
+from llamaq.cli.main import build_app, main
+from llamaq.producer import Client, DeadLetter, DeadLetterDetails
+
+
+@pytest.fixture
+def letters(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of a dead job and of an entry that is not a job, in the queue that the environment names."""
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMAQ_QUEUE", queue)
+    monkeypatch.setenv("COLUMNS", "200")
+    return asyncio.run(add_dead_letters(redis_url, queue))
+
+
+def llamaq(*args: str) -> str:
+    result = CliRunner().invoke(build_app(args[0]), args, catch_exceptions=False)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+
+def test_list_and_show_print_tables_and_json(letters: list[str]) -> None:
+    job_id, garbage = letters
+    table = llamaq("dead", "list")
+    assert job_id in table
+    assert "3 workers died with this job" in table
+    assert garbage in table
+    listed = [DeadLetter.model_validate_json(line) for line in llamaq("dead", "list", "--json").splitlines()]
+    assert [letter.id for letter in listed] == [garbage, job_id]
+    shown = llamaq("dead", "show", job_id)
+    assert "what kills" in shown
+    assert "a b c" in shown
+    assert "two tokens" in shown
+    assert "nonsense" in llamaq("dead", "show", garbage)
+    details = DeadLetterDetails.model_validate_json(llamaq("dead", "show", job_id, "--json"))
+    assert details.request is not None
+    assert details.request.prompt == "what kills"
+
+
+def test_retry_submits_one_job_and_prints_its_id(letters: list[str], redis_url: str, queue: str) -> None:
+    job_id, garbage = letters
+    new_id = llamaq("dead", "retry", job_id).strip()
+    assert json.loads(llamaq("status", new_id, "--json"))["state"] == "queued"
+    assert llamaq("dead", "retry", "--all") == ""
+    with Client(redis_url, queue) as client:
+        assert [letter.id for letter in client.dead_letters()] == [garbage]
+
+
+def test_retry_and_purge_have_an_option_for_all_letters(letters: list[str]) -> None:
+    new_id = llamaq("dead", "retry", "--all").strip()
+    assert new_id not in letters
+    assert llamaq("dead", "purge", letters[1]) == ""
+    assert llamaq("dead", "purge", "--all") == ""
+    assert llamaq("dead", "list", "--json") == ""
+
+
+def test_an_error_is_one_line(
+    letters: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args, complaint in (
+        (["retry", letters[1]], "is not a job"),
+        (["show", letters[0][:-1] + "x"], "not a job id"),
+        (["purge", letters[0][:-4] + "0000"], "no dead letter"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["llamaq", "dead", *args])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        assert (caught.value.code, out, err.count("\n")) == (1, "", 1)
+        assert complaint in err
+
+
+@pytest.mark.parametrize("args", [["retry"], ["purge"], ["purge", "x", "--all"]])
+def test_retry_and_purge_require_one_id_or_all(args: list[str]) -> None:
+    result = CliRunner().invoke(build_app("dead"), ["dead", *args])
+    assert result.exit_code == 2
+    assert "--all" in result.stderr

@@ -1,0 +1,42 @@
+"""Puts dead letters into a queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llamaq.common.protocol.keys import JobId
+from llamaq.producer import AsyncClient, JobState
+from llamaq.producer.testing import FakeWorker
+from llamaq.worker.broker.inbox import Inbox
+
+
+async def add_dead_letters(url: str, queue: str) -> list[str]:
+    """Add one dead job and one entry that is not a job. Returns the ids of their dead letters, in this order."""
+    async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
+        await add_dead_job(client, worker, "what kills")
+        await add_garbage_entry(worker)
+        return [letter.id for letter in reversed(await client.dead_letters())]
+
+
+async def add_dead_job(client: AsyncClient, worker: FakeWorker, prompt: str = "poison", **options: Any) -> str:
+    """Submit a job that generates two tokens and then crashes three workers. Returns its id."""
+    job = await client.submit(prompt, **options)
+    first = await worker.start_next()
+    await first.emit([7, 8], "two tokens")
+    await worker.scripts.requeue(first.claim, first.number)
+    for name in ("a", "b", "c"):
+        await worker.scripts.start(first.claim, name)
+        await worker.scripts.check_crash(
+            first.claim, "heir", last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
+        )
+    assert (await job.status()).state is JobState.FAILED
+    return job.id
+
+
+async def add_garbage_entry(worker: FakeWorker) -> None:
+    """Add a queue entry that is not a job, and let a worker claim it."""
+    inbox = Inbox(worker.redis, worker.keys, queue=worker.queue, partitions=1, worker_id="w", lease_s=10, max_crashes=3)
+    await inbox.open(max_queue=0)
+    await worker.redis.xadd(worker.keys.of_job(str(JobId.new(worker.queue))).bulk, {"id": "nonsense"})
+    assert await inbox.claim(1, block_s=0.01) == []
+    await inbox.close()
