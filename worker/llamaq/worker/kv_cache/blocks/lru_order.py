@@ -10,7 +10,8 @@ from llamaq.worker.kv_cache.blocks.block import Block
 class LruOrder:
     """The blocks of one tier. Pinned blocks count in `n_bytes` but are not in the order: they cannot be evicted.
 
-    Invariant: a block comes after all its descendants, because every use of a block is also a use of its ancestors.
+    Invariant: from the oldest to the newest, a block comes after all its descendants, because every use of a block is
+    also a use of its ancestors.
 
     The order is a linked ring, so that a new block can be placed directly before its parent wherever the parent is. The
     root of the tree closes the ring: the newest block is before the root, the oldest one is after it.
@@ -43,7 +44,10 @@ class LruOrder:
         return None if block is self._root else block
 
     def add(self, block: Block) -> None:
-        """Add a block directly before its nearest ancestor in this order: it counts as used when the ancestor was."""
+        """Add a block directly before its nearest ancestor in the order, as if both were last used at the same time.
+
+        Without such an ancestor the block becomes the newest.
+        """
         self.n_bytes += self._size_of(block)
         if not block.pin_count:
             ancestor = block.parent
