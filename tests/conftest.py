@@ -115,14 +115,10 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def vocab(demo_model: Path) -> Iterator[Vocab]:
-    vocab = Vocab.from_blob(extract_vocab(demo_model))
-    yield vocab
-    vocab.close()
+def vocab(demo_model: Path) -> Vocab:
+    return Vocab.from_blob(extract_vocab(demo_model))
 
 
 @pytest.fixture(scope="session")
-def chat_vocab(chat_model: Path) -> Iterator[Vocab]:
-    vocab = Vocab.from_blob(extract_vocab(chat_model))
-    yield vocab
-    vocab.close()
+def chat_vocab(chat_model: Path) -> Vocab:
+    return Vocab.from_blob(extract_vocab(chat_model))

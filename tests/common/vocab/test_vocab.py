@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import llama_cpp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,10 +164,15 @@ def test_all_threads_get_the_same_tokens(vocab: Vocab) -> None:
     assert all(result == results[0] for result in results)
 
 
-def test_a_vocabulary_may_be_closed_twice(chat_model: Path) -> None:
+def test_a_vocabulary_frees_the_model_that_it_loaded_once(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = []
+    free = llama_cpp.llama_model_free
+    monkeypatch.setattr(llama_cpp, "llama_model_free", lambda model: freed.append(free(model)))
     vocab = Vocab.from_blob(extract_vocab(chat_model))
-    vocab.close()
-    vocab.close()
+    vocab.encode_chat(chat("hi <|im_end|>"))
+    assert not freed
+    del vocab
+    assert len(freed) == 1
 
 
 @pytest.mark.parametrize("blob", [b"", b"GGUF", b"no vocabulary at all" * 10])
@@ -179,7 +185,7 @@ def test_loading_a_vocabulary_writes_nothing_to_stderr(chat_model: Path) -> None
     code = (
         "import sys; from pathlib import Path; from llamaq.common.vocab.vocab import Vocab;"
         "from llamaq.worker.engine.gguf_vocab import extract_vocab;"
-        "v = Vocab.from_blob(extract_vocab(Path(sys.argv[1]))); v.encode('<|bos|>x'); v.close()"
+        "v = Vocab.from_blob(extract_vocab(Path(sys.argv[1]))); v.encode('<|bos|>x'); del v"
     )
     done = subprocess.run([sys.executable, "-c", code, chat_model], capture_output=True, timeout=60, check=True)
     assert done.stderr == b""

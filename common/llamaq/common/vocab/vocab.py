@@ -35,17 +35,18 @@ _discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: No
 
 
 class Vocab:
-    """The tokens of one model. Thread-safe, except for `close`.
+    """The tokens of one model. Thread-safe.
 
     Args:
         model: Pointer to a llama_model.
-        owned: Whether the vocabulary owns the model. An owned model is freed by `close`, or with this object; no
-            method may be called after that.
+        owned: Whether the vocabulary owns the model. An owned model is freed with this object; any other model must
+            live longer.
     """
 
     def __init__(self, model: Any, *, owned: bool) -> None:
         self._vocab = llama_cpp.llama_model_get_vocab(model)
-        self._close = weakref.finalize(self, llama_cpp.llama_model_free, model) if owned else None
+        if owned:
+            weakref.finalize(self, llama_cpp.llama_model_free, model)
         self._pieces: dict[int, bytes] = {}
         self.n_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.bos = _token_or_none(llama_cpp.llama_vocab_bos(self._vocab))
@@ -81,11 +82,6 @@ class Vocab:
         if not model:
             raise ModelError(f"llama.cpp cannot read this vocabulary of {len(blob)} bytes")
         return cls(model, owned=True)
-
-    def close(self) -> None:
-        """Free the model if this vocabulary owns it. May be called twice."""
-        if self._close is not None:
-            self._close()
 
     @property
     def pointer(self) -> Any:

@@ -20,7 +20,6 @@ class TokenBatch:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
         self._tokens = np.zeros(capacity, np.int32)
         self._positions = np.zeros(capacity, np.int32)
         self._seq_ids = np.zeros(capacity, np.int32)
