@@ -1,4 +1,4 @@
-"""Tasks that talk to Redis end when they are told to, also where a cancellation is swallowed."""
+"""Cancelled tasks end, also when redis-py swallows a cancellation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llamaq.common.cancel_tasks import cancel_tasks
 
 
 async def swallow(times: int, log: list[int]) -> None:
-    """What `asyncio.wait_for` may do before Python 3.12."""
+    """Swallow cancellations, as `asyncio.wait_for` may do before Python 3.12."""
     while True:
         try:
             await asyncio.sleep(60)
@@ -27,9 +27,9 @@ async def test_a_task_that_swallows_cancellations_is_cancelled_again() -> None:
     assert len(log) == 3
 
 
-async def test_tasks_that_have_ended_already_are_no_trouble() -> None:
+async def test_tasks_that_have_already_ended_are_accepted() -> None:
     async def fail() -> None:
-        raise ValueError("nobody asked")
+        raise ValueError("dropped")
 
     failed, done = asyncio.create_task(fail()), asyncio.create_task(asyncio.sleep(0))
     await asyncio.wait([failed, done])

@@ -1,4 +1,4 @@
-"""A worker's settings: flags over environment over file over defaults, and errors that name what to change."""
+"""Settings of a worker: their sources and their order, and errors that name the flag and the variable."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "worker.toml"
-    path.write_text('queue = "of-the-file"\nn_ctx = 1024\nlease_s = 7\ndevices = [1, 2]\nhooks = ["m:f"]\n')
+    path.write_text('queue = "from-file"\nn_ctx = 1024\nlease_s = 7\ndevices = [1, 2]\nhooks = ["m:f"]\n')
     return path
 
 
-def test_without_anything_the_defaults_count() -> None:
+def test_without_flags_and_variables_all_settings_are_defaults() -> None:
     settings = load_settings()
     assert settings == WorkerSettings()
     assert settings.model_fields_set == set()
@@ -37,14 +37,14 @@ def test_flags_win_over_variables_over_the_file_over_defaults(config: Path, monk
     monkeypatch.setenv("LLAMAQ_N_CTX", "2048")
     monkeypatch.setenv("LLAMAQ_LEASE_S", "8")
     settings = load_settings(config, lease_s=9.0, n_parallel=None)
-    assert settings.queue == "of-the-file"
+    assert settings.queue == "from-file"
     assert settings.n_ctx == 2048
     assert settings.lease_s == 9.0
-    assert settings.n_parallel == 4, "a flag that was not given is None"
+    assert settings.n_parallel == 4, "None stands for a flag that was not given"
     assert settings.model_fields_set == {"queue", "n_ctx", "lease_s", "devices", "hooks"}
 
 
-def test_lists_come_with_commas_or_as_toml_arrays(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_are_separated_by_commas_or_are_toml_arrays(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(config)
     assert settings.devices == (1, 2)
     assert settings.hooks == ("m:f",)
@@ -54,18 +54,18 @@ def test_lists_come_with_commas_or_as_toml_arrays(config: Path, monkeypatch: pyt
     assert settings.hooks == ("a:b", "c:d")
 
 
-def test_the_file_of_one_worker_says_nothing_to_the_next(config: Path) -> None:
+def test_the_file_of_one_call_does_not_affect_the_next_call(config: Path) -> None:
     assert load_settings(config).n_ctx == 1024
     assert load_settings().n_ctx == 8192
 
 
-def test_settings_survive_the_way_to_a_child_process() -> None:
+def test_settings_as_json_are_read_unchanged_by_a_child_process() -> None:
     settings = load_settings(devices="0,3", temperature=0.1, model="x.gguf")
     assert WorkerSettings.model_validate_json(settings.model_dump_json()) == settings
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ({"n_parallel": 0}, "--n-parallel (LLAMAQ_N_PARALLEL): Input should be greater than or equal to 1, got '0'"),
         ({"n_parallel": 257}, "--n-parallel (LLAMAQ_N_PARALLEL)"),
@@ -82,20 +82,20 @@ def test_settings_survive_the_way_to_a_child_process() -> None:
         ({"n_batch": 4096, "n_ctx": 2048}, "--n-batch (LLAMAQ_N_BATCH): 4096 is more than --n-ctx 2048"),
     ],
 )
-def test_a_bad_flag_is_named_with_its_variable(flags: dict[str, Any], said: str) -> None:
+def test_the_error_of_an_invalid_flag_also_names_its_variable(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSettings) as caught:
         load_settings(**flags)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_bad_variable_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_an_invalid_variable_also_names_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMAQ_LEASE_S", "soon")
     with pytest.raises(InvalidSettings, match=r"--lease-s \(LLAMAQ_LEASE_S\): .*got 'soon'"):
         load_settings()
 
 
-def test_every_bad_setting_is_said_at_once() -> None:
+def test_one_error_names_all_invalid_settings() -> None:
     with pytest.raises(InvalidSettings) as caught:
         load_settings(n_ctx=1, top_p=2.0)
     assert "--n-ctx" in str(caught.value)
@@ -103,7 +103,7 @@ def test_every_bad_setting_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("n_ctxx = 5", "n_ctxx: there is no such setting"),
         ("n_ctx = ", "Invalid value"),
@@ -111,12 +111,12 @@ def test_every_bad_setting_is_said_at_once() -> None:
         ('n_ctx = "many"', "--n-ctx (LLAMAQ_N_CTX)"),
     ],
 )
-def test_a_file_with_an_unknown_key_or_bad_value_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_with_an_unknown_key_or_bad_value_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(InvalidSettings) as caught:
         load_settings(path)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         load_settings(tmp_path / "nowhere.toml")
 
 
-def test_an_unknown_variable_is_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLAMAQ_TIMEOUT_S", "5")  # a client's
+def test_a_variable_of_a_client_setting_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAQ_TIMEOUT_S", "5")  # a setting of clients
     assert load_settings() == WorkerSettings()
 
 
@@ -142,6 +142,6 @@ def test_threads_are_the_cores_that_the_process_may_use(monkeypatch: pytest.Monk
     assert usable_cores() == (os.cpu_count() or 1)
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         setattr(WorkerSettings(), "n_ctx", 1)  # noqa: B010  # mypy knows that it cannot be

@@ -1,4 +1,4 @@
-"""Bytes from outside become a model, an `InvalidRequest` or a `ProtocolError`, and nothing else."""
+"""Any bytes decode to a model, or raise `InvalidRequest` or `ProtocolError`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HUGE_ARRAY = b"\xdd\xff\xff\xff\xff"
 @example(LIST_AS_KEY)
 @example(HUGE_ARRAY)
 @example(msgpack.packb({"prompt": "x", "metadata": {"a": b"bytes"}}))
-def test_any_bytes_are_a_request_or_an_invalid_request(data: bytes) -> None:
+def test_any_bytes_decode_to_a_request_or_raise_invalid_request(data: bytes) -> None:
     try:
         request = codec.decode_request(data, LIMIT)
     except InvalidRequest:
@@ -56,7 +56,7 @@ def test_any_bytes_are_a_request_or_an_invalid_request(data: bytes) -> None:
 @example(SHORT_MAP)
 @example(LIST_AS_KEY)
 @example(HUGE_ARRAY)
-def test_any_bytes_are_an_event_an_output_a_model_or_a_protocol_error(data: bytes) -> None:
+def test_any_bytes_decode_to_an_event_an_output_or_a_model_or_raise_protocol_error(data: bytes) -> None:
     for decode in (
         codec.decode_event,
         codec.decode_output,
@@ -87,7 +87,7 @@ good_requests = st.builds(
 
 
 @given(good_requests)
-def test_a_request_comes_back_as_it_was(request: JobRequest) -> None:
+def test_a_decoded_request_equals_the_encoded_one(request: JobRequest) -> None:
     assert codec.decode_request(codec.encode_request(request, LIMIT), LIMIT) == request
 
 
@@ -105,18 +105,20 @@ def test_a_request_comes_back_as_it_was(request: JobRequest) -> None:
         st.builds(Failed, code=st.text(), message=st.text()),
     )
 )
-def test_an_event_comes_back_as_it_was(event: Any) -> None:
+def test_a_decoded_event_equals_the_encoded_one(event: Any) -> None:
     assert codec.decode_event(codec.encode_event(event)) == event
 
 
 @given(st.text(), st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31), st.integers(0, 2**31))
-def test_tokens_and_outputs_come_back_as_they_were(text: str, tokens: list[int], offset: int, chars: int) -> None:
+def test_decoded_tokens_and_outputs_equal_the_encoded_ones(
+    text: str, tokens: list[int], offset: int, chars: int
+) -> None:
     event = Tokens(offset=offset, tokens=tuple(tokens), text_offset=chars, text=text)
     assert codec.decode_event(codec.encode_tokens(offset, tokens, chars, text)) == event
     assert codec.decode_output(codec.encode_output(text, tokens)) == (text, tuple(tokens))
 
 
-def test_defaults_do_not_travel() -> None:
+def test_defaults_are_not_encoded() -> None:
     request = JobRequest(prompt="x")
     assert codec.encode_request(request, LIMIT) == msgpack.packb({"prompt": "x"})
     assert codec.decode_request(msgpack.packb({"prompt": "x"}), LIMIT).max_tokens == JobParams().max_tokens
@@ -129,12 +131,12 @@ def test_sizes_are_checked_before_anything_is_decoded() -> None:
         codec.encode_request(JobRequest(prompt="x" * 17), 16)
 
 
-def test_a_text_that_is_no_unicode_is_an_invalid_request() -> None:
+def test_text_with_invalid_unicode_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match="Unicode"):
         codec.encode_request(JobRequest(prompt="\ud800"), LIMIT)
 
 
-def test_numbers_and_depths_that_msgpack_cannot_carry_are_invalid_requests() -> None:
+def test_numbers_and_nesting_that_msgpack_cannot_encode_are_invalid_requests() -> None:
     nested: Any = 1
     for _ in range(2000):
         nested = [nested]
@@ -143,7 +145,7 @@ def test_numbers_and_depths_that_msgpack_cannot_carry_are_invalid_requests() -> 
             codec.encode_request(codec.build_request({"prompt": "x", "metadata": metadata}), LIMIT)
 
 
-def test_fields_that_a_newer_version_added_are_ignored_in_events_and_refused_in_requests() -> None:
+def test_unknown_fields_are_ignored_in_events_and_refused_in_requests() -> None:
     newer = msgpack.packb({"type": "failed", "code": "internal", "message": "m", "hint": "new"})
     assert codec.decode_event(newer) == Failed(code="internal", message="m")
     with pytest.raises(InvalidRequest, match="hint"):

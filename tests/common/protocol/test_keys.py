@@ -16,7 +16,7 @@ names = st.from_regex(r"[A-Za-z0-9_\-]{1,64}", fullmatch=True)
 
 
 @given(names, st.integers(1, 1024), st.none() | st.text(max_size=300))
-def test_a_job_id_names_its_queue_and_partition(queue: str, partitions: int, key: str | None) -> None:
+def test_a_job_id_contains_its_queue_and_partition(queue: str, partitions: int, key: str | None) -> None:
     job_id = JobId.new(queue, partitions, key)
     assert JobId.parse(str(job_id)) == job_id
     assert job_id.queue == queue
@@ -24,13 +24,13 @@ def test_a_job_id_names_its_queue_and_partition(queue: str, partitions: int, key
 
 
 @given(st.text(max_size=300))
-def test_one_idempotency_key_always_leads_to_one_partition(key: str) -> None:
+def test_jobs_with_one_idempotency_key_are_in_one_partition(key: str) -> None:
     assert JobId.new("q", 64, key).partition == JobId.new("q", 64, key).partition
     assert JobId.new("q", 64, key).token != JobId.new("q", 64, key).token
 
 
 @given(st.text() | st.from_regex(r"[a-z]{1,3}\.[0-9]{1,5}\.[0-9a-f]{31,33}\n?"))
-def test_an_id_from_outside_is_a_job_id_or_an_invalid_request(text: str) -> None:
+def test_any_text_is_a_job_id_or_raises_invalid_request(text: str) -> None:
     try:
         parsed = JobId.parse(text)
     except InvalidRequest:
@@ -41,7 +41,7 @@ def test_an_id_from_outside_is_a_job_id_or_an_invalid_request(text: str) -> None
 
 
 @pytest.mark.parametrize("bad", ["", "a b", "a.b", "{a}", "a:b", "x" * 65, "a\n", "ä"])
-def test_what_is_no_queue_name_is_refused(bad: str) -> None:
+def test_an_invalid_queue_name_is_refused(bad: str) -> None:
     with pytest.raises(ValidationError, match="queue"):
         QueueSettings(queue=bad)
 
@@ -56,7 +56,7 @@ def test_all_keys_of_a_job_share_one_hash_tag() -> None:
         assert key.count("{") == 1
 
 
-def test_every_key_is_its_own() -> None:
+def test_all_keys_are_different() -> None:
     keys = Keys()
     job_id = str(JobId("q", 0, "0" * 32))
     made = [*dataclasses.asdict(keys.of_job(job_id)).values(), keys.config("q", 0), keys.dead("q", 0)]
@@ -66,5 +66,5 @@ def test_every_key_is_its_own() -> None:
     assert all(key.startswith("llamaq:") for key in made)
 
 
-def test_a_users_idempotency_key_does_not_show_in_redis() -> None:
+def test_the_name_of_a_redis_key_does_not_contain_the_idempotency_key() -> None:
     assert "secret" not in Keys().idempotency("q", 0, "secret")

@@ -15,7 +15,7 @@ def test_every_sampling_parameter_has_a_worker_default() -> None:
     assert SamplingParams.model_fields.keys() == SamplingDefaults.model_fields.keys()
 
 
-def test_a_jobs_own_sampling_goes_over_the_defaults_also_when_it_is_zero() -> None:
+def test_a_sampling_parameter_of_a_job_replaces_the_default_even_if_it_is_zero() -> None:
     defaults = SamplingDefaults(temperature=0.7, top_k=30)
     resolved = defaults.resolve(SamplingParams(temperature=0, min_p=0.2))
     assert (resolved.temperature, resolved.top_k, resolved.min_p) == (0, 30, 0.2)
@@ -63,17 +63,17 @@ def test_a_bad_request_names_its_field(values: dict[str, Any], complaint: str) -
         codec.build_request(values)
 
 
-def test_a_complaint_does_not_show_the_private_input() -> None:
+def test_an_error_message_does_not_contain_the_private_input() -> None:
     with pytest.raises(InvalidRequest) as caught:
         codec.build_request({"prompt": ["my secret prompt"], "metadata": {"name": {"secret"}}})
     assert "secret" not in str(caught.value)
 
 
-def test_an_empty_text_is_a_prompt() -> None:
+def test_an_empty_text_is_a_valid_prompt() -> None:
     assert codec.build_request({"prompt": ""}).prompt == ""
 
 
-def test_requests_do_not_change() -> None:
+def test_requests_are_immutable() -> None:
     request = JobRequest(prompt="x")
     with pytest.raises(ValidationError):
         request.prompt = "y"  # type: ignore[misc]

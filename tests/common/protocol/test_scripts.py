@@ -44,7 +44,7 @@ async def start(client: AsyncClient, worker: FakeWorker, **options: Any) -> tupl
     return job, await worker.start_next()
 
 
-def ending(reason: FinishReason = FinishReason.STOP) -> TerminalWrite:
+def terminal_write(reason: FinishReason = FinishReason.STOP) -> TerminalWrite:
     return TerminalWrite(Finished(finish_reason=reason, stats=JobStats()), {"finish_reason": reason.value})
 
 
@@ -73,7 +73,7 @@ async def test_fifty_submits_with_one_idempotency_key_make_one_job(redis_url: st
         assert other.id != jobs[0].id
 
 
-async def test_an_idempotency_key_is_free_again_when_the_result_has_expired(redis_url: str, queue: str) -> None:
+async def test_an_idempotency_key_can_be_used_again_after_the_result_has_expired(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, result_ttl_s=0.05) as client:
         first = await client.submit("hello", idempotency_key="key")
         await first.cancel()
@@ -84,7 +84,7 @@ async def test_an_idempotency_key_is_free_again_when_the_result_has_expired(redi
         assert second.is_new
 
 
-async def test_max_queue_holds_under_concurrent_submits_of_both_priorities(redis_url: str, queue: str) -> None:
+async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(redis_url: str, queue: str) -> None:
     async with FakeWorker(redis_url, queue) as worker:
         await worker.redis.hset(worker.keys.config(queue, 0), "max_queue", "5")
 
@@ -108,7 +108,7 @@ async def test_jobs_that_run_do_not_count_for_max_queue(redis_url: str, queue: s
         assert (await job.status()).state is JobState.QUEUED
 
 
-async def test_an_entry_of_the_other_stream_with_the_same_id_starts_nothing(redis_url: str, queue: str) -> None:
+async def test_an_entry_with_the_same_id_in_the_other_stream_does_not_start_the_job(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, _ = await start(client, worker)
         keys = worker.keys.of_job(job.id)
@@ -122,7 +122,7 @@ async def test_an_entry_of_the_other_stream_with_the_same_id_starts_nothing(redi
 # start
 
 
-async def test_each_start_is_a_new_attempt_and_knows_what_the_earlier_ones_stored(redis_url: str, queue: str) -> None:
+async def test_each_start_is_a_new_attempt_and_returns_the_number_of_stored_tokens(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         assert attempt.number == 1
@@ -135,17 +135,17 @@ async def test_each_start_is_a_new_attempt_and_knows_what_the_earlier_ones_store
         assert [e.attempt for e in await stored_events(worker, job.id) if isinstance(e, Started)] == [1, 2]
 
 
-async def test_starting_what_is_no_job_is_gone_and_what_has_ended_is_done(redis_url: str, queue: str) -> None:
+async def test_starting_a_missing_job_returns_gone_and_an_ended_job_returns_done(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         await attempt.finish()
         assert await worker.scripts.start(attempt.claim, "fake") == "done"
-        nobody = Claim(str(JobId.new(queue)), attempt.claim.stream, "1-1")
-        assert await worker.scripts.start(nobody, "fake") == "gone"
+        missing = Claim(str(JobId.new(queue)), attempt.claim.stream, "1-1")
+        assert await worker.scripts.start(missing, "fake") == "gone"
         assert (await job.status()).attempt == 1
 
 
-async def test_an_entry_that_is_not_the_jobs_own_is_dropped(redis_url: str, queue: str) -> None:
+async def test_an_entry_that_was_not_made_for_the_job_is_dropped(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         forged: Any = await worker.redis.xadd(attempt.claim.stream, {"id": job.id})
@@ -155,12 +155,14 @@ async def test_an_entry_that_is_not_the_jobs_own_is_dropped(redis_url: str, queu
         assert (await client.queue_depth()).running == 1
 
 
-async def test_a_job_whose_queue_timeout_has_passed_ends_with_deadline_at_its_start(redis_url: str, queue: str) -> None:
+async def test_a_job_that_waited_longer_than_its_queue_timeout_ends_with_deadline_at_its_start(
+    redis_url: str, queue: str
+) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("late", queue_timeout_s=0.001)
         claim = await worker.claim()
         assert claim is not None
-        await asyncio.sleep(0.01)  # the deadline itself, by the clock of Redis
+        await asyncio.sleep(0.01)  # until the deadline has passed, by the clock of Redis
         assert await worker.scripts.start(claim, "fake") == "ended"
         result = await job.result(timeout=5)
         assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())
@@ -187,7 +189,9 @@ async def test_a_flush_sent_twice_stores_once(redis_url: str, queue: str) -> Non
         assert [e.tokens for e in await stored_events(worker, job.id) if isinstance(e, Tokens)] == [(1, 2)]
 
 
-async def test_a_flush_behind_a_gap_is_refused_with_the_length_to_send_again_from(redis_url: str, queue: str) -> None:
+async def test_a_flush_with_a_gap_stores_nothing_and_returns_the_number_of_stored_tokens(
+    redis_url: str, queue: str
+) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         ahead = attempt.increment([3], "c", offset=2)
@@ -207,7 +211,7 @@ async def test_only_the_newest_attempt_writes(redis_url: str, queue: str) -> Non
         assert not [e for e in await stored_events(worker, job.id) if not isinstance(e, Started)]
 
 
-async def test_a_flush_for_many_jobs_answers_for_each_of_them(redis_url: str, queue: str) -> None:
+async def test_a_flush_of_many_jobs_returns_a_reply_for_each_of_them(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         runs = [await start(client, worker) for _ in range(3)]
         await runs[1][0].cancel()
@@ -217,7 +221,7 @@ async def test_a_flush_for_many_jobs_answers_for_each_of_them(redis_url: str, qu
         assert [(reply.code, reply.stored) for reply in replies] == [("ok", 1), ("cancel", 1), ("lost", 0)]
 
 
-async def test_renewing_resets_the_idle_time_and_nothing_else(redis_url: str, queue: str) -> None:
+async def test_renewing_a_lease_changes_only_the_idle_time_and_the_consumer(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         _, attempt = await start(client, worker)
         stream = attempt.claim.stream
@@ -231,7 +235,7 @@ async def test_renewing_resets_the_idle_time_and_nothing_else(redis_url: str, qu
         assert after[0]["times_delivered"] == before[0]["times_delivered"] == 1
 
 
-async def test_a_flush_tells_how_many_listen(redis_url: str, queue: str) -> None:
+async def test_a_flush_returns_the_number_of_subscribers(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         assert (await attempt.emit([], "")).listeners == 0
@@ -245,27 +249,27 @@ async def test_a_flush_tells_how_many_listen(redis_url: str, queue: str) -> None
 # finish
 
 
-async def test_a_finish_sent_twice_ends_once(redis_url: str, queue: str) -> None:
+async def test_a_finish_sent_twice_ends_the_job_once(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         last = attempt.increment([1], "a")
-        assert await worker.scripts.finish(last, ending()) == "ok"
-        assert await worker.scripts.finish(last, ending()) == "lost"
+        assert await worker.scripts.finish(last, terminal_write()) == "ok"
+        assert await worker.scripts.finish(last, terminal_write()) == "lost"
         kinds = [event.type for event in await stored_events(worker, job.id)]
         assert kinds == ["started", "tokens", "finished"]
         assert await worker.redis.xlen(attempt.claim.stream) == 0
         assert (await worker.redis.xpending(attempt.claim.stream, GROUP))["pending"] == 0
 
 
-async def test_a_finish_that_redis_is_behind_of_asks_for_the_rest(redis_url: str, queue: str) -> None:
+async def test_a_finish_with_a_gap_returns_the_number_of_stored_tokens(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         await attempt.emit([1], "a")
-        assert await worker.scripts.finish(attempt.increment([4], "d", offset=3), ending()) == 1
+        assert await worker.scripts.finish(attempt.increment([4], "d", offset=3), terminal_write()) == 1
         assert (await job.status()).state is JobState.RUNNING
 
 
-async def test_everything_of_an_ended_job_expires_together(redis_url: str, queue: str) -> None:
+async def test_all_keys_of_an_ended_job_expire_together(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, result_ttl_s=100) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker, idempotency_key="k")
         keys = client.keys.of_job(job.id)
@@ -279,7 +283,7 @@ async def test_everything_of_an_ended_job_expires_together(redis_url: str, queue
 # cancel
 
 
-async def test_cancelling_a_waiting_job_ends_it_and_empties_its_place(redis_url: str, queue: str) -> None:
+async def test_cancelling_a_waiting_job_ends_it_and_deletes_its_entry(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello", priority="bulk")
         assert await worker.scripts.cancel(job.id) == "cancelled"
@@ -288,7 +292,7 @@ async def test_cancelling_a_waiting_job_ends_it_and_empties_its_place(redis_url:
         assert (await client.queue_depth()).waiting == 0
 
 
-async def test_cancelling_a_claimed_job_that_has_not_started_ends_it_too(redis_url: str, queue: str) -> None:
+async def test_cancelling_a_claimed_job_before_its_start_ends_it(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
         claim = await worker.claim()
@@ -298,7 +302,7 @@ async def test_cancelling_a_claimed_job_that_has_not_started_ends_it_too(redis_u
         assert (await client.queue_depth()).running == 0
 
 
-async def test_cancelling_a_running_job_is_told_to_its_worker(redis_url: str, queue: str) -> None:
+async def test_the_worker_of_a_cancelled_job_learns_of_it_from_its_flush(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         assert await worker.scripts.cancel(job.id) == "requested"
@@ -309,7 +313,7 @@ async def test_cancelling_a_running_job_is_told_to_its_worker(redis_url: str, qu
         assert await worker.scripts.cancel(job.id) == "done"
 
 
-async def test_a_job_cancelled_after_its_worker_died_ends_at_the_next_start(redis_url: str, queue: str) -> None:
+async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_start(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         await attempt.emit([1], "a")
@@ -319,7 +323,7 @@ async def test_a_job_cancelled_after_its_worker_died_ends_at_the_next_start(redi
         assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
 
 
-async def test_cancelling_what_is_no_job_is_gone(redis_url: str, queue: str) -> None:
+async def test_cancelling_a_missing_job_returns_gone(redis_url: str, queue: str) -> None:
     async with FakeWorker(redis_url, queue) as worker:
         assert await worker.scripts.cancel(str(JobId.new(queue))) == "gone"
 
@@ -328,9 +332,7 @@ async def test_cancelling_what_is_no_job_is_gone(redis_url: str, queue: str) -> 
 
 
 @pytest.mark.parametrize("was_started", [True, False])
-async def test_a_job_handed_back_can_be_taken_at_once_by_another_worker(
-    redis_url: str, queue: str, was_started: bool
-) -> None:
+async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, queue: str, was_started: bool) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
         claim = await worker.claim()
@@ -339,16 +341,14 @@ async def test_a_job_handed_back_can_be_taken_at_once_by_another_worker(
             assert isinstance(await worker.scripts.start(claim, "fake"), Attempt)
         assert await worker.scripts.requeue(claim, 1 if was_started else None) is True
         assert (await job.status()).state is JobState.QUEUED
-        taken: Any = await worker.redis.xautoclaim(claim.stream, GROUP, "other", min_idle_time=3600_000, count=10)
-        assert [entry_id.decode() for entry_id, _ in taken[1]] == [claim.entry_id]
+        reclaimed: Any = await worker.redis.xautoclaim(claim.stream, GROUP, "other", min_idle_time=3600_000, count=10)
+        assert [entry_id.decode() for entry_id, _ in reclaimed[1]] == [claim.entry_id]
         again = await worker.scripts.start(claim, "other")
         assert isinstance(again, Attempt)
         assert again.number == (3 if was_started else 1)
 
 
-async def test_who_handed_a_job_back_writes_no_more_and_a_second_hand_back_does_nothing(
-    redis_url: str, queue: str
-) -> None:
+async def test_after_a_requeue_the_old_worker_can_neither_write_nor_requeue_again(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         assert await worker.scripts.requeue(attempt.claim, attempt.number)
@@ -357,7 +357,7 @@ async def test_who_handed_a_job_back_writes_no_more_and_a_second_hand_back_does_
         assert await field(worker, job.id, "attempt") == b"2"
 
 
-async def test_a_failed_job_keeps_its_error(redis_url: str, queue: str) -> None:
+async def test_the_error_of_a_failed_job_is_stored(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         await attempt.fail("invalid_grammar", "no rule is called root")

@@ -19,7 +19,7 @@ from llamaq.common.redis.connect import connect
 from llamaq.common.redis.retry import RetryUntilDeadline
 
 
-async def test_a_cancellation_arrives_whenever_it_comes(redis_url: str) -> None:
+async def test_a_cancellation_is_never_swallowed(redis_url: str) -> None:
     redis = connect(redis_url, name="test")
     for _ in range(3):
         for turns in range(40):
@@ -36,7 +36,7 @@ async def test_a_cancellation_arrives_whenever_it_comes(redis_url: str) -> None:
     await redis.aclose()
 
 
-async def test_more_commands_at_once_than_connections_wait_for_each_other(redis_url: str) -> None:
+async def test_commands_wait_when_all_connections_are_in_use(redis_url: str) -> None:
     redis = connect(redis_url, name="test-many")
     await asyncio.gather(*(redis.ping() for _ in range(500)))
     listed = await redis.client_list()
@@ -44,13 +44,13 @@ async def test_more_commands_at_once_than_connections_wait_for_each_other(redis_
     await redis.aclose()
 
 
-def test_what_is_no_url_of_redis_names_the_setting() -> None:
+def test_the_error_of_an_invalid_url_names_the_setting() -> None:
     with pytest.raises(InvalidSettings, match="LLAMAQ_REDIS_URL"):
         connect("localhost:6379", name="test")
 
 
 @pytest.mark.starts_processes
-async def test_a_server_that_was_demoted_is_a_broken_connection_and_no_fault_of_what_was_asked(tmp_path: Path) -> None:
+async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_command(tmp_path: Path) -> None:
     server = Server(tmp_path, free_ports(1)[0], IN_MEMORY)
     server.start()
     redis = connect(f"redis://{HOST}:{server.port}/0", name="test-demoted")
@@ -77,7 +77,7 @@ async def test_a_server_that_was_demoted_is_a_broken_connection_and_no_fault_of_
         server.kill()
 
 
-async def test_after_one_connection_fell_silent_the_others_are_made_again(redis_url: str) -> None:
+async def test_after_a_timeout_all_older_connections_reconnect(redis_url: str) -> None:
     with Proxy(redis_url) as proxy:
         redis = connect(f"{proxy.url}?socket_timeout=0.5", name="test-silent")
         await asyncio.gather(*(redis.ping() for _ in range(5)))
@@ -86,18 +86,18 @@ async def test_after_one_connection_fell_silent_the_others_are_made_again(redis_
         started_s = time.monotonic()
         for _ in range(2 * n_connections):
             await redis.ping()
-        assert time.monotonic() - started_s < 2  # one timeout, and not one after the other
+        assert time.monotonic() - started_s < 2  # one timeout for all connections, not one for each
         await redis.aclose()
 
 
-async def test_patience_is_counted_by_the_clock_and_gives_a_second_try_in_any_case() -> None:
+async def test_retries_end_at_the_deadline_but_not_before_the_second_try() -> None:
     tries = 0
 
     async def fail_slowly() -> None:
         nonlocal tries
         tries += 1
         await asyncio.sleep(0.05)
-        raise RedisConnectionError("away")
+        raise RedisConnectionError("unreachable")
 
     async def ignore(_: Exception) -> None:
         pass

@@ -7,14 +7,14 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.common.redis.url import RedisUrl, Topology, read_url
 
 
-def test_a_plain_url_is_read_as_redis_py_reads_it() -> None:
+def test_a_url_of_one_server_has_the_options_of_redis_py() -> None:
     assert read_url("redis://user:p%40ss@host:6380/2") == RedisUrl(
         Topology.SERVER, {"username": "user", "password": "p@ss", "host": "host", "port": 6380, "db": 2}
     )
     assert read_url("unix:///run/redis+x.sock").options["path"] == "/run/redis+x.sock"
 
 
-def test_a_url_of_sentinels_names_them_the_master_and_its_login() -> None:
+def test_a_sentinel_url_contains_hosts_master_user_and_database() -> None:
     url = read_url("redis+sentinel://user:p%2Css@one,[::1]:5000,three:26380/my%2Dmaster/3")
     assert url.topology is Topology.SENTINEL
     assert url.hosts == (("one", 26379), ("::1", 5000), ("three", 26380))
@@ -23,7 +23,7 @@ def test_a_url_of_sentinels_names_them_the_master_and_its_login() -> None:
     assert url.sentinel_options == {"ssl": False}
 
 
-def test_sentinels_have_a_login_of_their_own_and_the_same_tls() -> None:
+def test_sentinels_have_another_user_and_the_same_tls_options() -> None:
     url = read_url(
         "rediss+sentinel://:secret@one/main?ssl_ca_certs=/ca.pem&sentinel_username=u&sentinel_password=p%26q"
     )
@@ -31,7 +31,7 @@ def test_sentinels_have_a_login_of_their_own_and_the_same_tls() -> None:
     assert url.sentinel_options == {"ssl": True, "ssl_ca_certs": "/ca.pem", "username": "u", "password": "p&q"}
 
 
-def test_a_url_of_a_cluster_names_some_of_its_nodes() -> None:
+def test_a_cluster_url_contains_some_nodes() -> None:
     url = read_url("redis+cluster://user:secret@one:7000,two?socket_timeout=3")
     assert (url.topology, url.hosts) == (Topology.CLUSTER, (("one", 7000), ("two", 6379)))
     assert url.options == {"username": "user", "password": "secret", "socket_timeout": 3.0}
@@ -50,13 +50,13 @@ def test_a_url_of_a_cluster_names_some_of_its_nodes() -> None:
         ("redis+cluster://host/1", "only database 0"),
     ],
 )
-def test_what_is_no_url_of_redis_says_why(url: str, complaint: str) -> None:
+def test_the_error_of_an_invalid_url_gives_the_reason(url: str, complaint: str) -> None:
     with pytest.raises(InvalidSettings, match=complaint) as error:
         read_url(url)
     assert "LLAMAQ_REDIS_URL" in str(error.value)
 
 
-def test_a_list_of_nodes_may_have_an_ipv6_address_anywhere() -> None:
+def test_a_list_of_nodes_may_contain_ipv6_addresses() -> None:
     url = read_url("redis+cluster://one:7000,[::1]:7001/0?socket_timeout=3#nothing")
     assert url.hosts == (("one", 7000), ("::1", 7001))
     assert url.options == {"socket_timeout": 3.0}
