@@ -1,4 +1,4 @@
-"""Slot commands through Redis: how a worker receives, refuses, carries out and answers them."""
+"""Slot commands through Redis: how a worker receives, refuses, executes and answers them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RecordingHandler:
         self.commands: list[SlotCommand] = []
         self._answer = answer
 
-    async def carry_out(self, command: SlotCommand) -> SlotReply:
+    async def execute(self, command: SlotCommand) -> SlotReply:
         self.commands.append(command)
         return self._answer(command)
 
@@ -135,7 +135,7 @@ async def test_with_several_workers_the_caller_must_name_one(redis_url: str, que
             assert one.commands[-1].id != two.commands[-1].id
 
 
-async def test_a_command_that_no_worker_reads_in_time_is_not_carried_out(redis_url: str, queue: str) -> None:
+async def test_a_command_that_no_worker_reads_in_time_is_not_executed(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         async with FakeWorker(redis_url, queue, name=f"{queue}-w1") as silent:
             await silent.announce()
@@ -225,7 +225,7 @@ class FakeEngineWorker:
         return n_cached
 
     async def command(self, action: str, slot: int | None = None, name: str | None = None) -> SlotReply:
-        return await self.handler.carry_out(make_command(action=action, slot=slot, name=name))
+        return await self.handler.execute(make_command(action=action, slot=slot, name=name))
 
 
 async def test_a_saved_state_is_restored_by_another_worker(tmp_path: Path) -> None:

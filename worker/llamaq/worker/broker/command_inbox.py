@@ -36,7 +36,7 @@ REMEMBERED = 64
 class CommandHandler(Protocol):
     """What carries orders out."""
 
-    async def carry_out(self, order: SlotCommand) -> SlotReply:
+    async def execute(self, order: SlotCommand) -> SlotReply:
         """Do what is asked, or raise what is wrong with it."""
 
 
@@ -103,7 +103,7 @@ class CommandInbox:
 
     async def _carry_out(self, order: SlotCommand) -> SlotReply:
         try:
-            return await self._control.carry_out(order)
+            return await self._control.execute(order)
         except (SlotCommandRefused, InvalidRequest) as exc:
             return SlotReply(error=str(exc))
         except OSError as exc:

@@ -1,4 +1,4 @@
-"""Carries out the slot commands of clients: list, save, restore and erase.
+"""Executes the slot commands of clients: list, save, restore and erase.
 
 The handler runs in the event loop of the I/O thread, one command at a time. The engine thread moves cells in short
 steps between ticks, and a background thread reads and writes files.
@@ -34,7 +34,7 @@ KEY_BYTES = 32
 
 
 class SlotCommandHandler:
-    """Carries out slot commands. Without a folder of saved slots it only lists the slots."""
+    """Executes slot commands. Without a folder of saved slots it only lists the slots."""
 
     def __init__(self, ticks: TickLoop, operations: SlotOperations, files: SavedSlotFiles | None) -> None:
         """Start the background thread.
@@ -49,8 +49,8 @@ class SlotCommandHandler:
         self._files = files
         self._disk = BackgroundThread("llamaq-slots")
 
-    async def carry_out(self, command: SlotCommand) -> SlotReply:
-        """Carry out a command and return its reply.
+    async def execute(self, command: SlotCommand) -> SlotReply:
+        """Execute a command and return its reply.
 
         Raises:
             SlotCommandRefused: The state of the worker does not allow the command.
