@@ -1,4 +1,4 @@
-"""The prefix cache on the real library, for every kind of memory: what is reused gives the logits of a fresh run."""
+"""The prefix cache on llama.cpp, for every kind of memory: reused cells give the same logits as computed ones."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing import GreedySampler, make_job
 
 NOISE = 0.02
-"""Share of the logits' standard deviation that the shape of a batch may move them by."""
+"""Upper bound on the change of logits by the shape of a batch, as a share of their standard deviation."""
 KINDS = [(model, unified) for model in sorted(MEMORY_KINDS) for unified in (True, False)]
 
 
-class Witness(GreedySampler):
-    """Remembers the logits that it saw."""
+class RecordingSampler(GreedySampler):
+    """Records the logits of each draw."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[tuple[int, ...], npt.NDArray[np.float32]]] = []
+        self.draws: list[tuple[tuple[int, ...], npt.NDArray[np.float32]]] = []
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
-        self.seen.append((tuple(history), logits.copy()))
+        self.draws.append((tuple(history), logits.copy()))
         return super().sample(logits, history, n_prompt)
 
 
@@ -48,13 +48,13 @@ class Rig:
 
     engine: Engine
     scheduler: Scheduler
-    witnesses: dict[str, Witness] = field(default_factory=dict)
+    samplers: dict[str, RecordingSampler] = field(default_factory=dict)
 
     def run(self, *jobs: Job) -> dict[str, JobStats]:
-        """Run the jobs to their ends, and what is moved between tiers with them."""
+        """Run the jobs to their ends and all transfers that they cause."""
         ended: dict[str, JobStats] = {}
         for job in jobs:
-            job.sampler = self.witnesses[job.id] = Witness()
+            job.sampler = self.samplers[job.id] = RecordingSampler()
             self.scheduler.submit(job)
         for _ in range(2000):
             if not self.scheduler.has_work:
@@ -68,11 +68,11 @@ class Rig:
                     assert output.error is None
                     ended[output.job.id] = output.stats
             self.scheduler.check_integrity()
-        raise AssertionError(f"{self.scheduler!r} does not come to an end")
+        raise AssertionError(f"{self.scheduler!r} still has work")
 
     def history(self, job_id: str) -> list[int]:
-        """The tokens of an ended job, those that its sequence held."""
-        return list(self.witnesses[job_id].seen[-1][0])
+        """Return the tokens of an ended job whose cells its sequence held."""
+        return list(self.samplers[job_id].draws[-1][0])
 
 
 @pytest.fixture
@@ -130,16 +130,16 @@ def prompt(n_tokens: int, seed: int) -> list[int]:
 
 
 def assert_alike(rig: Rig, reference: Rig) -> None:
-    """Every token was drawn from the logits that a run without the cache has after the same history."""
+    """Assert that each token was drawn from the logits of a run without cache after the same history."""
     n_compared = 0
-    for job_id, witness in rig.witnesses.items():
-        expected = dict(reference.witnesses[job_id].seen)
-        for history, logits in witness.seen:
+    for job_id, sampler in rig.samplers.items():
+        expected = dict(reference.samplers[job_id].draws)
+        for history, logits in sampler.draws:
             if history in expected:
                 n_compared += 1
                 difference = np.abs(logits - expected[history]).max()
                 assert difference < NOISE * expected[history].std(), f"{job_id} after {len(history)} tokens"
-    assert n_compared >= 3 * len(rig.witnesses)
+    assert n_compared >= 3 * len(rig.samplers)
 
 
 @pytest.mark.parametrize(("model", "unified"), KINDS)
@@ -158,7 +158,7 @@ def test_a_second_turn_computes_its_new_tokens_and_at_most_one_more(
 
 
 @pytest.mark.parametrize(("model", "unified"), KINDS)
-def test_jobs_that_come_together_compute_what_they_share_once(
+def test_jobs_submitted_together_compute_their_common_prefix_once(
     make: Callable[..., Rig], model: str, unified: bool
 ) -> None:
     rig, reference = make(model, unified), make(model, unified, cache=False)
@@ -174,12 +174,12 @@ def test_jobs_that_come_together_compute_what_they_share_once(
 
 
 @pytest.mark.parametrize(("model", "unified"), KINDS)
-def test_what_left_the_device_comes_back_from_host_memory(make: Callable[..., Rig], model: str, unified: bool) -> None:
+def test_an_evicted_prefix_is_loaded_from_host_memory(make: Callable[..., Rig], model: str, unified: bool) -> None:
     rig, reference = make(model, unified, host=True), make(model, unified, cache=False)
     rig.run(*(make_job(prompt(150, at), job_id=f"turn1-{at}", max_tokens=6) for at in range(4)))
-    rig.run(make_job(prompt(3, 99), max_tokens=8, cache_prompt=False))  # what nobody needs leaves while others run
+    rig.run(make_job(prompt(3, 99), max_tokens=8, cache_prompt=False))  # entries are evicted while other jobs run
     assert (rig.scheduler.cache_snapshot().entries, rig.scheduler.cache_snapshot().used_cells) == (0, 0)
-    rig.witnesses = {name: witness for name, witness in rig.witnesses.items() if name.startswith("turn")}
+    rig.samplers = {name: sampler for name, sampler in rig.samplers.items() if name.startswith("turn")}
     again = [make_job([*rig.history(f"turn1-{at}"), *prompt(9, 50 + at)], job_id=f"turn2-{at}") for at in range(4)]
     stats = rig.run(*(make_job(job.prompt, job_id=job.id, max_tokens=5) for job in again))
     assert {stat.prefix_cache_tier for stat in stats.values()} == {CacheTier.HOST}
@@ -190,7 +190,7 @@ def test_what_left_the_device_comes_back_from_host_memory(make: Callable[..., Ri
 
 
 @pytest.mark.parametrize("model", ["recurrent", "hybrid"])
-def test_a_state_is_kept_at_the_end_of_the_system_prompt_of_the_prompt_and_of_every_chunk(
+def test_a_state_is_cached_at_the_end_of_the_system_prompt_of_the_prompt_and_of_every_chunk(
     make: Callable[..., Rig], model: str
 ) -> None:
     rig, reference = make(model, True), make(model, True, cache=False)

@@ -1,4 +1,4 @@
-"""The prefix cache decides, and the scheduler uses it: what is shared, what waits for whom, and what is kept apart."""
+"""The prefix cache alone, and a scheduler that uses it: sharing, following, eviction, and separate namespaces."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def run_all(scheduler: Scheduler, engine: FakeEngine, *jobs: Job) -> dict[str, J
     return {end.job.id: end for end in ended(run_to_end(scheduler, engine))}
 
 
-def let_a_stranger_run(scheduler: Scheduler, engine: FakeEngine) -> None:
-    """What is held beyond the setting leaves the device when somebody runs who does not need it."""
+def run_an_unrelated_job(scheduler: Scheduler, engine: FakeEngine) -> None:
+    """Run a job that shares no prefix. Entries beyond `held_cells` are evicted while it runs."""
     run_all(scheduler, engine, make_job([255] * 3, max_tokens=20, cache_prompt=False))
 
 
@@ -66,7 +66,7 @@ def tokens_of(outputs: list[Output], job_id: str) -> list[int]:
     return [output.token for output in outputs if isinstance(output, NewToken) and output.job.id == job_id]
 
 
-# ---- deciding
+# ---- the cache alone
 
 
 def a_run(tokens: list[int], order: int = 1, n_past: int = 0, scope: Scope | None = None) -> Run:
@@ -75,7 +75,7 @@ def a_run(tokens: list[int], order: int = 1, n_past: int = 0, scope: Scope | Non
     return Run(job, 40 + order, tokens, n_past=n_past, admission_number=order, packed=pack(tokens))
 
 
-def test_the_null_cache_keeps_nothing() -> None:
+def test_the_null_cache_stores_nothing() -> None:
     cache: PrefixCache = NullPrefixCache()
     assert cache.insert(5, pack([1, 2, 3]), Scope()) == [5]
     assert cache.match(pack([1, 2, 3]), Scope()).n_held == 0
@@ -83,7 +83,7 @@ def test_the_null_cache_keeps_nothing() -> None:
     cache.check_integrity()
 
 
-def test_the_longest_beginning_over_entries_and_runs_is_found() -> None:
+def test_a_match_is_the_longest_prefix_among_entries_and_runs() -> None:
     cache = RadixPrefixCache()
     cache.insert(1, pack([1, 2, 3]), Scope())
     cache.insert(2, pack([1, 2, 9, 9, 9]), Scope())
@@ -99,7 +99,7 @@ def test_the_longest_beginning_over_entries_and_runs_is_found() -> None:
     cache.check_integrity()
 
 
-def test_only_runs_admitted_before_are_waited_for() -> None:
+def test_only_runs_admitted_before_can_be_leaders() -> None:
     cache = RadixPrefixCache()
     for order in (1, 2):
         cache.add_run(a_run([7] * 20, order=order))
@@ -109,7 +109,7 @@ def test_only_runs_admitted_before_are_waited_for() -> None:
     assert cache.match(pack([7] * 20), Scope(), admitted_before=1).leader is None
 
 
-def test_an_entry_that_another_begins_with_is_superfluous() -> None:
+def test_an_entry_whose_tokens_another_entry_begins_with_is_removed() -> None:
     cache = RadixPrefixCache()
     assert cache.insert(1, pack([1, 2, 3]), Scope()) == []
     assert cache.insert(2, pack([1, 2]), Scope()) == [2]
@@ -118,7 +118,7 @@ def test_an_entry_that_another_begins_with_is_superfluous() -> None:
     assert [entry.seq_id for entry in cache.entries()] == [3, 4]
 
 
-def test_a_state_that_cannot_be_cut_is_of_use_with_all_its_tokens_alone() -> None:
+def test_a_state_that_cannot_be_cut_matches_only_with_all_its_tokens() -> None:
     cache = RadixPrefixCache(can_cut=False)
     assert cache.insert(1, pack([1, 2]), Scope()) == []
     assert cache.insert(2, pack([1, 2, 3, 4]), Scope()) == []
@@ -131,7 +131,7 @@ def test_a_state_that_cannot_be_cut_is_of_use_with_all_its_tokens_alone() -> Non
     assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_held == 4
 
 
-def test_the_entry_used_longest_ago_is_the_coldest_unless_it_is_leaving() -> None:
+def test_the_least_recently_used_entry_is_the_coldest_unless_it_is_in_transfer() -> None:
     cache = RadixPrefixCache()
     for seq_id in (1, 2, 3):
         cache.insert(seq_id, pack([seq_id] * 4), Scope())
@@ -149,7 +149,7 @@ def test_the_entry_used_longest_ago_is_the_coldest_unless_it_is_leaving() -> Non
 SECRET, PUBLIC = [7] * 10, [1] * 6
 
 
-def test_namespaces_share_nothing_but_what_both_declare_public() -> None:
+def test_namespaces_share_only_tokens_that_both_declare_public() -> None:
     cache = RadixPrefixCache()
     cache.insert(1, pack(PUBLIC + SECRET), Scope("a", public=6))
     for scope, expected in (
@@ -174,7 +174,7 @@ PROMPTS = ["Once upon a time", "Once upon a midnight", "Once upon a time there w
 @pytest.mark.parametrize("n_ctx", [80, 120, 400])
 @pytest.mark.parametrize("host_bytes", [0, 3_000, 10**6])
 @pytest.mark.parametrize("held_cells", [0, 30, None])
-def test_jobs_give_the_same_tokens_with_a_cache_as_without(n_ctx: int, host_bytes: int, held_cells: int | None) -> None:
+def test_jobs_generate_the_same_with_and_without_a_cache(n_ctx: int, host_bytes: int, held_cells: int | None) -> None:
     texts = []
     for cache in (NullPrefixCache(), RadixPrefixCache()):
         scheduler, engine = scheduler_with(cache, n_ctx, host_bytes=host_bytes, held_cells=held_cells)
@@ -186,7 +186,7 @@ def test_jobs_give_the_same_tokens_with_a_cache_as_without(n_ctx: int, host_byte
     assert texts[0] == texts[1]
 
 
-def test_a_job_with_a_kept_prefix_computes_only_the_rest_and_says_so() -> None:
+def test_a_job_with_a_cached_prefix_computes_only_the_rest_and_reports_it_in_its_stats() -> None:
     scheduler, engine = scheduler_with(RadixPrefixCache())
     scheduler.submit(make_job([1] * 30, max_tokens=4))
     run_to_end(scheduler, engine)
@@ -199,7 +199,7 @@ def test_a_job_with_a_kept_prefix_computes_only_the_rest_and_says_so() -> None:
     assert (snapshot.hits, snapshot.misses, snapshot.entries) == (1, 1, 2)
 
 
-def test_rates_count_only_what_was_computed() -> None:
+def test_rates_count_only_computed_tokens() -> None:
     clock = ManualClock()
     scheduler, engine = scheduler_with(RadixPrefixCache(), clock=clock)
     scheduler.submit(make_job([1] * 30, max_tokens=1))
@@ -207,7 +207,7 @@ def test_rates_count_only_what_was_computed() -> None:
     scheduler.submit(make_job([1] * 20 + [2] * 6, resumed=[97, 98], max_tokens=5))
     scheduler.admit()
     clock.now_s += 2
-    outputs = run_tick(scheduler, engine)  # 8 tokens were not kept; then the first token of this attempt
+    outputs = run_tick(scheduler, engine)  # 8 tokens were not cached; then the first token of this attempt
     for _ in range(2):
         clock.now_s += 0.5
         outputs += run_tick(scheduler, engine)
@@ -216,7 +216,7 @@ def test_rates_count_only_what_was_computed() -> None:
     assert (end.stats.prefix_cache_tokens, end.stats.prefix_cache_ratio) == (20, round(20 / 28, 4))
 
 
-def test_the_last_token_of_a_prompt_that_is_kept_whole_is_computed_again() -> None:
+def test_the_last_token_of_a_fully_cached_prompt_is_computed_again() -> None:
     scheduler, engine = scheduler_with(RadixPrefixCache())
     for _ in range(2):
         scheduler.submit(make_job([1] * 30, max_tokens=4))
@@ -225,7 +225,7 @@ def test_the_last_token_of_a_prompt_that_is_kept_whole_is_computed_again() -> No
     assert end.reason is FinishReason.LENGTH
 
 
-def test_kept_prefixes_give_way_when_a_job_needs_their_cells() -> None:
+def test_entries_are_evicted_when_a_job_needs_their_cells() -> None:
     cache = RadixPrefixCache()
     scheduler, engine = scheduler_with(cache, n_ctx=100)
     scheduler.submit(make_job([1] * 40, max_tokens=10))
@@ -237,7 +237,7 @@ def test_kept_prefixes_give_way_when_a_job_needs_their_cells() -> None:
     assert scheduler.cache_snapshot().entries == 0
 
 
-def test_kept_prefixes_stay_when_giving_way_would_not_help() -> None:
+def test_entries_are_not_evicted_when_that_would_not_make_enough_room() -> None:
     cache = RadixPrefixCache()
     scheduler, engine = scheduler_with(cache, n_ctx=100)
     scheduler.submit(make_job([1] * 20, max_tokens=5))
@@ -250,7 +250,7 @@ def test_kept_prefixes_stay_when_giving_way_would_not_help() -> None:
     assert scheduler.n_waiting == 1
 
 
-def test_a_sequence_is_given_up_when_all_are_kept() -> None:
+def test_an_entry_is_evicted_when_a_job_needs_its_sequence() -> None:
     cache = RadixPrefixCache()
     scheduler, engine = scheduler_with(cache, n_ctx=4000)
     for number in range(9):
@@ -260,7 +260,7 @@ def test_a_sequence_is_given_up_when_all_are_kept() -> None:
     assert scheduler.cache_snapshot().entries == 5
 
 
-def test_jobs_that_opt_out_neither_read_nor_feed_the_cache() -> None:
+def test_jobs_without_cache_prompt_neither_read_nor_fill_the_cache() -> None:
     cache = RadixPrefixCache()
     scheduler, engine = scheduler_with(cache)
     for expected_entries, cache_prompt in enumerate([False, True, False]):
@@ -270,7 +270,7 @@ def test_jobs_that_opt_out_neither_read_nor_feed_the_cache() -> None:
         assert len(cache) == min(expected_entries, 1)
 
 
-def test_the_sequence_of_a_failed_job_is_not_kept() -> None:
+def test_the_sequence_of_a_failed_job_is_not_cached() -> None:
     cache = RadixPrefixCache()
     scheduler, engine = scheduler_with(cache)
     scheduler.submit(make_job([1] * 30, max_tokens=9, sampler=GreedySampler(fails_at=3)))
@@ -279,7 +279,7 @@ def test_the_sequence_of_a_failed_job_is_not_kept() -> None:
     assert not engine.sequences.used_cells
 
 
-def test_a_prefix_that_memory_cannot_copy_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_that_the_engine_cannot_copy_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, engine = scheduler_with(RadixPrefixCache())
     scheduler.submit(make_job([1] * 30, max_tokens=4))
     first = run_to_end(scheduler, engine)
@@ -290,7 +290,7 @@ def test_a_prefix_that_memory_cannot_copy_is_computed_instead(monkeypatch: pytes
     assert (scheduler.cache_snapshot().hits, ended(second)[0].stats.prefix_cache_tokens) == (0, 0)
 
 
-def test_jobs_that_come_together_compute_what_they_share_once() -> None:
+def test_jobs_submitted_together_compute_their_common_prefix_once() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, n_slots=8, n_seq_max=32)
     ends = run_all(scheduler, engine, *([make_job([1] * 200 + [2 + at] * 9, max_tokens=3) for at in range(8)]))
     assert engine.computed == 200 + 8 * 9 + 8 * 2
@@ -298,7 +298,7 @@ def test_jobs_that_come_together_compute_what_they_share_once() -> None:
     assert {end.stats.prefix_cache_tier for end in ends.values()} == {None, CacheTier.RUNNING}
 
 
-def test_a_follower_of_a_follower_waits_for_what_that_one_will_have() -> None:
+def test_a_follower_can_follow_another_follower() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, n_slots=4, n_seq_max=32)
     prompts = [[1] * 60 + [2] * 60, [1] * 60 + [3] * 60, [1] * 60 + [3] * 50 + [4] * 9]
     run_all(scheduler, engine, *(make_job(prompt, max_tokens=1) for prompt in prompts))
@@ -307,7 +307,7 @@ def test_a_follower_of_a_follower_waits_for_what_that_one_will_have() -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "release", "fail"])
 @pytest.mark.parametrize("ticks", [1, 3])
-def test_when_the_leader_goes_another_takes_over(how: str, ticks: int) -> None:
+def test_when_the_leader_leaves_a_follower_computes_the_rest(how: str, ticks: int) -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, n_slots=4, n_seq_max=32)
     jobs = [make_job([1] * 100 + [at], job_id=f"j{at}", max_tokens=2) for at in range(4)]
     for job in jobs:
@@ -321,12 +321,12 @@ def test_when_the_leader_goes_another_takes_over(how: str, ticks: int) -> None:
     n_before = engine.computed
     ends = ended(run_to_end(scheduler, engine))
     assert sum(end.reason is FinishReason.LENGTH for end in ends) == 3
-    kept = n_before if how == "cancel" else 0
-    # The others compute what is left of the shared part once, their own last token, and one token each.
-    assert engine.computed - n_before <= 100 - kept + 3 + 3
+    n_cached = n_before if how == "cancel" else 0
+    # The others compute the rest of the shared prefix once. Each also computes its last prompt token and one more.
+    assert engine.computed - n_before <= 100 - n_cached + 3 + 3
 
 
-def test_nobody_waits_for_a_few_tokens() -> None:
+def test_a_job_does_not_follow_another_for_a_few_tokens() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000)
     scheduler.submit(make_job([1] * 5 + [2] * 50))
     scheduler.submit(make_job([1] * 5 + [3] * 50))
@@ -334,7 +334,7 @@ def test_nobody_waits_for_a_few_tokens() -> None:
     assert [slot.state for slot in scheduler.snapshot()] == ["prefill", "prefill"]
 
 
-def test_jobs_that_can_reuse_much_go_first_but_pass_nobody_too_often() -> None:
+def test_jobs_that_reuse_many_tokens_overtake_others_but_not_too_often() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, n_slots=1, n_seq_max=32)
     run_all(scheduler, engine, make_job([1] * 100, max_tokens=1))
     jobs = [make_job([2] * 100, job_id="cold", max_tokens=1)]
@@ -344,7 +344,7 @@ def test_jobs_that_can_reuse_much_go_first_but_pass_nobody_too_often() -> None:
     assert [name for name in order if name != "cold"] == [f"warm{at}" for at in range(20)]
 
 
-def test_two_salts_never_share_a_token() -> None:
+def test_jobs_with_different_salts_share_no_token() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6)
     for salt in "aab":
         job = make_job([1] * 100, job_id=salt, max_tokens=1)
@@ -354,14 +354,14 @@ def test_two_salts_never_share_a_token() -> None:
     assert scheduler.cache_snapshot().hits == 1
 
 
-# ---- leaving the device, and coming back
+# ---- offload and load
 
 
-def test_what_left_the_device_comes_back_from_host_memory() -> None:
+def test_an_evicted_prefix_is_loaded_from_host_memory() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([1] * 100, max_tokens=4))
     assert scheduler.cache_snapshot().entries == 1
-    let_a_stranger_run(scheduler, engine)
+    run_an_unrelated_job(scheduler, engine)
     snapshot = scheduler.cache_snapshot()
     assert (snapshot.entries, snapshot.used_cells, snapshot.evictions) == (0, 0, 1)
     assert snapshot.host_bytes > 100
@@ -369,10 +369,10 @@ def test_what_left_the_device_comes_back_from_host_memory() -> None:
     assert (end.stats.prefix_cache_tokens, end.stats.prefix_cache_tier) == (90, CacheTier.HOST)
 
 
-def test_a_job_that_loads_does_not_keep_others_from_their_ticks() -> None:
+def test_a_job_that_loads_does_not_delay_the_ticks_of_others() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([1] * 160, max_tokens=1))
-    let_a_stranger_run(scheduler, engine)
+    run_an_unrelated_job(scheduler, engine)
     scheduler.submit(make_job([2] * 4, job_id="stream", max_tokens=30))
     run_tick(scheduler, engine)
     scheduler.submit(make_job([1] * 160 + [3], job_id="load", max_tokens=1))
@@ -381,18 +381,18 @@ def test_a_job_that_loads_does_not_keep_others_from_their_ticks() -> None:
         outputs = run_tick(scheduler, engine)
         states += [slot.state for slot in scheduler.snapshot() if slot.job_id == "load"]
         assert len(tokens_of(outputs, "stream")) == 1
-    assert states == ["load"] * 8  # a block of 16 tokens a tick, for which no time is given here
+    assert states == ["load"] * 8  # each tick loads one block of 16 tokens, because its time budget is 0
 
 
 @pytest.mark.parametrize("how", ["cancel", "release"])
-def test_a_job_may_go_while_it_loads(how: str) -> None:
+def test_a_job_can_be_cancelled_or_released_while_it_loads(how: str) -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([1] * 160, max_tokens=1))
-    let_a_stranger_run(scheduler, engine)
-    scheduler.submit(make_job([1] * 160, job_id="goes"))
+    run_an_unrelated_job(scheduler, engine)
+    scheduler.submit(make_job([1] * 160, job_id="loading"))
     run_tick(scheduler, engine)
     assert [slot.state for slot in scheduler.snapshot() if slot.job_id] == ["load"]
-    getattr(scheduler, how)("goes")
+    getattr(scheduler, how)("loading")
     run_to_end(scheduler, engine)
     assert engine.sequences.used_cells == scheduler.cache_snapshot().used_cells == (16 if how == "cancel" else 0)
 
@@ -400,17 +400,17 @@ def test_a_job_may_go_while_it_loads(how: str) -> None:
 def test_cells_that_cannot_be_loaded_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([1] * 100, max_tokens=1))
-    let_a_stranger_run(scheduler, engine)
+    run_an_unrelated_job(scheduler, engine)
     monkeypatch.setattr(engine.sequences, "load", lambda *_: False)
     (end,) = run_all(scheduler, engine, make_job([1] * 100, max_tokens=4)).values()
     assert (end.reason, end.stats.prefix_cache_tokens) == (FinishReason.LENGTH, 0)
 
 
-def test_only_as_many_cells_are_held_as_the_setting_says_and_the_coldest_goes_first() -> None:
+def test_entries_hold_at_most_held_cells_while_a_job_runs_and_the_coldest_is_evicted_first() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, held_cells=100)
     for at in range(4):
         run_all(scheduler, engine, make_job([at] * 40, job_id=f"j{at}", max_tokens=1))
-    let_a_stranger_run(scheduler, engine)
+    run_an_unrelated_job(scheduler, engine)
     assert scheduler.cache_snapshot().used_cells == 80
     (end,) = run_all(scheduler, engine, make_job([2] * 40, max_tokens=1)).values()
     assert end.stats.prefix_cache_tokens == 39
@@ -421,7 +421,7 @@ def test_only_as_many_cells_are_held_as_the_setting_says_and_the_coldest_goes_fi
 # ---- slots
 
 
-def test_a_conversation_comes_back_to_its_slot_and_strangers_take_the_one_idle_longest() -> None:
+def test_a_conversation_returns_to_its_slot_and_other_jobs_get_the_slot_idle_longest() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, n_slots=3, n_seq_max=32)
     slots = {}
     for name, prompt in (("a", [1] * 40), ("b", [2] * 40), ("a again", [1] * 50), ("c", [3] * 40), ("d", [4] * 40)):
@@ -431,7 +431,7 @@ def test_a_conversation_comes_back_to_its_slot_and_strangers_take_the_one_idle_l
     assert slots["d"] == slots["b"]
 
 
-def test_a_pinned_job_waits_for_its_slot_and_others_do_not_wait_with_it() -> None:
+def test_a_pinned_job_waits_for_its_slot_and_does_not_delay_others() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, n_slots=2, n_seq_max=32)
     scheduler.submit(make_job([1] * 4, job_id="first", max_tokens=20, slot=1))
     scheduler.submit(make_job([2] * 4, job_id="pinned", max_tokens=3, slot=1))
@@ -440,14 +440,14 @@ def test_a_pinned_job_waits_for_its_slot_and_others_do_not_wait_with_it() -> Non
     assert [(end.job.id, end.stats.slot) for end in ends] == [("free", 0), ("first", 1), ("pinned", 1)]
 
 
-def test_a_slot_that_is_not_there_is_refused() -> None:
+def test_a_job_for_an_unknown_slot_fails() -> None:
     scheduler, engine = scheduler_with()
     (end,) = run_all(scheduler, engine, make_job(slot=2)).values()
     assert end.error is not None
     assert "slot: 2, but this worker has slots 0 to 1" in end.error.message
 
 
-def test_what_is_held_beyond_the_setting_leaves_before_a_new_prompt_takes_cells() -> None:
+def test_entries_beyond_held_cells_are_removed_before_a_new_prompt_is_computed() -> None:
     scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([7] * 40, max_tokens=2))
     assert engine.sequences.used_cells == 41
@@ -459,10 +459,10 @@ def test_what_is_held_beyond_the_setting_leaves_before_a_new_prompt_takes_cells(
     run_to_end(scheduler, engine)
 
 
-def test_what_came_from_host_memory_is_computed_on_in_the_same_tick() -> None:
+def test_a_job_whose_cells_were_loaded_is_computed_in_the_same_tick() -> None:
     scheduler, engine = scheduler_with(host_bytes=10**6, held_cells=0)
     run_all(scheduler, engine, make_job([7] * 40, max_tokens=2))
-    let_a_stranger_run(scheduler, engine)
+    run_an_unrelated_job(scheduler, engine)
     scheduler.submit(make_job([7] * 30, max_tokens=1))
     scheduler.admit()
     assert not scheduler.plan()

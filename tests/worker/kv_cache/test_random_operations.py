@@ -1,4 +1,4 @@
-"""Random lives of a worker with all of the cache: every job says what it says alone, and nothing contradicts itself.
+"""Random operations on a worker with a prefix cache: every job generates the same tokens as alone, and integrity holds.
 
 `CACHE_OPERATIONS=100000 pytest tests/worker/kv_cache/test_random_operations.py` is the long form (`make soak-cache`).
 """
@@ -41,8 +41,8 @@ def first_tokens_alone(prompt: Sequence[int], n_tokens: int) -> list[int]:
     return history[len(prompt) :]
 
 
-class Suspicious(RadixPrefixCache):
-    """Checks that what is found has the tokens that were asked for and belongs to who asks."""
+class CheckingCache(RadixPrefixCache):
+    """Checks that a match has the tokens of the query, and that the query's scope may share them."""
 
     def match(self, tokens: bytes, scope: Scope, admitted_before: int | None = None):  # type: ignore[no-untyped-def]
         found = super().match(tokens, scope, admitted_before)
@@ -56,8 +56,8 @@ class Suspicious(RadixPrefixCache):
         return found
 
 
-class Life:
-    """A worker, and what happens to it."""
+class RandomWorker:
+    """A worker to which random operations are applied."""
 
     def __init__(self, seed: int, *, can_cut: bool, kv_unified: bool) -> None:
         self.random = random.Random(seed)
@@ -79,18 +79,18 @@ class Life:
         memory = make_memory(
             self.engine,
             n_slots=3,
-            cache=Suspicious(can_cut=can_cut),
+            cache=CheckingCache(can_cut=can_cut),
             offload=BlockTransfers(store, self.engine.sequences) if self.random.random() < 0.8 else None,
             held_cells=self.random.choice([0, 100, None]),
             similarity=0.2,
         )
         self.scheduler = make_scheduler(self.engine, memory, chunk_size=chunk_size, clock=self.clock)
         self.jobs: dict[str, Job] = {}
-        self.said: defaultdict[str, list[int]] = defaultdict(list)
+        self.generated: defaultdict[str, list[int]] = defaultdict(list)
         self.ended: dict[str, JobEnded] = {}
         self.histories: list[list[int]] = [[self.random.randrange(3)]]
 
-    def live(self, n_operations: int) -> None:
+    def apply_random(self, n_operations: int) -> None:
         operations = [self.submit, self.submit, self.cancel, self.lose_cells, self.pass_time, *[self.tick] * 8]
         for _ in range(n_operations):
             self.random.choice(operations)()
@@ -102,7 +102,7 @@ class Life:
         assert not self.scheduler.has_work
         assert self.jobs.keys() == self.ended.keys()
 
-    # ---- what happens
+    # ---- operations
 
     def submit(self) -> None:
         if len(self.jobs) - len(self.ended) > 12:
@@ -142,30 +142,30 @@ class Life:
         for output in run_tick(self.scheduler, self.engine):
             assert output.job.id not in self.ended
             if isinstance(output, NewToken):
-                self.said[output.job.id].append(output.token)
+                self.generated[output.job.id].append(output.token)
             else:
                 self.ended[output.job.id] = output
                 self.check(output)
 
     def check(self, end: JobEnded) -> None:
-        said = self.said.pop(end.job.id, [])
+        generated = self.generated.pop(end.job.id, [])
         assert end.error is None
         assert end.reason in (FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
-        assert said == first_tokens_alone(end.job.prompt, len(said))
+        assert generated == first_tokens_alone(end.job.prompt, len(generated))
         if end.reason is FinishReason.LENGTH:
-            assert len(said) == min(end.job.request.max_tokens, end.job.context_limit - len(end.job.prompt))
-        self.histories = [*self.histories[-30:], [*end.job.prompt, *said]]
+            assert len(generated) == min(end.job.request.max_tokens, end.job.context_limit - len(end.job.prompt))
+        self.histories = [*self.histories[-30:], [*end.job.prompt, *generated]]
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kv_unified", [True, False])
 @pytest.mark.parametrize("can_cut", [True, False])
-def test_random_operations_never_contradict_and_never_mix_jobs(can_cut: bool, kv_unified: bool) -> None:
-    per_life = 500
-    for seed in range(max(1, N_OPERATIONS // 4 // per_life)):
-        life = Life(seed, can_cut=can_cut, kv_unified=kv_unified)
+def test_random_operations_break_no_invariant_and_mix_no_jobs(can_cut: bool, kv_unified: bool) -> None:
+    n_per_seed = 500
+    for seed in range(max(1, N_OPERATIONS // 4 // n_per_seed)):
+        worker = RandomWorker(seed, can_cut=can_cut, kv_unified=kv_unified)
         try:
-            life.live(per_life)
+            worker.apply_random(n_per_seed)
         except BaseException as exc:
             exc.add_note(f"seed {seed}")
             raise

@@ -42,7 +42,7 @@ N_CTX = 1536
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what follows it."""
+    """A prompt, its right answer, and the namespace of its job."""
 
     prompt: str
     answer: str
@@ -50,7 +50,7 @@ class Question:
 
 
 def questions(seed: int) -> list[Question]:
-    """Some facts, in worlds that several questions are asked about; each world belongs to one of two tenants."""
+    """Return random questions. Several share the facts of a world, and each world belongs to one of two tenants."""
     frame, drawn = FRAMES[1], random.Random(seed)
     asked = []
     for world in range(N_WORLDS):
@@ -77,7 +77,7 @@ class Rig:
         )
         planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=48))
         self.scheduler = Scheduler(memory, planner, end_tokens=engine.vocab.end_tokens)
-        self.said: dict[str, list[int]] = {}
+        self.generated: dict[str, list[int]] = {}
         self.ended: dict[str, JobEnded] = {}
 
     def tick(self) -> None:
@@ -87,7 +87,7 @@ class Rig:
         results = self.engine.run(batch) if batch else []
         for output in self.scheduler.apply(batch, results):
             if isinstance(output, NewToken):
-                self.said.setdefault(output.job.id, []).append(output.token)
+                self.generated.setdefault(output.job.id, []).append(output.token)
             else:
                 self.ended[output.job.id] = output
         self.scheduler.check_integrity()
@@ -97,7 +97,7 @@ class Rig:
             if not self.scheduler.has_work:
                 return
             self.tick()
-        raise AssertionError(f"{self.scheduler!r} does not come to an end")
+        raise AssertionError(f"{self.scheduler!r} still has work")
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def job_of(vocab: Vocab, question: Question, job_id: str, **params: object) -> J
     return job
 
 
-def press(rig: Rig, vocab: Vocab, asked: Sequence[Question]) -> set[str]:
-    """Ask everything, a few at a time, in changing priorities, with bystanders that are cancelled on the way."""
+def apply_pressure(rig: Rig, vocab: Vocab, asked: Sequence[Question]) -> set[str]:
+    """Ask all questions, a few at a time, with random priorities, among jobs that are cancelled while they run."""
     drawn, bystanders = random.Random(7), set()
     for at, question in enumerate(asked):
         priority = drawn.choice(["interactive", "bulk", "bulk", "bulk"])
@@ -136,14 +136,14 @@ def press(rig: Rig, vocab: Vocab, asked: Sequence[Question]) -> set[str]:
 def test_every_answer_is_the_one_given_alone(rigs: tuple[Rig, Rig], vocab: Vocab) -> None:
     pressed, alone = rigs
     asked = questions(1)
-    bystanders = press(pressed, vocab, asked)
+    bystanders = apply_pressure(pressed, vocab, asked)
     assert pressed.ended.keys() == {f"q{at}" for at in range(N_JOBS)} | bystanders
     n_right = 0
     for at, question in enumerate(asked):
         alone.scheduler.submit(job_of(vocab, question, f"q{at}"))
         alone.finish()
-        assert pressed.said[f"q{at}"] == alone.said[f"q{at}"], question
-        n_right += vocab.decode(pressed.said[f"q{at}"]).strip().startswith(question.answer.strip())
+        assert pressed.generated[f"q{at}"] == alone.generated[f"q{at}"], question
+        n_right += vocab.decode(pressed.generated[f"q{at}"]).strip().startswith(question.answer.strip())
     assert n_right >= 0.9 * N_JOBS
     snapshot = pressed.scheduler.cache_snapshot()
     assert min(snapshot.evictions, snapshot.hits, snapshot.preemptions, snapshot.host_bytes) > 0

@@ -29,7 +29,7 @@ EOS = ByteVocab.eos
 
 
 class Rig:
-    """A scheduler with a fake engine and a clock that stands still."""
+    """A scheduler with a fake engine and a manual clock."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Rig:
         return [slot.active.job.id for slot in self.memory.active_slots]
 
 
-def text_that_spells(text: str, after: int) -> NextToken:
-    """A model that says `text` after `after` tokens, then ends."""
+def model_that_generates(text: str, after: int) -> NextToken:
+    """Return a model that generates `text` and an end token after a prompt of `after` tokens."""
     tokens = [*text.encode(), EOS]
     return lambda history: tokens[len(history) - after]
 
@@ -86,7 +86,7 @@ def only_end(outputs: list[Output]) -> JobEnded:
     return end
 
 
-# ---- how jobs end
+# ---- ends of jobs
 
 
 def test_a_job_ends_with_length_at_max_tokens() -> None:
@@ -99,8 +99,8 @@ def test_a_job_ends_with_length_at_max_tokens() -> None:
     assert rig.engine.sequences.memory == {}
 
 
-def test_an_end_token_ends_the_job_and_is_no_part_of_it() -> None:
-    rig = Rig(next_token=text_that_spells("done", after=6))
+def test_an_end_token_ends_the_job_and_is_not_part_of_its_text() -> None:
+    rig = Rig(next_token=model_that_generates("done", after=6))
     job = make_job("Hello", max_tokens=50)
     rig.submit(job)
     outputs = rig.finish()
@@ -110,23 +110,23 @@ def test_an_end_token_ends_the_job_and_is_no_part_of_it() -> None:
     assert end.stats.generated_tokens == 4
 
 
-def test_an_end_token_at_once_gives_an_empty_result() -> None:
+def test_an_end_token_as_first_token_gives_an_empty_result() -> None:
     rig = Rig(next_token=lambda _history: EOS)
     rig.submit(make_job(max_tokens=5))
     end = only_end(rig.finish())
     assert (end.reason, end.stats.generated_tokens, end.stats.ttft_ms) == (FinishReason.STOP, 0, 0.0)
 
 
-def test_a_stop_string_split_over_tokens_ends_the_job_and_never_leaks() -> None:
-    rig = Rig(next_token=text_that_spells("good END and more", after=6))
+def test_a_stop_string_split_over_tokens_ends_the_job_and_is_never_shown() -> None:
+    rig = Rig(next_token=model_that_generates("good END and more", after=6))
     rig.submit(make_job("Hello", max_tokens=50, stop=["END"]))
     outputs = rig.finish()
     assert only_end(outputs).reason is FinishReason.STOP
     assert text_of(outputs) == "good "
 
 
-def test_text_held_back_for_a_stop_string_that_never_came_is_given_with_the_end() -> None:
-    rig = Rig(next_token=text_that_spells("good EN", after=6))
+def test_the_start_of_a_stop_string_that_is_never_completed_is_shown_with_the_end() -> None:
+    rig = Rig(next_token=model_that_generates("good EN", after=6))
     rig.submit(make_job("Hello", max_tokens=50, stop=["END"]))
     outputs = rig.finish()
     assert only_end(outputs).text == "EN"
@@ -150,7 +150,7 @@ def test_no_context_limit_is_larger_than_the_pool() -> None:
 
 
 @pytest.mark.parametrize(("n_prompt", "fails"), [(63, False), (64, True), (5000, True)])
-def test_a_prompt_that_fills_the_context_fails_alone_and_names_the_numbers(n_prompt: int, fails: bool) -> None:
+def test_a_prompt_that_fills_the_context_fails_alone_and_its_error_has_the_numbers(n_prompt: int, fails: bool) -> None:
     rig = Rig(n_ctx=64)
     rig.submit(make_job([7] * n_prompt, job_id="large"), make_job("ok", job_id="small", max_tokens=3))
     ends = ends_of(rig.finish())
@@ -198,7 +198,7 @@ def test_an_error_of_the_engine_fails_its_job_alone() -> None:
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 5])
-def test_a_cancelled_job_ends_once_with_what_there_is(ticks: int) -> None:
+def test_a_cancelled_job_ends_once_with_the_tokens_it_has(ticks: int) -> None:
     rig = Rig()
     job = make_job("Hello", max_tokens=50)
     rig.submit(job)
@@ -220,7 +220,7 @@ def test_cancelling_an_unknown_job_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_timeout_s_counts_from_submit_in_a_slot_and_in_the_line(runs: bool) -> None:
+def test_timeout_s_counts_from_submit_in_a_slot_and_in_the_waiting_queue(runs: bool) -> None:
     rig = Rig(n_slots=1)
     if not runs:
         rig.submit(make_job(job_id="first", max_tokens=300))
@@ -241,7 +241,7 @@ def test_timeout_s_counts_from_submit_in_a_slot_and_in_the_line(runs: bool) -> N
 # ---- attempts
 
 
-def test_a_resumed_job_goes_on_at_the_next_token() -> None:
+def test_a_resumed_job_continues_at_the_next_token() -> None:
     whole = Rig()
     whole.submit(make_job(job_id="j", max_tokens=12))
     tokens = tokens_of(whole.finish(), "j")
@@ -265,7 +265,7 @@ def test_a_resumed_job_goes_on_at_the_next_token() -> None:
         ([97, EOS], {"max_tokens": 40}, FinishReason.STOP),
     ],
 )
-def test_a_resumed_job_that_was_complete_ends_without_a_slot(
+def test_a_resumed_job_that_is_finished_ends_without_a_slot(
     resumed: bytes | list[int], params: dict[str, object], reason: FinishReason
 ) -> None:
     rig = Rig(n_slots=1)
@@ -312,7 +312,7 @@ def test_releasing_older_attempts_leaves_the_newest() -> None:
     assert rig.scheduler.release("j", before_attempt=3)
 
 
-def test_withdraw_gives_back_the_jobs_without_a_slot_and_close_all() -> None:
+def test_withdraw_returns_the_jobs_without_a_slot_and_close_returns_all() -> None:
     rig = Rig(n_slots=1)
     jobs = [make_job(job_id=f"j{number}", max_tokens=5) for number in range(3)]
     rig.submit(*jobs)
@@ -334,10 +334,10 @@ def test_every_sampler_is_closed_when_its_job_leaves() -> None:
     assert [job.sampler.closed for job in jobs if isinstance(job.sampler, GreedySampler)] == [1, 1, 1]
 
 
-# ---- who is next
+# ---- order of admission
 
 
-def test_interactive_jobs_go_before_bulk_jobs_and_first_come_first_served_within() -> None:
+def test_interactive_jobs_are_admitted_before_bulk_jobs_and_each_priority_in_order() -> None:
     rig = Rig(n_slots=1)
     rig.submit(*(make_job(job_id=f"b{number}", max_tokens=1, priority="bulk") for number in range(2)))
     rig.submit(*(make_job(job_id=f"i{number}", max_tokens=1) for number in range(2)))
@@ -355,7 +355,7 @@ def test_small_jobs_do_not_starve_a_large_one() -> None:
     assert list(ends_of(rig.finish()))[:2] == ["first", "large"]
 
 
-def test_a_bulk_job_is_passed_only_so_often() -> None:
+def test_a_bulk_job_is_overtaken_at_most_max_overtaken_times() -> None:
     rig = Rig(n_slots=1)
     rig.submit(*(make_job(job_id=f"bulk{number}", max_tokens=1, priority="bulk") for number in range(2)))
     rig.submit(*(make_job(job_id=f"i{number}", max_tokens=1) for number in range(MAX_OVERTAKEN * 2 + 5)))
@@ -364,7 +364,7 @@ def test_a_bulk_job_is_passed_only_so_often() -> None:
     assert order.index("bulk1") == MAX_OVERTAKEN * 2 + 1
 
 
-def test_a_bulk_job_does_not_hold_back_interactive_jobs_while_it_waits_for_room() -> None:
+def test_a_bulk_job_that_waits_for_room_does_not_delay_interactive_jobs() -> None:
     rig = Rig(n_slots=3, n_ctx=100)
     rig.submit(make_job([7] * 10, job_id="first", max_tokens=40))
     rig.submit(make_job([7] * 10, job_id="bulk", max_tokens=80, priority="bulk"))
@@ -410,7 +410,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_the_tokens_of_others() -> 
     assert [batch.n_prefill for batch in rig.engine.batches[-7:]] == [8, 8, 8, 8, 8, 8, 2]
 
 
-def test_a_job_whose_cells_were_lost_is_prefilled_again_and_says_the_same() -> None:
+def test_a_job_whose_cells_were_lost_is_prefilled_again_and_generates_the_same_tokens() -> None:
     rig = Rig(chunk_size=4)
     rig.submit(make_job("Hello there", job_id="j", max_tokens=12))
     expected = tokens_of(rig.finish(), "j")
@@ -428,7 +428,7 @@ def test_a_job_whose_cells_were_lost_is_prefilled_again_and_says_the_same() -> N
     assert tokens_of(outputs, "j") == expected
 
 
-def test_where_the_engine_finds_no_room_the_youngest_job_gives_way_and_goes_on_later() -> None:
+def test_where_the_engine_finds_no_room_the_job_admitted_last_is_preempted_and_resumes() -> None:
     rig = Rig()
     rig.submit(*(make_job(job_id=f"j{number}", max_tokens=9) for number in range(2)))
     outputs = rig.tick(3)
@@ -443,7 +443,7 @@ def test_where_the_engine_finds_no_room_the_youngest_job_gives_way_and_goes_on_l
     assert len(tokens_of(outputs, "j1")) == 9
 
 
-def test_a_job_for_which_the_engine_finds_no_room_alone_fails() -> None:
+def test_a_job_fails_when_the_engine_finds_no_room_for_it_alone() -> None:
     rig = Rig()
     rig.submit(make_job(max_tokens=9))
     rig.tick(2)
@@ -454,7 +454,7 @@ def test_a_job_for_which_the_engine_finds_no_room_alone_fails() -> None:
     assert not rig.scheduler.has_work
 
 
-def test_without_work_a_tick_does_nothing() -> None:
+def test_a_tick_without_work_gives_an_empty_batch_and_no_output() -> None:
     rig = Rig()
     assert rig.scheduler.plan() == Batch()
     assert rig.tick() == []
@@ -468,7 +468,7 @@ def test_a_result_for_a_slot_outside_the_batch_is_a_defect() -> None:
         rig.scheduler.apply(Batch(), [SlotResult(rig.memory.slots[0], 1)])
 
 
-def test_the_strategy_hears_of_jobs_that_wait_in_redis_and_here() -> None:
+def test_the_queue_depth_for_the_strategy_counts_jobs_that_wait_in_redis_and_here() -> None:
     depths: list[int] = []
 
     class Recording(DecodeMaximal):
@@ -484,12 +484,12 @@ def test_the_strategy_hears_of_jobs_that_wait_in_redis_and_here() -> None:
 
 
 @pytest.mark.parametrize(("budget", "chunk_size", "flag"), [(1, 8, "--n-batch"), (8, 0, "--chunk-size")])
-def test_settings_that_no_tick_can_keep_are_refused(budget: int, chunk_size: int, flag: str) -> None:
+def test_limits_that_no_tick_can_meet_are_refused(budget: int, chunk_size: int, flag: str) -> None:
     with pytest.raises(InvalidSettings, match=flag):
         Rig(n_slots=2, budget=budget, chunk_size=chunk_size)
 
 
-# ---- what others see
+# ---- views
 
 
 def test_the_stats_of_a_job_measure_its_attempt() -> None:
@@ -497,7 +497,7 @@ def test_the_stats_of_a_job_measure_its_attempt() -> None:
     rig.submit(make_job(max_tokens=1))
     rig.submit(make_job([7] * 12, job_id="j", max_tokens=5, queue_ms=33.0, stream=False))
     rig.clock.now_s += 1
-    rig.tick()  # the first job has the slot
+    rig.tick()  # the first job runs in the only slot
     rig.clock.now_s += 2
     outputs = rig.tick()  # admitted, first chunk
     rig.clock.now_s += 0.5

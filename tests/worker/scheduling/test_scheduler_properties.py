@@ -1,4 +1,4 @@
-"""Whatever is submitted, cancelled, lost or broken: every job ends exactly once and says what it says alone."""
+"""Random operations: every job ends exactly once, and generates the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CONTEXT_LIMIT = 80
 
 
 def letter_or_end(history: Sequence[int]) -> int:
-    """Letters, and now and then the end."""
+    """Return a letter, or an end token instead of the letter q."""
     letter = next_letter(history)
     return ByteVocab.eos if letter == ord("q") else letter
 
 
-class Unruly:
-    """A strategy that is often wrong, each time in another way, and sometimes right."""
+class FaultyStrategy:
+    """A strategy whose batches break the rules in changing ways, and are sometimes correct."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -62,11 +62,11 @@ class Unruly:
         return BUILT_IN["prefill-priority"]().build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
 
 
-STRATEGIES: dict[str, type[BatchStrategy]] = {**BUILT_IN, "unruly": Unruly}
+STRATEGIES: dict[str, type[BatchStrategy]] = {**BUILT_IN, "faulty": FaultyStrategy}
 
 
 def generated_alone(job: Job, n_tokens: int) -> list[int]:
-    """The first tokens that a plain loop gives for this job's prompt, an end token included."""
+    """Return the first tokens that a plain loop generates for the job's prompt, including an end token."""
     history = list(job.prompt)
     while len(history) < len(job.prompt) + n_tokens:
         history.append(letter_or_end(history))
@@ -76,15 +76,15 @@ def generated_alone(job: Job, n_tokens: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a job is made of."""
+class JobRecipe:
+    """The parameters of a random job."""
 
     n_prompt: int
     n_resumed: int
     fails_at: int | None
     params: dict[str, object]
 
-    def job(self) -> Job:
+    def make(self) -> Job:
         prompt = [(self.n_prompt + at) % 256 for at in range(self.n_prompt)]
         resumed = generated_alone(make_job(prompt), self.n_resumed) if prompt else []
         return make_job(
@@ -96,8 +96,8 @@ class Order:
         )
 
 
-ORDERS = st.builds(
-    Order,
+JOB_RECIPES = st.builds(
+    JobRecipe,
     n_prompt=st.one_of(st.integers(1, 40), st.integers(0, 90)),
     n_resumed=st.sampled_from([0, 0, 0, 1, 6]),
     fails_at=st.sampled_from([None, None, None, 0, 4]),
@@ -113,7 +113,7 @@ ORDERS = st.builds(
 
 
 class Jobs(RuleBasedStateMachine):
-    """A worker's life in random steps."""
+    """Applies random operations to a scheduler."""
 
     submitted = Bundle("submitted")
 
@@ -131,25 +131,25 @@ class Jobs(RuleBasedStateMachine):
             clock=self.clock,
         )
         self.jobs: dict[str, Job] = {}
-        self.said: dict[str, list[int]] = defaultdict(list)
+        self.generated: dict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, JobEnded] = {}
         self.released: set[str] = set()
 
-    # ---- what may happen
+    # ---- operations
 
-    @rule(target=submitted, orders=st.lists(ORDERS, min_size=1, max_size=4))
-    def submit(self, orders: list[Order]) -> object:
-        jobs = [order.job() for order in orders]
+    @rule(target=submitted, recipes=st.lists(JOB_RECIPES, min_size=1, max_size=4))
+    def submit(self, recipes: list[JobRecipe]) -> object:
+        jobs = [recipe.make() for recipe in recipes]
         for job in jobs:
             self.jobs[job.id] = job
-            self.said[job.id] = list(job.resumed)
+            self.generated[job.id] = list(job.resumed)
             self.scheduler.submit(job)
         return multiple(*(job.id for job in jobs))
 
     @rule(times=st.integers(1, 12))
     def tick(self, times: int) -> None:
         for _ in range(times):
-            self.take_outputs()
+            self.collect_outputs()
 
     @rule(job_id=submitted)
     def cancel(self, job_id: str) -> None:
@@ -163,7 +163,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(job_id=submitted)
     def claim_again(self, job_id: str) -> None:
-        """The lease was lost, and this worker gets the job again as the next attempt."""
+        """The lease was lost, and this worker claims the job again as the next attempt."""
         if job_id in self.ends or job_id in self.released or self.has_ended_unseen(job_id):
             return
         old = self.jobs[job_id]
@@ -171,7 +171,7 @@ class Jobs(RuleBasedStateMachine):
             old.prompt,
             job_id=job_id,
             attempt=old.lease.attempt + 1,
-            resumed=self.said[job_id],
+            resumed=self.generated[job_id],
             context_limit=CONTEXT_LIMIT,
             **old.request.model_dump(exclude={"prompt"}),
         )
@@ -193,50 +193,50 @@ class Jobs(RuleBasedStateMachine):
     def time_goes_by(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    # ---- what always holds
+    # ---- invariants
 
     def has_ended_unseen(self, job_id: str) -> bool:
         return any(isinstance(output, JobEnded) and output.job.id == job_id for output in self.scheduler._outputs)
 
-    def take_outputs(self) -> None:
+    def collect_outputs(self) -> None:
         for output in run_tick(self.scheduler, self.engine):
             job_id = output.job.id
-            assert job_id not in self.ends, "something follows a job's end"
+            assert job_id not in self.ends, "an output follows the job's end"
             if isinstance(output, NewToken):
-                self.said[job_id].append(output.token)
+                self.generated[job_id].append(output.token)
             else:
                 self.ends[job_id] = output
                 self.check_end(output)
 
     def check_end(self, end: JobEnded) -> None:
-        job, said = end.job, self.said[end.job.id]
+        job, generated = end.job, self.generated[end.job.id]
         assert (end.reason is None) != (end.error is None)
-        assert end.stats.generated_tokens == len(said)
+        assert end.stats.generated_tokens == len(generated)
         if end.reason is FinishReason.LENGTH:
-            full = len(said) >= job.request.max_tokens or len(job.prompt) + len(said) >= job.context_limit
+            full = len(generated) >= job.request.max_tokens or len(job.prompt) + len(generated) >= job.context_limit
             assert full
         if end.reason is FinishReason.STOP and not job.detokenizer.stopped:
-            assert generated_alone(job, len(said) + 1) == [*said, ByteVocab.eos]
+            assert generated_alone(job, len(generated) + 1) == [*generated, ByteVocab.eos]
 
     @invariant()
-    def every_job_says_what_it_says_alone(self) -> None:
-        for job_id, said in self.said.items():
-            assert said == generated_alone(self.jobs[job_id], len(said))
+    def every_job_generates_the_same_tokens_as_alone(self) -> None:
+        for job_id, generated in self.generated.items():
+            assert generated == generated_alone(self.jobs[job_id], len(generated))
 
     @invariant()
-    def nobody_holds_more_than_he_should(self) -> None:
+    def only_running_jobs_hold_cells(self) -> None:
         self.scheduler.check_integrity()
         n_running = sum(snapshot.job_id is not None for snapshot in self.scheduler.snapshot())
         assert len(self.engine.sequences.memory) <= n_running
 
     @rule()
     def let_all_jobs_end(self) -> None:
-        # Each tick brings at least one token of some job further, so this bound is one that nobody starves under.
+        # Each tick computes at least one token of a job, so within this number of ticks all jobs end.
         work = sum(len(job.prompt) + job.request.max_tokens for job in self.jobs.values())
         for _ in range(work + len(self.jobs) + 200):
             if not self.scheduler.has_work:
                 break
-            self.take_outputs()
+            self.collect_outputs()
         assert not self.scheduler.has_work
         assert set(self.jobs) == set(self.ends) | self.released
         assert not self.engine.sequences.memory

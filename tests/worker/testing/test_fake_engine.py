@@ -12,13 +12,13 @@ from llamaq.worker.testing import FakeEngine, make_job
 
 
 def prefill(engine: FakeEngine, seq_id: int, tokens: list[int], n_past: int = 0) -> SlotResult:
-    """Run the tokens after the first `n_past` as one chunk."""
+    """Prefill the tokens after the first `n_past` in one chunk."""
     slot = Slot(seq_id, SlotState.PREFILL, Run(make_job(tokens), seq_id, list(tokens), n_past=n_past))
     [result] = engine.run(Batch(prefill=(PrefillChunk(slot, len(tokens) - n_past),)))
     return result
 
 
-def test_shared_cells_count_once_until_nobody_holds_them() -> None:
+def test_a_shared_cell_counts_once_until_no_sequence_holds_it() -> None:
     engine = FakeEngine(n_ctx=12)
     prefill(engine, 0, list(range(10)))
     for target in range(1, 9):
@@ -33,7 +33,7 @@ def test_shared_cells_count_once_until_nobody_holds_them() -> None:
     assert engine.sequences.used_cells == 4
 
 
-def test_cells_beyond_the_last_are_an_error_or_are_reported() -> None:
+def test_a_part_without_enough_cells_is_an_error_or_is_reported() -> None:
     engine = FakeEngine(n_ctx=8)
     prefill(engine, 0, [1, 2, 3, 4, 5])
     with pytest.raises(AssertionError, match="4 cells are needed"):
@@ -47,7 +47,7 @@ def test_cells_beyond_the_last_are_an_error_or_are_reported() -> None:
     assert engine.computed == 9
 
 
-def test_a_stream_has_cells_of_its_own() -> None:
+def test_without_kv_unified_each_sequence_has_separate_cells() -> None:
     engine = FakeEngine(n_ctx=40, n_seq_max=4, kv_unified=False)
     assert (engine.sequences.cells_per_sequence, engine.sequences.n_sequences, engine.sequences.can_save_parts) == (
         10,
@@ -61,7 +61,7 @@ def test_a_stream_has_cells_of_its_own() -> None:
         prefill(engine, 0, list(range(11)), n_past=8)
 
 
-def test_blocks_hold_the_tokens_that_they_were_made_of() -> None:
+def test_loaded_blocks_hold_the_tokens_that_were_saved() -> None:
     engine = FakeEngine()
     tokens = list(range(100, 120))
     prefill(engine, 0, tokens)
@@ -77,7 +77,7 @@ def test_blocks_hold_the_tokens_that_they_were_made_of() -> None:
     assert [call[0] for call in engine.sequences.calls] == ["save", "save", "load", "load", "load"]
 
 
-def test_a_block_of_other_tokens_is_noticed_by_the_next_batch() -> None:
+def test_a_block_of_other_tokens_is_found_by_the_next_batch() -> None:
     engine = FakeEngine()
     prefill(engine, 0, [1, 2, 3, 4])
     assert engine.sequences.load(1, 0, 4, engine.sequences.save(0, 0, 4), 0)
@@ -85,7 +85,7 @@ def test_a_block_of_other_tokens_is_noticed_by_the_next_batch() -> None:
         prefill(engine, 1, [1, 2, 9, 4, 5], n_past=4)
 
 
-def test_data_that_are_not_right_and_want_of_room_are_refused() -> None:
+def test_wrong_data_and_loads_without_room_are_refused() -> None:
     engine = FakeEngine(n_ctx=16)
     prefill(engine, 0, list(range(10)))
     data = engine.sequences.save(0, 0, 10)
@@ -99,7 +99,7 @@ def test_data_that_are_not_right_and_want_of_room_are_refused() -> None:
     assert engine.sequences.used_cells == 10
 
 
-def test_a_save_may_be_told_to_fail() -> None:
+def test_a_test_can_make_saves_fail() -> None:
     engine = FakeEngine()
     prefill(engine, 0, [1, 2, 3])
     engine.sequences.fail_saves()
@@ -108,7 +108,7 @@ def test_a_save_may_be_told_to_fail() -> None:
     assert engine.sequences.save(0, 0, 3)
 
 
-def test_where_memory_cannot_be_cut_only_whole_sequences_are_used() -> None:
+def test_without_can_cut_only_whole_sequences_can_be_copied_saved_and_loaded() -> None:
     engine = FakeEngine(can_cut=False)
     prefill(engine, 0, [1, 2, 3])
     with pytest.raises(AssertionError, match="cannot be shared"):
@@ -124,7 +124,7 @@ def test_where_memory_cannot_be_cut_only_whole_sequences_are_used() -> None:
     assert engine.sequences.memory == {1: [1, 2, 3], 2: [1, 2, 3]}
 
 
-def test_what_nobody_should_ask_for_is_an_error() -> None:
+def test_calls_that_only_a_defect_makes_are_errors() -> None:
     engine = FakeEngine(n_seq_max=4)
     assert engine.sequences.n_sequences == 3
     prefill(engine, 0, [1, 2, 3])
@@ -144,7 +144,7 @@ def test_what_nobody_should_ask_for_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_count_of_cells_is_that_of_a_plain_model(seed: int) -> None:
+def test_the_count_of_cells_equals_that_of_a_simple_model(seed: int) -> None:
     rng, engine = random.Random(seed), FakeEngine(n_ctx=60, n_seq_max=8)
     cells: dict[int, list[object]] = {seq_id: [] for seq_id in range(engine.sequences.n_sequences)}
     for _ in range(400):
