@@ -93,7 +93,7 @@ class Noise:
     """Largest change of the gap between the best and the second-best logit."""
     median_gap_change: float
     changed_tokens: int
-    """Number of tokens whose best logit belongs to another token."""
+    """Number of positions at which the best token changes."""
     tokens: int
 
 
