@@ -1,11 +1,11 @@
 """Parses Redis URLs.
 
-| URL                                                              | meaning                                      |
-| ---------------------------------------------------------------- | -------------------------------------------- |
-| `redis://[user:password@]host[:6379][/db]`                       | one server                                   |
-| `unix:///path[?db=0]`                                            | one server, through a Unix socket            |
+| URL                                                                | meaning                                     |
+| ------------------------------------------------------------------ | ------------------------------------------- |
+| `redis://[user:password@]host[:6379][/db]`                         | one server                                  |
+| `unix:///path[?db=0]`                                              | one server, through a Unix socket           |
 | `redis+sentinel://[user:password@]host[:26379],host,.../name[/db]` | the master that these Sentinels call `name` |
-| `redis+cluster://[user:password@]host[:6379],host,...`           | a Redis Cluster, given by some of its nodes  |
+| `redis+cluster://[user:password@]host[:6379],host,...`             | a Redis Cluster, given by some of its nodes |
 
 `rediss` in place of `redis` turns on TLS. The query may contain options of redis-py's connections
 (`?ssl_ca_certs=/path`). User and password are those of the data servers; `sentinel_username` and `sentinel_password` in

@@ -1,0 +1,28 @@
+"""Every relative link of the documentation leads to a file and a heading that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_has_a_target(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
