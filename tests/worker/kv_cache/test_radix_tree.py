@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamaq.worker.core.tokens import common_prefix, pack
+from llamaq.worker.core.tokens import pack
 from llamaq.worker.kv_cache.radix_tree import RadixTree
 
 # Few tokens, so that strings share long prefixes. Some have the same bytes at different positions, so that a comparison
@@ -27,28 +27,6 @@ Tree = RadixTree[str]
 def n_common(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common prefix, compared token by token."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-@given(TOKENS, TOKENS, TOKENS)
-@settings(max_examples=150, deadline=None)
-def test_a_common_prefix_is_counted_in_whole_tokens(start: list[int], one: list[int], other: list[int]) -> None:
-    a, b = start + one, start + other
-    assert common_prefix(pack(a), pack(b)) == common_prefix(pack(b), pack(a)) == n_common(a, b)
-
-
-@pytest.mark.parametrize("at", [0, 1, 63, 64, 4095, 7998, 7999])
-def test_the_one_token_that_differs_in_a_long_prefix_is_found(at: int) -> None:
-    tokens = list(range(8000))
-    other = tokens.copy()
-    other[at] += 1 << 24
-    assert common_prefix(pack(tokens), pack(other)) == at
-    assert common_prefix(pack(tokens), pack(tokens[:at])) == at
-
-
-def test_packed_tokens_are_four_bytes_each_and_nothing_larger_is_cut_down() -> None:
-    assert (len(pack([1, -1, 151_935])), pack([])) == (12, b"")
-    with pytest.raises(OverflowError):
-        pack([2**31])
 
 
 STEPS = st.lists(st.tuples(st.booleans(), TOKENS, st.sampled_from("ABCD")), min_size=10, max_size=40)
