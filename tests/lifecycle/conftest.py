@@ -31,21 +31,24 @@ from llamaq.producer import Chunk, Client, Job, Result
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
+"""Far more than any step takes on a machine that is not busy."""
 POLL_S = 0.01
 LEASE_S = 1
 OUTPUT_TAIL_CHARS = 6000
 
 PACED = """
+import os
 import time
 from llamaq.worker import DecodeMaximal
 
 class Paced(DecodeMaximal):
     def build_batch(self, *args, **kwargs):
-        time.sleep(0.01)
+        time.sleep(float(os.environ.get("TICK_S", "0.01")))
         return super().build_batch(*args, **kwargs)
 """
-"""A strategy of about 100 ticks a second: a job then lasts as long on a fast machine as on a slow one."""
+"""A strategy of about 100 ticks a second, or one tick each TICK_S: a job then lasts as long on a fast machine as on a
+slow one."""
 
 
 def wait_until(look: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:

@@ -72,7 +72,7 @@ def attempts_of(environment: Environment, job: Job) -> list[str]:
 
 
 def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(environment: Environment, read: Read) -> None:
-    first = environment.start_worker("--n-parallel", "8")
+    first = environment.start_worker("--n-parallel", "8", TICK_S="0.04")  # it is killed before any job has finished
     with environment.client() as client:
         readers = [read(job) for job in submit_stories(client)]
         drawn = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""The client for threads: the same as the asyncio one, from any thread, and without traces."""
+"""The blocking client has the methods of the asyncio client, works in any thread, and leaves no thread behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def served(redis_url: str, queue: str) -> Iterator[Client]:
-    """A client whose jobs are answered: each with the words of its prompt."""
+    """A client with a worker that answers each job with the words of its prompt."""
     with (
         serving(redis_url, queue, lambda request: (request.prompt or "chat").split(" ")),
         Client(redis_url, queue) as client,
@@ -46,19 +47,19 @@ def served(redis_url: str, queue: str) -> Iterator[Client]:
         yield client
 
 
-_of_others: set[threading.Thread] = set()
-"""Threads of clients that other tests' fixtures keep open."""
+_other_threads: set[threading.Thread] = set()
+"""Threads of clients in fixtures of other tests."""
 
 
 @pytest.fixture(autouse=True)
-def know_the_others() -> None:
-    _of_others.clear()
-    _of_others.update(client_threads())
+def note_other_threads() -> None:
+    _other_threads.clear()
+    _other_threads.update(client_threads())
 
 
 def client_threads() -> list[threading.Thread]:
     named = [thread for thread in threading.enumerate() if thread.name == "llamaq-client"]
-    return [thread for thread in named if thread not in _of_others]
+    return [thread for thread in named if thread not in _other_threads]
 
 
 def public_methods(kind: type) -> dict[str, Callable[..., object]]:
@@ -73,14 +74,14 @@ def test_both_clients_have_the_same_methods_with_the_same_parameters(blocking: t
     for name, method in {**blocking_methods, "__init__": blocking.__init__}.items():  # type: ignore[misc]
         other = asynchronous.__init__ if name == "__init__" else async_methods[name]  # type: ignore[misc]
         left, right = (list(inspect.signature(one).parameters.values()) for one in (method, other))
-        if blocking is Job and name == "__init__":  # one is made from a client, the other from a connection
+        if blocking is Job and name == "__init__":  # a Job has a client, an AsyncJob has a connection
             assert [side.pop(1).name for side in (left, right)] == ["client", "connection"]
         assert [(p.name, p.kind, p.default, p.annotation) for p in left] == [
             (p.name, p.kind, p.default, p.annotation) for p in right
         ]
 
 
-def test_each_way_to_generate_gives_the_same(served: Client) -> None:
+def test_every_form_of_prompt_generates_and_streams(served: Client) -> None:
     result = served.generate("one two three", seed=4)
     assert (result.text, result.seed, result.finish_reason) == ("onetwothree", 4, FinishReason.STOP)
     assert [chunk.text for chunk in served.stream("one two")] == ["one", "two"]
@@ -91,7 +92,7 @@ def test_each_way_to_generate_gives_the_same(served: Client) -> None:
     assert [chunk.text for chunk in served.stream_chat(messages)] == ["chat"]
 
 
-def test_a_job_can_be_followed_and_attached_to_again(served: Client) -> None:
+def test_a_job_can_be_followed_by_its_id(served: Client) -> None:
     job = served.submit("one two")
     assert job.is_new
     assert job.result(timeout=10).text == "onetwo"
@@ -103,14 +104,14 @@ def test_a_job_can_be_followed_and_attached_to_again(served: Client) -> None:
     assert repr(again) == f"<Job {job.id}>"
 
 
-def test_snapshots(served: Client) -> None:
+def test_queue_depth_workers_and_stats_are_returned(served: Client) -> None:
     served.generate("one")
     assert served.queue_depth() == QueueDepth(waiting=0, running=0)
     assert [worker.card.worker for worker in served.workers()] == ["fake"]
     assert served.stats().queue == served.queue
 
 
-def test_errors_come_through(redis_url: str, queue: str) -> None:
+def test_errors_of_the_asyncio_client_are_raised(redis_url: str, queue: str) -> None:
     with Client(redis_url, queue) as client:
         with pytest.raises(InvalidRequest, match="max_tokens"):
             client.generate("x", max_tokens=0)
@@ -159,7 +160,7 @@ def test_many_threads_share_one_client_and_one_thread(served: Client) -> None:
     assert len(client_threads()) == 1
 
 
-def test_a_stream_left_early_cancels_its_job(redis_url: str, queue: str) -> None:
+def test_an_iterator_closed_early_cancels_its_job(redis_url: str, queue: str) -> None:
     with Client(redis_url, queue) as client:
         chunks = client.stream("x")
 
@@ -185,7 +186,7 @@ def test_a_stream_keeps_its_client_alive(redis_url: str, queue: str) -> None:
         assert [chunk.text for chunk in chunks] == ["a", "b"]
 
 
-def test_a_closed_client_refuses_and_leaves_no_thread(redis_url: str, queue: str) -> None:
+def test_a_closed_client_raises_and_has_no_thread(redis_url: str, queue: str) -> None:
     client = Client(redis_url, queue)
     assert repr(client) == f"<Client queue='{queue}' idle>"
     client.queue_depth()
@@ -199,7 +200,7 @@ def test_a_closed_client_refuses_and_leaves_no_thread(redis_url: str, queue: str
         client.queue_depth()
 
 
-def test_a_forgotten_client_leaves_no_thread(redis_url: str, queue: str) -> None:
+def test_a_garbage_collected_client_has_no_thread(redis_url: str, queue: str) -> None:
     client = Client(redis_url, queue)
     client.queue_depth()
     del client
@@ -207,7 +208,7 @@ def test_a_forgotten_client_leaves_no_thread(redis_url: str, queue: str) -> None
     assert client_threads() == []
 
 
-def test_closing_ends_the_calls_of_other_threads_and_cancels_their_jobs(redis_url: str, queue: str) -> None:
+def test_close_interrupts_the_calls_of_other_threads_and_cancels_their_jobs(redis_url: str, queue: str) -> None:
     client = Client(redis_url, queue)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.generate, "x")
@@ -231,7 +232,7 @@ def run_script(code: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_that_forgets_to_close_ends_at_once_and_without_a_word(redis_url: str, queue: str) -> None:
+def test_a_process_that_does_not_close_its_client_exits_at_once_without_output(redis_url: str, queue: str) -> None:
     code = """
 import sys
 from llamaq.producer import Client
@@ -245,7 +246,9 @@ except Exception as exc:
 """
     process = run_script(code, redis_url, queue)
     out, err = process.communicate(timeout=60)
-    assert (out, err, process.returncode) == ("NoWorker\n", "", 0)
+    # On a busy machine the development mode of Python reports steps of the event loop that took longer than 0.1 s.
+    complaints = [line for line in err.splitlines() if not re.match(r"Executing <.* took .* seconds", line)]
+    assert (out, complaints, process.returncode) == ("NoWorker\n", [], 0)
 
 
 def test_an_interrupt_cancels_the_job_that_is_waited_for(redis_url: str, queue: str) -> None:

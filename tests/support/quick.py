@@ -17,7 +17,7 @@ import pytest
 STARTING_FOLDERS = (
     *("tests/e2e/", "tests/lifecycle/", "tests/repository/", "tests/tools/"),
     *("tests/cli/test_worker_commands.py", "tests/worker/local/"),
-    *("tests/worker/engine/test_kv_sequences.py", "tests/worker/kv_cache/test_cache_on_llama.py"),
+    *("tests/common/vocab/test_vocab.py", "tests/worker/engine/", "tests/worker/kv_cache/test_cache_on_llama.py"),
     "tests/worker/slot_files/test_slots_on_llama.py",
 )
 STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "chat_model", "any_model"})

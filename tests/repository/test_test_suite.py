@@ -1,0 +1,100 @@
+"""How the test suite is split: quick tests start nothing, and tests that share a worker process form one group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import pytest
+from tests.support.distribution import distribute, group_of
+from tests.support.quick import NotQuick, held_quick, is_quick
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CollectedTest:
+    """What the rules ask of a collected test."""
+
+    def __init__(self, nodeid: str, *fixtures: str, marks: tuple[str, ...] = ()) -> None:
+        self.nodeid = nodeid
+        self.fixturenames = fixtures
+        self.markers = list(marks)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.markers else None
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.markers.append(mark.args[0])
+
+
+def collected(*tests: CollectedTest) -> Any:
+    return list(tests)
+
+
+def test_the_quick_tests_are_those_without_server_model_and_process() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("pytest"), "-p", "no:cacheprovider", "--collect-only", "-q", "-m", "quick"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(names) > 600
+    assert not [name for name in names if name.startswith(("tests/e2e/", "tests/lifecycle/")) or "redis-server" in name]
+    assert [name for name in names if name.endswith("[fakeredis]")]
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        (CollectedTest("tests/worker/core/test_a.py::test_b", "tmp_path"), True),
+        (CollectedTest("tests/worker/core/test_a.py::test_b", "redis_url", "redis_server"), False),
+        (CollectedTest("tests/worker/core/test_a.py::test_b", "vocab", "demo_model"), False),
+        (CollectedTest("tests/worker/core/test_a.py::test_b", marks=("starts_processes",)), False),
+        (CollectedTest("tests/lifecycle/test_a.py::test_b"), False),
+    ],
+)
+def test_a_fixture_a_folder_or_a_mark_makes_a_test_one_that_is_not_quick(test: Any, expected: bool) -> None:
+    assert is_quick(test) is expected
+
+
+def test_a_quick_test_can_neither_start_a_process_nor_load_a_model(demo_model: Path) -> None:
+    with held_quick("test_name"):
+        with pytest.raises(NotQuick, match="test_name starts a process"):
+            subprocess.run(["true"], check=True)
+        with pytest.raises(NotQuick, match="test_name loads a model"):
+            llama_cpp.llama_model_load_from_file(str(demo_model).encode(), llama_cpp.llama_model_default_params())
+    subprocess.run(["true"], check=True)
+
+
+def test_tests_of_one_queue_or_file_are_one_group_and_tests_that_share_nothing_are_several() -> None:
+    served = collected(
+        CollectedTest("tests/e2e/test_a.py::test_1", "client", "demo"),
+        CollectedTest("tests/e2e/test_b.py::test_1", "demo"),
+        CollectedTest("tests/e2e/test_b.py::test_2", "slow", "demo"),
+    )
+    assert [group_of(test) for test in served] == ["queue-demo", "queue-demo", "queue-slow"]
+    pure, alone = collected(
+        CollectedTest("tests/worker/test_a.py::test_1"), CollectedTest("tests/lifecycle/test_a.py::test_1")
+    )
+    assert group_of(pure) == "tests/worker/test_a.py"
+    assert group_of(alone) is None
+
+
+def test_long_groups_start_first_and_quick_tests_last() -> None:
+    tests = collected(
+        CollectedTest("tests/worker/test_a.py::test_1"),
+        CollectedTest("tests/lifecycle/test_a.py::test_1"),
+        CollectedTest("tests/e2e/test_a.py::test_1", "demo"),
+    )
+    distribute(tests)
+    assert [test.nodeid.split("/")[1] for test in tests] == ["e2e", "lifecycle", "worker"]
+    assert [test.markers for test in tests] == [["queue-demo"], [], ["tests/worker/test_a.py"]]
