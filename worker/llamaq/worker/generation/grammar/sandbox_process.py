@@ -31,7 +31,7 @@ from llamaq.worker.generation.grammar.static_checks import check_grammar
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
 """Memory that the process may use in addition to the vocabulary."""
 N_RANDOM_TOKENS, N_LONGEST_TOKENS = 2048, 256
-"""Numbers of tokens that a walk chooses from: random ones, and the longest ones."""
+"""Numbers of tokens that a walk chooses from first: random ones, and the longest ones. A walk is one short output."""
 WALK_TOKENS = 40
 """Upper bound on the tokens of a walk."""
 WALK_S = 0.06
@@ -85,36 +85,39 @@ class GrammarTrial:
             ) from exc
 
     def _walk_all(self, text: str, root: str) -> None:
-        """Walk through the grammar with random tokens, with repeated tokens, and with the longest tokens."""
-        chance = random.Random(0)
+        """Generate short outputs with random tokens, with repeated tokens, and with the longest tokens.
+
+        A grammar that crashes or hangs llama.cpp usually does so within these outputs.
+        """
+        rng = random.Random(0)
         grammar = Grammar(self._vocab, text, root)
         if not grammar.allowed_mask(self._all).any():
             raise ValueError("no token of this model's vocabulary is allowed first")
 
         def at_random(allowed: Sequence[int], _last: int | None) -> int:
-            return chance.choice(allowed)
+            return rng.choice(allowed)
 
         def repeating(allowed: Sequence[int], last: int | None) -> int:
-            return last if last is not None and last in allowed else chance.choice(allowed)
+            return last if last is not None and last in allowed else rng.choice(allowed)
 
         def longest(allowed: Sequence[int], _last: int | None) -> int:
             return max(allowed, key=lambda token: len(self._vocab.piece(token)))
 
         for choose in (at_random, longest, *[repeating] * N_REPEATING_WALKS):
-            self._walk(Grammar(self._vocab, text, root), choose, chance)
+            self._walk(Grammar(self._vocab, text, root), choose, rng)
 
-    def _walk(self, grammar: Grammar, choose: Choose, chance: random.Random) -> None:
+    def _walk(self, grammar: Grammar, choose: Choose, rng: random.Random) -> None:
         """Generate tokens with `choose` until only end tokens are allowed, or a bound is reached."""
-        random_tokens = np.array(chance.sample(range(self._vocab.n_tokens), min(N_RANDOM_TOKENS, self._vocab.n_tokens)))
-        offered = np.unique(np.concatenate((random_tokens, self._longest)))
+        random_tokens = np.array(rng.sample(range(self._vocab.n_tokens), min(N_RANDOM_TOKENS, self._vocab.n_tokens)))
+        subset = np.unique(np.concatenate((random_tokens, self._longest)))
         deadline_s = time.monotonic() + WALK_S
-        walked: list[int] = []
-        while len(walked) < WALK_TOKENS and time.monotonic() < deadline_s:
-            allowed = self._allowed(grammar, offered) or self._allowed(grammar, self._all)
+        generated: list[int] = []
+        while len(generated) < WALK_TOKENS and time.monotonic() < deadline_s:
+            allowed = self._allowed(grammar, subset) or self._allowed(grammar, self._all)
             if not allowed:
                 return
-            walked.append(choose(allowed, walked[-1] if walked else None))
-            grammar.accept(walked)
+            generated.append(choose(allowed, generated[-1] if generated else None))
+            grammar.accept(generated)
 
     def _allowed(self, grammar: Grammar, tokens: np.ndarray[Any, Any]) -> list[int]:
         """Return those of `tokens` that the grammar allows, without end tokens."""
