@@ -1,7 +1,7 @@
-"""What users ask of this worker by way of Redis: one list of orders, and a list with the answer for each.
+"""The inbox for slot commands: one Redis list for each worker, and one list for each reply.
 
-An order is taken off its list first and carried out then, once at most: who asked waits for the answer, and asks again
-if there is none. Nothing that an order says can end the worker.
+A command is removed from the list before it is executed, so it is executed at most once. A client that gets no reply
+repeats its command. No command can end the worker.
 """
 
 from __future__ import annotations
@@ -25,91 +25,98 @@ from llamaq.common.redis.server_time import server_time_ms
 log = logging.getLogger(__name__)
 
 BLOCK_S = 2.0
-"""How long to wait for an order in one command; less than the timeout of the socket."""
+"""Seconds that one BLPOP waits for a command. It must be below the timeout of the socket."""
 RETRY_S = 1.0
-MAX_ORDER_BYTES = 4096
+MAX_COMMAND_BYTES = 4096
 REPLY_TTL_S = 60
-REMEMBERED = 64
-"""Orders of which one that comes twice is known: a client's connection may break just when it has sent it."""
+N_REMEMBERED_IDS = 64
+"""Number of command ids remembered to drop duplicates: redis-py sends a command again after a cut connection."""
 
 
 class CommandHandler(Protocol):
-    """What carries orders out."""
+    """Executes slot commands."""
 
-    async def execute(self, order: SlotCommand) -> SlotReply:
-        """Do what is asked, or raise what is wrong with it."""
+    async def execute(self, command: SlotCommand) -> SlotReply:
+        """Execute the command and return the reply.
+
+        Raises:
+            SlotCommandRefused: The worker cannot execute the command now.
+            InvalidRequest: The command is invalid.
+        """
 
 
 class CommandInbox:
-    """Takes the orders of one worker and answers them, one after the other."""
+    """Receives the slot commands of one worker, executes them one after the other, and sends the replies."""
 
-    def __init__(self, redis: Redis, keys: Keys, worker_id: str, control: CommandHandler) -> None:
+    def __init__(self, redis: Redis, keys: Keys, worker_id: str, handler: CommandHandler) -> None:
         self._redis = redis
         self._keys = keys
         self._key = keys.slot_commands(worker_id)
-        self._control = control
-        self._seen: deque[str] = deque(maxlen=REMEMBERED)
+        self._handler = handler
+        self._seen_ids: deque[str] = deque(maxlen=N_REMEMBERED_IDS)
 
     async def run(self) -> None:
-        """Take and answer until cancelled."""
+        """Receive and answer commands until cancelled."""
         while True:
             try:
-                async with dedicated_connection(self._redis) as waiting:
+                async with dedicated_connection(self._redis) as connection:
                     while True:
-                        found: Any = await waiting.blpop([self._key], timeout=BLOCK_S)
-                        if found is not None:
-                            await self._answer(found[1])
+                        received: Any = await connection.blpop([self._key], timeout=BLOCK_S)
+                        if received is not None:
+                            await self._answer(received[1])
             except RedisError as exc:
-                log.warning("orders.redis_error error=%r", exc)
+                log.warning("slot_commands.redis_error error=%r", exc)
                 await asyncio.sleep(RETRY_S)
             except Exception:
-                log.exception("orders.failed")  # a defect here must not end the worker
+                log.exception("slot_commands.failed")  # a defect here must not end the worker
                 await asyncio.sleep(RETRY_S)
 
     async def _answer(self, data: bytes) -> None:
-        order = await self._read(data)
-        if order is None:
+        """Execute the encoded command and send its reply. Drop it if it is invalid, too late, or a duplicate."""
+        command = await self._accept(data)
+        if command is None:
             return
         started_s = time.monotonic()
-        reply = await self._carry_out(order)
+        reply = await self._execute(command)
         log.info(
-            "order.done action=%s slot=%s name=%s seconds=%.3f error=%s",
-            order.action.value,
-            order.slot,
-            order.name,
+            "slot_command.done action=%s slot=%s name=%s seconds=%.3f error=%s",
+            command.action.value,
+            command.slot,
+            command.name,
             time.monotonic() - started_s,
             reply.error,
         )
-        key = self._keys.reply(order.id)
+        key = self._keys.reply(command.id)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.rpush(key, codec.encode_model(reply))
             pipe.expire(key, REPLY_TTL_S)
             await pipe.execute()
 
-    async def _read(self, data: bytes) -> SlotCommand | None:
-        """The order, if it is one that is to be carried out; raises `RedisError`."""
+    async def _accept(self, data: bytes) -> SlotCommand | None:
+        """Decode a command. Returns None if it must not be executed. Raises `RedisError`."""
         try:
-            order = codec.decode_model(SlotCommand, data, MAX_ORDER_BYTES)
+            command = codec.decode_model(SlotCommand, data, MAX_COMMAND_BYTES)
         except ProtocolError as exc:
-            log.warning("order.dropped error=%s", exc)
+            log.warning("slot_command.dropped error=%s", exc)
             return None
-        if order.deadline_ms < await server_time_ms(self._redis):
-            log.info("order.too_late action=%s", order.action.value)
+        if command.deadline_ms < await server_time_ms(self._redis):
+            log.info("slot_command.too_late action=%s", command.action.value)
             return None
-        if order.id in self._seen:
+        if command.id in self._seen_ids:
             return None
-        self._seen.append(order.id)
-        return order
+        self._seen_ids.append(command.id)
+        return command
 
-    async def _carry_out(self, order: SlotCommand) -> SlotReply:
+    async def _execute(self, command: SlotCommand) -> SlotReply:
+        """Execute a command. Every failure becomes a reply with an error."""
         try:
-            return await self._control.execute(order)
+            return await self._handler.execute(command)
         except (SlotCommandRefused, InvalidRequest) as exc:
             return SlotReply(error=str(exc))
         except OSError as exc:
             return SlotReply(error=f"the disk (--cache-dir): {exc.strerror or exc}")
         except Exception:  # a defect here must not end the worker
-            log.exception("order.failed action=%s", order.action.value)
+            log.exception("slot_command.failed action=%s", command.action.value)
             return SlotReply(error="a defect of the worker; its log has the traceback")
 
     def __repr__(self) -> str:
