@@ -169,6 +169,7 @@ class Vocab:
             found_special |= bool(spans)
             hidden.append(self._hide(message, spans, placeholders))
         rendered = self.render_chat(hidden)
+        # Only edges are hidden. If they complete no special text in the plain rendering, no content needs protection.
         if placeholders.originals and not found_special:
             plain = self.render_chat(messages)
             if len(self.special_tokens.find(plain)) == len(self.special_tokens.find(rendered)):
