@@ -1,4 +1,4 @@
-"""The command line as a user types it, against a real Redis and a worker that has no model."""
+"""The commands for jobs and queues, on a real Redis with a fake worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def served(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A queue that the environment names, whose worker says what it was asked."""
+    """A queue that the environment names. Its worker answers with the prompt or the messages."""
 
     def answer(request: JobRequest) -> list[str]:
         if request.messages:
@@ -45,7 +45,7 @@ def served(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def llamaq(*args: str, stdin: str = "") -> str:
-    """What a command that succeeds prints."""
+    """Run a command that succeeds and return its output."""
     result = CliRunner().invoke(build_app(args[0]), args, input=stdin, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
@@ -53,7 +53,7 @@ def llamaq(*args: str, stdin: str = "") -> str:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line that a command that fails says; it says nothing else and exits with 1."""
+    """Run a command that fails and return its error. The error is one line, and the exit code is 1."""
     monkeypatch.setattr(sys, "argv", ["llamaq", *args])
     with pytest.raises(SystemExit) as caught:
         main()
@@ -100,11 +100,11 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
     llamaq("submit", "x", "--redis-url", redis_url, "--queue", queue, *options, *flags)
 
-    async def take() -> JobRequest:
+    async def start_next() -> JobRequest:
         async with FakeWorker(redis_url, queue) as worker:
             return (await worker.start_next()).request
 
-    request = asyncio.run(take())
+    request = asyncio.run(start_next())
     assert (request.max_tokens, request.temperature, request.logit_bias) == (9, 0.5, {4: -1.5})
     assert (request.json_schema, request.stop, request.metadata) == ({"type": "object"}, ("one", "two"), {"user": "u"})
     assert (request.cache_salt, request.cache_public, request.slot) == ("tenant", 5, 1)
@@ -112,7 +112,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     changed = {
         name for name in JobParams.model_fields if getattr(request, name) != JobParams.model_fields[name].default
     }
-    assert JobParams.model_fields.keys() - changed == {"grammar", "ignore_eos"}  # they exclude the JSON schema
+    assert JobParams.model_fields.keys() - changed == {"grammar", "ignore_eos"}  # a JSON schema excludes both
 
 
 def test_a_job_is_submitted_followed_and_shown(served: str) -> None:
@@ -146,19 +146,19 @@ def test_snapshots_are_tables_for_people_and_json_for_programs(served: str) -> N
     assert QueueStats.model_validate_json(llamaq("stats", "--json")).recent[0].generated_tokens == 3
 
 
-def test_health_wants_a_worker_of_this_host_that_has_ticked_lately(
+def test_health_requires_a_worker_on_this_host_with_a_recent_tick(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--redis-url", redis_url, "--queue", queue, "--max-age-s", "30"]
     assert "no worker on this host" in failing(monkeypatch, capsys, "health", *options)
     assert "no worker serves" in failing(monkeypatch, capsys, "health", *options, "--any")
 
-    def announce(**told: Any) -> None:
-        async def tell() -> None:
+    def announce(**heartbeat: Any) -> None:
+        async def send_heartbeat() -> None:
             async with FakeWorker(redis_url, queue) as worker:
-                await worker.announce(**told)
+                await worker.announce(**heartbeat)
 
-        asyncio.run(tell())
+        asyncio.run(send_heartbeat())
 
     now_ms = int(time.time() * 1000)
     announce(now_ms=now_ms)
@@ -193,7 +193,7 @@ def test_an_error_is_one_line(
     assert complaint in failing(monkeypatch, capsys, *args)
 
 
-def test_a_queue_without_a_worker_is_an_error_that_says_so(
+def test_a_queue_without_a_worker_is_an_error_that_names_the_queue(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
@@ -202,7 +202,7 @@ def test_a_queue_without_a_worker_is_an_error_that_says_so(
     assert f"no worker serves queue '{queue}'" in failing(monkeypatch, capsys, "generate", "x", "--wait-s", "0.05")
 
 
-def test_a_misused_command_explains_itself_with_exit_code_2() -> None:
+def test_wrong_arguments_print_the_usage_and_exit_with_2() -> None:
     for args in (["generate"], ["nonsense"], ["generate", "x", "--max-tokens", "many"], ["generate", "--nonsense"]):
         result = CliRunner().invoke(build_app(args[0]), args)
         assert result.exit_code == 2
@@ -216,11 +216,11 @@ def test_help_names_every_command_and_loads_no_worker() -> None:
     assert "--max-tokens" in llamaq("generate", "--help")
 
 
-def test_the_commands_of_the_worker_are_its_own() -> None:
+def test_a_command_of_the_worker_has_its_options_when_it_is_called() -> None:
     assert "--n-parallel" in llamaq("worker", "--help")
 
 
-def test_a_command_whose_extra_is_missing_names_it(
+def test_a_command_without_its_extra_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("llamaq.worker")]:
@@ -262,7 +262,7 @@ def test_a_real_process_streams_token_by_token(redis_url: str, queue: str) -> No
     assert process.returncode == 0
 
 
-def test_a_talk_on_a_terminal_goes_on_until_ctrl_d(served: str) -> None:
+def test_a_conversation_on_a_terminal_continues_until_ctrl_d(served: str) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(command("chat"), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
     os.close(theirs)
@@ -288,6 +288,6 @@ def test_a_talk_on_a_terminal_goes_on_until_ctrl_d(served: str) -> None:
     os.close(ours)
 
 
-def test_the_entry_point_is_what_the_package_names() -> None:
+def test_the_entry_point_of_the_package_exists() -> None:
     assert 'llamaq = "llamaq.cli.main:main"' in (ROOT / "pyproject.toml").read_text()
     assert callable(main)

@@ -1,4 +1,4 @@
-"""The commands of the GPU host as a user meets them: help, options, errors."""
+"""The commands of a GPU host: help, options, errors, and the view of the demo."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_bad_setting_is_one_line_and_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--model", "no-such.gguf"), "--model: there is no file 'no-such.gguf'"),
         (("--model", "hf:nonsense"), "is not of the form hf:OWNER/REPO/FILE.gguf"),
@@ -67,11 +67,11 @@ def test_a_bad_setting_is_one_line_and_no_traceback() -> None:
         (("--redis-url", "http://localhost"), "--redis-url (LLAMAQ_REDIS_URL)"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+def test_a_worker_that_cannot_start_logs_the_reason_in_one_line(arguments: tuple[str, ...], message: str) -> None:
     ended = run("worker", *arguments)
     assert ended.returncode == 2
     (line,) = (line for line in ended.stderr.splitlines() if " ERROR " in line)
-    assert said in line
+    assert message in line
     assert "Traceback" not in ended.stderr
 
 
@@ -81,7 +81,7 @@ def test_an_unknown_flag_is_refused() -> None:
     assert "--n-slots" in ended.stderr
 
 
-def test_the_example_of_up_names_what_is_not_the_default() -> None:
+def test_the_example_of_up_has_only_options_that_are_not_the_default() -> None:
     plain = WorkerSettings.model_construct(set())
     assert example_command(plain, None) == "llamaq generate 'Once upon a time'"
     named = WorkerSettings(queue="stories")
@@ -90,7 +90,7 @@ def test_the_example_of_up_names_what_is_not_the_default() -> None:
     )
 
 
-# ---- what the demo shows
+# ---- the view of the demo
 
 
 def demo_jobs(count: int) -> list[DemoJob]:
@@ -119,7 +119,7 @@ def test_the_view_fits_its_terminal_with_panels_of_equal_height(count: int, widt
     assert " tokens · " in lines[-1]
 
 
-def test_a_panel_shows_the_end_of_a_text_and_how_far_it_is() -> None:
+def test_a_panel_shows_the_end_of_the_text_and_the_progress() -> None:
     made = demo_jobs(2)
     made[1].text += " The end."
     lines = render(DemoView(made), 80, 24)
@@ -127,7 +127,7 @@ def test_a_panel_shows_the_end_of_a_text_and_how_far_it_is() -> None:
     assert any("waiting, 0 tokens" in line and "running, 30 tokens" in line for line in lines)
 
 
-def test_jobs_that_have_ended_make_room_for_those_that_run() -> None:
+def test_running_jobs_are_shown_before_ended_ones() -> None:
     made = demo_jobs(64)
     for job in made[:60]:
         job.ending = "stop"
@@ -135,7 +135,7 @@ def test_jobs_that_have_ended_make_room_for_those_that_run() -> None:
     assert all(f"Job {index} " in shown for index in range(60, 64))
 
 
-def test_text_of_a_model_is_never_taken_for_markup() -> None:
+def test_generated_text_is_never_read_as_markup() -> None:
     made = demo_jobs(1)
     made[0].title, made[0].text, made[0].ending = "[bold]x[/]", "[red]hot[/red] [/nothing]", "[stop]"
     shown = "\n".join(render(DemoView(made), 80, 24))

@@ -32,8 +32,8 @@ from llamaq.producer.testing import FakeAttempt, FakeWorker
 
 
 async def until_cancelled(attempt: FakeAttempt) -> None:
-    """Play a worker that notices a cancellation at its next flush."""
-    while (await attempt.emit([], "")).code != "cancel":  # noqa: ASYNC110  # as a worker polls
+    """Finish the attempt as cancelled, as a worker does that learns of the cancellation from its next flush."""
+    while (await attempt.emit([], "")).code != "cancel":  # noqa: ASYNC110  # a worker polls too
         await asyncio.sleep(0.01)
     await attempt.finish(FinishReason.CANCELLED)
 
@@ -97,7 +97,7 @@ async def test_a_missing_seed_is_drawn_and_returned(redis_url: str, queue: str) 
 
 
 async def test_a_bad_parameter_is_refused_before_anything_is_sent(queue: str) -> None:
-    async with AsyncClient("redis://localhost:1", queue) as client:  # nobody listens there
+    async with AsyncClient("redis://localhost:1", queue) as client:  # no server listens on this port
         with pytest.raises(InvalidRequest, match="max_tokens"):
             await client.generate("x", max_tokens=0)
         with pytest.raises(InvalidRequest, match="top_p"):
@@ -136,7 +136,9 @@ async def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatc
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
 
-async def test_generate_raises_no_worker_when_nobody_serves_the_queue_and_cancels(redis_url: str, queue: str) -> None:
+async def test_generate_raises_no_worker_and_cancels_when_no_worker_serves_the_queue(
+    redis_url: str, queue: str
+) -> None:
     async with AsyncClient(redis_url, queue) as client:
         with pytest.raises(NoWorker, match=queue):
             await client.generate("hello", timeout=0.05)
@@ -147,7 +149,7 @@ async def test_generate_raises_no_worker_when_nobody_serves_the_queue_and_cancel
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
 
-async def test_generate_raises_result_timeout_when_a_worker_is_slow_and_cancels(redis_url: str, queue: str) -> None:
+async def test_generate_raises_result_timeout_and_cancels_when_the_worker_is_slow(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         await worker.announce()
         with pytest.raises(ResultTimeout) as caught:
@@ -199,7 +201,7 @@ async def test_a_stream_closed_early_cancels_its_job(redis_url: str, queue: str)
         assert await client.job(attempt.claim.job_id).cancel() is False
 
 
-async def test_a_reader_of_a_job_that_leaves_does_not_cancel_it(redis_url: str, queue: str) -> None:
+async def test_a_reader_that_stops_early_does_not_cancel_the_job(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
         attempt = await worker.start_next()
@@ -209,7 +211,7 @@ async def test_a_reader_of_a_job_that_leaves_does_not_cancel_it(redis_url: str, 
         assert (await attempt.emit([8], "y")).code == "ok"
 
 
-async def test_giving_up_on_a_job_that_an_idempotency_key_shares_does_not_cancel_it(redis_url: str, queue: str) -> None:
+async def test_a_timeout_does_not_cancel_a_job_that_an_idempotency_key_shares(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello", idempotency_key="k")
         attempt = await worker.start_next()
@@ -232,7 +234,7 @@ async def test_a_failed_job_raises_from_result_stream_and_generate(redis_url: st
             assert (caught.value.code, caught.value.job_id) == ("prompt_too_long", job.id)
 
 
-async def test_a_job_that_fails_in_the_middle_gives_its_chunks_first(redis_url: str, queue: str) -> None:
+async def test_a_job_that_fails_after_some_chunks_yields_them_first(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
         attempt = await worker.start_next()
@@ -244,19 +246,19 @@ async def test_a_job_that_fails_in_the_middle_gives_its_chunks_first(redis_url: 
             await anext(chunks)
 
 
-async def test_an_unknown_job_is_not_found_whatever_is_asked(redis_url: str, queue: str) -> None:
+async def test_every_method_of_an_unknown_job_raises_job_not_found(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         job = client.job(str(JobId.new(queue)))
-        for asked in (job.status(), job.result(), job.cancel(), anext(job.stream())):
+        for call in (job.status(), job.result(), job.cancel(), anext(job.stream())):
             with pytest.raises(JobNotFound, match="result_ttl_s"):
-                await asked
+                await call
 
 
-async def test_a_job_deleted_under_its_readers_is_not_found(redis_url: str, queue: str) -> None:
+async def test_readers_of_a_deleted_job_raise_job_not_found(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         job = await client.submit("hello")
         waiting = [asyncio.ensure_future(job.result()), asyncio.ensure_future(anext(job.stream()))]
-        await asyncio.sleep(0.05)  # they listen, or soon will: either way they must notice
+        await asyncio.sleep(0.05)  # both calls must notice it, whether or not they have subscribed yet
         await client.redis.delete(client.keys.of_job(job.id).job)
         for one in waiting:
             with pytest.raises(JobNotFound):
@@ -286,7 +288,7 @@ async def test_cancelling_a_waiting_job_gives_an_empty_result(redis_url: str, qu
         assert [chunk async for chunk in job.stream()] == []
 
 
-async def test_a_job_cancelled_between_two_attempts_keeps_what_it_generated(redis_url: str, queue: str) -> None:
+async def test_a_job_cancelled_between_two_attempts_keeps_its_output(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
         attempt = await worker.start_next()
@@ -299,7 +301,7 @@ async def test_a_job_cancelled_between_two_attempts_keeps_what_it_generated(redi
         assert "".join([chunk.text async for chunk in job.stream()]) == "abc"
 
 
-async def test_status_follows_a_job_on_its_way(redis_url: str, queue: str) -> None:
+async def test_status_shows_each_state_of_a_job(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
         queued = await job.status()
@@ -339,7 +341,7 @@ async def test_a_full_queue_refuses_with_its_depth(redis_url: str, queue: str) -
             assert (caught.value.depth, caught.value.max_queue) == (2, 2)
 
 
-async def test_workers_lists_the_living_and_forgets_the_dead(redis_url: str, queue: str) -> None:
+async def test_workers_lists_live_workers_and_removes_expired_ones(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         assert await client.workers() == ()
         async with FakeWorker(redis_url, queue, name=f"{queue}-b") as one:
@@ -397,7 +399,7 @@ async def test_hundreds_of_calls_at_once_share_a_few_connections(redis_url: str,
         return len([one for one in clients if one["name"] == "llamaq-client"])
 
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        before = await connections()  # of other tests' clients, but for one
+        before = await connections()  # one of this client, the others of other tests
         serving = asyncio.create_task(worker.serve(lambda request: [request.prompt or ""]))
         results = await asyncio.gather(*(client.generate(f"job {number}") for number in range(200)))
         assert [result.text for result in results] == [f"job {number}" for number in range(200)]
@@ -405,10 +407,10 @@ async def test_hundreds_of_calls_at_once_share_a_few_connections(redis_url: str,
         serving.cancel()
 
 
-async def test_closing_sends_the_cancellations_that_are_on_their_way(redis_url: str, queue: str) -> None:
+async def test_closing_sends_the_cancellations_in_flight(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client:
         waiting = asyncio.create_task(client.generate("hello"))
-        while (await client.queue_depth()).waiting == 0:  # noqa: ASYNC110  # Redis tells nobody
+        while (await client.queue_depth()).waiting == 0:  # noqa: ASYNC110  # there is no event to await
             await asyncio.sleep(0.01)
         waiting.cancel()
         with suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""What a producer meets when there is too much: a bounded queue, one key from many sides, a Redis without room."""
+"""Submits to a full queue, concurrent submits with one idempotency key, and submits to a full Redis."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ N_CLIENTS = 8
 
 
 @asynccontextmanager
-async def crowd(url: str, queue: str, **settings: Any) -> AsyncIterator[list[AsyncClient]]:
-    """Several clients, with connections of their own."""
+async def many_clients(url: str, queue: str, **settings: Any) -> AsyncIterator[list[AsyncClient]]:
+    """Yield several clients, each with separate connections."""
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(AsyncClient(url, queue, **settings)) for _ in range(N_CLIENTS)]
 
 
-async def bound(url: str, queue: str, max_queue: int, partitions: int = 1) -> None:
+async def set_max_queue(url: str, queue: str, max_queue: int, partitions: int = 1) -> None:
     async with AsyncClient(url, queue) as client:
         for partition in range(partitions):
             await client.redis.hset(client.keys.config(queue, partition), "max_queue", str(max_queue))
 
 
-async def jobs_ended(client: AsyncClient, seconds_ago: list[float]) -> None:
-    """So long ago jobs of the queue have ended."""
+async def add_ended_jobs(client: AsyncClient, seconds_ago: list[float]) -> None:
+    """Add the stats of jobs that ended at these times."""
     seconds, _ = await client.redis.time()
     for ago_s in sorted(seconds_ago, reverse=True):
         fields: dict[Any, Any] = {"stats": codec.encode_model(JobStats())}
@@ -43,9 +43,9 @@ async def jobs_ended(client: AsyncClient, seconds_ago: list[float]) -> None:
 # max_queue
 
 
-async def test_a_bounded_queue_takes_exactly_so_many_of_concurrent_submits(redis_url: str, queue: str) -> None:
-    await bound(redis_url, queue, 17)
-    async with crowd(redis_url, queue) as clients:
+async def test_a_bounded_queue_accepts_exactly_max_queue_of_concurrent_submits(redis_url: str, queue: str) -> None:
+    await set_max_queue(redis_url, queue, 17)
+    async with many_clients(redis_url, queue) as clients:
         submits = [
             client.submit("hello", priority=("bulk", "interactive")[i % 2]) for i in range(12) for client in clients
         ]
@@ -56,26 +56,26 @@ async def test_a_bounded_queue_takes_exactly_so_many_of_concurrent_submits(redis
         assert {(full.depth, full.max_queue, full.queue) for full in refused} == {(17, 17, queue)}
         assert (await clients[0].queue_depth()).waiting == 17
         await accepted[0].cancel()
-        await clients[0].submit("there is room again")
+        await clients[0].submit("one waiting job less")
 
 
-async def test_a_full_queue_says_about_how_long_one_would_wait(redis_url: str, queue: str) -> None:
-    await bound(redis_url, queue, 2)
+async def test_a_full_queue_estimates_the_wait(redis_url: str, queue: str) -> None:
+    await set_max_queue(redis_url, queue, 2)
     async with AsyncClient(redis_url, queue) as client:
-        await jobs_ended(client, [RATE_WINDOW_S + 100, RATE_WINDOW_S + 50, 20, 15, 10, 5, 0])
+        await add_ended_jobs(client, [RATE_WINDOW_S + 100, RATE_WINDOW_S + 50, 20, 15, 10, 5, 0])
         for _ in range(2):
             await client.submit("hello")
         with pytest.raises(QueueFull) as caught:
             await client.submit("one too many")
-        # Four jobs in the 20 s after the first one of the window, and two wait.
+        # The window has one job, and four more in the 20 s after it. Two jobs wait.
         assert caught.value.estimated_wait_s == pytest.approx(2 / (4 / 20), rel=0.15)
         assert "one more would wait about" in str(caught.value)
 
 
 async def test_the_estimate_counts_the_jobs_of_all_partitions(redis_url: str, queue: str) -> None:
-    await bound(redis_url, queue, 1, partitions=3)
+    await set_max_queue(redis_url, queue, 1, partitions=3)
     async with AsyncClient(redis_url, queue, partitions=3) as client:
-        await jobs_ended(client, [20, 10, 0])
+        await add_ended_jobs(client, [20, 10, 0])
         full: QueueFull | None = None
         while full is None:
             try:
@@ -87,12 +87,12 @@ async def test_the_estimate_counts_the_jobs_of_all_partitions(redis_url: str, qu
 
 
 @pytest.mark.parametrize("seconds_ago", [[], [3.0], [RATE_WINDOW_S + 20, RATE_WINDOW_S + 10, 5.0]])
-async def test_too_few_jobs_that_ended_lately_give_no_estimate(
+async def test_there_is_no_estimate_when_fewer_than_two_jobs_ended_recently(
     redis_url: str, queue: str, seconds_ago: list[float]
 ) -> None:
-    await bound(redis_url, queue, 1)
+    await set_max_queue(redis_url, queue, 1)
     async with AsyncClient(redis_url, queue) as client:
-        await jobs_ended(client, seconds_ago)
+        await add_ended_jobs(client, seconds_ago)
         await client.submit("hello")
         with pytest.raises(QueueFull) as caught:
             await client.submit("one too many")
@@ -100,8 +100,8 @@ async def test_too_few_jobs_that_ended_lately_give_no_estimate(
         assert str(caught.value) == f"queue {queue!r} is full: 1 jobs wait and its workers allow 1 (--max-queue)"
 
 
-async def test_the_estimate_is_about_what_jobs_of_a_real_rate_then_wait(redis_url: str, queue: str) -> None:
-    await bound(redis_url, queue, 10)
+async def test_the_estimate_is_close_to_the_real_wait(redis_url: str, queue: str) -> None:
+    await set_max_queue(redis_url, queue, 10)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         loop = asyncio.get_running_loop()
 
@@ -128,8 +128,8 @@ async def test_the_estimate_is_about_what_jobs_of_a_real_rate_then_wait(redis_ur
         assert waited_s / 4 < full.estimated_wait_s < 4 * waited_s
 
 
-def test_a_blocking_client_is_told_the_same(redis_url: str, queue: str) -> None:
-    asyncio.run(bound(redis_url, queue, 1))
+def test_the_blocking_client_raises_the_same_queue_full(redis_url: str, queue: str) -> None:
+    asyncio.run(set_max_queue(redis_url, queue, 1))
     with Client(redis_url, queue) as client:
         client.submit("hello")
         with pytest.raises(QueueFull, match="1 jobs wait") as caught:
@@ -141,7 +141,7 @@ def test_a_blocking_client_is_told_the_same(redis_url: str, queue: str) -> None:
 
 
 async def test_a_hundred_concurrent_submits_with_one_key_make_one_job(redis_url: str, queue: str) -> None:
-    async with crowd(redis_url, queue, partitions=4) as clients:
+    async with many_clients(redis_url, queue, partitions=4) as clients:
         submits = [clients[number % N_CLIENTS].submit("hello", idempotency_key="order 7") for number in range(100)]
         jobs = await asyncio.gather(*submits)
         assert len({job.id for job in jobs}) == 1
@@ -149,8 +149,8 @@ async def test_a_hundred_concurrent_submits_with_one_key_make_one_job(redis_url:
         assert (await clients[0].queue_depth()).waiting == 1
 
 
-async def test_a_key_that_has_a_job_gets_it_also_from_a_full_queue(redis_url: str, queue: str) -> None:
-    await bound(redis_url, queue, 1)
+async def test_an_idempotency_key_with_a_job_returns_it_although_the_queue_is_full(redis_url: str, queue: str) -> None:
+    await set_max_queue(redis_url, queue, 1)
     async with AsyncClient(redis_url, queue) as client:
         first = await client.submit("hello", idempotency_key="order 7")
         again = await asyncio.gather(*(client.submit("hello", idempotency_key="order 7") for _ in range(10)))
@@ -163,7 +163,7 @@ async def test_a_key_that_has_a_job_gets_it_also_from_a_full_queue(redis_url: st
 
 
 @pytest.mark.starts_processes
-async def test_a_full_redis_refuses_a_submit_with_an_error_that_names_the_way_out(queue: str) -> None:
+async def test_a_full_redis_refuses_a_submit_with_an_error_that_names_the_settings(queue: str) -> None:
     with EmbeddedRedis() as server:
         async with AsyncClient(server.url, queue) as client:
             kept = await client.submit("hello", idempotency_key="order 7")
@@ -176,5 +176,5 @@ async def test_a_full_redis_refuses_a_submit_with_an_error_that_names_the_way_ou
                 await client.submit("x", max_tokens=0)
             assert (await client.queue_depth()).waiting == 1
             await client.redis.config_set("maxmemory", 0)
-            await client.submit("there is room again")
+            await client.submit("one waiting job less")
             assert (await client.queue_depth()).waiting == 2

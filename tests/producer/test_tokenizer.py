@@ -1,4 +1,4 @@
-"""`client.tokenizer()`: the vocabulary that a worker published, checked before llama.cpp sees it."""
+"""`client.tokenizer()` downloads the vocabulary and checks it before llama.cpp loads it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def publish(url: str, queue: str, packed: bytes, vocab_hash: str) -> None:
         await worker.redis.set(worker.keys.vocab(vocab_hash), packed, ex=60)
 
 
-def test_tokens_are_those_of_the_model(redis_url: str, queue: str, blob: bytes) -> None:
+def test_the_tokenizer_returns_the_tokens_of_the_model(redis_url: str, queue: str, blob: bytes) -> None:
     asyncio.run(publish(redis_url, queue, zlib.compress(blob), hashlib.sha256(blob).hexdigest()))
     vocab = Vocab.from_blob(blob)
     with Client(redis_url, queue) as client:
@@ -53,7 +53,9 @@ def test_tokens_are_those_of_the_model(redis_url: str, queue: str, blob: bytes) 
         assert client.tokenizer() is tokenizer
 
 
-async def test_it_is_fetched_once_for_all_clients_of_a_process(redis_url: str, queue: str, blob: bytes) -> None:
+async def test_the_vocabulary_is_downloaded_once_for_all_clients_of_a_process(
+    redis_url: str, queue: str, blob: bytes
+) -> None:
     vocab_hash = hashlib.sha256(blob).hexdigest()
     await publish(redis_url, queue, zlib.compress(blob), vocab_hash)
     async with AsyncClient(redis_url, queue) as client, AsyncClient(redis_url, queue) as other:
@@ -77,7 +79,7 @@ def sealed(data: bytes) -> tuple[bytes, str]:
         (*sealed(b"GGUF" + b"\xff" * 100), ModelError, "cannot read"),
     ],
 )
-async def test_a_vocabulary_that_is_none_is_refused(
+async def test_a_damaged_vocabulary_is_refused(
     redis_url: str,
     queue: str,
     packed: bytes,
@@ -93,7 +95,7 @@ async def test_a_vocabulary_that_is_none_is_refused(
             await client.tokenizer()
 
 
-async def test_a_worker_whose_vocabulary_has_expired_is_like_none(redis_url: str, queue: str) -> None:
+async def test_an_expired_vocabulary_raises_no_worker(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         await worker.announce(vocab_hash="1" * 64)
         with pytest.raises(NoWorker):

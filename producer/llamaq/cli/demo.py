@@ -36,7 +36,7 @@ LOG_TAIL_CHARS = 2000
 
 
 def demo_jobs(count: int) -> list[DemoJob]:
-    """Return `count` jobs: those that are installed with the demo model, repeated as often as needed."""
+    """Return `count` jobs: the prompts installed with the demo model, repeated as often as needed."""
     prompts = json.loads(files("llamaq.worker").joinpath("model", "demo_prompts.json").read_text())
     jobs = []
     for index in range(count):

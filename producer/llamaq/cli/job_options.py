@@ -39,7 +39,7 @@ def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] =
 def _help(name: str) -> str:
     """Return the description of a parameter, with its form on the command line and its default."""
     field = JobParams.model_fields[name]
-    default: object = "of the worker" if name in SamplingParams.model_fields else field.default
+    default: object = "set by the worker" if name in SamplingParams.model_fields else field.default
     if isinstance(default, bool):
         default = "yes" if default else "no"
     is_shown = default not in (None, "", (), PydanticUndefined)

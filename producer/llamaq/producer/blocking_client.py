@@ -38,7 +38,7 @@ class BlockingClient:
     """Base of `Client`. The first call starts a thread that runs an `AsyncClient`."""
 
     def __init__(self, client: AsyncClient) -> None:
-        """Take over the settings of `client`. It is not used for calls, because each process creates its own."""
+        """Copy the settings of `client`. Calls use another client, which each process creates in a separate thread."""
         self.settings = client.settings
         self.queue = client.queue
         self._portal: BlockingPortal | None = None

@@ -251,7 +251,7 @@ class AsyncClient:
         """Return the handle of a job that was submitted before, also by another process or to another queue.
 
         Args:
-            job_id: The id of the job. It is not looked up in Redis.
+            job_id: The id of the job. Redis is not asked whether the job exists.
 
         Raises:
             InvalidRequest: `job_id` does not have the form of a job id.

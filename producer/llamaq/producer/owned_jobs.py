@@ -59,7 +59,7 @@ class OwnedJobs:
         finally:
             await chunks.aclose()
             if not has_ended:
-                # In a task of its own, because the task that closes this iterator may be cancelled meanwhile.
+                # In a separate task, because the task that closes this iterator may be cancelled during the call.
                 await asyncio.shield(self._background.start(self._cancel(job)))
 
     async def wait_for_cancellations(self) -> None:

@@ -1,4 +1,4 @@
-"""Streams lose, repeat and reorder nothing, whatever happens to pub/sub, to connections and to Redis."""
+"""Streams lose, repeat and reorder no token when messages are lost, connections break or Redis restarts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 
-async def read(job: AsyncJob, **options: Any) -> list[Chunk]:
+async def read_all(job: AsyncJob, **options: Any) -> list[Chunk]:
     return [chunk async for chunk in job.stream(**options)]
 
 
-def check(chunks: list[Chunk], n_tokens: int) -> None:
-    """Tokens are 0, 1, 2, … and each one's text is its number and a space."""
+def check_output(chunks: list[Chunk], n_tokens: int) -> None:
+    """Check that the chunks have the tokens 0, 1, 2, …, that each token's text is its number and a space."""
     assert [token for chunk in chunks for token in chunk.tokens] == list(range(n_tokens))
     assert "".join(chunk.text for chunk in chunks) == "".join(f"{number} " for number in range(n_tokens))
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
@@ -44,127 +44,127 @@ async def emit(attempt: FakeAttempt, count: int) -> None:
         assert (await attempt.emit([number], f"{number} ")).code == "ok"
 
 
-async def begin(client: AsyncClient, worker: FakeWorker) -> tuple[AsyncJob, FakeAttempt]:
+async def submit_and_start(client: AsyncClient, worker: FakeWorker) -> tuple[AsyncJob, FakeAttempt]:
     job = await client.submit("x")
     return job, await worker.start_next()
 
 
 async def until_confirmed(client: AsyncClient, channels: int = 1) -> None:
-    while client.subscriber.n_confirmed < channels:  # noqa: ASYNC110  # a test looks from outside
+    while client.subscriber.n_confirmed < channels:  # noqa: ASYNC110  # there is no event to await
         await asyncio.sleep(0.005)
 
 
 async def test_readers_that_join_early_late_and_after_the_end_read_the_same(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("x")
-        readers = [asyncio.create_task(read(job))]
+        readers = [asyncio.create_task(read_all(job))]
         attempt = await worker.start_next()
         for _ in range(5):
             await emit(attempt, 7)
-            readers.append(asyncio.create_task(read(job)))
+            readers.append(asyncio.create_task(read_all(job)))
         await attempt.finish(tokens=[35], text="35 ")
-        readers.append(asyncio.create_task(read(job)))
+        readers.append(asyncio.create_task(read_all(job)))
         for reader in readers:
-            check(await reader, 36)
+            check_output(await reader, 36)
 
 
 async def test_twenty_readers_of_one_job_use_one_subscription(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
-        readers = [asyncio.create_task(read(job)) for _ in range(20)]
+        job, attempt = await submit_and_start(client, worker)
+        readers = [asyncio.create_task(read_all(job)) for _ in range(20)]
         await until_confirmed(client)
         assert (await attempt.emit([], "")).listeners == 1
         await emit(attempt, 50)
         await attempt.finish()
         for reader in readers:
-            check(await reader, 50)
+            check_output(await reader, 50)
 
 
 async def test_the_last_reader_of_a_job_unsubscribes(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
+        job, attempt = await submit_and_start(client, worker)
         await emit(attempt, 1)
         async with aclosing(job.stream()) as one, aclosing(job.stream()) as two:
             await anext(one)
             await anext(two)
             await one.aclose()
             assert (await attempt.emit([], "")).listeners == 1
-        while (await attempt.emit([], "")).listeners:  # noqa: ASYNC110  # as a worker polls
+        while (await attempt.emit([], "")).listeners:  # noqa: ASYNC110  # a worker polls too
             await asyncio.sleep(0.005)
 
 
-class Dropping:
-    """Loses, repeats and damages a share of what pub/sub delivers, except the confirmations of subscriptions."""
+class LossyDispatch:
+    """Drops, repeats and damages some of the pub/sub messages. Confirmations of subscriptions are never dropped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self._draw = random.Random(seed)
         self._dispatch = PubSubConnection._dispatch
-        monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *args: self.pass_on(*args))  # noqa: PLW0108  # it binds the connection
+        monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *args: self.dispatch(*args))  # noqa: PLW0108  # it binds the connection
         self.dropped = 0
 
-    def pass_on(self, connection: PubSubConnection, message: Any) -> None:
-        luck = self._draw.random()
-        if message[0] == b"message" and luck < 0.5:
+    def dispatch(self, connection: PubSubConnection, message: Any) -> None:
+        draw = self._draw.random()
+        if message[0] == b"message" and draw < 0.5:
             self.dropped += 1
             return
         self._dispatch(connection, message)
-        if luck > 0.8:
+        if draw > 0.8:
             self._dispatch(connection, message)
-        if message[0] == b"message" and luck > 0.95:
+        if message[0] == b"message" and draw > 0.95:
             self._dispatch(connection, [message[0], message[1], b"garbage"])
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_lost_repeated_and_damaged_messages_show_in_no_stream(
+async def test_streams_are_complete_when_messages_are_lost_repeated_or_damaged(
     redis_url: str, queue: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dropping = Dropping(monkeypatch, seed)
+    lossy = LossyDispatch(monkeypatch, seed)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
-        readers = [asyncio.create_task(read(job)) for _ in range(3)]
+        job, attempt = await submit_and_start(client, worker)
+        readers = [asyncio.create_task(read_all(job)) for _ in range(3)]
         await until_confirmed(client)
         await emit(attempt, 100)
         await attempt.finish(tokens=[100], text="100 ")
         for reader in readers:
-            check(await reader, 101)
-        assert dropping.dropped > 20
+            check_output(await reader, 101)
+        assert lossy.dropped > 20
 
 
-async def test_tokens_lost_right_before_the_end_are_read_before_it_is_told(
+async def test_tokens_lost_right_before_the_end_are_yielded_before_the_stream_ends(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
-        reader = asyncio.create_task(read(job))
+        job, attempt = await submit_and_start(client, worker)
+        reader = asyncio.create_task(read_all(job))
         await until_confirmed(client)
         await emit(attempt, 3)
-        with monkeypatch.context() as deaf:
-            deaf.setattr(PubSubConnection, "_dispatch", lambda *_: None)
+        with monkeypatch.context() as without_messages:
+            without_messages.setattr(PubSubConnection, "_dispatch", lambda *_: None)
             await emit(attempt, 3)
-            await asyncio.sleep(0.05)  # so that they have been lost when the end comes
+            await asyncio.sleep(0.05)  # so that the messages are lost before the terminal event
         await attempt.finish()
-        check(await reader, 6)
+        check_output(await reader, 6)
 
 
-async def test_a_stream_without_any_pub_sub_still_comes_to_its_end(
+async def test_a_stream_without_any_message_is_still_complete(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber_module, "SILENCE_S", 0.05)
     monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *_: None)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
-        reader = asyncio.create_task(read(job))
+        job, attempt = await submit_and_start(client, worker)
+        reader = asyncio.create_task(read_all(job))
         result = asyncio.create_task(job.result(timeout=20))
         await emit(attempt, 10)
         await asyncio.sleep(0.1)
         await emit(attempt, 10)
         await attempt.finish()
-        check(await reader, 20)
+        check_output(await reader, 20)
         assert len((await result).tokens) == 20
 
 
 async def kill_subscriptions(client: AsyncClient) -> int:
-    """CLIENT KILL for every connection that is subscribed; how many there were."""
+    """Kill every subscribed connection of the client and return their number."""
     listed: Any = await client.redis.client_list()
     subscribed = [one for one in listed if one["name"] == "llamaq-client" and int(one["sub"]) > 0]
     for one in subscribed:
@@ -172,10 +172,10 @@ async def kill_subscriptions(client: AsyncClient) -> int:
     return len(subscribed)
 
 
-async def test_connections_killed_in_the_middle_cost_no_token(redis_url: str, queue: str) -> None:
+async def test_no_token_is_lost_when_connections_are_killed(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
-        readers = [asyncio.create_task(read(job)) for _ in range(3)]
+        job, attempt = await submit_and_start(client, worker)
+        readers = [asyncio.create_task(read_all(job)) for _ in range(3)]
         await until_confirmed(client)
         killed = 0
         for _ in range(4):
@@ -185,34 +185,34 @@ async def test_connections_killed_in_the_middle_cost_no_token(redis_url: str, qu
             await until_confirmed(client)
         await attempt.finish()
         for reader in readers:
-            check(await reader, 100)
+            check_output(await reader, 100)
         assert killed >= 4
 
 
-async def test_after_a_reconnect_all_streams_go_on_and_new_ones_join(redis_url: str, queue: str) -> None:
+async def test_after_a_reconnect_old_and_new_streams_are_complete(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        runs = [await begin(client, worker) for _ in range(10)]
-        readers = [asyncio.create_task(read(job)) for job, _ in runs]
+        runs = [await submit_and_start(client, worker) for _ in range(10)]
+        readers = [asyncio.create_task(read_all(job)) for job, _ in runs]
         await until_confirmed(client, 10)
         await kill_subscriptions(client)
-        runs.append(await begin(client, worker))
-        readers.append(asyncio.create_task(read(runs[-1][0])))
+        runs.append(await submit_and_start(client, worker))
+        readers.append(asyncio.create_task(read_all(runs[-1][0])))
         for _, attempt in runs:
             await emit(attempt, 10)
             await attempt.finish()
         for reader in readers:
-            check(await reader, 10)
+            check_output(await reader, 10)
 
 
 @pytest.mark.starts_processes
-async def test_redis_restarted_with_its_append_only_file_costs_no_token(
+async def test_no_token_is_lost_when_redis_restarts_with_its_append_only_file(
     tmp_path: Path, free_port: int, queue: str
 ) -> None:
     with EmbeddedRedis(port=free_port, data_dir=tmp_path) as first:
         async with AsyncClient(first.url, queue) as client, FakeWorker(first.url, queue) as worker:
             await worker.redis.config_set("appendfsync", "always")
-            job, attempt = await begin(client, worker)
-            reader = asyncio.create_task(read(job))
+            job, attempt = await submit_and_start(client, worker)
+            reader = asyncio.create_task(read_all(job))
             result = asyncio.create_task(job.result(timeout=30))
             await until_confirmed(client)
             await emit(attempt, 30)
@@ -222,18 +222,16 @@ async def test_redis_restarted_with_its_append_only_file_costs_no_token(
             with EmbeddedRedis(port=free_port, data_dir=tmp_path):
                 await emit(attempt, 30)
                 await attempt.finish()
-                check(await reader, 60)
+                check_output(await reader, 60)
                 assert len((await result).tokens) == 60
-                check(await read(job), 60)
+                check_output(await read_all(job), 60)
 
 
-async def test_a_redis_that_lost_its_last_second_gets_it_again_and_readers_see_nothing_twice(
-    redis_url: str, queue: str
-) -> None:
-    """What a failover does: the stream ends earlier than what was published; the worker sends the rest again."""
+async def test_tokens_that_redis_lost_and_the_worker_sent_again_are_yielded_once(redis_url: str, queue: str) -> None:
+    """After a failover the event stream may end before the published tokens. The worker then sends them again."""
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
-        reader = asyncio.create_task(read(job))
+        job, attempt = await submit_and_start(client, worker)
+        reader = asyncio.create_task(read_all(job))
         await until_confirmed(client)
         await emit(attempt, 10)
         keys = client.keys.of_job(job.id)
@@ -242,39 +240,39 @@ async def test_a_redis_that_lost_its_last_second_gets_it_again_and_readers_see_n
         await client.redis.hset(keys.job, "generated", "6")
         await kill_subscriptions(client)
         await until_confirmed(client)
-        # Sent again in other pieces than before, as a worker does that gathers what is missing.
+        # The worker sends the missing tokens as one event, not in the pieces of before.
         attempt.stored, attempt.text = 6, "".join(f"{number} " for number in range(6))
         await attempt.emit(range(6, 12), "".join(f"{number} " for number in range(6, 12)))
         await emit(attempt, 3)
         attempt.tokens = list(range(15))
         await attempt.finish()
-        check(await reader, 15)
+        check_output(await reader, 15)
 
 
-async def test_a_slow_reader_neither_loses_tokens_nor_holds_up_the_others(redis_url: str, queue: str) -> None:
+async def test_a_slow_reader_neither_loses_tokens_nor_delays_other_readers(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
+        job, attempt = await submit_and_start(client, worker)
         count = INBOX_MESSAGES + PAGE_EVENTS + 100
         async with aclosing(job.stream()) as slow:
             first = asyncio.ensure_future(anext(slow))
-            fast = asyncio.create_task(read(job))
+            fast = asyncio.create_task(read_all(job))
             await until_confirmed(client)
             await emit(attempt, count)
             await attempt.finish()
-            check(await fast, count)
-            check([await first, *[chunk async for chunk in slow]], count)
+            check_output(await fast, count)
+            check_output([await first, *[chunk async for chunk in slow]], count)
 
 
 async def test_an_inbox_is_bounded_and_its_overflow_is_read_from_the_stream(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
+        job, attempt = await submit_and_start(client, worker)
         reader = EventReader(client.redis, client.keys.of_job(job.id), job.id)
         with client.subscriber.listening(reader):
             await until_confirmed(client)
             await emit(attempt, 1)
             await reader.next_event()
             await emit(attempt, INBOX_MESSAGES)
-            while len(reader._inbox) < INBOX_MESSAGES:  # noqa: ASYNC110  # a test looks from outside
+            while len(reader._inbox) < INBOX_MESSAGES:  # noqa: ASYNC110  # there is no event to await
                 await asyncio.sleep(0.005)
             assert f"live tokens=1 inbox={INBOX_MESSAGES}" in repr(reader)
             await emit(attempt, 1)
@@ -286,34 +284,34 @@ async def test_an_inbox_is_bounded_and_its_overflow_is_read_from_the_stream(redi
             assert event.tokens == (1,)
 
 
-async def test_a_stream_with_a_hole_is_an_error_not_a_silent_loss(redis_url: str, queue: str) -> None:
+async def test_a_gap_in_the_event_stream_is_an_error(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
+        job, attempt = await submit_and_start(client, worker)
         await emit(attempt, 5)
         keys = client.keys.of_job(job.id)
         entries: Any = await client.redis.xrange(keys.events)
         await client.redis.xdel(keys.events, entries[3][0])
         with pytest.raises(ProtocolError, match="lost events before token 3"):
-            await read(job)
+            await read_all(job)
 
 
-async def test_an_ended_job_without_its_events_is_an_error_not_an_endless_wait(redis_url: str, queue: str) -> None:
+async def test_an_ended_job_without_its_events_is_an_error(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
+        job, attempt = await submit_and_start(client, worker)
         await emit(attempt, 2)
         await attempt.finish()
         await client.redis.xtrim(client.keys.of_job(job.id).events, maxlen=2)
         await client.redis.xadd(client.keys.of_job(job.id).events, {"e": b"\x80"})
         with pytest.raises(ProtocolError):
-            await read(job)
+            await read_all(job)
         await client.redis.delete(client.keys.of_job(job.id).events)
         with pytest.raises(ProtocolError, match="events are missing"):
-            await read(job)
+            await read_all(job)
 
 
-async def test_each_chunk_may_take_the_timeout_anew(redis_url: str, queue: str) -> None:
+async def test_the_timeout_applies_to_each_chunk(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
+        job, attempt = await submit_and_start(client, worker)
 
         async def slowly() -> AsyncIterator[None]:
             for _ in range(4):
@@ -321,7 +319,7 @@ async def test_each_chunk_may_take_the_timeout_anew(redis_url: str, queue: str) 
                 await emit(attempt, 1)
                 yield
 
-        reader = asyncio.create_task(read(job, timeout=0.5))
+        reader = asyncio.create_task(read_all(job, timeout=0.5))
         async for _ in slowly():
             assert not reader.done()
         with pytest.raises(ResultTimeout, match=r"0\.5"):
@@ -330,13 +328,13 @@ async def test_each_chunk_may_take_the_timeout_anew(redis_url: str, queue: str) 
 
 
 @pytest.mark.starts_processes
-async def test_a_redis_that_stays_away_ends_a_stream_with_its_error(
+async def test_a_stream_raises_the_connection_error_when_redis_does_not_return(
     free_port: int, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers_module, "OUTAGE_S", 0.2)
     with EmbeddedRedis(port=free_port) as server:
         async with AsyncClient(server.url, queue) as client, FakeWorker(server.url, queue) as worker:
-            job, attempt = await begin(client, worker)
+            job, attempt = await submit_and_start(client, worker)
             async with aclosing(job.stream()) as chunks:
                 await emit(attempt, 1)
                 await anext(chunks)
@@ -354,7 +352,7 @@ async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(re
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         jobs = await asyncio.gather(*(client.submit("x") for _ in range(n_jobs)))
         attempts = [await worker.start_next() for _ in range(n_jobs)]
-        readers = [asyncio.create_task(read(job)) for job in jobs]
+        readers = [asyncio.create_task(read_all(job)) for job in jobs]
         await until_confirmed(client, n_jobs)
         listed: Any = await client.redis.client_list()
         assert [int(one["sub"]) for one in listed if one["name"] == "llamaq-client" and one["sub"] != "0"] == [n_jobs]
@@ -367,15 +365,15 @@ async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(re
             attempt.stored, attempt.tokens = n_tokens, list(range(n_tokens))
             await attempt.finish(FinishReason.LENGTH)
         for reader in readers:
-            check(await reader, n_tokens)
-        while client.subscriber.n_confirmed:  # noqa: ASYNC110  # a test looks from outside
+            check_output(await reader, n_tokens)
+        while client.subscriber.n_confirmed:  # noqa: ASYNC110  # there is no event to await
             await asyncio.sleep(0.005)
 
 
-async def test_a_flood_of_messages_leaves_the_event_loop_to_others(redis_url: str, queue: str) -> None:
+async def test_a_flood_of_messages_does_not_block_the_event_loop(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job, attempt = await begin(client, worker)
-        reader = asyncio.create_task(read(job))
+        job, attempt = await submit_and_start(client, worker)
+        reader = asyncio.create_task(read_all(job))
         await until_confirmed(client)
         longest = 0.0
         flood = asyncio.create_task(emit(attempt, 1000))
@@ -384,7 +382,7 @@ async def test_a_flood_of_messages_leaves_the_event_loop_to_others(redis_url: st
             await asyncio.sleep(0)
             longest = max(longest, time.perf_counter() - before)
         await attempt.finish()
-        check(await reader, 1000)
+        check_output(await reader, 1000)
         assert longest < 0.5  # a bound for the slowest machine: a dispatcher that never yields takes seconds
 
 
@@ -393,7 +391,7 @@ TEXT = "".join(f"{number} " for number in range(40))
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(-3, 3), st.integers(0, 25)), max_size=60))
 @settings(deadline=None)
-def test_whatever_pieces_arrive_a_position_gives_every_token_and_character_once(
+def test_a_position_returns_every_token_and_character_once_for_any_pieces(
     pieces: list[tuple[int, int, int, int]],
 ) -> None:
     position = Position()

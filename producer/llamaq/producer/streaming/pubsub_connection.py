@@ -98,7 +98,7 @@ class PubSubConnection:
             self._changed.clear()
             wanted = set(self._channels)
             await self._send(connection, "SUBSCRIBE", wanted - subscribed)
-            # Removed before the server replies: a channel that is added again meanwhile needs a new confirmation.
+            # Removed before the server replies: a channel that is added again before that needs a new confirmation.
             self.confirmed &= wanted
             await self._send(connection, "UNSUBSCRIBE", subscribed - wanted)
             subscribed = wanted
