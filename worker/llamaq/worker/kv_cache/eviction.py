@@ -85,7 +85,7 @@ class Eviction:
             self.evict_coldest()
 
     def adoptable(self, candidate: Candidate) -> Entry | None:
-        """Return the entry whose sequence the job takes over, or None when it gets a free sequence.
+        """Return the entry whose sequence becomes the job's sequence, or None when the job gets a free one.
 
         A job adopts a sequence only where none is free and where it reuses most of the entry.
         """

@@ -1,4 +1,4 @@
-"""KV memory as the scheduler sees it: it admits and releases jobs, and later jobs reuse the cells of earlier ones."""
+"""The KV memory of a worker: it admits and releases jobs, and lets later jobs reuse the cells of earlier ones."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class KvMemory:
         return self._eviction.make_room(candidate)
 
     def admit(self, candidate: Candidate, now_s: float) -> Slot:
-        """Give the job a slot, a sequence and the cells that it reuses. Requires that `make_room` said AVAILABLE."""
+        """Give the job a slot, a sequence and the cells that it reuses. `make_room` must have returned AVAILABLE."""
         job, hit = candidate.job, candidate.hit
         adopted = self._eviction.adoptable(candidate)
         slot = self._pool.acquire(job, now_s, adopted.seq_id if adopted else None)
@@ -170,7 +170,7 @@ class KvMemory:
             self._remove_sequences([seq_id])
 
     def release(self, slot: Slot, *, reusable: bool) -> None:
-        """Take the job out of its slot. A `reusable` sequence becomes an entry, any other is removed."""
+        """Remove the job from its slot. A `reusable` sequence becomes an entry, any other sequence is removed."""
         run = self._pool.release(slot)
         self._offload.cancel_transfers(run.seq_id)
         if run.job.request.cache_prompt:
@@ -221,8 +221,8 @@ class KvMemory:
     def begin_restore(self, tokens: bytes, scope: Scope, hidden: Scope) -> tuple[Entry, int]:
         """Reserve an entry with cells for all of the packed tokens, and copy what the device holds already.
 
-        The entry counts as in transfer, so jobs that need its cells wait instead of saving a part of it. Requires that
-        `make_room_for_entry` said AVAILABLE.
+        The entry counts as in transfer, so a job that needs its cells waits, and no part of it is saved.
+        `make_room_for_entry` must have returned AVAILABLE.
 
         Args:
             tokens: The packed tokens that the entry will hold.

@@ -1,4 +1,4 @@
-"""The pool: the owners of a worker's slots, sequences and KV cells."""
+"""The slot pool: it records the owners of a worker's slots, sequences and KV cells."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class SlotPool:
         Args:
             job: The job.
             now_s: Time of admission.
-            adopted: The cached sequence that the job takes over. None gives it a free sequence.
+            adopted: The cached sequence that becomes the job's sequence. None gives it a free sequence.
 
         Raises:
             LookupError: No slot is idle.

@@ -29,27 +29,27 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Priority, dict[str, Job]] = {priority: {} for priority in Priority}
+        self._jobs: dict[Priority, dict[str, Job]] = {priority: {} for priority in Priority}
         self._n_overtaken: dict[str, int] = {}
         """How often a job was overtaken by jobs of its priority."""
         self._n_bulk_overtaken = 0
-        """How many interactive jobs were admitted since the last bulk job, while bulk jobs waited."""
+        """Number of interactive jobs admitted while bulk jobs waited. Reset when a bulk job is next because of it."""
 
     def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
+        return sum(len(jobs) for jobs in self._jobs.values())
 
     def __iter__(self) -> Iterator[Job]:
-        for line in self._lines.values():
-            yield from line.values()
+        for jobs in self._jobs.values():
+            yield from jobs.values()
 
     def append(self, job: Job) -> None:
         """Add the job as the last of its priority."""
-        self._lines[job.request.priority][job.id] = job
+        self._jobs[job.request.priority][job.id] = job
 
     def requeue(self, job: Job) -> None:
         """Add a preempted job as the first of its priority."""
-        line = self._lines[job.request.priority]
-        self._lines[job.request.priority] = {job.id: job, **line}
+        jobs = self._jobs[job.request.priority]
+        self._jobs[job.request.priority] = {job.id: job, **jobs}
 
     def next(self, has_slot: Callable[[Job], bool], find_prefix: Callable[[Job], PrefixHit]) -> Candidate | None:
         """Return the job to admit next with its reusable prefix, or None. The job stays in the queue.
@@ -58,14 +58,14 @@ class WaitingQueue:
             has_slot: Whether a slot is idle for a job. Other jobs are skipped.
             find_prefix: Looks up the reusable prefix of a job. Called once for each compared job.
         """
-        for line in self._lines_by_turn():
-            eligible = list(islice((job for job in line.values() if has_slot(job)), MAX_COMPARED_JOBS))
+        for jobs in self._priorities_by_turn():
+            eligible = list(islice((job for job in jobs.values() if has_slot(job)), MAX_COMPARED_JOBS))
             if eligible:
                 return self._choose(eligible, find_prefix)
         return None
 
-    def _lines_by_turn(self) -> list[dict[str, Job]]:
-        interactive, bulk = self._lines[Priority.INTERACTIVE], self._lines[Priority.BULK]
+    def _priorities_by_turn(self) -> list[dict[str, Job]]:
+        interactive, bulk = self._jobs[Priority.INTERACTIVE], self._jobs[Priority.BULK]
         return [bulk, interactive] if self._n_bulk_overtaken >= MAX_OVERTAKEN else [interactive, bulk]
 
     def _choose(self, eligible: list[Job], find_prefix: Callable[[Job], PrefixHit]) -> Candidate:
@@ -78,11 +78,11 @@ class WaitingQueue:
     @property
     def first_interactive(self) -> Job | None:
         """The first interactive job. A bulk job may be preempted for it."""
-        return next(iter(self._lines[Priority.INTERACTIVE].values()), None)
+        return next(iter(self._jobs[Priority.INTERACTIVE].values()), None)
 
     def pop(self, job: Job) -> None:
         """Remove a job that is admitted, and count the jobs that it overtakes."""
-        for other in self._lines[job.request.priority]:
+        for other in self._jobs[job.request.priority]:
             if other == job.id:
                 break
             self._n_overtaken[other] = self._n_overtaken.get(other, 0) + 1
@@ -90,13 +90,13 @@ class WaitingQueue:
         if job.request.priority is Priority.BULK and self._n_bulk_overtaken >= MAX_OVERTAKEN:
             job.protected_tokens = len(job.resumed) + PROTECTED_TOKENS
             self._n_bulk_overtaken = 0
-        elif job.request.priority is Priority.INTERACTIVE and self._lines[Priority.BULK]:
+        elif job.request.priority is Priority.INTERACTIVE and self._jobs[Priority.BULK]:
             self._n_bulk_overtaken += 1
 
     def remove(self, job: Job) -> None:
-        """Remove a job that is not admitted here."""
-        del self._lines[job.request.priority][job.id]
+        """Remove a job without counting overtaken jobs."""
+        del self._jobs[job.request.priority][job.id]
         self._n_overtaken.pop(job.id, None)
 
     def __repr__(self) -> str:
-        return f"<WaitingQueue {' '.join(f'{name}={len(line)}' for name, line in self._lines.items())}>"
+        return f"<WaitingQueue {' '.join(f'{name}={len(jobs)}' for name, jobs in self._jobs.items())}>"
