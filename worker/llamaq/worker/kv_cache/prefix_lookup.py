@@ -27,14 +27,13 @@ class PrefixHit:
     """
 
     matched_entry: Entry | None = None
-    """The entry that holds the longest prefix on the device. It counts as used, also where no cells are copied from it.
+    """The entry, if one holds the longest prefix on the device. It counts as used, even if no cells are copied from it.
     """
-
     n_held: int = 0
     """Tokens to copy from `source`."""
     source: Entry | Run | None = None
     leader: Run | None = None
-    """The running job that will compute a longer prefix of the prompt. The lookup is repeated when it has."""
+    """The running job that will compute a longer prefix of the prompt. Afterwards the lookup is repeated."""
     n_coming: int = 0
     """The length of the prefix that `leader` will compute, in tokens."""
     stored: StoredPrefix | None = None
@@ -52,7 +51,7 @@ class Candidate:
 
     job: Job
     hit: PrefixHit
-    """Replaced by `KvMemory.make_room` when the eviction of other entries has made it stale."""
+    """Replaced by `KvMemory.make_room` when the matched entry has to be evicted."""
 
 
 class PrefixLookup:
