@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 
 import pytest
+from tests.support.command_line import failing, llamaq
 from tests.support.dead_letters import add_dead_letters
 from typer.testing import CliRunner
 
-from llamaq.cli.main import build_app, main
+from llamaq.cli.main import build_app
 from llamaq.producer import Client, DeadLetter, DeadLetterDetails
 
 
@@ -21,12 +21,6 @@ def letters(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> list
     monkeypatch.setenv("LLAMAQ_QUEUE", queue)
     monkeypatch.setenv("COLUMNS", "200")
     return asyncio.run(add_dead_letters(redis_url, queue))
-
-
-def llamaq(*args: str) -> str:
-    result = CliRunner().invoke(build_app(args[0]), args, catch_exceptions=False)
-    assert (result.exit_code, result.stderr) == (0, ""), result.output
-    return result.stdout
 
 
 def test_list_and_show_print_tables_and_json(letters: list[str]) -> None:
@@ -72,12 +66,7 @@ def test_an_error_is_one_line(
         (["show", letters[0][:-1] + "x"], "not a job id"),
         (["purge", letters[0][:-4] + "0000"], "no dead letter"),
     ):
-        monkeypatch.setattr(sys, "argv", ["llamaq", "dead", *args])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        out, err = capsys.readouterr()
-        assert (caught.value.code, out, err.count("\n")) == (1, "", 1)
-        assert complaint in err
+        assert complaint in failing(monkeypatch, capsys, "dead", *args)
 
 
 @pytest.mark.parametrize("args", [["retry"], ["purge"], ["purge", "x", "--all"]])

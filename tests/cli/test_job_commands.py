@@ -1,0 +1,152 @@
+"""The commands for jobs, with a fake worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.command_line import failing, llamaq, submit
+
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer import Client, FinishReason, JobParams, Result
+from llamaq.producer.testing import FakeWorker
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_generate_prints_the_text(served: str) -> None:
+    assert llamaq("generate", "one two three") == "one two three \n"
+    assert llamaq("generate", "-", stdin="from stdin") == "from stdin \n"
+
+
+def test_generate_as_json_is_a_result(served: str) -> None:
+    printed = llamaq("generate", "one two", "--json", "--seed", "7", "--metadata", '{"a": [1]}')
+    result = Result.model_validate_json(printed)
+    assert (result.text, result.seed, result.metadata) == ("one two ", 7, {"a": [1]})
+
+
+def test_chat_sends_the_system_message_first(served: str) -> None:
+    assert llamaq("chat", "hi", "--system", "be brief") == "system: be brief\nuser: hi\n\n"
+    assert llamaq("chat", stdin="piped") == "user: piped\n\n"
+    assert Result.model_validate_json(llamaq("chat", "hi", "--json")).text == "user: hi\n"
+
+
+def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: str, queue: str, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    given = {
+        "max_tokens": "9", "temperature": "0.5", "top_k": "3", "top_p": "0.9", "min_p": "0.1", "typical_p": "0.8",
+        "repeat_penalty": "1.1", "frequency_penalty": "0.2", "presence_penalty": "0.3", "penalty_last_n": "5",
+        "seed": "11", "logit_bias": '{"4": -1.5}', "json_schema": f"@{schema}", "grammar_root": "start",
+        "timeout_s": "30", "queue_timeout_s": "60", "priority": "bulk", "idempotency_key": "k",
+        "metadata": '{"user": "u"}', "cache_salt": "tenant", "cache_public": "5", "slot": "1",
+    }  # fmt: skip
+    flags = ["--no-cache-prompt", "--no-stream", "--cancel-on-disconnect", "--stop", "one", "--stop", "two"]
+    options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
+    llamaq("submit", "x", "--redis-url", redis_url, "--queue", queue, *options, *flags)
+
+    async def start_next() -> JobRequest:
+        async with FakeWorker(redis_url, queue) as worker:
+            return (await worker.start_next()).request
+
+    request = asyncio.run(start_next())
+    assert (request.max_tokens, request.temperature, request.logit_bias) == (9, 0.5, {4: -1.5})
+    assert (request.json_schema, request.stop, request.metadata) == ({"type": "object"}, ("one", "two"), {"user": "u"})
+    assert (request.cache_salt, request.cache_public, request.slot) == ("tenant", 5, 1)
+    assert (request.cache_prompt, request.stream, request.cancel_on_disconnect) == (False, False, True)
+    changed = {
+        name for name in JobParams.model_fields if getattr(request, name) != JobParams.model_fields[name].default
+    }
+    assert JobParams.model_fields.keys() - changed == {"grammar", "ignore_eos"}  # a JSON schema excludes both
+
+
+def test_a_job_is_submitted_followed_and_shown(served: str) -> None:
+    job_id = llamaq("submit", "one two").strip()
+    assert llamaq("result", job_id) == "one two \n"
+    assert Result.model_validate_json(llamaq("result", job_id, "--json")).job_id == job_id
+    assert llamaq("stream", job_id) == "one two \n"
+    chunks = [json.loads(line) for line in llamaq("stream", job_id, "--json").splitlines()]
+    assert [(chunk["text"], chunk["index"], chunk["offset"]) for chunk in chunks] == [("one ", 0, 0), ("two ", 1, 1)]
+    assert re.search(r"state +finished", llamaq("status", job_id))
+    assert json.loads(llamaq("status", job_id, "--json"))["generated_tokens"] == 2
+    assert llamaq("cancel", job_id) == "the job had already ended\n"
+
+
+def test_cancel_ends_a_waiting_job(redis_url: str, queue: str) -> None:
+    job_id = submit(redis_url, queue)
+    assert llamaq("cancel", job_id, "--redis-url", redis_url) == "cancelled\n"
+    with Client(redis_url) as client:
+        assert client.job(job_id).result().finish_reason is FinishReason.CANCELLED
+
+
+def test_a_queue_without_a_worker_is_an_error_that_names_the_queue(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMAQ_QUEUE", queue)
+    monkeypatch.setattr(sys, "argv", ["llamaq", "generate", "x", "--wait-s", "0.05"])
+    assert f"no worker serves queue '{queue}'" in failing(monkeypatch, capsys, "generate", "x", "--wait-s", "0.05")
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-X", "dev", "-c", "from llamaq.cli.main import main; main()", *args]
+
+
+def environment() -> dict[str, str]:
+    paths = os.pathsep.join(str(ROOT / portion) for portion in ("common", "producer", "worker"))
+    return {**os.environ, "PYTHONPATH": paths, "TERM": "dumb"}
+
+
+def test_a_real_process_streams_token_by_token(redis_url: str, queue: str) -> None:
+    job_id = submit(redis_url, queue)
+    process = subprocess.Popen(
+        command("stream", job_id, "--redis-url", redis_url), stdout=subprocess.PIPE, env=environment()
+    )
+    assert process.stdout is not None
+    pipe = process.stdout.fileno()
+
+    async def run() -> None:
+        async with FakeWorker(redis_url, queue) as worker:
+            attempt = await worker.start_next()
+            for number, text in enumerate(("one ", "two ", "three")):
+                await attempt.emit([number], text)
+                assert await asyncio.to_thread(os.read, pipe, 100) == text.encode()
+            await attempt.finish()
+
+    asyncio.run(run())
+    assert process.communicate(timeout=60)[0] == b"\n"
+    assert process.returncode == 0
+
+
+def test_a_conversation_on_a_terminal_continues_until_ctrl_d(served: str) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command("chat"), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
+    os.close(theirs)
+    seen = b""
+
+    def read_until(text: bytes) -> None:
+        nonlocal seen
+        while text not in seen:
+            assert select.select([ours], [], [], 60)[0], seen
+            seen += os.read(ours, 1000)
+        seen = seen.partition(text)[2]
+
+    read_until(b"> ")
+    os.write(ours, b"hello\n")
+    read_until(b"user: hello")
+    read_until(b"> ")
+    os.write(ours, b"again\n")
+    read_until(b"assistant: user: hello")
+    read_until(b"user: again")
+    read_until(b"> ")
+    os.write(ours, b"\x04")
+    assert process.wait(60) == 0
+    os.close(ours)
