@@ -1,4 +1,4 @@
-"""A user writes a strategy with `llamaq.worker` and tests it with `llamaq.worker.testing`: nothing deeper is imported."""
+"""A user writes a strategy with `llamaq.worker` and tests it with `llamaq.worker.testing`, without deeper imports."""
 
 from __future__ import annotations
 
