@@ -1,4 +1,4 @@
-"""10,000 malformed submissions: each ends in a clear error, and the worker goes on as if nothing had been.
+"""10,000 malformed submissions: each ends in a clear error, and the worker serves its other jobs as before.
 
 5,000 are refused by the client, 3,000 are job hashes with mutated requests behind valid entries, 2,000 are entries of
 the job streams that name no job at all. Good jobs run in between.
@@ -223,7 +223,7 @@ def wrong_values(rng: random.Random) -> bytes:
 
 
 def wrong_shapes(rng: random.Random) -> bytes:
-    """Msgpack that is no map of parameters, lies about its lengths, or is nested deeply; and what is no msgpack."""
+    """Msgpack that is no map of parameters, has wrong lengths, or is nested deeply; and bytes that are no msgpack."""
     huge = rng.choice([b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"]) + b"\xff\xff\xff\xff"
     nested = rng.choice([b"\x91", b"\x81\xa1a", b"\x81\x91"]) * rng.choice([100, 5_000, 20_000])
     value = rng.choice([None, 7, "text", [], [1, 2], True, {}, {1: 2}, {"": ""}, {b"prompt": b"the"}, {"seed": 1}])
@@ -415,15 +415,15 @@ def garbage(rng: random.Random, served: ServedQueue) -> dict[Any, Any]:
     )
 
 
-def buried(served: ServedQueue) -> int:
-    return served.log.count("entry.buried")
+def n_dead_lettered(served: ServedQueue) -> int:
+    return served.log.count("entry.dead_lettered")
 
 
-def test_2000_entries_that_name_no_job_are_buried_each_with_its_reason(
+def test_2000_entries_that_name_no_job_become_dead_letters_each_with_its_reason(
     sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await
 ) -> None:
     rng = random.Random(11)
-    buried_before = buried(sturdy)
+    before = n_dead_lettered(sturdy)
     good = []
     for _ in range(N_GARBAGE // GOOD_EVERY):
         with redis.pipeline(transaction=False) as pipe:
@@ -433,7 +433,7 @@ def test_2000_entries_that_name_no_job_are_buried_each_with_its_reason(
         good.append(sturdy_client.submit("the world", max_tokens=8, priority=rng.choice(list(Priority))))
     assert [job.result(timeout=60).stats.generated_tokens for job in good] == [8] * len(good)
     wait_for(lambda: sum(redis.xlen(stream) for stream in streams(sturdy)) == 0)
-    assert buried(sturdy) - buried_before == N_GARBAGE
+    assert n_dead_lettered(sturdy) - before == N_GARBAGE
     letters: Any = redis.xrevrange(KEYS.dead(sturdy.queue, 0), count=1000)
     assert len(letters) == 1000
     for _, letter in letters:

@@ -57,8 +57,8 @@ def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(
         first.signal(signal.SIGTERM)
         assert first.end() == 0
         result = reader.finish()
-    assert time.monotonic() - stopped_s < 10, "it was handed back: nobody had to wait for the end of its lease"
-    assert "job.handed_back" in first.output
+    assert time.monotonic() - stopped_s < 10, "it was requeued: no worker waited for its lease to expire"
+    assert "job.requeued" in first.output
     assert "accepted=True" in first.output
     assert result.stats.generated_tokens == 400
     assert result.stats.worker == second.worker_id
@@ -81,7 +81,7 @@ def test_a_second_signal_ends_a_worker_at_once_and_hands_its_jobs_back(
         assert first.end() == 130
         assert time.monotonic() - told_s < SOON_S
         assert client.workers() == ()
-        assert client.queue_depth().running == 1, "handed back, and nobody has taken it"
+        assert client.queue_depth().running == 1, "requeued, and not claimed"
         assert reader.job.status().state is JobState.QUEUED
         assert reader.job.cancel()
         assert reader.finish().finish_reason == "cancelled"

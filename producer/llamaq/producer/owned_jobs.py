@@ -86,7 +86,7 @@ class OwnedJobs:
         except JobNotFound:
             pass
         except (RedisError, OSError) as exc:
-            log.warning("job.not_cancelled id=%s error=%s", job.id, exc)
+            log.warning("job.cancel_failed id=%s error=%s", job.id, exc)
 
     async def _cause_of(self, timeout: ResultTimeout) -> LlamaqError:
         """Return `NoWorker` if no worker serves the queue, else the timeout itself."""

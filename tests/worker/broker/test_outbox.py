@@ -331,7 +331,7 @@ async def test_jobs_keep_their_leases_while_redis_is_full_and_continue_afterward
         await cancel_tasks(task)
         logged = [record.getMessage().split()[0] for record in caplog.records if "redis" in record.getMessage()]
         assert logged == ["outbox.redis_full", "outbox.redis_is_back"], "one line each, although many flushes failed"
-        assert "sent_again" not in caplog.text, "Redis stored exactly what the outbox expected"
+        assert "tokens_resent" not in caplog.text, "Redis stored exactly what the outbox expected"
         assert at.engine.released == []
 
 

@@ -148,7 +148,7 @@ class Subscriber:
                 try:
                     await self._poll(due[start : start + POLLS_PER_ROUND_TRIP])
                 except (RedisError, OSError) as exc:
-                    log.warning("subscriber.look_failed error=%s", exc)
+                    log.warning("subscriber.poll_failed error=%s", exc)
             if is_cluster(self._redis):
                 await self._move_channels()
 

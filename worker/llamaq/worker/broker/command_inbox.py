@@ -100,7 +100,7 @@ class CommandInbox:
             log.warning("slot_command.dropped error=%s", exc)
             return None
         if command.deadline_ms < await server_time_ms(self._redis):
-            log.info("slot_command.too_late action=%s", command.action.value)
+            log.info("slot_command.expired action=%s", command.action.value)
             return None
         if command.id in self._seen_ids:
             return None

@@ -206,7 +206,7 @@ class Inbox:
     async def _dead_letter(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
         """Move an entry that names no usable job from its job stream to the dead letters."""
         partition = int(stream.partition("}")[0].rpartition(":")[2])
-        log.warning("entry.buried stream=%s entry=%s reason=%s", stream, entry_id, reason)
+        log.warning("entry.dead_lettered stream=%s entry=%s reason=%s", stream, entry_id, reason)
         content = repr(fields)[:MAX_DEAD_BYTES]
         letter: dict[Any, Any] = {"stream": stream, "entry": entry_id, "reason": reason, "held": content}
         async with self._redis.pipeline(transaction=True) as pipe:

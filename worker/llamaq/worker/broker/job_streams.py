@@ -197,7 +197,7 @@ class JobStreams:
         try:
             reply: Any = await self._redis.xread(after, count=MAX_PEEKED, block=int(wait_s * 1000))
         except RedisError as exc:  # if it persists, the next read raises it
-            log.debug("streams.look_failed streams=%s error=%r", streams, exc)
+            log.debug("streams.peek_failed streams=%s error=%r", streams, exc)
             self._avoid(streams[0])
             return
         for stream, entries in reply or ():

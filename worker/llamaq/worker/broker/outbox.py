@@ -262,7 +262,7 @@ class Outbox:
     def _set_stored(self, job: JobProgress, sent: Increment, n_stored: int, now_s: float) -> None:
         """Record how many tokens Redis has stored. After a rollback of Redis it has fewer: the rest is sent again."""
         if n_stored != sent.offset + sent.count:
-            log.warning("job.sent_again id=%s had=%d stored=%d", sent.job_id, sent.offset, n_stored)
+            log.warning("job.tokens_resent id=%s had=%d stored=%d", sent.job_id, sent.offset, n_stored)
             self._flush_needed.set()
         job.set_stored(n_stored, now_s)
 
@@ -309,7 +309,7 @@ class Outbox:
         claim = Claim(lease.job_id, lease.stream, lease.entry_id)
         crashed = self._worker_id if self._has_crashed else ""
         accepted = await self._scripts.requeue(claim, lease.attempt, crashed=crashed)
-        log.info("job.handed_back id=%s accepted=%s", lease.job_id, accepted)
+        log.info("job.requeued id=%s accepted=%s", lease.job_id, accepted)
         self._unregister(job)
 
     def _drop_lost(self, job: JobProgress) -> None:

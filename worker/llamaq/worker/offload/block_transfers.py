@@ -239,7 +239,7 @@ class BlockTransfers:
                 entry.seq_id, span.start, span.end, lambda n_bytes: self._allocate(n_bytes, span)
             )
         except EngineError as exc:
-            log.warning("cache.not_saved entry=%r error=%s", entry, exc)
+            log.warning("cache.save_failed entry=%r error=%s", entry, exc)
             save.spans.clear()
             return
         if self.store.insert(entry.tokens, entry.scope, span, data) is None:
@@ -259,7 +259,7 @@ class BlockTransfers:
                 self.store.store_in_host(block, data)
         end = min(block.end, load.stored.n_tokens)
         if data is None or not self._sequences.load(run.seq_id, self._n_loaded(run), end, data, block.start):
-            log.warning("cache.not_loaded job=%s block=%r", run.job.id, block)
+            log.warning("cache.load_failed job=%s block=%r", run.job.id, block)
             self._end_load(load)
             if data is None:
                 self.store.mark_file_lost(block)

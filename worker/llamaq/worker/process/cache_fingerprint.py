@@ -60,7 +60,7 @@ def _file_hash(path: Path, cache_dir: Path | None) -> str:
         make_private_folder(folder)
         hash_file.write_text(json.dumps({"identity": identity, "hash": digest}))
     except OSError as exc:
-        log.warning("cache.hash_not_remembered error=%s", exc)
+        log.warning("cache.hash_not_saved error=%s", exc)
     return digest
 
 

@@ -125,7 +125,7 @@ class IoThread:
             log.error("worker.cannot_start error=%s", exc)
         except BaseException as exc:
             self.error = exc
-            log.exception("link.crashed")
+            log.exception("io_thread.crashed")
         finally:
             if not self._ready.done():
                 self._ready.set_result(None)  # `start` returns `error`
@@ -239,7 +239,7 @@ class IoThread:
                 await heartbeat.unregister()
         except (RedisError, TimeoutError) as exc:
             # No job is lost: other workers reclaim them when their leases have expired.
-            log.warning("link.left_without_goodbye jobs=%d error=%r", outbox.n_jobs, exc)
+            log.warning("io_thread.unregister_failed jobs=%d error=%r", outbox.n_jobs, exc)
 
     def __repr__(self) -> str:
         return f"<IoThread {self._card.worker} queue={self._card.queue!r}>"
