@@ -1,3 +1,5 @@
+"""The public API has the types that a user's type checker expects."""
+
 from __future__ import annotations
 
 import subprocess
@@ -9,7 +11,7 @@ EXAMPLE = ROOT / "tests/repository/typing/backend.py"
 
 
 def test_the_public_api_is_typed_as_a_backend_uses_it(tmp_path: Path) -> None:
-    """With the types that ship, strictly, and without the project's own settings but the places of its portions."""
+    """The example passes mypy in strict mode, without the settings of this project."""
     config = tmp_path / "mypy.ini"
     paths = ":".join(str(ROOT / portion) for portion in ("common", "producer"))
     config.write_text(
@@ -29,6 +31,6 @@ def test_the_public_api_is_typed_as_a_backend_uses_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_portion_says_that_it_is_typed() -> None:
-    for portion in ("common", "producer", "worker"):
-        assert (ROOT / portion / "llamaq" / portion / "py.typed").is_file()
+def test_each_portion_has_a_py_typed_marker() -> None:
+    for folder in ("common/llamaq/common", "producer/llamaq/producer", "producer/llamaq/cli", "worker/llamaq/worker"):
+        assert (ROOT / folder / "py.typed").is_file()

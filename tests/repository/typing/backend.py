@@ -1,8 +1,8 @@
-"""The public API as a web backend uses it. Never run: mypy reads it, see test_typing.py."""
+"""The public API as a web backend uses it. It is only type-checked, by test_typing.py, and never run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from typing import assert_type
 
 from llamaq.producer import (
@@ -40,10 +40,15 @@ def blocking(client: Client) -> Iterator[str]:
     assert_type(job, Job)
     assert_type(job.status(), JobStatus)
     assert_type(job.cancel(), bool)
+    assert_type(job.stream(), Generator[Chunk, None, None])
     try:
         assert_type(client.job(job.id).result(timeout=60), Result)
     except JobFailed as exc:
         assert_type(exc.code, str)
+    assert_type(client.generate_tokens([1, 2, 3]), Result)
+    assert_type(client.chat([{"role": "user", "content": "hi"}]), Result)
+    assert_type(client.stream_tokens([1, 2, 3]), Generator[Chunk, None, None])
+    assert_type(client.cancel(job.id), bool)
     assert_type(client.queue_depth(), QueueDepth)
     assert_type(client.workers(), tuple[Worker, ...])
     assert_type(client.stats(), QueueStats)
@@ -68,6 +73,7 @@ async def asynchronous(client: AsyncClient) -> AsyncIterator[str]:
     job = await client.submit("x", metadata={"user": "u1"})
     assert_type(job, AsyncJob)
     assert_type(await job.result(), Result)
+    assert_type(job.stream(), AsyncGenerator[Chunk, None])
     async for piece in client.job(job.id).stream():
         assert_type(piece.offset, int)
 
@@ -78,3 +84,9 @@ async def what_a_type_checker_finds(client: AsyncClient) -> None:
     await client.generate("x", priority="urgent")  # type: ignore[arg-type]
     await client.submit(text="x")  # type: ignore[call-arg]
     await client.stream("x")  # type: ignore[misc]
+
+
+def what_a_type_checker_finds_in_blocking_code(client: Client) -> None:
+    client.generate("x", max_token=5)  # type: ignore[call-arg]
+    client.stream_chat([{"role": "user", "content": "hi"}], priority="urgent")  # type: ignore[arg-type]
+    client.save_slot("name", 0)  # type: ignore[arg-type]
