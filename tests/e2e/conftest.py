@@ -1,7 +1,6 @@
 """Worker processes on real models behind a real Redis, and clients that talk to them.
 
-Workers live as long as the session, because loading them is what costs time. What they logged is shown with each
-test that fails.
+Workers live as long as the session, because their start takes most of the time. A failed test shows their logs.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _file = open("measurements.jsonl", "a", buffering=1)
 def on_measurement(name, measurements):
     _file.write(json.dumps({"name": name, **measurements}) + "\\n")
 """
-"""A hook of a user: it lies in the worker's working directory and writes there what it is told."""
+"""A user's hook in the working directory of the worker. It writes each measurement to a file there."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class ServedQueue:
 
     @property
     def log(self) -> str:
-        """What the worker has logged so far."""
+        """The log of the worker so far."""
         return (self.folder / "worker.log").read_text(errors="replace")
 
     @property
@@ -73,7 +72,7 @@ class ServedQueue:
 
     @contextmanager
     def recording(self) -> Iterator[list[dict[str, Any]]]:
-        """Fills a list with the ticks of the jobs that run inside the block: all of them, and no others."""
+        """Fills a list with the ticks of all jobs that run inside the block, and with no others."""
         ticks: list[dict[str, Any]] = []
         begin = self._place_of_a_job()
         yield ticks
@@ -82,7 +81,7 @@ class ServedQueue:
         ticks += [one for one in told if one["name"] == "tick"][:-1]  # the last one was for the job that marks the end
 
     def _place_of_a_job(self) -> int:
-        """The place among the measurements where a job of one tick was reported: what it followed was so before."""
+        """Run a job of one tick; return the index of its measurement. Earlier measurements precede it."""
         with self.client() as client:
             stats = client.generate_tokens([1], max_tokens=1).stats.model_dump(mode="json")
         deadline = time.monotonic() + AWAIT_TIMEOUT_S
@@ -92,7 +91,7 @@ class ServedQueue:
         return told.index(report)
 
     def measurements(self) -> list[dict[str, Any]]:
-        """What the worker's hook has been told so far."""
+        """Return the measurements that the worker's hook has received so far."""
         file = self.folder / "measurements.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -148,7 +147,7 @@ def _spawn(settings: WorkerSettings, folder: Path) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
     with (folder / "worker.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "llamaq.worker.process.supervised_child"],
+            [sys.executable, "-m", "llamaq.worker.process.child_main"],
             cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,
@@ -171,7 +170,7 @@ def _wait_until_listed(served: ServedQueue) -> None:
 
 
 def _stop(served: ServedQueue) -> None:
-    """End it, by its lifeline and a signal."""
+    """Stop the worker, by its lifeline and by a signal."""
     assert served.process.stdin is not None
     served.process.terminate()
     served.process.stdin.close()
@@ -184,7 +183,7 @@ def _stop(served: ServedQueue) -> None:
 
 @pytest.fixture(autouse=True)
 def cancel_what_is_left() -> Iterator[None]:
-    """A test that fails must not take the slots from the next one."""
+    """Cancels the jobs that a failed test has left, so that they take no slots from the next test."""
     yield
     for served in _served:
         with Redis.from_url(served.url) as redis:
@@ -240,12 +239,12 @@ def slow_client(slow: ServedQueue) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def wait_for() -> Await:
-    """Waits until a function gives something true, and returns that."""
+    """Waits until a function returns something true, and returns that."""
 
-    def wait(look: Callable[[], Any], timeout_s: float = AWAIT_TIMEOUT_S) -> Any:
+    def wait(condition: Callable[[], Any], timeout_s: float = AWAIT_TIMEOUT_S) -> Any:
         deadline = time.monotonic() + timeout_s
-        while not (seen := look()):
-            assert time.monotonic() < deadline, f"nothing came of {look} within {timeout_s:g} s"
+        while not (seen := condition()):
+            assert time.monotonic() < deadline, f"{condition} did not become true within {timeout_s:g} s"
             time.sleep(POLL_S)
         return seen
 

@@ -1,4 +1,4 @@
-"""Cancelling: whoever asks, and wherever the job is on its way, it ends once, with what it generated until then."""
+"""A cancelled job ends once, with the tokens generated so far, in every state and for every caller."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def test_a_job_without_cancel_on_disconnect_needs_no_reader(slow_client: Client,
         begun_ms = begun_ms or now_ms.started_ms
         if chunk.offset > 0 and elapsed_s(slow, begun_ms) > 3 * slow.settings.disconnect_s:
             break
-    assert job.status().state is JobState.RUNNING, "nobody listened to it, and nobody had to"
-    assert watched.status().state is JobState.RUNNING, "somebody listened to it all the time"
+    assert job.status().state is JobState.RUNNING, "it has no reader and needs none"
+    assert watched.status().state is JobState.RUNNING, "its reader was there all the time"
     assert job.cancel()
     assert watched.cancel()
 
@@ -185,7 +185,7 @@ def elapsed_s(served: ServedQueue, since_ms: int | None) -> float:
     return float(seconds) + float(microseconds) / 1e6 - since_ms / 1000
 
 
-# ---- callers who give up
+# ---- callers that stop waiting
 
 
 def test_generate_that_gives_up_cancels_its_job(slow_client: Client, wait_for: Await) -> None:

@@ -1,4 +1,4 @@
-"""What a job says in company is what its prompt says alone, in llama-cpp-python's own `Llama`."""
+"""A job in a shared batch generates the tokens that llama-cpp-python's own `Llama` generates from its prompt alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import ServedQueue
 
 NOISE = 0.025
-"""Of the logits' spread (their standard deviation): so much the gap of the best two may change with the batch."""
+"""A fraction of the standard deviation of the logits. The gap between the best two may change by this much when the
+batch has another shape."""
 AT_ONCE = 8
 COVERED = 0.9
 """At least this share of the tokens must have been compared, or the test has shown nothing."""

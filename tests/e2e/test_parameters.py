@@ -117,7 +117,7 @@ def test_queue_timeout_s_ends_a_waiting_job_before_it_starts(
     blockers = [slow_client.submit("the world", max_tokens=1000) for _ in range(n_claimed)]
     wait_for(lambda: slow_client.queue_depth().running == n_claimed)
     late = slow_client.submit("the world", max_tokens=5, queue_timeout_s=0.01)
-    time.sleep(0.05)  # its deadline is over then, whoever is slow
+    time.sleep(0.05)  # longer than its deadline
     for blocker in blockers:
         blocker.cancel()
     result = late.result()
@@ -273,7 +273,7 @@ def test_characters_come_out_whole(client: Client) -> None:
 
 
 def test_a_stream_of_gibberish_bytes_is_its_result(narrow_client: Client) -> None:
-    # A random model says bytes that are no UTF-8, and the beginnings of characters.
+    # A random model generates bytes that are no UTF-8, and the beginnings of characters.
     job = narrow_client.submit("😀🎉 世界", max_tokens=300, temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
     streamed = "".join(chunk.text for chunk in job.stream())
     result = job.result()

@@ -178,4 +178,4 @@ def test_a_queue_that_nobody_serves_has_no_workers_and_no_tokenizer(demo: Served
             client.tokenizer()
         with pytest.raises(NoWorker, match=queue):
             client.generate(STORY, timeout=0.1)
-        assert client.queue_depth().waiting == 0, "what nobody waits for any more is not left in the queue"
+        assert client.queue_depth().waiting == 0, "a job whose caller has stopped waiting does not stay in the queue"

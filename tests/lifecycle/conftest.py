@@ -1,6 +1,7 @@
-"""llamaq's commands as real processes, which tests signal, kill and restart, and a proof that none is left behind.
+"""llamaq's commands as real processes, which tests signal, kill and restart. No process may outlive its test.
 
-Every process of a test runs in the test's own folder, so whoever still does is found there, whoever its parent is.
+Every process of a test has the test's folder as its working directory. A process that is left behind is found by that,
+also when its parent has ended.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class Paced(DecodeMaximal):
 slow one."""
 
 
-def wait_until(look: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
-    """What `look` gives as soon as that is true."""
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+    """Wait until `condition` returns something true, and return that."""
     deadline = time.monotonic() + timeout_s
-    while not (seen := look()):
+    while not (seen := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(POLL_S)
     return seen
@@ -62,7 +63,7 @@ def wait_until(look: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S)
 
 @dataclass(eq=False)
 class Command:
-    """A command that runs, and the file that it writes to."""
+    """A running command and the file with its output."""
 
     process: subprocess.Popen[bytes]
     file: Path
@@ -73,30 +74,30 @@ class Command:
 
     @property
     def output(self) -> str:
-        """Everything that it and its children have written to stdout and stderr."""
+        """All output of the command and its children to stdout and stderr."""
         return self.file.read_text(errors="replace")
 
     def await_output(self, pattern: str, count: int = 1) -> re.Match[str]:
-        """Wait until it has written this for the `count`th time."""
+        """Wait until the output has `count` matches of a pattern; return the last of these."""
 
-        def look() -> list[re.Match[str]]:
+        def matches() -> list[re.Match[str]]:
             found = list(re.finditer(pattern, self.output))
             assert found or self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output}"
             return found[count - 1 :]
 
-        match: re.Match[str] = wait_until(look, f"{pattern!r} in\n{self.output}")[0]
+        match: re.Match[str] = wait_until(matches, f"{pattern!r} in\n{self.output}")[0]
         return match
 
     @property
     def worker_id(self) -> str:
-        """What a worker calls itself."""
+        """The id of the worker that this command runs."""
         return self.await_output(r"worker\.ready id=(\S+)")[1]
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
     def end(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait until the command ends; return its exit code."""
         return self.process.wait(timeout_s)
 
     def __repr__(self) -> str:
@@ -133,12 +134,15 @@ class Environment:
         return self.commands[-1]
 
     def process_variables(self, variables: dict[str, str]) -> dict[str, str]:
-        """That of the tests without its settings. Servers and temporary files go to this environment's folder."""
+        """Return the environment variables of a command: those of the tests without llamaq's settings, and `variables`.
+
+        Temporary files are written to the folder of this environment.
+        """
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
         return {**inherited, "TMPDIR": str(self.folder), "LLAMAQ_N_THREADS": "1", "COLUMNS": "120", **variables}
 
     def worker_variables(self, **variables: str) -> dict[str, str]:
-        """For a worker of this environment's queue with short leases and about 100 ticks a second."""
+        """Return the settings of a worker with short leases and about 100 ticks a second, as environment variables."""
         (self.folder / "paced.py").write_text(PACED)
         own = {
             "LLAMAQ_REDIS_URL": self.redis_url,
@@ -150,7 +154,7 @@ class Environment:
         return own | variables
 
     def start_worker(self, *arguments: str, wait: bool = True, supervised: bool = False, **variables: str) -> Command:
-        """A worker as `worker_variables` describe it, when it is ready; alone, unless `supervised`."""
+        """Start a worker with the settings of `worker_variables`; return when it is ready, unless `wait` is false."""
         supervision = "--supervise" if supervised else "--no-supervise"
         worker = self.start("worker", supervision, *arguments, **self.worker_variables(**variables))
         if wait:
@@ -161,7 +165,7 @@ class Environment:
         return Client(self.redis_url, self.queue, timeout_s=TIMEOUT_S)
 
     def events_of(self, job: Job) -> list[Event]:
-        """What is stored of a job that has ended, once it is found to be what every job's events must be."""
+        """Return the stored events of a job that has ended, after `check_events`."""
         entries = asyncio.run(self._read_stream(Keys().of_job(job.id).events))
         events = [codec.decode_event(fields[b"e"]) for _, fields in entries]
         check_events(events)
@@ -176,14 +180,14 @@ class Environment:
             await redis.aclose()
 
     def living(self) -> dict[int, str]:
-        """Every process in this folder: its id and its command line."""
+        """Return the command line of every process in this folder, by process id."""
         found = {}
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdigit() and (entry / "cwd").readlink().is_relative_to(self.folder):
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
                     found[int(entry.name)] = command.decode(errors="replace").strip()
-            except OSError:  # it has gone, or is another user's
+            except OSError:  # the process has ended, or belongs to another user
                 continue
         return found
 
@@ -192,7 +196,7 @@ class Environment:
         wait_until(lambda: not self.living(), f"no process left, but there is {self.living()}", timeout_s)
 
     def end_commands(self) -> None:
-        """End what the test has left running."""
+        """Stop the commands that still run, and wait for their ends."""
         for command in self.commands:
             if command.process.poll() is None:
                 command.signal(signal.SIGTERM)
@@ -201,7 +205,7 @@ class Environment:
             command.end()
 
     def close(self) -> None:
-        """End what the test has left running, and see that nothing outlives it."""
+        """Stop the commands that still run, and fail if a process outlives them."""
         try:
             self.end_commands()
             self.await_silence()
@@ -211,7 +215,7 @@ class Environment:
 
 
 def check_events(events: Sequence[Event]) -> None:
-    """Offsets without gap or repeat, and one terminal event, the last one."""
+    """Assert that offsets have no gap and no repeat, and that the last event, and no other, is a terminal one."""
     n_tokens = n_chars = 0
     for event in events:
         if isinstance(event, Tokens):
@@ -223,7 +227,7 @@ def check_events(events: Sequence[Event]) -> None:
 
 
 class Reader(threading.Thread):
-    """Reads a job's stream in a thread, as a web backend would."""
+    """A thread that reads the stream of a job, as a web backend does."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(name=f"reader of {job.id}", daemon=True)
@@ -236,7 +240,7 @@ class Reader(threading.Thread):
         try:
             for chunk in self.job.stream():
                 self.chunks.append(chunk)
-        except Exception as exc:  # noqa: BLE001  # raised again by `finish`
+        except Exception as exc:  # noqa: BLE001  # `finish` raises it again
             self.error = exc
 
     @property
@@ -248,12 +252,12 @@ class Reader(threading.Thread):
         return "".join(chunk.text for chunk in self.chunks)
 
     def await_tokens(self, count: int) -> None:
-        """Wait until it has read so many tokens."""
+        """Wait until it has read `count` tokens."""
         wait_until(lambda: self.n_tokens >= count, f"{count} tokens of {self.job.id}, there are {self.n_tokens}")
         assert self.is_alive(), "the job ended before anything could happen to it"
 
     def finish(self) -> Result:
-        """Wait for the job's end; its result, once it is found to be what was read, token after token."""
+        """Wait until the job ends; return its result, after a comparison with every chunk that was read."""
         self.join(TIMEOUT_S)
         assert not self.is_alive()
         if self.error is not None:
@@ -296,7 +300,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def environment(redis_server: EmbeddedRedis, folder: Path) -> Iterator[Environment]:
-    """Starts commands; when the test is over it ends them, and fails if a process is left behind."""
+    """Starts commands. After the test it stops them, and fails if a process is left behind."""
     opened = Environment(folder, redis_server.url, f"life-{secrets.token_hex(4)}")
     _environments.append(opened)
     try:

@@ -1,4 +1,4 @@
-"""Redis killed under load with `appendfsync always`: what was acknowledged is there afterwards, and ends."""
+"""Redis is killed under load with `appendfsync always`: every acknowledged job is still stored, and finishes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DURABLE = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
 
 
 class Submitter(threading.Thread):
-    """Submits jobs, whether Redis is there or not, and keeps those that were acknowledged."""
+    """A thread that submits jobs, also while Redis is down, and keeps the acknowledged ones."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(daemon=True)

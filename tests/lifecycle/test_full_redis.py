@@ -1,4 +1,4 @@
-"""A Redis that has reached its `maxmemory`: jobs that run wait, and go on when there is room."""
+"""A Redis that has reached its `maxmemory`: running jobs wait, and continue when it has free memory."""
 
 from __future__ import annotations
 

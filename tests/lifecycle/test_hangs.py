@@ -21,7 +21,7 @@ PROMPT = "Once upon a time"
 HANG_S = 1.0
 LEASE_S = 1.0
 SLACK_S = 4.0
-"""For the look for lost jobs, the pipe of beats, and a busy machine."""
+"""Allows for the search for lost jobs, for the liveness pipe, and for a busy machine."""
 
 TROUBLED = """
 import ctypes
@@ -48,8 +48,8 @@ def troubled(self, batch):
 
 Engine.run = troubled
 """
-"""Each word of the orders is for one tick: seconds that it takes longer, `hang` in native code that gives the
-interpreter away, as llama_decode does, or be `stuck` in some that does not."""
+"""The file `orders` has one word for each of the next ticks: the seconds to sleep; `hang`, which sleeps without the
+interpreter's lock, as llama_decode runs; or `stuck`, which sleeps and holds the lock."""
 
 
 def start_troubled(environment: Environment, *, supervised: bool = False) -> Command:
@@ -66,7 +66,7 @@ def order(environment: Environment, *words: str) -> None:
 
 
 def workers_of(environment: Environment, job: Job) -> list[str]:
-    """Those that started the job, in order."""
+    """Return the workers that started the job, in order."""
     return [event.worker for event in environment.events_of(job) if isinstance(event, Started)]
 
 
@@ -81,7 +81,7 @@ def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(environment: Envi
         while reader.job.status().worker != second.worker_id:
             time.sleep(0.02)
         took_s = time.monotonic() - ordered_s
-        print(f"hang to the next attempt: {took_s:.2f} s")  # noqa: T201  # a figure, for those who ask
+        print(f"hang to the next attempt: {took_s:.2f} s")  # noqa: T201  # a figure for `pytest -s`
         assert HANG_S < took_s < HANG_S + LEASE_S + SLACK_S
         first.await_output("job.lost")
         while [worker.card.worker for worker in client.workers()] != [second.worker_id]:  # it beats no more

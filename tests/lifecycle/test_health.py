@@ -20,7 +20,7 @@ def test_health_is_green_while_the_worker_ticks_and_red_when_it_does_not(environ
     def health() -> int:
         return environment.start("health", *options).end()
 
-    assert health() == 1, "nobody serves the queue"
+    assert health() == 1, "no worker serves the queue"
     worker = environment.start_worker(LLAMAQ_HEARTBEAT_S="0.2")
     assert health() == 0
     time.sleep(1.1 * MAX_AGE_S)

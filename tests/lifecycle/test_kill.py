@@ -1,4 +1,4 @@
-"""A job survives whatever happens to the worker that runs it, and to Redis: no gap, no repeat, one end."""
+"""A job survives the death of its worker and of Redis: its stream has no gap, no repeat, and one terminal event."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ PROMPTS = (
 COUNTING = 'root ::= ("one " "two " "three ")+ "go"'
 MAX_TOKENS = 110
 NOISE = 0.025
-"""Of the logits' spread (their standard deviation): so much the gap of the best two may change with the batch."""
+"""A fraction of the standard deviation of the logits. The gap between the best two may change by this much when the
+batch has another shape."""
 LEASE_S = 1.0
 SLACK_S = 5.0
-"""For the look for lost jobs, once a second, and for what is left to generate."""
+"""Allows for the search for lost jobs, once a second, and for the tokens that are left to generate."""
 
 
 def submit_stories(client: Client, *, stream: bool = True) -> list[Job]:
@@ -108,7 +109,7 @@ def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(environ
         kill_process(first)
         second = environment.start_worker(*checkpoints)
         results = [job.result() for job in jobs]
-        assert reader.finish() == results[0], "who reads it nevertheless gets all of it once"
+        assert reader.finish() == results[0], "its reader gets every token once"
         for job, result in zip(jobs, results, strict=True):
             assert attempts_of(environment, job) == [first.worker_id, second.worker_id]
             events = environment.events_of(job)

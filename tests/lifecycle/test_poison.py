@@ -1,4 +1,4 @@
-"""A job that kills its workers is given up, and it alone."""
+"""A job that kills its workers becomes a dead letter; the jobs beside it finish."""
 
 from __future__ import annotations
 

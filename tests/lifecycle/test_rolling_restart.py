@@ -1,4 +1,4 @@
-"""Workers are replaced one after the other, and nobody who reads a stream notices more than a short pause."""
+"""Workers are replaced one after the other. A reader of a stream sees a short pause at most."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Stalls(threading.Thread):
 def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for_long(
     environment: Environment, read: Read
 ) -> None:
-    # With a long lease: what goes on soon was handed back.
+    # The lease is long: a job that continues soon was requeued by its worker.
     def start() -> Command:
         return environment.start_worker(supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2")
 
@@ -83,4 +83,4 @@ def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for
             assert 2 <= len(started_by) <= 3
         n_before = quiet.status().generated_tokens
         quiet.cancel()
-        assert len(quiet.result().tokens) >= n_before > 0, "it was stored when it was handed back"
+        assert len(quiet.result().tokens) >= n_before > 0, "its tokens were stored when it was requeued"

@@ -1,4 +1,4 @@
-"""A failover through Sentinel, or by any other means: streams go on with the new master, without a gap or a repeat."""
+"""After a failover, by Sentinel or by hand, streams continue on the new master without a gap or a repeat."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def watched(folder: Path, environment: Environment) -> Iterator[Watched]:
     with Watched(folder) as servers:
         environment.redis_url = servers.url
         yield servers
-        environment.end_commands()  # while there is somebody to say goodbye to
+        environment.end_commands()  # while Redis still runs
 
 
 def attempts_of(environment: Environment, job: Job) -> int:
@@ -164,5 +164,5 @@ def test_a_start_that_a_failover_lost_is_made_again(environment: Environment, sw
         reader.await_tokens(30)
         switched.fail_over()
         assert len(reader.finish().tokens) == LONG["max_tokens"]
-        assert attempts_of(environment, reader.job) == 1  # of two: nobody knows of the other any more
+        assert attempts_of(environment, reader.job) == 1  # the other attempt was lost in the failover
         assert first.result().finish_reason == "length"  # so is its cancellation forgotten

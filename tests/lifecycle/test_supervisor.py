@@ -90,7 +90,7 @@ def test_a_worker_is_supervised_unless_it_is_told_otherwise(environment: Environ
     worker.signal(signal.SIGTERM)
     assert worker.end() == 0
     alone = environment.start_worker()
-    assert not [line for line in environment.living().values() if "llamaq.worker.process.supervised_child" in line]
+    assert not [line for line in environment.living().values() if "llamaq.worker.process.child_main" in line]
     alone.signal(signal.SIGTERM)
     assert alone.end() == 0
 
@@ -134,7 +134,7 @@ def test_a_second_signal_ends_all_children_at_once(environment: Environment, rea
         assert supervisor.end() == 130
         assert time.monotonic() - told_s < 5
         assert client.workers() == ()
-        assert reader.job.status().state is JobState.QUEUED, "handed back"
+        assert reader.job.status().state is JobState.QUEUED, "its worker requeued it"
         assert not environment.living()
 
 
@@ -216,7 +216,7 @@ def test_a_password_in_the_url_shows_in_no_process_list(environment: Environment
             redis.config_set("requirepass", "hunter2")
         supervisor = supervise(environment, 1, LLAMAQ_REDIS_URL=server.url.replace("unix://", "unix://:hunter2@"))
         listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        assert "llamaq.worker.process.supervised_child" in listed
+        assert "llamaq.worker.process.child_main" in listed
         assert "hunter2" not in listed
         assert "hunter2" not in supervisor.output
         supervisor.signal(signal.SIGTERM)

@@ -55,14 +55,14 @@ def test_up_serves_another_process_and_tells_how(environment: Environment, up: C
 
 
 @pytest.mark.parametrize(
-    ("tell", "number"),
+    ("send_signal", "number"),
     [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM)],
     ids=["a terminal's Ctrl-C", "SIGINT", "SIGTERM"],
 )
 def test_up_ends_with_all_it_started(
-    environment: Environment, up: Command, tell: Callable[[int, int], None], number: signal.Signals
+    environment: Environment, up: Command, send_signal: Callable[[int, int], None], number: signal.Signals
 ) -> None:
-    tell(up.pid, number)
+    send_signal(up.pid, number)
     assert up.end() == 0
     assert not environment.living()
     assert "worker.stopped" in up.output
@@ -173,7 +173,7 @@ class Terminal:
         return self._drawn.decode(errors="replace")
 
     def _read(self) -> None:
-        with suppress(OSError):  # how Linux says that the other end is closed
+        with suppress(OSError):  # Linux raises it when the other end is closed
             while data := os.read(self._ours, 65536):
                 self._drawn += data
 

@@ -1,4 +1,4 @@
-"""The README's examples run as they are written; its commands parse; its tables say what the code does."""
+"""The README's examples run as they are written, its commands parse, and its names exist."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def names_in(cell: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a Redis with a worker of the demo model on the queue that everyone has who names none."""
+    """The URL of a Redis with a worker of the demo model on the default queue."""
     folder = tmp_path_factory.mktemp("served")
     with EmbeddedRedis() as redis, (folder / "log").open("wb") as log:
         supervisor = Supervisor([WorkerSettings(redis_url=redis.url, n_threads=1)], log)

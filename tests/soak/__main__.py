@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tests.soak.checker import Verdict
-from tests.soak.report import ROOT, Outcome, Tell, write_report
+from tests.soak.report import ROOT, Outcome, ProgressReport, write_report
 from tests.soak.scenarios.cancels import cancels
 from tests.soak.scenarios.kills import kills, recall
 from tests.soak.scenarios.outages import cuts, restarts
@@ -57,7 +57,7 @@ SCENARIOS = {
 
 
 @contextmanager
-def told(console: Console, name: str) -> Iterator[Tell]:
+def progress_line(console: Console, name: str) -> Iterator[ProgressReport]:
     """Shows how far a scenario is: a bar on a terminal, else a line now and then."""
     if console.is_terminal:
         columns = (TextColumn(f"{name:12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -77,7 +77,7 @@ def told(console: Console, name: str) -> Iterator[Tell]:
 
 
 async def soak(seed: int, chosen: dict[str, dict[str, int]], console: Console) -> list[Outcome]:
-    """Run the scenarios of this size one after another; one that breaks off has failed, and the others go on."""
+    """Run the scenarios of this size in turn. A scenario that raises has failed; the next one runs nevertheless."""
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -87,9 +87,9 @@ async def soak(seed: int, chosen: dict[str, dict[str, int]], console: Console) -
         console.print(f"==> {name}: {amount}")
         started_s = time.monotonic()
         try:
-            with told(console, name) as tell:
-                outcome = await SCENARIOS[name].run(seed, tell, **sizes)
-        except Exception as exc:  # noqa: BLE001  # whatever a scenario meets, the report tells of it
+            with progress_line(console, name) as report:
+                outcome = await SCENARIOS[name].run(seed, report, **sizes)
+        except Exception as exc:  # noqa: BLE001  # the report shows every error of a scenario
             console.print_exception()
             outcome = Outcome(name, Verdict(others=[f"broke off: {exc!r}"]), wall_s=time.monotonic() - started_s)
         outcomes.append(outcome)

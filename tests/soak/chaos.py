@@ -1,4 +1,4 @@
-"""What goes wrong, where and when, and what the jobs look like: all drawn from the seed."""
+"""Which failure happens where and when, and the shapes of the jobs: all drawn from the seed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class KillPlan:
         return self.n_kills - (+self.left).total()
 
     def arms(self, given: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the next worker is to die of; `given` are the arms of those that live. Empty: of nothing."""
+        """Return the arms of the next worker, empty if nothing kills it. `given` are the arms of the living workers."""
         armed = Counter(phase_of(arms["point"]) for arms in given if "point" in arms)
         lacking = self.left - armed
         if not lacking:
@@ -87,7 +87,7 @@ def phase_of(point: str) -> str:
 
 @dataclass(frozen=True)
 class JobShape:
-    """A job before it is submitted, and who reads it."""
+    """A job before it is submitted, and the number of its readers."""
 
     options: dict[str, Any]
     """What `submit` takes."""

@@ -1,7 +1,7 @@
-"""The checker: it is told what every reader of every job saw, and says in the end what was wrong with it.
+"""The checker: it records what every reader of every job received, and finds what was wrong.
 
 It knows nothing of llamaq's own bookkeeping: it compares what was seen with what was accepted, token by token. One
-reader of each job is the store, `STORED`: what lies in Redis in the end is what everybody else must have read.
+reader of each job is the store, `STORED`: every other reader must have received what is stored in Redis at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STORED = "stored"
 RESULT = "result"
 """The reader that is the job's result."""
 SHOWN = 5
-"""Of each kind of violation, so many are told in full."""
+"""This many violations of each kind are reported in full."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Accepted:
     ending: str | None = None
     """What it must end with: a finish reason, or `failed CODE`; None for any finish reason."""
     may_be_short: bool = False
-    """Somebody cancels it, so that `n_tokens` is only its most."""
+    """The job may be cancelled, so `n_tokens` is an upper bound."""
     streams: bool = True
     """False: its tokens need not be in its events, and its result is what readers are compared with."""
 
@@ -111,7 +111,7 @@ class Checker:
         self._readings[reader, job_id].is_whole = is_whole
 
     def saw_result(self, job_id: str, result: Result) -> None:
-        """The result of a job: as if somebody had read it in one piece."""
+        """Record the result of a job, as one more reader of all its tokens."""
         reading = self._readings[RESULT, job_id]
         reading.events.append(Tokens(offset=0, tokens=result.tokens, text_offset=0, text=result.text))
         reading.events.append(Finished(finish_reason=result.finish_reason, stats=result.stats))
@@ -154,7 +154,7 @@ class Checker:
     def _judge_job(self, verdict: Verdict, job_id: str, accepted: Accepted, truth: tuple[list[int], str]) -> None:
         ends = [_ending(event) for event in self.ends_of(job_id)]
         if not ends:
-            verdict.lost.append(f"{job_id}: accepted, and nothing says how it ended")
+            verdict.lost.append(f"{job_id}: accepted, and no terminal event is stored")
             return
         if accepted.ending is None and ends[0].startswith("failed"):
             verdict.wrong_ends.append(f"{job_id}: {ends[0]}")
@@ -206,7 +206,7 @@ def _judge_reading(verdict: Verdict, name: str, reading: Reading, truth: tuple[l
 
 
 def _judge_place(verdict: Verdict, name: str, event: Tokens, past: tuple[int, int], *, is_whole: bool) -> None:
-    """Whether an event goes on where the last one ended: `past` counts the tokens and characters seen so far."""
+    """Whether an event continues where the last one ended. `past` counts the tokens and characters seen so far."""
     n_tokens, n_chars = past
     if is_whole and (event.offset > n_tokens or event.text_offset > n_chars):
         verdict.gaps.append(f"{name}: token {event.offset} follows token {n_tokens - 1}")

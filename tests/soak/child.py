@@ -2,7 +2,8 @@
 
 Everything is the product's, from its entry point on. What is put around some of its methods counts, from SIGUSR1 on,
 how often they are passed, and at the last count sends this process SIGKILL, so that not one more instruction runs. Its
-last line on stderr says where that was. The same places slow the ticks down, or write down what a cancelled job cost.
+last line on stderr names that point. At the same points a worker can slow down its ticks, or record the cost of a
+cancelled job.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from functools import wraps
 from typing import Any
 
 from llamaq.common.protocol.scripts import Attempt, Increment, Scripts
-from llamaq.worker.broker.inbox import Inbox
+from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine_loop.tick_loop import TickLoop
-from llamaq.worker.process import supervised_child
+from llamaq.worker.process import child_main
 from llamaq.worker.scheduling.scheduler import Scheduler
 
 MARK = "soak"
@@ -56,19 +57,19 @@ class Arms:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def note(self, what: str, **values: object) -> None:
-        """Write a line of what happened; whole, and in order, from whatever thread."""
+        """Write a line about an event. Lines from all threads are whole and in order."""
         if self._record is not None:
             os.write(self._record, json.dumps({"what": what, **values}).encode() + b"\n")
 
 
-def after_async(owner: type, name: str, look: Callable[..., object]) -> None:
-    """Have `look` see what a coroutine method returns, before its caller does, and what it was called with."""
+def after_async(owner: type, name: str, callback: Callable[..., object]) -> None:
+    """Call `callback` with the result and the arguments of a coroutine method, before its caller gets the result."""
     original: Callable[..., Awaitable[Any]] = getattr(owner, name)
 
     @wraps(original)
     async def watched(*args: Any, **kwargs: Any) -> Any:
         outcome = await original(*args, **kwargs)
-        look(outcome, *args[1:])
+        callback(outcome, *args[1:])
         return outcome
 
     setattr(owner, name, watched)
@@ -97,8 +98,8 @@ def arm_io(arms: Arms) -> None:
         if outcome == "ok":
             arms.reach("publish.finished")
 
-    after_async(Inbox, "claim", claimed)
-    after_async(Inbox, "reclaim", reclaimed)
+    after_async(JobClaims, "claim", claimed)
+    after_async(JobClaims, "reclaim", reclaimed)
     after_async(Scripts, "start", started)
     after_async(Scripts, "flush", flushed)
     after_async(Scripts, "finish", finished)
@@ -166,7 +167,7 @@ def main() -> int:
     arm_io(arms)
     arm_engine(arms)
     record_cancels(arms)
-    return supervised_child.main()
+    return child_main.main()
 
 
 if __name__ == "__main__":

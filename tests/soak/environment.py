@@ -28,15 +28,15 @@ CHILD = Path(__file__).with_name("child.py")
 POLL_S = 0.02
 START_TIMEOUT_S = 60.0
 CLIENT_TIMEOUT_S = 90.0
-"""A stream that is silent for so long has lost its job."""
+"""A stream without an event for this long has lost its job."""
 READY = re.compile(r"worker\.ready id=(\S+)")
 KILLED = re.compile(r"^soak\.killed point=(\S+)$", re.MULTILINE)
 
 
-async def until(look: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
-    """What `look` gives as soon as that is true; raises `TimeoutError`."""
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
+    """Wait until `condition` returns something true, and return that. Raises `TimeoutError`."""
     deadline_s = time.monotonic() + timeout_s
-    while not (seen := look()):
+    while not (seen := condition()):
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         await asyncio.sleep(POLL_S)
@@ -45,7 +45,7 @@ async def until(look: Callable[[], Any], what: str, timeout_s: float = START_TIM
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """A worker that was started, and the file that it writes to."""
+    """The process of a worker and the file with its log."""
 
     process: subprocess.Popen[bytes]
     log_file: Path
@@ -62,24 +62,24 @@ class WorkerProcess:
 
     @property
     def worker_id(self) -> str | None:
-        """What it calls itself; None before it is ready."""
+        """The id of the worker; None before it is ready."""
         found = READY.search(self.log)
         return found[1] if found else None
 
     async def ready(self) -> str:
-        """Wait until it serves; returns its id. Raises `RuntimeError` when it ends before."""
+        """Wait until the worker is ready; return its id. Raises `RuntimeError` when it ends before."""
 
-        def look() -> str | None:
+        def id_when_ready() -> str | None:
             if (worker_id := self.worker_id) is None and not self.is_running and not self.killed_at:
                 raise RuntimeError(f"a worker ended with {self.process.returncode}:\n{self.log[-3000:]}")
             return worker_id
 
-        ready: str = await until(look, f"ready:\n{self.log[-3000:]}")
+        ready: str = await until(id_when_ready, f"ready:\n{self.log[-3000:]}")
         return ready
 
     @property
     def killed_at(self) -> str | None:
-        """The point at which it killed itself, once it has."""
+        """The point at which the worker killed itself; None if it did not."""
         found = KILLED.search(self.log[-200:])
         return found[1] if found else None
 
@@ -88,16 +88,16 @@ class WorkerProcess:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL from outside."""
+        """Kill the worker by SIGKILL."""
         self.killed_from_outside = True
         self.signal(signal.SIGKILL)
         self.process.wait()
 
     def close(self) -> None:
-        """Close the lifeline, and see that it is gone."""
+        """Close the lifeline, kill the worker, and wait for its end."""
         if self.process.stdin is not None:
             self.process.stdin.close()
-        self.signal(signal.SIGKILL)  # also ends one that is stopped
+        self.signal(signal.SIGKILL)  # also ends a stopped process
         self.process.wait()
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class WorkerProcess:
 class Environment:
     """A folder, a Redis, a queue, and the workers on it. Closing it ends every process and removes the folder.
 
-    Without `redis_url` it has a Redis of its own, in memory.
+    Without `redis_url` it starts a Redis in memory.
     """
 
     redis_url: str = ""
@@ -116,9 +116,9 @@ class Environment:
     """None: the model that ships."""
     queue: str = field(default_factory=lambda: f"soak-{secrets.token_hex(4)}")
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of every worker that is started."""
+    """Settings of every worker."""
     workers: list[WorkerProcess] = field(default_factory=list)
-    """All that were ever started."""
+    """All workers that were started, also ended ones."""
     folder: Path = field(init=False)
     _redis: EmbeddedRedis | None = None
 
@@ -140,11 +140,11 @@ class Environment:
         shutil.rmtree(self.folder)
 
     def use_random_model(self) -> None:
-        """Serve a model of random weights from now on: tiny, fast, and it never ends by itself."""
+        """Serve a tiny, fast model of random weights from now on. It never generates an end token."""
         self.model = write_model(self.folder / "random.gguf", PLAIN, seed=1)
 
     def start(self, arms: dict[str, Any] | None = None, **more: Any) -> WorkerProcess:
-        """Start a worker; `more` are settings of it alone."""
+        """Start a worker; `more` are additional settings of this worker."""
         chosen: dict[str, Any] = {
             "redis_url": self.redis_url,
             "queue": self.queue,
@@ -174,7 +174,7 @@ class Environment:
         return worker
 
     async def start_ready(self, count: int = 1, arms: dict[str, Any] | None = None, **more: Any) -> list[WorkerProcess]:
-        """Start workers and wait until they serve."""
+        """Start workers and wait until they are ready."""
         started = [self.start(arms, **more) for _ in range(count)]
         for worker in started:
             await worker.ready()
@@ -190,5 +190,5 @@ class Environment:
         return next(worker for worker in self.workers if worker.process.pid == pid)
 
     def client(self, url: str | None = None) -> AsyncClient:
-        """A client of the queue, by another way to Redis if `url` names one."""
+        """Return a client of the queue. It connects to `url` instead of `redis_url` if given."""
         return AsyncClient(url or self.redis_url, self.queue, timeout_s=CLIENT_TIMEOUT_S)

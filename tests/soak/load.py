@@ -1,4 +1,4 @@
-"""The load: jobs that are submitted and read as a web backend would, while the checker is told of everything."""
+"""The load: jobs that are submitted and read as a web backend does. The checker records all of it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DRAIN_S = 20.0
 
 
 async def submit(client: AsyncClient, checker: Checker, shape: JobShape) -> AsyncJob:
-    """Submit a job and tell the checker."""
+    """Submit a job and record it in the checker."""
     job = await client.submit(**shape.options)
     checker.accept(job.id, streams=shape.streams, **shape.demands)
     return job
 
 
 async def read(job: AsyncJob, checker: Checker, reader: str) -> None:
-    """Read a job's whole stream, from now on; what goes wrong is for the checker to say."""
+    """Read the whole stream of a job, and record each event and error in the checker."""
     checker.began(reader, job.id)
     n_chars = 0
     try:
@@ -48,7 +48,7 @@ async def read(job: AsyncJob, checker: Checker, reader: str) -> None:
     except (LlamaqError, RedisError, OSError) as exc:
         checker.complain(f"{job.id} {reader}: {exc!r}")
     else:
-        # A stream that ends without an error has seen the terminal event, whatever its reason.
+        # A stream that ends without an error has received the terminal event, of any finish reason.
         checker.saw(reader, job.id, Finished(finish_reason=FinishReason.STOP, stats=JobStats()))
 
 
@@ -96,7 +96,7 @@ async def beside(background: Coroutine[Any, Any, object], work: Coroutine[Any, A
 
 @asynccontextmanager
 async def tapped(client: AsyncClient, checker: Checker) -> AsyncIterator[None]:
-    """Tell the checker of every message that is published on the queue meanwhile."""
+    """Record every message that is published on the queue inside the block in the checker."""
     channel = client.keys.of_job(f"{client.queue}.0.{32 * '0'}").channel
     pattern = channel.rpartition(":")[0] + ":*"
     tap: Any = client.redis.pubsub()
@@ -118,7 +118,7 @@ async def tapped(client: AsyncClient, checker: Checker) -> AsyncIterator[None]:
 
 
 async def collect(client: AsyncClient, checker: Checker) -> None:
-    """Tell the checker what is stored of every accepted job, and what is left in the queue that should not be."""
+    """Record in the checker what is stored of every accepted job, and entries that were left in the queue."""
     job_ids = list(checker.accepted)
     left = await _left_in_queue(client)
     for start in range(0, len(job_ids), JOBS_A_LOOK):
@@ -134,7 +134,7 @@ async def collect(client: AsyncClient, checker: Checker) -> None:
 
 
 async def _left_in_queue(client: AsyncClient) -> int:
-    """Entries in the job streams; waits a while, as a job that nobody was told of may still run."""
+    """Count the entries in the job streams, after a wait: jobs whose submission was not acknowledged may still run."""
     deadline_s = time.monotonic() + DRAIN_S
     while True:
         lengths = [await client.redis.xlen(client.keys.jobs(client.queue, 0, priority)) for priority in Priority]

@@ -18,7 +18,7 @@ from tests.soak.checker import Verdict
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("llama-cpp-python", "llamaq", "redis")
 
-Tell = Callable[[int, int, str], None]
+ProgressReport = Callable[[int, int, str], None]
 """Takes how far a scenario is, of how much, and a word about it."""
 
 

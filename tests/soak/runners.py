@@ -1,4 +1,4 @@
-"""Long jobs that run on several workers while those are killed or stopped, and who holds which of them."""
+"""Long jobs on several workers that are killed or stopped, and which worker runs which job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Runners:
         await run_job(self.client, self.checker, JobShape(options, demands=demands))
 
     async def end(self) -> None:
-        """Begin no more, and cancel those that run."""
+        """Start no more jobs, and cancel the running ones."""
         self.is_over = True
         for job_id in list(self.checker.accepted):
             await self.client.cancel(job_id)

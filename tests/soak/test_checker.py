@@ -111,7 +111,7 @@ def test_a_result_that_differs_from_the_stream_is_caught() -> None:
 
 
 def test_a_job_without_a_stream_is_compared_with_its_result() -> None:
-    def told(*read: Event) -> Verdict:
+    def progress_line(*read: Event) -> Verdict:
         checker = seen([STREAM[0], END], [*read], streams=False)
         checker.began(STORED, JOB, is_whole=False)
         checker.began(RESULT, JOB)
@@ -119,8 +119,8 @@ def test_a_job_without_a_stream_is_compared_with_its_result() -> None:
             checker.saw(RESULT, JOB, event)
         return checker.judge()
 
-    assert told(tokens(0, 1, 2, 3, 4, 5), END).is_clean
-    assert faults(told(tokens(0, 1, 2, 3, 4, 6), END)) == {"changed"}
+    assert progress_line(tokens(0, 1, 2, 3, 4, 5), END).is_clean
+    assert faults(progress_line(tokens(0, 1, 2, 3, 4, 6), END)) == {"changed"}
 
 
 def test_a_reader_that_left_early_may_miss_the_rest_but_not_read_twice_or_otherwise() -> None:

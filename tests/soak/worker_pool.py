@@ -1,4 +1,4 @@
-"""A pool: so many workers at a time, each of which dies as the plan says and is replaced at once."""
+"""A pool of a fixed number of workers. Each dies as planned, and is replaced at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkerPool:
     tick_s: float = 0.0
     posts: list[Post] = field(default_factory=list)
     accidents: list[str] = field(default_factory=list)
-    """Ends of workers that nobody planned."""
+    """Ends of workers that were not planned."""
 
     async def run(self) -> None:
         """Until cancelled; raises `RuntimeError` when workers end that should not."""

@@ -7,7 +7,7 @@ from typing import Any
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import AsyncClient, JobState
 from llamaq.producer.testing import FakeWorker
-from llamaq.worker.broker.inbox import Inbox
+from llamaq.worker.broker.job_claims import JobClaims
 
 
 async def add_dead_letters(url: str, queue: str) -> list[str]:
@@ -35,8 +35,10 @@ async def add_dead_job(client: AsyncClient, worker: FakeWorker, prompt: str = "p
 
 async def add_garbage_entry(worker: FakeWorker) -> None:
     """Add a queue entry that is not a job, and let a worker claim it."""
-    inbox = Inbox(worker.redis, worker.keys, queue=worker.queue, partitions=1, worker_id="w", lease_s=10, max_crashes=3)
-    await inbox.open(max_queue=0)
+    job_claims = JobClaims(
+        worker.redis, worker.keys, queue=worker.queue, partitions=1, worker_id="w", lease_s=10, max_crashes=3
+    )
+    await job_claims.open(max_queue=0)
     await worker.redis.xadd(worker.keys.of_job(str(JobId.new(worker.queue))).bulk, {"id": "nonsense"})
-    assert await inbox.claim(1, block_s=0.01) == []
-    await inbox.close()
+    assert await job_claims.claim(1, block_s=0.01) == []
+    await job_claims.close()

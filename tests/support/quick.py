@@ -1,4 +1,4 @@
-"""The quick tests: those that start no process and load no model. `make test-quick` runs them in the inner loop.
+"""The quick tests: they start no process and load no model. `make test-quick` runs them in the inner loop.
 
 A test is quick unless its folder, one of its fixtures or the mark `starts_processes` excludes it, so a new test of pure
 logic needs no mark. While a quick test runs, to start a process or to load a model is an error, also in `make test`.
@@ -17,7 +17,7 @@ import pytest
 STARTING_FOLDERS = (
     *("tests/e2e/", "tests/lifecycle/", "tests/repository/", "tests/tools/"),
     *("tests/cli/test_worker_commands.py", "tests/worker/local/"),
-    *("tests/common/vocab/test_vocab.py", "tests/worker/engine/", "tests/worker/kv_cache/test_cache_on_llama.py"),
+    *("tests/common/vocab/test_llama_vocab.py", "tests/worker/engine/", "tests/worker/kv_cache/test_cache_on_llama.py"),
     "tests/worker/slot_files/test_slots_on_llama.py",
 )
 STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "chat_model", "any_model"})

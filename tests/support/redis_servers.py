@@ -30,7 +30,7 @@ SERVICE = "llamaq-master"
 
 
 def free_ports(count: int, highest: int = 55_000) -> list[int]:
-    """Ports that nobody has; a cluster takes for its bus those that are 10,000 higher, so they stay below `highest`."""
+    """Return free ports, at most `highest`: the bus of a cluster uses the ports that are 10,000 higher."""
     found: list[int] = []
     while len(found) < count:
         with socket.socket() as probe:
@@ -41,12 +41,12 @@ def free_ports(count: int, highest: int = 55_000) -> list[int]:
     return found
 
 
-def await_that(look: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait until `look` gives something true; a server that does not answer does not."""
+def await_that(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Wait until `condition` returns something true. An error of Redis counts as false."""
     deadline = time.monotonic() + timeout_s
     while True:
         with suppress(RedisError):
-            if look():
+            if condition():
                 return
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.02)
@@ -54,7 +54,7 @@ def await_that(look: Callable[[], Any], what: str, timeout_s: float = START_TIME
 
 @dataclass(eq=False)
 class Server:
-    """One process of redis-server, which may be killed and started again with its data."""
+    """One process of redis-server. It may be killed and started again with its data."""
 
     folder: Path
     port: int
@@ -66,7 +66,7 @@ class Server:
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self, *more: str) -> None:
-        """Start it and wait until it answers; `more` are options for this time."""
+        """Start the server and wait until it answers. `more` are options of this start."""
         home = self.folder / str(self.port)
         home.mkdir(exist_ok=True)
         command = [str(find_server())]
@@ -94,7 +94,7 @@ class Server:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """End it at once, if it runs."""
+        """Kill the server, if it runs."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -175,13 +175,13 @@ class Watched(Arrangement):
 
     @property
     def master(self) -> Server:
-        """Who the first Sentinel says is the master."""
+        """The master, according to the first Sentinel."""
         with self.sentinels[0].client() as client:
             place: Any = client.sentinel_get_master_addr_by_name(SERVICE)
         return next(server for server in self.data if server.port == int(place[1]))
 
     def agree_on(self, server: Server) -> bool:
-        """Whether every Sentinel says that this is the master."""
+        """Whether every Sentinel names this server as the master."""
         for sentinel in self.sentinels:
             with sentinel.client() as client:
                 place: Any = client.sentinel_get_master_addr_by_name(SERVICE)
@@ -190,7 +190,7 @@ class Watched(Arrangement):
         return True
 
     def await_master(self, server: Server) -> None:
-        """Wait until the Sentinels name this one, and it says so itself."""
+        """Wait until the first Sentinel names this server as the master, and the server has that role."""
 
         def leads() -> bool:
             with server.client() as client:
@@ -207,7 +207,7 @@ CLUSTER_OPTIONS = (
 
 
 class Nodes(Arrangement):
-    """A cluster of masters that share the slots evenly, each with some replicas."""
+    """A cluster of masters with equal shares of the slots, each with some replicas."""
 
     def __init__(self, folder: Path, *, n_masters: int = 3, n_replicas: int = 0) -> None:
         ports = free_ports(n_masters * (1 + n_replicas))
@@ -248,18 +248,18 @@ class Nodes(Arrangement):
         )
 
     def master_of(self, slot: int) -> Server:
-        """Which of the servers has the slot, as the first living one knows it."""
+        """Return the server that has the slot, according to the first living server."""
         for server in self.servers:
             if server.process is None:
                 continue
             for start, end, owner, *_ in _cluster(server, "SLOTS"):
                 if start <= slot <= end:
                     return next(one for one in self.servers if one.port == owner[1])
-        raise AssertionError(f"nobody has slot {slot}")
+        raise AssertionError(f"no master has slot {slot}")
 
 
 def _cluster(server: Server, command: str, *arguments: object) -> Any:
-    """What the server answers to `CLUSTER command`."""
+    """Return the answer of the server to `CLUSTER command`."""
     with server.client() as client:
         execute: Any = client.execute_command
         return execute(f"CLUSTER {command}", *arguments)

@@ -1,10 +1,10 @@
-"""A TCP proxy in front of a Redis, for tests and the soak: it cuts connections, or lets them fall silent, on command.
+"""A TCP proxy in front of a Redis, for tests and the soak. It cuts or silences connections on command.
 
     with Proxy(server.url) as proxy:
         client = Client(proxy.url)
         ...
         proxy.cut()        # every connection is reset; new ones pass
-        proxy.silence()    # every connection hangs half-open: nothing arrives any more, nobody is told; new ones pass
+        proxy.silence()    # every connection stays open and passes nothing more, without an error; new ones pass
         proxy.refuse()     # new connections are refused until `accept()`; the present ones stay
         proxy.lead_to(url) # new connections go to another server
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 CHUNK_BYTES = 64 * 1024
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-"""SO_LINGER of zero seconds: closing sends RST, as a crashed host or an impatient firewall does."""
+"""SO_LINGER of zero seconds: closing sends RST, as a crashed host or a firewall does."""
 
 
 class Proxy:
@@ -168,7 +168,7 @@ class _Pair:
                     await writer.drain()
         if not self.is_silent:
             writer.close()
-        elif writer is self._ends[1]:  # the client has given up; only now may the server hear of it
+        elif writer is self._ends[1]:  # the client has closed: only now the server learns of it
             self.reset()
 
     def reset(self) -> None:

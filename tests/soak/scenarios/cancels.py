@@ -14,7 +14,7 @@ from tests.soak.chaos import VOCABULARY, JobShape, dice
 from tests.soak.checker import Checker
 from tests.soak.environment import POLL_S, Environment
 from tests.soak.load import collect, read, run_jobs, submit, tapped
-from tests.soak.report import Outcome, Tell, percentiles
+from tests.soak.report import Outcome, ProgressReport, percentiles
 
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob
@@ -101,7 +101,7 @@ class Canceller:
             self.never_claimed.add(job.id)
 
     async def _await_state(self, job: AsyncJob, aim: str) -> None:
-        """Wait until the job is about there; where it really was the worker's record tells."""
+        """Wait until the job is about in this state. The record of the worker has the exact state."""
         if aim == QUEUED:
             return
         least_tokens = 1 if aim == DECODE else 0
@@ -113,7 +113,7 @@ class Canceller:
             await asyncio.sleep(self.rng.uniform(0, PREFILL_S))
 
 
-async def cancels(seed: int, tell: Tell, *, n_each: int = 40) -> Outcome:
+async def cancels(seed: int, report: ProgressReport, *, n_each: int = 40) -> Outcome:
     """About `n_each` cancels of jobs in each of the four states."""
     checker, rng, started_s = Checker(), dice(seed, "cancels"), time.monotonic()
     async with Environment(settings=SETTINGS) as environment:
@@ -125,7 +125,7 @@ async def cancels(seed: int, tell: Tell, *, n_each: int = 40) -> Outcome:
 
             async def one_job() -> None:
                 await canceller.one_job()
-                tell(len(canceller.ended_s), n_each * len(STATES), "cancels")
+                report(len(canceller.ended_s), n_each * len(STATES), "cancels")
 
             await run_jobs(one_job, width=WIDTH, wants_more=canceller.wants_more)
             await collect(client, checker)

@@ -1,4 +1,4 @@
-"""Workers die by SIGKILL, in every phase of a job's way, and others go on: nothing is lost, nothing is said twice."""
+"""Workers die by SIGKILL in every phase of a job, and others continue it: no token is lost and none is repeated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.soak.chaos import JobShape, KillPlan, dice, draw_job
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment
 from tests.soak.load import beside, collect, run_job, run_jobs, tapped
-from tests.soak.report import Outcome, Tell
+from tests.soak.report import Outcome, ProgressReport
 from tests.soak.worker_pool import WorkerPool
 
 from llamaq.tools.demo_model.fact_questions import INLINE_FRAMES, Probe, recall_probe
@@ -31,20 +31,28 @@ TICK_S = 0.01
 """The least that a tick of the demo model takes, so that an answer lasts long enough to be hit."""
 
 
-async def kills(seed: int, tell: Tell, *, n_kills: int = 200, n_jobs: int = 5000, n_workers: int = 3) -> Outcome:
+async def kills(
+    seed: int, report: ProgressReport, *, n_kills: int = 200, n_jobs: int = 5000, n_workers: int = 3
+) -> Outcome:
     """Small random jobs; kills spread evenly over admit, prefill, decode, publish, reclaim, and from outside."""
     rng, checker, started_s = dice(seed, "jobs"), Checker(), time.monotonic()
     async with Environment(settings=SETTINGS) as environment:
         environment.use_random_model()
         plan = KillPlan(dice(seed, "kills"), n_kills)
-        await _under_kills(environment, plan, checker, lambda: draw_job(rng), n_jobs, n_workers, tell)
+        await _under_kills(environment, plan, checker, lambda: draw_job(rng), n_jobs, n_workers, report)
     return Outcome("kills", checker.judge(), figures_of(plan, checker, started_s), time.monotonic() - started_s)
 
 
 async def recall(
-    seed: int, tell: Tell, *, n_kills: int = 40, n_jobs: int = 400, n_workers: int = 3, n_probes: int = 40
+    seed: int,
+    report: ProgressReport,
+    *,
+    n_kills: int = 40,
+    n_jobs: int = 400,
+    n_workers: int = 3,
+    n_probes: int = 40,
 ) -> Outcome:
-    """Questions with one right answer to the demo model: their text is that of a run that nobody disturbed."""
+    """Ask the demo model questions that have one right answer. The answers equal those of an undisturbed run."""
     rng, checker, started_s = dice(seed, "recall"), Checker(), time.monotonic()
     probes = [recall_probe(rng.getrandbits(32), DISTANCE_WORDS, INLINE_FRAMES[1]) for _ in range(n_probes)]
     async with Environment(settings=SETTINGS) as environment:
@@ -52,7 +60,7 @@ async def recall(
         plan = KillPlan(dice(seed, "kills"), n_kills)
         shapes = [replace(shape_of(probe), demands={"text": undisturbed[probe.prompt]}) for probe in probes]
         await _under_kills(
-            environment, plan, checker, lambda: rng.choice(shapes), n_jobs, n_workers, tell, tick_s=TICK_S
+            environment, plan, checker, lambda: rng.choice(shapes), n_jobs, n_workers, report, tick_s=TICK_S
         )
     right = sum(undisturbed[probe.prompt] == probe.answer for probe in probes)
     figures = figures_of(plan, checker, started_s) | {"right answers undisturbed": f"{right} of {len(probes)}"}
@@ -80,7 +88,7 @@ async def _under_kills(
     draw: Callable[[], JobShape],
     n_jobs: int,
     n_workers: int,
-    tell: Tell,
+    report: ProgressReport,
     *,
     tick_s: float = 0.0,
 ) -> None:
@@ -96,7 +104,7 @@ async def _under_kills(
         nonlocal n_ended
         await run_job(client, checker, draw())
         n_ended += 1
-        tell(plan.n_done, plan.n_kills, f"kills, {n_ended} jobs")
+        report(plan.n_done, plan.n_kills, f"kills, {n_ended} jobs")
 
     pool = WorkerPool(environment, plan, n_workers, pace=lambda: n_ended / n_jobs, tick_s=tick_s)
     async with environment.client() as client, tapped(client, checker):

@@ -1,4 +1,4 @@
-"""Redis goes away, or the way to it, while jobs are submitted, run and read: what was acknowledged comes to its end."""
+"""Redis or the connection to it fails while jobs are submitted, run and read: every acknowledged job finishes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.soak.chaos import dice, draw_job
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment
 from tests.soak.load import collect, read, run_jobs, submit
-from tests.soak.report import Outcome, Tell
+from tests.soak.report import Outcome, ProgressReport
 from tests.support.redis_servers import Server, free_ports
 from tests.support.tcp_proxy import Proxy
 
@@ -36,7 +36,7 @@ CALM_S = (0.05, 0.3)
 
 @dataclass(eq=False)
 class Load:
-    """Jobs that are submitted and read until `is_over`, whatever becomes of the connection."""
+    """Jobs that are submitted and read until `is_over`, also when the connection fails."""
 
     client: AsyncClient
     checker: Checker
@@ -73,7 +73,7 @@ async def loaded(environment: Environment, checker: Checker, rng: random.Random,
         await collect(undisturbed, checker)
 
 
-async def restarts(seed: int, tell: Tell, *, n_restarts: int = 20) -> Outcome:
+async def restarts(seed: int, report: ProgressReport, *, n_restarts: int = 20) -> Outcome:
     """Redis is killed and started again under load; it writes to disk what it acknowledges."""
     checker, rng, started_s = Checker(), dice(seed, "restarts"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
@@ -90,14 +90,14 @@ async def restarts(seed: int, tell: Tell, *, n_restarts: int = 20) -> Outcome:
                     server.kill()
                     await asyncio.sleep(rng.uniform(*DOWN_S))
                     await asyncio.to_thread(server.start)
-                    tell(number + 1, n_restarts, f"restarts, {len(checker.accepted)} jobs")
+                    report(number + 1, n_restarts, f"restarts, {len(checker.accepted)} jobs")
         finally:
             server.kill()
     figures = {"restarts": n_restarts, "submits not acknowledged": load.n_refused}
     return Outcome("restarts", checker.judge(), figures, time.monotonic() - started_s)
 
 
-async def cuts(seed: int, tell: Tell, *, n_cuts: int = 200) -> Outcome:
+async def cuts(seed: int, report: ProgressReport, *, n_cuts: int = 200) -> Outcome:
     """All connections of workers and clients are reset again and again."""
     checker, rng, started_s = Checker(), dice(seed, "cuts"), time.monotonic()
     async with Environment(settings={"lease_s": 2.0}) as environment:
@@ -107,6 +107,6 @@ async def cuts(seed: int, tell: Tell, *, n_cuts: int = 200) -> Outcome:
                 while n_done < n_cuts:
                     await asyncio.sleep(rng.uniform(*CALM_S))
                     n_done += proxy.cut() > 0
-                    tell(n_done, n_cuts, f"cuts, {proxy.n_cut} connections")
+                    report(n_done, n_cuts, f"cuts, {proxy.n_cut} connections")
     figures = {"cuts": n_cuts, "connections cut": proxy.n_cut, "submits not acknowledged": load.n_refused}
     return Outcome("cuts", checker.judge(), figures, time.monotonic() - started_s)

@@ -13,7 +13,7 @@ from tests.soak.checker import Checker
 from tests.soak.child import MARK, POISON
 from tests.soak.environment import Environment
 from tests.soak.load import beside, collect, read, submit, tapped
-from tests.soak.report import Outcome, ReportProgress
+from tests.soak.report import Outcome, ProgressReport
 from tests.soak.worker_pool import WorkerPool
 
 from llamaq.common.errors import ErrorCode
@@ -24,7 +24,7 @@ N_WORKERS = 2
 TICK_S = 0.005
 
 
-async def poison(seed: int, report_progress: ReportProgress, *, n_jobs: int = 100, lease_s: float = 1.0) -> Outcome:
+async def poison(seed: int, report: ProgressReport, *, n_jobs: int = 100, lease_s: float = 1.0) -> Outcome:
     """`n_jobs` good jobs, all at once, and a poisonous one among them."""
     checker, rng, started_s = Checker(), dice(seed, "poison"), time.monotonic()
     shapes = [replace(draw_job(rng), n_readers=1) for _ in range(n_jobs)]
@@ -39,7 +39,7 @@ async def poison(seed: int, report_progress: ReportProgress, *, n_jobs: int = 10
         environment.use_random_model()
         async with environment.client() as client, tapped(client, checker):
             pool = WorkerPool(environment, plan, N_WORKERS, pace=lambda: 0.0, tick_s=TICK_S)
-            await beside(pool.run(), _run_all(client, checker, shapes, report_progress))
+            await beside(pool.run(), _run_all(client, checker, shapes, report))
             await collect(client, checker)
             dead_letters: Any = await client.redis.xrange(client.keys.dead(client.queue, 0))
     guilty = [job_id for job_id, accepted in checker.accepted.items() if accepted.ending == poisonous.demands["ending"]]
@@ -52,15 +52,11 @@ async def poison(seed: int, report_progress: ReportProgress, *, n_jobs: int = 10
     return Outcome("poison", checker.judge(), figures, time.monotonic() - started_s)
 
 
-async def _run_all(
-    client: AsyncClient, checker: Checker, shapes: list[JobShape], report_progress: ReportProgress
-) -> None:
+async def _run_all(client: AsyncClient, checker: Checker, shapes: list[JobShape], report: ProgressReport) -> None:
     """Submit them in their order, and read each to its end."""
     readings: list[Task[None]] = []
     async with asyncio.TaskGroup() as tasks:
         for shape in shapes:
             job = await submit(client, checker, shape)
             readings.append(tasks.create_task(read(job, checker, "reader")))
-            readings[-1].add_done_callback(
-                lambda _: report_progress(sum(map(Task.done, readings)), len(shapes), "jobs")
-            )
+            readings[-1].add_done_callback(lambda _: report(sum(map(Task.done, readings)), len(shapes), "jobs"))

@@ -1,4 +1,4 @@
-"""Many subscribers of few jobs, who come at any time, leave, come again and lose their connections: all read all."""
+"""Many subscribers read few jobs. They join at any time, leave, join again, lose connections, and read all tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.soak.chaos import VOCABULARY, JobShape, dice
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment
 from tests.soak.load import beside, collect, read, submit
-from tests.soak.report import Outcome, Tell
+from tests.soak.report import Outcome, ProgressReport
 
 from llamaq.common.protocol.job_events import Tokens
 from llamaq.producer import AsyncClient, AsyncJob
@@ -20,14 +20,14 @@ N_CLIENTS = 10
 """Each has one pub/sub connection for its share of the subscribers."""
 TICK_S = 0.03
 LATE_S = 2.0
-"""Some come so long after the last token."""
+"""Some subscribers join this many seconds after the last token."""
 SHARE_AGAIN = 0.2
 """Of the subscribers that leave in the middle and come again."""
 KILL_EVERY_S = (0.2, 0.8)
 
 
 async def subscribers(
-    seed: int, tell: Tell, *, n_subscribers: int = 1000, n_jobs: int = 20, n_tokens: int = 150
+    seed: int, report: ProgressReport, *, n_subscribers: int = 1000, n_jobs: int = 20, n_tokens: int = 150
 ) -> Outcome:
     """Each of `n_subscribers` reads one whole stream exactly once, or a part and then the whole."""
     checker, rng, started_s = Checker(), dice(seed, "subscribers"), time.monotonic()
@@ -44,7 +44,7 @@ async def subscribers(
                 nonlocal n_done
                 await _subscribe(clients[number % N_CLIENTS].job(rng.choice(jobs).id), checker, rng, number, n_tokens)
                 n_done += 1
-                tell(n_done, n_subscribers, "subscribers have read to the end")
+                report(n_done, n_subscribers, "subscribers have read to the end")
 
             async def everybody() -> None:
                 await asyncio.gather(*(one(number) for number in range(n_subscribers)))

@@ -11,7 +11,7 @@ from typing import Any
 from tests.soak.chaos import dice
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment, WorkerProcess, until
-from tests.soak.report import Outcome, Tell, percentiles
+from tests.soak.report import Outcome, ProgressReport, percentiles
 from tests.soak.runners import TICK_S, Runners, long_jobs
 
 N_WORKERS = 3
@@ -22,7 +22,7 @@ PATIENCE_S = 20.0
 LOST = re.compile(r"job\.lost id=(\S+) attempt=(\d+)")
 
 
-async def takeover(seed: int, tell: Tell, *, n_kills: int = 30, lease_s: float = 3.0) -> Outcome:
+async def takeover(seed: int, report: ProgressReport, *, n_kills: int = 30, lease_s: float = 3.0) -> Outcome:
     """From the kill of a worker to the start of the next attempt, of every job that it was running."""
     checker, rng, started_s = Checker(), dice(seed, "takeover"), time.monotonic()
     waits_s: list[float] = []
@@ -34,7 +34,7 @@ async def takeover(seed: int, tell: Tell, *, n_kills: int = 30, lease_s: float =
         for number in range(n_kills):
             waits_s += await _kill_one(runners, lease_s)
             await environment.start_ready(1, {"tick_s": TICK_S})
-            tell(number + 1, n_kills, f"kills, {len(waits_s)} jobs taken over")
+            report(number + 1, n_kills, f"kills, {len(waits_s)} jobs taken over")
     found = percentiles(waits_s)
     if not waits_s or found["p99"] > lease_s + TARGET_S:
         checker.complain(f"takeover p99 is not within lease + {TARGET_S:g} s: {found}")
@@ -55,8 +55,8 @@ async def _kill_one(runners: Runners, lease_s: float) -> list[float]:
     return [at_s - killed_s for at_s in starts if at_s is not None]
 
 
-async def stopped(seed: int, tell: Tell, *, n_stops: int = 12, lease_s: float = 1.0) -> Outcome:
-    """Workers are stopped until others have their jobs, and then go on: everything they write is refused."""
+async def stopped(seed: int, report: ProgressReport, *, n_stops: int = 12, lease_s: float = 1.0) -> Outcome:
+    """Workers are stopped until others have their jobs, and then continue: everything that they write is refused."""
     checker, rng, started_s = Checker(), dice(seed, "stopped"), time.monotonic()
     n_held = n_refused = 0
     async with (
@@ -69,7 +69,7 @@ async def stopped(seed: int, tell: Tell, *, n_stops: int = 12, lease_s: float = 
             held = await _stop_and_go_on(runners, worker, lease_s)
             n_held += len(held)
             n_refused += await _refusals(runners, worker, held)
-            tell(number + 1, n_stops, f"stops, {n_refused} of {n_held} attempts refused")
+            report(number + 1, n_stops, f"stops, {n_refused} of {n_held} attempts refused")
     figures: dict[str, Any] = {"stops": n_stops, "lease_s": lease_s, "attempts refused": f"{n_refused} of {n_held}"}
     if not n_held:
         checker.complain("no worker held a job when it was stopped")
@@ -92,12 +92,12 @@ async def _stop_and_go_on(runners: Runners, worker: WorkerProcess, lease_s: floa
 async def _refusals(runners: Runners, worker: WorkerProcess, held: dict[str, int]) -> int:
     """How many of these attempts the worker has been told, by a refused write, not to be its own any more."""
 
-    def told() -> set[tuple[str, int]]:
+    def progress_line() -> set[tuple[str, int]]:
         return {(job_id, int(attempt)) for job_id, attempt in LOST.findall(worker.log)} & set(held.items())
 
     try:
-        await until(lambda: len(told()) == len(held), "every late write refused", PATIENCE_S)
+        await until(lambda: len(progress_line()) == len(held), "every late write refused", PATIENCE_S)
     except TimeoutError:
-        for job_id, attempt in set(held.items()) - told():
+        for job_id, attempt in set(held.items()) - progress_line():
             runners.checker.complain(f"{job_id}: attempt {attempt} was not refused after SIGCONT")
-    return len(told())
+    return len(progress_line())
