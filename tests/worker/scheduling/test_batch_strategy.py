@@ -96,7 +96,7 @@ def test_prompts_share_equally_and_the_part_that_one_does_not_need_goes_to_the_o
     assert {chunk.slot.index: chunk.n_tokens for chunk in chunks} == shares
 
 
-def test_the_slot_admitted_first_is_served_first_whatever_its_index() -> None:
+def test_the_slot_admitted_first_is_served_first_even_with_a_higher_index() -> None:
     slots = slots_of(9, 9)
     slots[0].active.admitted_s = 99.0
     assert [(chunk.slot.index, chunk.n_tokens) for chunk in prefill_chunks(slots, 1, 8)] == [(1, 1)]

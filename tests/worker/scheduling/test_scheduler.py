@@ -214,8 +214,8 @@ def test_a_cancelled_job_ends_once_with_the_tokens_it_has(ticks: int) -> None:
 
 def test_cancelling_an_unknown_job_does_nothing() -> None:
     rig = Rig()
-    assert not rig.scheduler.cancel("nobody")
-    assert not rig.scheduler.release("nobody")
+    assert not rig.scheduler.cancel("unknown")
+    assert not rig.scheduler.release("unknown")
     assert not rig.scheduler.has_work
 
 
