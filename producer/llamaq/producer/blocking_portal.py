@@ -105,6 +105,7 @@ class BlockingPortal:
     async def _run_until_stopped(self) -> None:
         await self._stopping.wait()
         # The client is closed last: the cancelled calls still need its connections to cancel their jobs.
+        # Each call is cancelled once only: a second cancellation could stop it before it has cancelled its job.
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
