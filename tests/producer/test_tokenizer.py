@@ -12,7 +12,7 @@ import pytest
 
 from llamaq.common.errors import LlamaqError, ModelError, ProtocolError
 from llamaq.common.protocol.job_request import Message
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.producer import AsyncClient, Client, MissingExtra, NoWorker, Tokenizer
 from llamaq.producer import tokenizer as tokenizer_module
 from llamaq.producer.testing import FakeWorker
@@ -107,7 +107,7 @@ async def test_without_llama_cpp_the_extra_is_named(
 ) -> None:
     await publish(redis_url, queue, zlib.compress(blob), hashlib.sha256(blob).hexdigest())
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.delitem(sys.modules, "llamaq.common.vocab.vocab", raising=False)
+    monkeypatch.delitem(sys.modules, "llamaq.common.vocab.llama_vocab", raising=False)
     async with AsyncClient(redis_url, queue) as client:
         with pytest.raises(MissingExtra, match=r"llamaq\[tokenizer\]"):
             await client.tokenizer()

@@ -61,7 +61,7 @@ BREACHES = {
         "import redis",
     ),
     "What runs in the engine thread knows no Redis and no event loop": (
-        "worker/llamaq/worker/generation/sampler.py",
+        "worker/llamaq/worker/generation/numpy_sampler.py",
         "import asyncio",
     ),
     "Only the codec imports msgpack": ("producer/llamaq/producer/job.py", "import msgpack"),

@@ -17,7 +17,7 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_state import WorkerCard
 
 if TYPE_CHECKING:
-    from llamaq.common.vocab.vocab import Vocab
+    from llamaq.common.vocab.llama_vocab import Vocab
 
 MAX_VOCAB_BYTES = 256 * 1024 * 1024
 """Largest vocabulary that is unpacked."""
@@ -99,7 +99,7 @@ async def load_tokenizer(redis: Redis, keys: Keys, card: WorkerCard) -> Tokenize
 
 
 def _build(packed: bytes, card: WorkerCard) -> Tokenizer:
-    from llamaq.common.vocab.vocab import Vocab
+    from llamaq.common.vocab.llama_vocab import Vocab
 
     return Tokenizer(Vocab.from_blob(_unpack(packed, card.vocab_hash)), card.model)
 

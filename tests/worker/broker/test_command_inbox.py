@@ -34,8 +34,8 @@ from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.kv_cache.offload_interface import NoOffload
 from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
+from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 from llamaq.worker.slot_files.saved_files import SavedSlotFiles
-from llamaq.worker.slot_files.slot_operations import SlotOperations
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler
 
 INVALID_NAMES = ["", "a/b", "../x", "a.slot", ".", "a b", "x" * 65, "ä", "a\n", "a\0"]

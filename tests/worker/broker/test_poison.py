@@ -17,7 +17,7 @@ from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.scripts import DEAD_TTL_S, Attempt, Claim, CrashVerdict, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import FakeAttempt, FakeWorker
-from llamaq.worker.broker.inbox import Inbox
+from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 LEASE_S = 10.0
@@ -57,8 +57,8 @@ async def crashes(job: AsyncJob) -> int:
     return (await job.status()).crashes
 
 
-async def open_inbox(worker: FakeWorker) -> Inbox:
-    inbox = Inbox(
+async def open_job_claims(worker: FakeWorker) -> JobClaims:
+    job_claims = JobClaims(
         worker.redis,
         worker.keys,
         queue=worker.queue,
@@ -67,8 +67,8 @@ async def open_inbox(worker: FakeWorker) -> Inbox:
         lease_s=LEASE_S,
         max_crashes=3,
     )
-    await inbox.open(max_queue=0)
-    return inbox
+    await job_claims.open(max_queue=0)
+    return job_claims
 
 
 # ---- which jobs are blamed
@@ -157,12 +157,12 @@ async def test_a_worker_with_a_recent_heartbeat_has_not_crashed(
     redis_url: str, queue: str, heartbeat_age_s: float | None, n_crashes: int
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        inbox = await open_inbox(worker)
+        job_claims = await open_job_claims(worker)
         job, claim = await submit(client, worker)
         await begin(worker, claim, worker.name)
         if heartbeat_age_s is not None:
             await worker.announce(now_ms=int((time.time() - heartbeat_age_s) * 1000))
-        assert await inbox.check_crash(claim) == "ok"
+        assert await job_claims.check_crash(claim) == "ok"
         assert await crashes(job) == n_crashes
 
 
@@ -308,12 +308,12 @@ async def test_a_suspect_that_finishes_is_not_a_dead_letter(redis_url: str, queu
 async def test_a_job_does_not_become_a_dead_letter_while_redis_is_full(queue: str) -> None:
     with EmbeddedRedis() as server:
         async with AsyncClient(server.url, queue) as client, FakeWorker(server.url, queue) as worker:
-            inbox = await open_inbox(worker)
+            job_claims = await open_job_claims(worker)
             job, claim = await submit(client, worker)
             await worker.redis.config_set("maxmemory", "1")
             with pytest.raises(ResponseError):
-                await inbox.start_attempt(claim)
+                await job_claims.start_attempt(claim)
             await worker.redis.config_set("maxmemory", "0")
             assert await worker.redis.xlen(Keys().dead(queue, 0)) == 0
-            assert await inbox.start_attempt(claim) is not None
+            assert await job_claims.start_attempt(claim) is not None
             assert (await job.status()).state is JobState.RUNNING

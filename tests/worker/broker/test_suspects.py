@@ -18,8 +18,8 @@ from llamaq.common.protocol.scripts import Attempt, Claim, Scripts
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker import intake as intake_module
-from llamaq.worker.broker.inbox import Inbox
 from llamaq.worker.broker.intake import Intake
+from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
@@ -75,7 +75,7 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
     async with FakeWorker(redis_url, queue, name=name) as connection:
         await connection.announce()
         worker = FakeEngineWorker(name, outbox=None, outputs=OutputMailbox())  # type: ignore[arg-type]  # created below: the two refer to each other
-        inbox = Inbox(
+        job_claims = JobClaims(
             connection.redis, connection.keys,
             queue=queue, partitions=1, worker_id=name, lease_s=LEASE_S, max_crashes=2,
         )  # fmt: skip
@@ -83,10 +83,10 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
             Scripts(connection.redis, connection.keys), name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,
             checkpoints=Checkpoints(1, 1.0), is_alive=lambda: True, on_finished=_ignore,
         )  # fmt: skip
-        await inbox.open(max_queue=0)
+        await job_claims.open(max_queue=0)
         with ThreadPoolExecutor(1) as executor:
             intake = Intake(
-                inbox, outbox, BytePreparer(), executor, worker.admit,  # type: ignore[arg-type]
+                job_claims, outbox, BytePreparer(), executor, worker.admit,  # type: ignore[arg-type]
                 capacity=capacity, lease_s=LEASE_S, is_alive=lambda: True,
             )  # fmt: skip
             tasks = [asyncio.create_task(intake.run()), asyncio.create_task(outbox.run())]
@@ -96,7 +96,7 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
                 await cancel_tasks(*tasks)
                 await intake.close()
                 await outbox.close()
-                await inbox.close()
+                await job_claims.close()
 
 
 async def _ignore(_: JobStats) -> None:

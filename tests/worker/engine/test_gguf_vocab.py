@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llamaq.common.errors import ModelError
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.engine.llama_bindings import Model

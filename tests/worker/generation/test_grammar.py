@@ -13,13 +13,13 @@ import pytest
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.generation.grammar import sandbox as sandbox_module
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.static_checks import MAX_NESTING
-from llamaq.worker.generation.sampler import LogitSampler
+from llamaq.worker.generation.numpy_sampler import LogitSampler
 
 
 @pytest.fixture(scope="module")

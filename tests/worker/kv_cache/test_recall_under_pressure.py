@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.tools.demo_model.fact_questions import FRAMES, draw_facts
 from llamaq.tools.demo_model.seeded_choice import Split, generator
 from llamaq.worker.core.cache_scope import Scope

@@ -25,12 +25,12 @@ from llamaq.common.redis.server_time import server_time_ms
 log = logging.getLogger(__name__)
 
 BLOCK_S = 2.0
-"""Seconds that one BLPOP waits for a command. It must be below the timeout of the socket."""
+"""Seconds that one BLPOP waits for a command. It must be shorter than the socket timeout of the connection."""
 RETRY_S = 1.0
 MAX_COMMAND_BYTES = 4096
 REPLY_TTL_S = 60
 N_REMEMBERED_IDS = 64
-"""Number of command ids remembered to drop duplicates: redis-py sends a command again after a cut connection."""
+"""Number of recent command ids that are stored to drop duplicates. redis-py repeats a write after a cut connection."""
 
 
 class CommandHandler(Protocol):
@@ -72,7 +72,7 @@ class CommandInbox:
                 await asyncio.sleep(RETRY_S)
 
     async def _answer(self, data: bytes) -> None:
-        """Execute the encoded command and send its reply. Drop it if it is invalid, too late, or a duplicate."""
+        """Execute the encoded command and send its reply. Drop an invalid, expired or repeated command."""
         command = await self._accept(data)
         if command is None:
             return
@@ -93,7 +93,7 @@ class CommandInbox:
             await pipe.execute()
 
     async def _accept(self, data: bytes) -> SlotCommand | None:
-        """Decode a command. Returns None if it must not be executed. Raises `RedisError`."""
+        """Decode a command. Returns None if the command must be dropped. Raises `RedisError`."""
         try:
             command = codec.decode_model(SlotCommand, data, MAX_COMMAND_BYTES)
         except ProtocolError as exc:
@@ -117,7 +117,7 @@ class CommandInbox:
             return SlotReply(error=f"the disk (--cache-dir): {exc.strerror or exc}")
         except Exception:  # a defect here must not end the worker
             log.exception("slot_command.failed action=%s", command.action.value)
-            return SlotReply(error="a defect of the worker; its log has the traceback")
+            return SlotReply(error="a defect of the worker: the traceback is in the log of the worker")
 
     def __repr__(self) -> str:
         return f"<CommandInbox {self._key}>"

@@ -36,7 +36,7 @@ MAX_STATS = 10_000
 class Heartbeat:
     """Registers a worker in Redis, keeps it listed, and removes it at the end.
 
-    It also reads the depth of the queue for the engine thread, and stores the stats of finished jobs.
+    The heartbeat also reads the depth of the queue for the engine thread, and stores the stats of finished jobs.
 
     Threads: all methods run on the I/O thread.
     """
@@ -53,15 +53,15 @@ class Heartbeat:
         partitions: int,
         every_s: float,
     ) -> None:
-        """Create the heartbeat; `beat` sends one, `run` sends one every `every_s` seconds.
+        """Create the heartbeat. `beat` publishes once, `run` publishes every `every_s` seconds.
 
         Args:
-            redis: The client.
+            redis: The Redis client.
             keys: The names of the keys.
-            card: What identifies and describes this worker.
-            vocab_blob: The vocabulary of the model. It is stored uncompressed here, and compressed in Redis.
-            ticks: Its slots, cells and age are published.
-            shared: Its telemetry is published; its queue depth is updated.
+            card: The id and the description of this worker.
+            vocab_blob: The vocabulary of the model, uncompressed. In Redis it is stored compressed.
+            ticks: The tick loop. Its slots, its KV cells and the age of its last tick are published.
+            shared: The telemetry in it is published. The queue depth in it is updated.
             partitions: The number of partitions of the queue.
             every_s: Seconds between two heartbeats.
         """
@@ -75,7 +75,7 @@ class Heartbeat:
         self._every_s = every_s
 
     async def run(self) -> None:
-        """Send heartbeats until cancelled. None is sent while the engine hangs, and a failed one is not repeated."""
+        """Send heartbeats until cancelled. No heartbeat is sent while the engine hangs."""
         outage = OutageLog(log, "heartbeat")
         while True:
             try:
@@ -92,7 +92,7 @@ class Heartbeat:
         Raises:
             RedisError: Redis is unreachable, or refused the write.
         """
-        with suppress(RedisError):  # one partition of a cluster may be unreachable while this worker is well
+        with suppress(RedisError):  # an unreachable partition of a cluster must not stop the heartbeat
             depth = await queue_depth(self._redis, self._keys, self._card.queue, self._partitions)
             self._shared.queue_depth.n_waiting = depth.waiting
         now_ms = await server_time_ms(self._redis)

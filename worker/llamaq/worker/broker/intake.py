@@ -16,7 +16,7 @@ from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.scripts import Claim
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full
-from llamaq.worker.broker.inbox import Inbox, StartedAttempt
+from llamaq.worker.broker.job_claims import JobClaims, StartedAttempt
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.generation.job_preparer import JobPreparer
@@ -24,39 +24,39 @@ from llamaq.worker.generation.job_preparer import JobPreparer
 log = logging.getLogger(__name__)
 
 BLOCK_S = 0.5
-"""How long one wait for new entries lasts. Expired and requeued jobs of other workers are reclaimed as often, so a
-stream that moves to another worker pauses for this time and for the prefill."""
+"""Longest wait for new entries in seconds. Between two waits, expired and requeued jobs of other workers are reclaimed.
+A stream that moves to another worker therefore pauses for up to this time, plus the time of the prefill."""
 MIN_BLOCK_S = 0.01
 """The shortest wait for new entries. A wait of 0 blocks without a limit in Redis."""
 RETRY_S = 0.5
 MAX_SUSPECT_WAIT_S = 3.0
-"""How long a suspect waits for the running jobs to end. Then they are requeued for other workers."""
+"""How long a suspect waits for the running jobs to end. Then the running jobs are requeued for other workers."""
 POLL_S = 0.05
 INTERACTIVE_POLL_S = 0.1
 """How often a worker full of bulk jobs checks for interactive jobs."""
 START_TIMEOUT_S = 2.0
-"""How long a stopping worker waits for the replies to starts that it has sent to Redis."""
+"""How long a stopping worker waits for the replies of Redis to `start.lua` calls."""
 
 
 class Intake:
     """Decides how many jobs this worker claims, and when.
 
-    `Inbox` claims and starts the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers
-    them.
+    `JobClaims` claims and starts the jobs in Redis, the preparer makes them ready for the engine, and `Outbox`
+    registers them.
 
-    Bulk jobs take no room from interactive jobs. When interactive jobs arrive at a full worker, they are claimed too,
-    and surplus bulk jobs are preempted or requeued.
+    Bulk jobs never keep interactive jobs waiting in Redis. A worker that is full of bulk jobs still claims interactive
+    jobs. The surplus bulk jobs are then preempted or requeued.
 
-    A suspect is a job that is one crash away from the dead-letter limit. It is started only while nothing else runs
-    here, and nothing else is claimed until it has stored a token or has ended: a job that runs beside it would be
-    blamed for a crash too.
+    A suspect is a job that is one crash away from the dead-letter limit. A suspect is started only while this
+    worker runs no other job, and no other job is claimed until the suspect has stored a token or has ended. Otherwise a
+    crash by the suspect would also count against the jobs that run beside it.
 
     Threads: all methods run on the I/O thread. Jobs are prepared on the threads of the executor.
     """
 
     def __init__(
         self,
-        inbox: Inbox,
+        job_claims: JobClaims,
         outbox: Outbox,
         preparer: JobPreparer,
         executor: Executor,
@@ -69,16 +69,16 @@ class Intake:
         """Create the intake; `run` starts to claim.
 
         Args:
-            inbox: Claims and starts jobs.
+            job_claims: Claims and starts jobs.
             outbox: Registers started jobs and requeues them.
             preparer: Prepares started jobs.
             executor: Its threads run the preparer.
             admit: Passes a prepared job to the engine thread, without blocking.
-            capacity: The most jobs that this worker has at a time: its slots and a small window.
+            capacity: Upper bound on the jobs that this worker has claimed at a time: its slots plus a small window.
             lease_s: Life of a lease, in seconds.
-            is_alive: Whether the engine ticks. Nothing is claimed while it does not.
+            is_alive: Whether the engine ticks. No job is claimed while the engine hangs.
         """
-        self._inbox = inbox
+        self._job_claims = job_claims
         self._outbox = outbox
         self._preparer = preparer
         self._executor = executor
@@ -89,8 +89,8 @@ class Intake:
         self._clock = asyncio.get_running_loop().time
         self._reclaimed_s = -BLOCK_S
         self._suspects_wait_until_s: float | None = None
-        """When running jobs are requeued to make room for a suspect. Set by the first suspect that waits; None again
-        when other jobs are claimed."""
+        """When running jobs are requeued so that a suspect can start. The first waiting suspect sets this time. It is
+        None again when other jobs are claimed."""
         self._tasks = BackgroundTasks()
         self._outage = OutageLog(log, "intake")
         self._n_starting = 0
@@ -133,19 +133,19 @@ class Intake:
             return await self._claim_interactive()
         block_s = self._reclaimed_s + BLOCK_S - self._clock()
         if block_s <= 0:
-            reclaimed = await self._inbox.reclaim(self.room)
+            reclaimed = await self._job_claims.reclaim(self.room)
             self._reclaimed_s = self._clock()
             if reclaimed:
                 return await self._take_over(reclaimed)
             block_s = BLOCK_S
-        return await self._inbox.claim(self.room, block_s=max(block_s, MIN_BLOCK_S))
+        return await self._job_claims.claim(self.room, block_s=max(block_s, MIN_BLOCK_S))
 
     async def _claim_interactive(self) -> list[Claim]:
         """Claim interactive jobs while bulk jobs fill this worker.
 
-        It polls, because a blocking read in Redis would not notice that a slot becomes free.
+        This polls Redis, because a blocking read would not notice when a slot becomes free.
         """
-        claims = await self._inbox.claim_interactive(self.interactive_room)
+        claims = await self._job_claims.claim_interactive(self.interactive_room)
         if not claims:
             await self._wait_for_room(INTERACTIVE_POLL_S)
         return claims
@@ -162,21 +162,22 @@ class Intake:
     async def _take_over(self, reclaimed: list[Claim]) -> list[Claim]:
         """Return the reclaimed jobs that may run beside others.
 
-        If one is a suspect, it runs here alone and the others are requeued, so that they need not wait for it.
+        If one of the jobs is a suspect, it runs alone on this worker. The other jobs are requeued, so that they do not
+        wait for the suspect.
         """
-        codes = await asyncio.gather(*(self._inbox.check_crash(claim) for claim in reclaimed))
+        codes = await asyncio.gather(*(self._job_claims.check_crash(claim) for claim in reclaimed))
         suspects = [claim for claim, code in zip(reclaimed, codes, strict=True) if code == "suspect"]
         others = [claim for claim, code in zip(reclaimed, codes, strict=True) if code == "ok"]
         if not suspects:
             return others
         for claim in (*suspects[1:], *others):
-            await self._inbox.requeue(claim)
+            await self._job_claims.requeue(claim)
         await self._run_alone(suspects[0])
         self._reclaimed_s = -BLOCK_S  # reclaim the next suspect at once
         return []
 
     async def _run_alone(self, suspect: Claim) -> None:
-        """Start a suspect once nothing else runs here, and wait until it has stored a token or has ended."""
+        """Start a suspect when this worker runs no other job, and wait until it has stored a token or has ended."""
         log.info("job.suspect id=%s beside=%d", suspect.job_id, self._outbox.n_jobs)
         if not await self._wait_until_alone(suspect):
             return
@@ -185,7 +186,7 @@ class Intake:
             await self._wait_for_room(POLL_S)
 
     async def _wait_until_alone(self, suspect: Claim) -> bool:
-        """Wait until nothing else runs here; running jobs are requeued after `MAX_SUSPECT_WAIT_S`.
+        """Wait until this worker runs no other job. Running jobs are requeued after `MAX_SUSPECT_WAIT_S`.
 
         Returns:
             False when another worker has claimed the suspect in the meantime.
@@ -198,10 +199,10 @@ class Intake:
                 self._outbox.requeue_all()
             if self._clock() - renewed_s >= self._renew_every_s:
                 renewed_s = self._clock()
-                if not await self._inbox.renew(suspect):
+                if not await self._job_claims.renew(suspect):
                     return False
             await self._wait_for_room(POLL_S)
-        return await self._inbox.renew(suspect)
+        return await self._job_claims.renew(suspect)
 
     # ---- starting
 
@@ -225,10 +226,10 @@ class Intake:
             self._outbox.room_freed.set()
 
     async def _start_attempt(self, claim: Claim) -> StartedAttempt | None:
-        """Start an attempt. While Redis is full, retry and keep the claim: it occupies room, so claiming stops."""
+        """Start an attempt. While Redis is full, keep the claim and retry. The claim counts as a job of this worker."""
         while True:
             try:
-                started = await self._inbox.start_attempt(claim)
+                started = await self._job_claims.start_attempt(claim)
             except ResponseError as exc:
                 if not is_full(exc):
                     raise
@@ -237,7 +238,7 @@ class Intake:
                 self._outage.record_success()
                 return started
             await asyncio.sleep(RETRY_S)
-            if not await self._inbox.renew(claim):
+            if not await self._job_claims.renew(claim):
                 return None
 
     def _register(self, started: StartedAttempt) -> Lease:
@@ -268,10 +269,10 @@ class Intake:
                 prepared.job.sampler.close()
 
     async def close(self) -> None:
-        """End the preparation of jobs, which `Outbox.close` then requeues. `run` must have ended before.
+        """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.
 
-        Waits for the replies to starts that are on their way: a start whose reply is lost may have happened, and would
-        look like the start of a worker that died.
+        Waits for the replies to `start.lua` calls under way. Redis may have started a job although its reply is lost.
+        Such a job would look like a job of a crashed worker.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):

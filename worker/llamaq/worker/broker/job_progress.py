@@ -1,4 +1,4 @@
-"""The progress of one job: what it generated, how much of that Redis has stored, and what is written next."""
+"""The progress of one job: its generated tokens, how many of them Redis has stored, and what the next flush writes."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ class JobProgress:
 
     lease: Lease
     checkpoints: Checkpoints | None
-    """None: every token is stored and published at once."""
+    """When tokens are stored. None: every flush stores and publishes all new tokens."""
     cancel_on_disconnect: bool
     """Whether the job is cancelled when it has no subscriber."""
     n_stored: int
     """Tokens that Redis has stored."""
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    """The text that each token released."""
+    """For each token, the text that the token completed. It may be empty."""
     text_ends: list[int] = field(default_factory=list)
-    """The number of characters released up to and including each token."""
+    """For each token, the number of characters of text up to and including that token."""
     terminal_write: TerminalWrite | None = None
-    """The end of the job, once it has ended."""
+    """The terminal event of the job and its fields. None while the job runs."""
     stats: JobStats | None = None
     final_text: str = ""
-    """The text that only the end of the job released."""
+    """Text that was withheld until the end of the job."""
     stored_s: float = field(default_factory=time.monotonic)
     """When `n_stored` last changed."""
     subscriber_seen_s: float = field(default_factory=time.monotonic)
     """When the job last had a subscriber."""
     is_cancelling: bool = False
-    """The engine thread was asked to cancel the job."""
+    """Whether the engine thread was told to cancel the job."""
     must_requeue: bool = False
-    """The job is requeued for other workers as soon as all its tokens are stored."""
+    """Whether the job is requeued for other workers as soon as all its tokens are stored."""
 
     def add(self, token: int, text: str) -> None:
-        """Add a generated token and the text that it released."""
+        """Add a generated token and the text that the token completed."""
         self.tokens.append(token)
         self.texts.append(text)
         self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
@@ -69,7 +69,7 @@ class JobProgress:
         lease, offset = self.lease, self.n_stored
         tokens = self.tokens[offset:] if self._is_due(now_s) else []
         payload = b""
-        # The end of a job without per-token events carries its whole output: no event is needed before it.
+        # The terminal write of a job without per-token events contains the whole output, so no tokens event is needed.
         if (tokens or self.final_text) and not (self.checkpoints and self.terminal_write):
             text_offset = self.text_ends[offset - 1] if offset else 0
             payload = codec.encode_tokens(offset, tokens, text_offset, "".join(self.texts[offset:]) + self.final_text)
@@ -85,7 +85,7 @@ class JobProgress:
         )
 
     def _is_due(self, now_s: float) -> bool:
-        """Whether the tokens that are not stored yet are written now, and not at a later checkpoint."""
+        """Whether the next flush writes the unstored tokens. Otherwise a later checkpoint writes them."""
         if self.checkpoints is None or self.terminal_write or self.must_requeue:
             return True
         is_old = now_s - self.stored_s >= self.checkpoints.every_s
@@ -97,7 +97,7 @@ class JobProgress:
             self.n_stored, self.stored_s = n_stored, now_s
 
     def end(self, ended: JobEnded) -> None:
-        """Record the end of the job. The next flush writes it."""
+        """Record the end of the job, which the next flush writes."""
         self.final_text, self.stats = ended.text, ended.stats
         if ended.error is not None:
             self.terminal_write = failed_write(ended.error)

@@ -1,8 +1,8 @@
 """The job streams of one queue: reads new entries, reclaims expired ones, and requeues those of a stopping worker.
 
-On one server, a single XREADGROUP waits for entries in all streams. On a cluster, each partition may be on another
-node, so the wait uses XREAD ("peek"), which claims nothing. A waiting XREADGROUP on each node could claim more jobs
-than the worker has room for.
+On one server, a single blocking XREADGROUP waits for entries in all streams. On a cluster, partitions may be on
+different nodes. There the wait is a blocking XREAD on each partition ("peek"), which claims nothing. A blocking
+XREADGROUP on each node could claim more jobs than the worker has room for.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MAX_CLAIMED = 1000
 MAX_PEEKED = 1000
 """Upper bound on the entries that one peek returns for each stream."""
 AVOID_S = 3.0
-"""A partition of a cluster that did not answer is not read for this time, so that the others need not wait for it."""
+"""How long an unreachable partition of a cluster is not read. The other partitions are read without a delay."""
 
 
 class JobStreams:
     """Reads the job streams of all partitions in a fair order.
 
-    Each call starts with the next partition, and takes an equal share from each partition that has entries.
+    Each call starts with another partition in turn, and reads an equal share from each partition that has entries.
 
     Threads: all methods run on the I/O thread.
     """
@@ -59,11 +59,11 @@ class JobStreams:
         self._first_partition = 0
         """The partition that the next call starts with."""
         self._avoided_until_s: dict[int, float] = {}
-        """When a partition that did not answer is read again."""
+        """Maps an unreachable partition to the time at which it is read again."""
         self._last_peeked: dict[str, bytes] = {}
-        """The id of the last entry of each stream that a peek has returned."""
+        """Maps each stream to the id of the newest entry that a peek has returned."""
         self._peeks: dict[int, asyncio.Task[None]] = {}
-        """The peek that runs on each partition."""
+        """Maps a partition to its running peek."""
 
     def __repr__(self) -> str:
         return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"
@@ -130,7 +130,7 @@ class JobStreams:
         return await self._read_each(streams, read_one)
 
     async def _read_each(self, streams: Sequence[str], read: Callable[[str], Awaitable[StreamEntries]]) -> list[Reply]:
-        """Read each stream with a command of its own. An error of Redis is returned as the reply of its stream."""
+        """Read each stream with a separate command. A `RedisError` is returned as the reply of its stream."""
         replies: list[Reply] = []
         for stream, reply in zip(
             streams, await asyncio.gather(*map(read, streams), return_exceptions=True), strict=True
@@ -148,7 +148,7 @@ class JobStreams:
         self._avoided_until_s[partition] = asyncio.get_running_loop().time() + AVOID_S
 
     def _in_order(self) -> list[int]:
-        """Return the partitions in the order of this call. Avoided partitions are left out, unless all are avoided."""
+        """Return the partitions in the order of this call, without the avoided ones. If all are avoided, return all."""
         self._first_partition = (self._first_partition + 1) % len(self._partitions)
         order = [*range(self._first_partition, len(self._partitions)), *range(self._first_partition)]
         if not self._is_scattered:
@@ -159,7 +159,8 @@ class JobStreams:
     async def wait(self, wait_s: float) -> Entries:
         """Wait up to `wait_s` for a new entry and claim it.
 
-        With the partitions of a cluster nothing is claimed: returns without entries when there may be a new one.
+        On a cluster with several partitions nothing is claimed: the call returns no entries as soon as a new one may
+        exist.
         """
         if self._is_scattered:
             await self._peek(wait_s)
@@ -181,7 +182,7 @@ class JobStreams:
         return [(stream.decode(), entries) for stream, entries in reply or ()]
 
     async def _peek(self, wait_s: float) -> None:
-        """Wait up to `wait_s` for a new entry in any partition. The next call awaits the peeks that have not ended."""
+        """Wait up to `wait_s` for a new entry in any partition. The next call awaits unfinished peeks."""
         for partition in self._in_order():
             if partition not in self._peeks:
                 streams = list(self._partitions[partition].values())
@@ -196,7 +197,7 @@ class JobStreams:
         after: dict[Any, Any] = {stream: self._last_peeked.get(stream, b"0-0") for stream in streams}
         try:
             reply: Any = await self._redis.xread(after, count=MAX_PEEKED, block=int(wait_s * 1000))
-        except RedisError as exc:  # if it persists, the next read raises it
+        except RedisError as exc:  # if the error persists, the next read raises it
             log.debug("streams.peek_failed streams=%s error=%r", streams, exc)
             self._avoid(streams[0])
             return
@@ -233,7 +234,7 @@ class JobStreams:
         """Requeue the entries that are still claimed, and remove this consumer from the groups.
 
         Raises:
-            RedisError: A partition did not answer. The others are done.
+            RedisError: A partition did not answer. The other partitions are done.
         """
         await cancel_tasks(*self._peeks.values())
         self._peeks.clear()

@@ -29,20 +29,20 @@ from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, Outp
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How often a flush asks Redis about jobs without new tokens: are they cancelled, are they lost?"""
+"""Interval of flushes without new tokens. They find jobs that were cancelled or whose lease was lost."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 OUTAGE_S = 1.0
 """A flush that took longer than this was delayed by an outage of Redis."""
 
 
 class EngineControls(Protocol):
-    """What the outbox asks of the engine thread. Every call is thread-safe and returns at once."""
+    """The methods of the engine thread that the outbox calls. Every method is thread-safe and does not block."""
 
     def cancel(self, job_id: str) -> None:
         """Cancel the job."""
 
     def release(self, job_id: str, attempt: int) -> None:
-        """Drop this attempt of the job without an end: it is not the newest attempt any more."""
+        """Drop this attempt of the job without a terminal event: its lease was lost, or the job is requeued."""
 
 
 class Outbox:
@@ -67,17 +67,17 @@ class Outbox:
         is_alive: Callable[[], bool],
         on_finished: Callable[[JobStats], Awaitable[None]],
     ) -> None:
-        """Create the outbox and attach it to the mailbox; `run` starts to write.
+        """Create the outbox and attach it to the mailbox. `run` starts the flushes.
 
         Args:
             scripts: The scripts that write to Redis.
             worker_id: The id of this worker.
             engine: The engine thread's controls.
             outputs: The mailbox that the engine thread writes to.
-            lease_s: Life of a lease, in seconds. Leases are renewed after each third of it.
-            disconnect_s: After how many seconds without a subscriber a job with `cancel_on_disconnect` is cancelled.
-            checkpoints: How often jobs without per-token events are stored.
-            is_alive: Whether the engine ticks. Leases are renewed only while it does.
+            lease_s: Life of a lease in seconds. Leases are renewed every `lease_s` / 3 seconds.
+            disconnect_s: A job with `cancel_on_disconnect` is cancelled after this many seconds without a subscriber.
+            checkpoints: How often the tokens of jobs without per-token events are stored.
+            is_alive: Whether the engine ticks. No lease is renewed while the engine hangs.
             on_finished: Called with the stats of each job whose end is stored; may raise `RedisError`.
         """
         self._scripts = scripts
@@ -89,29 +89,29 @@ class Outbox:
         self._checkpoints = checkpoints
         self._outage = OutageLog(log, "outbox")
         self._outage_ended_s = 0.0
-        """When the last outage of Redis ended. Subscribers get the full `disconnect_s` from then on to reconnect."""
+        """When the last outage of Redis ended. From this time on, subscribers have `disconnect_s` to reconnect."""
         self._is_alive = is_alive
         self._on_finished = on_finished
         self._has_crashed = False
         self._jobs: dict[str, JobProgress] = {}
         self._flush_needed = asyncio.Event()
         self.room_freed = asyncio.Event()
-        """Set when a job has left the engine or will never reach it: there may be room for another job."""
+        """Set when a job has left the engine or will not reach it, so that the intake may claim another job."""
         outputs.attach(self._receive)
 
     @property
     def n_running(self) -> int:
-        """Registered jobs that have not ended."""
+        """Number of registered jobs that have not ended."""
         return sum(job.terminal_write is None for job in self._jobs.values())
 
     @property
     def n_interactive(self) -> int:
-        """Registered interactive jobs that have not ended."""
+        """Number of registered interactive jobs that have not ended."""
         return sum(job.terminal_write is None and job.lease.is_interactive for job in self._jobs.values())
 
     @property
     def n_jobs(self) -> int:
-        """All registered jobs, with those whose end is not stored yet."""
+        """Number of registered jobs, including ended jobs whose end is not stored yet."""
         return len(self._jobs)
 
     def n_stored_tokens(self, job_id: str) -> int | None:
@@ -119,16 +119,16 @@ class Outbox:
         job = self._jobs.get(job_id)
         return None if job is None else job.n_stored
 
-    # ---- jobs come and go: called by the intake
+    # ---- registering jobs: called by the intake
 
     def register(self, lease: Lease, n_stored: int) -> None:
-        """Register a job whose attempt has started and that is being prepared.
+        """Register a job whose attempt has started, before it is prepared.
 
-        From now on its lease is renewed, and it is checked for cancellation, however long its preparation takes.
+        Every flush renews its lease and checks whether the job was cancelled, also during a long preparation.
 
         Args:
             lease: The lease of the attempt.
-            n_stored: Tokens that Redis has stored of earlier attempts.
+            n_stored: Number of tokens of earlier attempts that Redis has stored.
         """
         self._jobs[lease.job_id] = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=n_stored)
         self._flush_needed.set()
@@ -138,10 +138,10 @@ class Outbox:
 
         Args:
             job: The prepared job.
-            texts: The text that each of its resumed tokens released.
+            texts: For each resumed token, the text that the token completed.
 
         Returns:
-            False when the lease was lost during the preparation: the engine must not run the job.
+            True when the engine may run the job. False when its lease was lost during the preparation.
         """
         if not self._is_registered(job.lease):
             return False
@@ -161,7 +161,7 @@ class Outbox:
             self.room_freed.set()
 
     def requeue_all(self) -> None:
-        """Requeue every running job for other workers; the engine drops them. May be called repeatedly."""
+        """Requeue every running job for other workers, and drop it in the engine. May be called repeatedly."""
         for job in self._jobs.values():
             if job.terminal_write is None and not job.must_requeue:
                 job.must_requeue = True
@@ -182,7 +182,7 @@ class Outbox:
             if isinstance(message, JobWithdrawn):
                 job.must_requeue = True
             elif job.lease != message.job.lease:
-                continue  # this attempt may write no more
+                continue  # the message belongs to an older attempt
             elif isinstance(message, NewToken):
                 job.add(message.token, message.text)
             else:
@@ -193,7 +193,7 @@ class Outbox:
     # ---- flushes
 
     async def run(self) -> None:
-        """Flush when there is something to write, and every `POLL_S` while there are jobs; until cancelled."""
+        """Flush after every message, and every `POLL_S` while jobs are registered. Runs until cancelled."""
         backoff = Backoff(FIRST_BACKOFF_S, min(MAX_BACKOFF_S, self._renew_every_s))
         while True:
             with suppress(TimeoutError):
@@ -214,7 +214,7 @@ class Outbox:
                 backoff.reset()
 
     async def flush(self) -> None:
-        """Write what Redis has not stored yet. May be repeated after a failure.
+        """Write all due tokens and ends that Redis has not stored yet. May be repeated after a failure.
 
         Raises:
             RedisError: Redis is unreachable, or refused a write.
@@ -245,7 +245,7 @@ class Outbox:
             raise ResponseError(refusal)
 
     def _handle_reply(self, job: JobProgress, sent: Increment, reply: FlushReply, now_s: float) -> None:
-        """Act on the reply of Redis for one job: it is lost, cancelled, without a subscriber, or stored."""
+        """Act on the reply of Redis for one job: drop a lost job, cancel a job, or record its stored tokens."""
         if reply.code == "lost":
             self._drop_lost(job)
             return
@@ -260,7 +260,7 @@ class Outbox:
             self._set_stored(job, sent, reply.stored, now_s)
 
     def _set_stored(self, job: JobProgress, sent: Increment, n_stored: int, now_s: float) -> None:
-        """Record how many tokens Redis has stored. After a rollback of Redis it has fewer: the rest is sent again."""
+        """Record how many tokens Redis has stored. The next flush writes tokens that a rollback of Redis lost."""
         if n_stored != sent.offset + sent.count:
             log.warning("job.tokens_resent id=%s had=%d stored=%d", sent.job_id, sent.offset, n_stored)
             self._flush_needed.set()
@@ -288,10 +288,11 @@ class Outbox:
             self._set_stored(job, last, outcome, now_s)
 
     async def close(self, *, crashed: bool = False) -> None:
-        """Write everything, then requeue the jobs that have not ended.
+        """Write all tokens and ends, then requeue the jobs that have not ended.
 
         Args:
-            crashed: The engine thread has crashed. Jobs that have not stored a token since their start are blamed.
+            crashed: Whether the engine thread has crashed. Then the crash counts against each job without a stored token
+                in this attempt.
 
         Raises:
             RedisError: Redis is unreachable, or refused a write.
@@ -300,7 +301,7 @@ class Outbox:
         for job in self._jobs.values():
             job.must_requeue = True
         self._flush_needed.set()
-        while self._jobs:  # more than one flush when Redis has lost tokens and gets them again
+        while self._jobs:  # several flushes are needed when Redis has lost tokens
             await self.flush()
 
     async def _requeue(self, job: JobProgress) -> None:
@@ -313,7 +314,7 @@ class Outbox:
         self._unregister(job)
 
     def _drop_lost(self, job: JobProgress) -> None:
-        """Drop an attempt that may write no more, here and in the engine."""
+        """Drop an attempt that has lost its lease, in the outbox and in the engine."""
         log.warning("job.lost id=%s attempt=%d", job.lease.job_id, job.lease.attempt)
         self._unregister(job)
         self._engine.release(job.lease.job_id, job.lease.attempt)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
 from llamaq.worker.engine.kv_sequences import KvSequences
 from llamaq.worker.engine.llama_bindings import NO_ROOM, SUCCESS, Context, ContextOptions, Model

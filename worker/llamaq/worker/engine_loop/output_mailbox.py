@@ -1,4 +1,4 @@
-"""The mailbox between the two threads: what the engine thread produced, until the I/O thread has received it."""
+"""The mailbox that passes the outputs of jobs from the engine thread to the I/O thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamaq.worker.core.job import Job, Output
 
 @dataclass(frozen=True, slots=True)
 class JobWithdrawn:
-    """The scheduler dropped a job that had no slot. The job is requeued for other workers."""
+    """The message that the scheduler dropped a job without a slot. The job is requeued for other workers."""
 
     job: Job
 
@@ -26,7 +26,7 @@ class OutputMailbox:
     """Carries messages from the engine thread to the I/O thread, in the order in which they were put.
 
     Threads: the engine thread calls `put`, which never blocks. The I/O thread calls `attach`, and the receiver runs on
-    the I/O thread. Messages that are put before `attach` are kept until then.
+    the I/O thread. Messages that are put before `attach` are delivered after it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class OutputMailbox:
         if not messages:
             return
         self._messages.put(messages)
-        # `attach` sets the loop before it empties the queue, so a message is found by one of the two.
+        # `attach` sets the loop before it schedules a delivery, so a message that is put meanwhile is delivered too.
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to exit
                 self._loop.call_soon_threadsafe(self._deliver)

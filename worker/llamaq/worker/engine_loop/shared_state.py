@@ -17,7 +17,7 @@ class QueueDepthGauge:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """Everything that one thread writes and the other reads, commands to the tick loop aside."""
+    """Everything that one of the two threads writes and the other reads, except the commands to the tick loop."""
 
     telemetry: Telemetry = field(default_factory=Telemetry)
     """Measurements of ticks and jobs, from both threads."""

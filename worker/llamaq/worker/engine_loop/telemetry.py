@@ -37,7 +37,7 @@ class Telemetry:
         self.n_jobs_done = 0
 
     def attach(self) -> None:
-        """Call the hooks on the running event loop. Ticks that were recorded earlier reach no hook."""
+        """Call the hooks on the running event loop. Ticks that were recorded earlier are not passed to hooks."""
         self._loop = asyncio.get_running_loop()
 
     def record_tick(self, stats: TickStats) -> None:

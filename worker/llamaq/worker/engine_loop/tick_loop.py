@@ -20,7 +20,7 @@ from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.shared_state import SharedState
-from llamaq.worker.engine_loop.tick_times import TickTimes
+from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
 from llamaq.worker.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ SNAPSHOT_EVERY_S = 0.25
 DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
 SLOW_TICKS = 4
-"""A tick counts as a hang only when it takes longer than this many times the slowest tick seen."""
+"""A tick counts as a hang only when it takes longer than the slowest earlier tick, times this factor."""
 
 
 class Runner(Protocol):
@@ -54,9 +54,9 @@ class Snapshot:
 class TickLoop:
     """Runs the ticks of one worker.
 
-    Threads: the engine thread calls `run`. The I/O thread calls `admit`, `cancel`, `release` and `call`, which take
-    effect before the next tick. Any thread, and a signal handler, may call `stop`. Any thread may read `snapshot` and
-    the properties.
+    Threads: the engine thread calls `run`. The I/O thread calls `admit`, `cancel`, `release` and `call`; these commands
+    take effect before the next tick. Any thread, and a signal handler, may call `stop`. Any thread may read `snapshot`
+    and the properties.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class TickLoop:
         capacity: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the loop; `run` starts it.
+        """Create the loop. `run` starts the ticks.
 
         Args:
             scheduler: Decides what each tick computes.
             engine: Computes the batches.
-            shared: What this thread shares with the I/O thread.
+            shared: The objects that the engine thread shares with the I/O thread.
             hang_s: The shortest time, in seconds, after which a tick counts as a hang.
-            capacity: The most jobs that this worker keeps. Bulk jobs without a slot beyond it are withdrawn, so that
-                other workers run them. None: no limit.
+            capacity: Upper bound on the jobs of this worker. Surplus bulk jobs without a slot are withdrawn, so that
+                other workers run them. None: no bound.
             clock: A monotonic clock in seconds.
         """
         self._scheduler = scheduler
@@ -91,7 +91,7 @@ class TickLoop:
         self.tick_started_s = clock()
         """When the last tick began, or the idle engine last woke up."""
         self._slowest_tick_s = 0.0
-        self._tick_times = TickTimes()
+        self._tick_times = TickTimePredictor()
         self._snapshot_s = clock()
         self.snapshot = self._take_snapshot()
         """The slots and cells as of the last snapshot."""
@@ -107,7 +107,7 @@ class TickLoop:
         self._commands.put(partial(self._scheduler.cancel, job_id))
 
     def release(self, job_id: str, attempt: int) -> None:
-        """Drop this attempt of a job and older ones. A newer attempt of the same job stays."""
+        """Drop this attempt and older attempts of a job. A newer attempt of the job stays."""
         self._commands.put(partial(self._scheduler.release, job_id, before_attempt=attempt + 1))
 
     def call(self, work: Callable[[], T]) -> Future[T]:
@@ -127,7 +127,7 @@ class TickLoop:
     def stop(self, grace_s: float) -> None:
         """Let `run` return when no job is left, and after `grace_s` seconds at the latest.
 
-        A second call may shorten the time.
+        A second call can shorten the time but not extend it.
         """
         until_s = self._clock() + grace_s
         self._stop_s = until_s if self._stop_s is None else min(self._stop_s, until_s)
@@ -135,7 +135,7 @@ class TickLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the last tick began recently enough: the engine does not hang."""
+        """Whether the engine does not hang: the last tick began less than `hang_after_s` ago."""
         return self.tick_age_s < self.hang_after_s
 
     @property
@@ -196,7 +196,7 @@ class TickLoop:
             self._requeue(self._scheduler.withdraw())
 
     def _withdraw_surplus(self) -> None:
-        """Requeue bulk jobs that have no slot, beyond the capacity of this worker."""
+        """Requeue surplus bulk jobs that have no slot, when this worker has more jobs than its capacity."""
         if self._capacity is not None:
             self._requeue(self._scheduler.shed(self._capacity))
 
@@ -204,7 +204,7 @@ class TickLoop:
         self._shared.outputs.put([JobWithdrawn(job) for job in jobs])
 
     def _compute(self, batch: Batch) -> tuple[list[SlotResult], float]:
-        """Run the batch; returns the results and the seconds that it took. An empty batch does not reach the engine."""
+        """Return the results of the batch and the computing time in seconds. The engine does not get an empty batch."""
         started_s = self._clock()
         results = self._engine.run(batch) if batch else []
         eval_s = self._clock() - started_s
@@ -215,7 +215,7 @@ class TickLoop:
         """Record the measurements of a tick that computed something."""
         if not batch:
             return
-        stats = TickStats.model_construct(  # not validated, once a tick: the values are llamaq's
+        stats = TickStats.model_construct(  # without validation, which would cost time in every tick
             batch_size=batch.n_tokens,
             decode_tokens=batch.n_decode,
             prefill_tokens=batch.n_prefill,

@@ -11,14 +11,14 @@ from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobRequest, Message
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.tokens import common_prefix, pack
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
-from llamaq.worker.generation.sampler import LogitSampler
+from llamaq.worker.generation.numpy_sampler import LogitSampler
 
 SYSTEM_PREFIX_CACHE_SIZE = 32
 """Number of system messages whose tokens are cached."""

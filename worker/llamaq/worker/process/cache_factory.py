@@ -10,34 +10,34 @@ from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
-from llamaq.worker.offload.disk_store import DiskStore
+from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.process.cache_fingerprint import fingerprint
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.saved_files import SavedSlotFiles
 
 CACHED_SEQUENCES = 64
-"""Default number of cached sequences in a unified KV cache. A further one costs no time, only memory: 8 bytes for each
-token of the vocabulary."""
+"""Default number of cached sequences in a unified KV cache. Each further sequence costs no time, only memory: 8 bytes
+for each token of the vocabulary."""
 CACHED_STATES_PER_SLOT = 3
-"""Default number of cached sequences for each slot of a recurrent model. There every sequence has
-memory for a whole state, whether it is used or not."""
+"""Default number of cached sequences for each slot of a recurrent model. llama.cpp allocates a whole state for every
+sequence of such a model, used or not."""
 SCRATCH_SEQUENCES = 1
-"""Sequences that the engine uses itself."""
+"""Number of sequences that the engine uses internally."""
 MIB = 2**20
 HELD_CELLS_DIVISOR = 4
 """By default cached sequences hold at most a quarter of all cells while jobs run."""
 MAX_HELD_CELLS = 256
-"""Default upper bound on the cells of cached sequences while jobs run, where evicted ones move to host memory and the
+"""Default upper bound on the cells of cached sequences while jobs run, if evicted sequences move to host memory and the
 model runs on the CPU. Measured with 8 decoding jobs: 512 held cells make a tick 1.02 times (0.6 B parameters) to 1.07
-times (2.6 M) as long, and prefill at most 1.10 times; 2,048 cells make them 1.08 to 1.45 times as long. To load 512
+times (2.6 M) as long, and prefill at most 1.10 times; 2,048 cells make them 1.08 to 1.45 times as long. Loading 512
 tokens from host memory takes a tenth of such a tick."""
 
 
 def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:
     """Return the number of sequences of the llama.cpp context: for the slots, the cached sequences and the engine.
 
-    A further sequence costs little in a unified KV cache. Elsewhere every sequence takes memory even when it is empty.
+    In a unified KV cache a further sequence costs little. In other KV caches even an empty sequence takes memory.
     """
     n_scratch = SCRATCH_SEQUENCES if settings.kv_unified and settings.cache_prompt else 0
     n_wanted = settings.n_parallel + _choose_n_cached(settings, model) + n_scratch
@@ -71,7 +71,7 @@ def make_prefix_cache(settings: WorkerSettings, engine: Engine) -> PrefixCache:
 
 
 def make_offload(settings: WorkerSettings, engine: Engine, model: Path) -> Offload:
-    """Return the tiers behind the device: host memory and disk, as far as the settings have them.
+    """Return the offload tiers: host memory, disk, both or none, as the settings select.
 
     Raises:
         InvalidSettings: `--cache-dir` cannot be used.
@@ -86,7 +86,7 @@ def make_offload(settings: WorkerSettings, engine: Engine, model: Path) -> Offlo
     arena = HostArena(host_bytes, BLOCK_TOKENS) if host_bytes and sequences.can_save_parts else None
     files = None
     if settings.cache_dir is not None:
-        files = DiskStore(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
+        files = DiskBlockFiles(settings.cache_dir, fingerprint(model, settings, engine), max_file_bytes=disk_bytes)
         files.rebuild(store)
     return BlockTransfers(store, sequences, files, arena)
 

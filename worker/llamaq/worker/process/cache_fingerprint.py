@@ -25,7 +25,7 @@ MODEL_HASHES = "models"
 
 
 def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
-    """Return the fingerprint as text. Saved state may be exchanged only between workers with equal fingerprints."""
+    """Return the fingerprint as text. Workers may exchange saved state only if their fingerprints are equal."""
     parts = {
         "format": FORMAT,
         "model": _file_hash(path, settings.cache_dir),
@@ -40,7 +40,8 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
 def _file_hash(path: Path, cache_dir: Path | None) -> str:
     """Return the hash of the whole file.
 
-    To read a large model takes seconds. The hash is therefore saved in `cache_dir`, with path, size, time and inode.
+    Reading a large model takes seconds. The hash is therefore saved in `cache_dir`, with the path, size, modification
+    time and inode of the file.
     """
     stat = path.stat()
     identity = [os.path.realpath(path), stat.st_size, stat.st_mtime_ns, stat.st_ino]

@@ -5,6 +5,6 @@ from __future__ import annotations
 EXIT_OK = 0
 EXIT_CRASHED = 1
 EXIT_CANNOT_START = 2
-"""A restart would fail as well: the model does not exist, for example."""
+"""The worker cannot start, and a restart would fail too. Example: the model does not exist."""
 EXIT_FORCED = 130
-"""A second signal came before the shutdown that the first signal had started was complete."""
+"""A second signal forced the exit before the shutdown of the first signal was complete."""

@@ -1,7 +1,7 @@
 """The I/O thread: one asyncio loop that claims jobs, flushes events, renews leases and sends heartbeats.
 
-The engine thread never waits for it while jobs run. It shuts down in this order: the intake ends, the last events are
-flushed, unfinished jobs are requeued, and the worker is removed from the list of workers.
+The engine thread never waits for the I/O thread while jobs run. The I/O thread shuts down in this order: the intake
+ends, the last events are flushed, unfinished jobs are requeued, and the worker is removed from the list of workers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from llamaq.common.protocol.scripts import Scripts
 from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.worker.broker.command_inbox import CommandHandler, CommandInbox
 from llamaq.worker.broker.heartbeat import Heartbeat
-from llamaq.worker.broker.inbox import Inbox
 from llamaq.worker.broker.intake import Intake
+from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.engine_loop.shared_state import SharedState
@@ -36,13 +36,13 @@ from llamaq.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 N_PREPARE_THREADS = 2
-"""Threads that tokenize and compile grammars. While a slow grammar occupies one, the other prepares further jobs."""
+"""Number of threads that tokenize and compile grammars. While one compiles a slow grammar, the other prepares jobs."""
 CLOSE_TIMEOUT_S = 10.0
 CONNECT_EVERY_S = 1.0
 
 
 class IoThread:
-    """Runs the Redis side of a worker on a thread of its own.
+    """Runs the Redis side of a worker on a separate thread.
 
     Threads: the engine thread calls the public methods and sets `has_crashed`; a signal handler may call
     `stop_intake`. Everything else runs on the I/O thread.
@@ -58,15 +58,15 @@ class IoThread:
         shared: SharedState,
         slot_commands: CommandHandler,
     ) -> None:
-        """Create the thread; `start` starts it.
+        """Create the object. `start` starts the thread.
 
         Args:
             settings: The queue, the Redis server, and the time limits.
-            card: What identifies and describes this worker.
+            card: The id and the description of this worker.
             vocab_blob: The vocabulary of the model, which the heartbeat publishes.
             preparer: Turns the requests of jobs into jobs that the engine can run.
             ticks: The tick loop of the engine thread.
-            shared: What this thread shares with the engine thread.
+            shared: The objects that the I/O thread shares with the engine thread.
             slot_commands: Executes the commands of operators about slots.
         """
         self._settings = settings
@@ -78,7 +78,7 @@ class IoThread:
         self._slot_commands = slot_commands
         self._executor = ThreadPoolExecutor(N_PREPARE_THREADS, thread_name_prefix="llamaq-prepare")
         self._ready: Future[None] = Future()
-        """Done when the worker is listed, or when the thread has ended before that."""
+        """Done when the worker is in the list of workers, or when the thread has ended before that."""
         self._closing = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._intake_task: asyncio.Task[None] | None = None
@@ -87,32 +87,32 @@ class IoThread:
         self.error: BaseException | None = None
         """The error that ended the thread, if any."""
         self.has_crashed = False
-        """Set when the engine thread ends with an error: unfinished jobs are then blamed for a crash."""
+        """Set when the engine thread ends with an error. Then the crash counts against the unfinished jobs."""
 
     # ---- called on the engine thread
 
     def start(self) -> BaseException | None:
-        """Start the thread and wait until the worker is listed in Redis. Returns the error that prevented it.
+        """Start the thread, wait until the worker is in the list of workers, and return the error that prevented this.
 
-        Waits for an unreachable Redis without a limit, or until `stop_intake` is called.
+        While Redis is unreachable, the wait has no time limit; `stop_intake` ends it.
         """
         self._thread.start()
         self._ready.result()
         return self.error
 
     def stop_intake(self) -> None:
-        """Stop to claim jobs. Safe in a signal handler."""
+        """Stop claiming jobs. Safe in a signal handler."""
         self._call_soon(self._cancel_intake)
 
     def close(self) -> None:
-        """Flush the last events, requeue unfinished jobs, and end the thread. Takes `CLOSE_TIMEOUT_S` at most."""
+        """Flush the last events, requeue unfinished jobs, and end the thread, within `CLOSE_TIMEOUT_S`."""
         self._call_soon(self._closing.set)
         self._thread.join(CLOSE_TIMEOUT_S)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _call_soon(self, call: Callable[[], object]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed already
+            with suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(call)
 
     # ---- the I/O thread
@@ -142,7 +142,7 @@ class IoThread:
         try:
             if not await self._wait_for_redis(redis):
                 return
-            inbox = Inbox(
+            job_claims = JobClaims(
                 redis,
                 keys,
                 queue=settings.queue,
@@ -151,18 +151,18 @@ class IoThread:
                 lease_s=settings.lease_s,
                 max_crashes=settings.max_crashes,
             )
-            await inbox.open(max_queue=settings.max_queue)
-            # Flushes have a connection of their own: taking one from the pool costs as much as the flush itself.
+            await job_claims.open(max_queue=settings.max_queue)
+            # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
                 heartbeat = self._make_heartbeat(redis, keys)
                 outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
                 commands = CommandInbox(redis, keys, self._card.worker, self._slot_commands)
-                await self._run_services(inbox, outbox, heartbeat, commands)
+                await self._run_services(job_claims, outbox, heartbeat, commands)
         finally:
             await redis.aclose()
 
     async def _wait_for_redis(self, redis: Redis) -> bool:
-        """Wait until Redis answers; False when the worker was stopped before."""
+        """Wait until Redis answers. False when the worker was stopped before that."""
         while not self._closing.is_set():
             try:
                 await redis.ping()
@@ -198,10 +198,10 @@ class IoThread:
             on_finished=heartbeat.record_job,
         )
 
-    def _make_intake(self, inbox: Inbox, outbox: Outbox) -> Intake:
+    def _make_intake(self, job_claims: JobClaims, outbox: Outbox) -> Intake:
         settings = self._settings
         return Intake(
-            inbox,
+            job_claims,
             outbox,
             self._preparer,
             self._executor,
@@ -211,9 +211,11 @@ class IoThread:
             is_alive=lambda: self._ticks.is_alive,
         )
 
-    async def _run_services(self, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat, commands: CommandInbox) -> None:
-        """Register the worker, run its services until `close`, then write what is left and unregister the worker."""
-        intake = self._make_intake(inbox, outbox)
+    async def _run_services(
+        self, job_claims: JobClaims, outbox: Outbox, heartbeat: Heartbeat, commands: CommandInbox
+    ) -> None:
+        """Register the worker, run its services until `close`, then write the last events and unregister the worker."""
+        intake = self._make_intake(job_claims, outbox)
         await heartbeat.beat()
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
@@ -222,7 +224,7 @@ class IoThread:
             await self._closing.wait()
             await cancel_tasks(self._intake_task, *services)
         await intake.close()
-        await self._leave_queue(inbox, outbox, heartbeat)
+        await self._drain_and_unregister(job_claims, outbox, heartbeat)
 
     def _cancel_intake(self) -> None:
         if self._intake_task is not None:
@@ -230,15 +232,15 @@ class IoThread:
         else:
             self._closing.set()  # Redis has not answered yet: there is nothing to drain
 
-    async def _leave_queue(self, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat) -> None:
+    async def _drain_and_unregister(self, job_claims: JobClaims, outbox: Outbox, heartbeat: Heartbeat) -> None:
         """Write the last events, requeue unfinished jobs, and unregister the worker."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S / 2):
                 await outbox.close(crashed=self.has_crashed)
-                await inbox.close()
+                await job_claims.close()
                 await heartbeat.unregister()
         except (RedisError, TimeoutError) as exc:
-            # No job is lost: other workers reclaim them when their leases have expired.
+            # No job is lost: other workers reclaim the jobs when their leases have expired.
             log.warning("io_thread.unregister_failed jobs=%d error=%r", outbox.n_jobs, exc)
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """The liveness pipe, through which a supervisor notices that its child's engine hangs.
 
-The child writes a line after each tick that has begun. The line is the number of seconds after which the next tick
-counts as a hang. A pipe needs no Redis, and a child whose interpreter hangs writes nothing either. No line is written
+The child writes a line after a tick has begun. The line is the number of seconds after which the next tick counts as a
+hang. The pipe works without Redis, and a child whose interpreter hangs writes no line. No line is written
 before the first tick, because loading a model may take any time. The line `end` follows the last tick.
 """
 
@@ -18,7 +18,7 @@ from typing import Protocol
 WRITE_EVERY_S = 0.5
 """How often the child checks for a new tick."""
 SLACK_S = 2.0
-"""Added to the time of a hang: a line may be delayed on a busy machine."""
+"""Added to the time after which a tick counts as a hang, because a busy machine may delay a line."""
 MAX_STEP_S = 1.0
 """Upper bound on the silence counted between two polls. A supervisor that slept longer may have slept together with
 its child, when the machine was suspended."""
@@ -31,7 +31,7 @@ class TickClock(Protocol):
 
     @property
     def tick_started_s(self) -> float:
-        """When the last tick began, in seconds of any clock."""
+        """When the last tick began, in seconds. The clock may have any start."""
 
     @property
     def hang_after_s(self) -> float:
@@ -39,7 +39,7 @@ class TickClock(Protocol):
 
 
 class LivenessWriter:
-    """The child's end of the pipe: a context manager that writes from a thread of its own while ticks run."""
+    """The child's end of the pipe. A context manager: inside it, a separate thread writes the lines."""
 
     def __init__(self, fd: int, ticks: TickClock) -> None:
         """Create the writer.
@@ -48,7 +48,7 @@ class LivenessWriter:
             fd: The write end of the pipe.
             ticks: The tick loop to report.
         """
-        os.set_blocking(fd, False)  # a supervisor that does not read must not block this process
+        os.set_blocking(fd, False)  # a supervisor that does not read the pipe must not block this process
         self._fd = fd
         self._ticks = ticks
         self._tick_started_s = ticks.tick_started_s
@@ -56,7 +56,7 @@ class LivenessWriter:
         self._thread = threading.Thread(target=self._run, name="llamaq-liveness", daemon=True)
 
     def __enter__(self) -> None:
-        self._write_liveness()  # at once: the very first tick may hang
+        self._write_liveness()  # before the first tick, because it may hang
         self._thread.start()
 
     def __exit__(
@@ -97,12 +97,12 @@ class LivenessReader:
         self._polled_s = clock()
         self._partial_line = b""
         self._hang_after_s: float | None = None
-        """None: the child is not ticking, so that it cannot hang."""
+        """Seconds of silence that count as a hang. None: the child runs no ticks, so it cannot hang."""
         self.silent_s = 0.0
-        """Seconds since the last line, without the time in which this process slept."""
+        """Seconds since the last line, not counting the time in which this process slept."""
 
     def poll(self) -> bool:
-        """Read what the child has written; False when its engine hangs. Call it at least every `MAX_STEP_S`."""
+        """Read the lines of the child. False when its engine hangs. Call this method at least every `MAX_STEP_S`."""
         now_s = self._clock()
         self.silent_s += min(now_s - self._polled_s, MAX_STEP_S)
         self._polled_s = now_s

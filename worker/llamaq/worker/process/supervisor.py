@@ -1,7 +1,7 @@
 """The supervisor: runs one worker process for each device, and restarts a worker that dies or hangs.
 
-A child that cannot start at all (its model does not exist, for example) is not restarted. Its supervisor ends with the
-exit code of that child.
+A child that can never start, for example because its model does not exist, is not restarted. The supervisor then ends
+with the exit code of that child.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 STEADY_S = 60.0
-"""After a child that lived this long, the delay before a restart starts with `FIRST_BACKOFF_S` again."""
+"""When a child has lived this long before it dies, the next restart is delayed by `FIRST_BACKOFF_S` only."""
 
 
 class Child:
-    """One worker process and its successors, which run with the same settings."""
+    """One worker process, and the processes that replace it with the same settings."""
 
     def __init__(self, settings: WorkerSettings, log_file: IO[bytes] | None) -> None:
-        """Create the child; `start` starts its process.
+        """Create the child. `start` starts its process.
 
         Args:
             settings: The settings of the worker.
-            log_file: Receives its standard error; None: the standard error of this process.
+            log_file: Receives the standard error of the worker. None: the standard error of this process.
         """
         self.settings = settings
         self._log_file = log_file
@@ -61,11 +61,11 @@ class Child:
         self._liveness = LivenessReader(read_fd)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "llamaq.worker.process.supervised_child", str(write_fd)],
+                [sys.executable, "-m", "llamaq.worker.process.child_main", str(write_fd)],
                 stdin=subprocess.PIPE,
                 stderr=self._log_file,
                 pass_fds=(write_fd,),
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops its children
+                start_new_session=True,  # Ctrl-C must reach only the supervisor, which then stops its children
             )
         finally:
             os.close(write_fd)
@@ -77,10 +77,10 @@ class Child:
         log.info("child.started pid=%d device=%s", self._process.pid, self.settings.device)
 
     def check(self) -> int | None:
-        """Kill the process if it hangs, and restart it after its death once the delay is over.
+        """Kill a process that hangs, and restart a dead process when its restart delay is over.
 
         Returns:
-            The exit code of a process that a restart would not help; None otherwise.
+            The exit code of a process that cannot start, even after a restart. None otherwise.
         """
         now_s = time.monotonic()
         if self._process is None:
@@ -103,19 +103,19 @@ class Child:
         return None
 
     def _kill_if_hung(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a process whose engine hangs: it reacts to no other signal. Other workers reclaim its jobs."""
+        """Kill a process whose engine hangs, because it reacts to no other signal. Other workers reclaim its jobs."""
         if self._liveness is not None and not self._liveness.poll():
             log.error("child.hung pid=%d silent_s=%.1f", process.pid, self._liveness.silent_s)
             process.kill()
             self._close_liveness()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it runs."""
+        """Send a signal to the process, if the process runs."""
         if self._process is not None and self.is_running:
             self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the process has ended; kill it after `timeout_s`."""
+        """Wait until the process has ended. After `timeout_s`, kill it."""
         if self._process is not None:
             try:
                 self._process.wait(timeout_s)
@@ -141,7 +141,7 @@ class Child:
 
 
 class Supervisor:
-    """Runs a worker process for each of the given settings and restarts those that die or hang."""
+    """Runs a worker process for each of the given settings, and restarts processes that die or hang."""
 
     KILL_AFTER_S = 20.0
     """How long a child may take to end after the last SIGTERM. Then it is killed."""
@@ -172,7 +172,7 @@ class Supervisor:
             child.start()
 
     def check(self) -> int | None:
-        """Check every child once; returns an exit code when one of them cannot start."""
+        """Check every child once. Returns the exit code of a child that cannot start, or None."""
         codes = [child.check() for child in self.children]
         return next((code for code in codes if code is not None), None)
 
@@ -193,7 +193,7 @@ class Supervisor:
         return EXIT_OK if ended_in_time else EXIT_CRASHED
 
     def stop(self, drain_s: float = 0.0) -> bool:
-        """Stop all children: SIGTERM, a second SIGTERM after `drain_s`, SIGKILL after `KILL_AFTER_S` more.
+        """Stop all children: send SIGTERM, SIGTERM again after `drain_s`, and SIGKILL after further `KILL_AFTER_S`.
 
         Returns:
             True when all children ended after the first SIGTERM.

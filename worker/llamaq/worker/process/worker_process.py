@@ -46,18 +46,18 @@ from llamaq.worker.scheduling.batch_strategy import BatchStrategy
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
-from llamaq.worker.slot_files.slot_operations import SlotOperations
+from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 
 log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 10.0
-"""How long a stopping worker may write its prefix cache to disk."""
+"""Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
 SWITCH_INTERVAL_S = 0.0002
-"""Interval in seconds after which Python passes the GIL to a waiting thread. `llama_decode` releases the GIL; with
-Python's default of 5 ms the engine thread gets it back late when the I/O thread is busy."""
+"""Interval in seconds after which Python passes the GIL to a waiting thread. `llama_decode` releases the GIL. With
+Python's default of 5 ms, the engine thread waits long for the GIL afterwards when the I/O thread is busy."""
 
 Watch = Callable[[TickLoop], AbstractContextManager[object]]
-"""Makes a context manager that is entered while the ticks run."""
+"""Returns a context manager that is active while the ticks run."""
 
 
 class WorkerProcess:
@@ -175,7 +175,7 @@ class WorkerProcess:
     def run(self) -> int:
         """Serve the queue until SIGTERM or SIGINT; returns the process's exit code."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        gc.freeze()  # objects that live as long as the process: a collection during a tick need not visit them
+        gc.freeze()  # so that garbage collections during ticks skip the objects that live as long as the process
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
@@ -194,12 +194,12 @@ class WorkerProcess:
         return EXIT_FORCED if self._n_signals > 1 else EXIT_OK
 
     def stop(self, grace_s: float) -> None:
-        """Stop to claim jobs. Running jobs get `grace_s` seconds to finish; then the rest is requeued."""
+        """Stop claiming jobs. Running jobs may continue for `grace_s` seconds. Then unfinished jobs are requeued."""
         self._io_thread.stop_intake()
         self._ticks.stop(grace_s)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Drain at the first signal; stop at once at the second."""
+        """Drain at the first signal. Stop at once at the second signal."""
         self._n_signals += 1
         log.info("worker.stopping signal=%s", signal.Signals(number).name)
         self.stop(self._settings.drain_s if self._n_signals == 1 else 0)
@@ -210,7 +210,7 @@ class WorkerProcess:
             log.info("job.unfinished id=%s", job.id)
         self._io_thread.close()
         self._slot_commands.close()
-        self._memory.close(SAVE_TIMEOUT_S)  # after the jobs were requeued: other workers run them in the meantime
+        self._memory.close(SAVE_TIMEOUT_S)  # after the jobs were requeued, so that other workers run them meanwhile
         self._grammar_sandbox.close()
         self._engine.close()
         log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._shared.telemetry.n_jobs_done)

@@ -17,10 +17,10 @@ from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFi
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.offload.background_thread import BackgroundThread
+from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
+from llamaq.worker.slot_files.part_encoding import SlotStatePart, join_parts, split_parts
 from llamaq.worker.slot_files.restore_slot import SlotRestore
 from llamaq.worker.slot_files.saved_files import SavedSlot, SavedSlotFiles, SavedSlotInfo
-from llamaq.worker.slot_files.slot_operations import SlotOperations
-from llamaq.worker.slot_files.state_parts import StatePart, join_parts, split_parts
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _slot_file(info: SavedSlotInfo) -> SlotFile:
     )
 
 
-def _decode(saved: SavedSlot) -> tuple[Scope, list[StatePart]]:
+def _decode(saved: SavedSlot) -> tuple[Scope, list[SlotStatePart]]:
     """Return the scope and the parts of a saved state. Raises `InvalidRequest` when no worker can have written it."""
     try:
         key, public = bytes.fromhex(saved.info.meta["namespace"]), int(saved.info.meta["public"])

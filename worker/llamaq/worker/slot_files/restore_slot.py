@@ -18,7 +18,7 @@ from llamaq.worker.core.tokens import TOKEN_BYTES
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_cache import Entry
-from llamaq.worker.slot_files.state_parts import StatePart
+from llamaq.worker.slot_files.part_encoding import SlotStatePart
 
 STEP_S = 0.005
 """A step starts no further part after this time."""
@@ -32,7 +32,7 @@ class SlotRestore:
     tokens: bytes
     """Packed tokens of the state."""
     scope: Scope
-    parts: Sequence[StatePart]
+    parts: Sequence[SlotStatePart]
     entry: Entry | None = None
     """The entry that the state is loaded into. None when the cache holds the whole state already."""
     n_restored: int = 0
@@ -58,7 +58,7 @@ class SlotRestorer:
         self._restores: list[SlotRestore] = []
         """Restores that are not complete."""
 
-    def begin(self, slot: Slot, tokens: bytes, scope: Scope, parts: Sequence[StatePart]) -> SlotRestore | None:
+    def begin(self, slot: Slot, tokens: bytes, scope: Scope, parts: Sequence[SlotStatePart]) -> SlotRestore | None:
         """Start to restore a state as the content of an idle slot.
 
         Args:

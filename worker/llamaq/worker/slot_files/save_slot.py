@@ -21,7 +21,7 @@ from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache import Entry
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS
-from llamaq.worker.slot_files.state_parts import StatePart
+from llamaq.worker.slot_files.part_encoding import SlotStatePart
 
 STEP_S = 0.005
 """A step starts no further part after this time."""
@@ -36,7 +36,7 @@ class SlotSave:
     scope: Scope
     run: Run | None = None
     """The job that ran in the slot when the save began."""
-    parts: list[StatePart] = field(default_factory=list)
+    parts: list[SlotStatePart] = field(default_factory=list)
     awaited_span: tuple[int, int] = (0, 0)
     """First and end token of the part that is being read from disk."""
 
@@ -57,7 +57,7 @@ class SlotSave:
         """Add the part that was read from disk. Raises `SlotCommandRefused` when its file is invalid (None)."""
         if data is None:
             raise _evicted()
-        self.parts.append(StatePart(*self.awaited_span, data))
+        self.parts.append(SlotStatePart(*self.awaited_span, data))
 
 
 class SlotSaver:
@@ -142,7 +142,7 @@ class SlotSaver:
         else:
             saved_end = source.n_past if isinstance(source, Run) else source.n_tokens
         try:
-            save.parts.append(StatePart(start, end, self._sequences.save(source.seq_id, start, saved_end)))
+            save.parts.append(SlotStatePart(start, end, self._sequences.save(source.seq_id, start, saved_end)))
         except EngineError as exc:
             raise SlotCommandRefused(f"the engine cannot read the state: {exc}") from exc
         return True

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 """llama_token_data of llama.cpp."""

@@ -24,7 +24,7 @@ import numpy as np
 from llama_cpp.llama_grammar import json_schema_to_gbnf
 
 from llamaq.common.errors import JobRejected
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.grammar.static_checks import check_grammar
 

@@ -25,10 +25,10 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.kv_data import Data
 from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
-from llamaq.worker.offload import disk_store
+from llamaq.worker.offload import disk_block_files
 from llamaq.worker.offload.atomic_files import write_file
+from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.offload.disk_format import HEADER, checksum, encode_header, fingerprint_key
-from llamaq.worker.offload.disk_store import DiskStore
 
 ROOMY = 10**9
 SCOPE = Scope("tenant of ours", 2)
@@ -44,7 +44,7 @@ class Disk:
 
     def __init__(self, folder: Path, fingerprint: str = "model", *, host_bytes: int = 0, **limits: int) -> None:
         self.store = BlockStore(2, host_bytes, limits.pop("max_disk_bytes", ROOMY), can_cut=True)
-        self.files = DiskStore(folder, fingerprint, **{"max_file_bytes": ROOMY, **limits})
+        self.files = DiskBlockFiles(folder, fingerprint, **{"max_file_bytes": ROOMY, **limits})
         self.files.rebuild(self.store)
 
     def insert(self, tokens: Sequence[int], data: bytes = b"data", scope: Scope = SCOPE) -> None:
@@ -83,7 +83,7 @@ class Disk:
 class BlockedThread:
     """A context in which the background thread of the files does nothing."""
 
-    def __init__(self, files: DiskStore) -> None:
+    def __init__(self, files: DiskBlockFiles) -> None:
         self._is_over, is_blocked = threading.Event(), threading.Event()
 
         def wait() -> None:
@@ -164,7 +164,7 @@ def test_data_that_is_not_written_yet_is_read_from_memory(tmp_path: Path) -> Non
             assert future.result() == b"data\x02"
             assert not disk.paths
             assert disk.files.pending_bytes == 5
-            assert repr(disk.files) == f"<DiskStore {disk.files.folder} 1 files to write, 5 bytes>"
+            assert repr(disk.files) == f"<DiskBlockFiles {disk.files.folder} 1 files to write, 5 bytes>"
         disk.flush()
         assert disk.files.pending_bytes == 0
         assert len(disk.paths) == 1
@@ -193,7 +193,7 @@ def test_a_block_that_is_erased_before_its_write_is_not_written(
         written.append(path)
         write_file(path, *parts)
 
-    monkeypatch.setattr(disk_store, "write_file", record)
+    monkeypatch.setattr(disk_block_files, "write_file", record)
     with Disk(tmp_path, max_disk_bytes=FILE_BYTES + 8 + 5) as disk:
         with BlockedThread(disk.files):
             for n in range(5):
@@ -361,9 +361,9 @@ from pathlib import Path
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.kv_cache.blocks.block import TokenSpan
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
-from llamaq.worker.offload.disk_store import DiskStore
+from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-files = DiskStore(Path(sys.argv[1]), "model", max_file_bytes=10**9)
+files = DiskBlockFiles(Path(sys.argv[1]), "model", max_file_bytes=10**9)
 store = BlockStore(2, 0, 10**9, can_cut=True)
 store.insert(bytes(8), Scope("x"), TokenSpan(0, 2), b"data")
 files.submit(store.drain_disk_operations())
@@ -509,7 +509,7 @@ def test_the_file_has_the_documented_format(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_created_is_an_invalid_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidSettings, match="--cache-dir"):
-        DiskStore(tmp_path / "file", "model", max_file_bytes=1)
+        DiskBlockFiles(tmp_path / "file", "model", max_file_bytes=1)
 
 
 def test_an_unexpected_exception_in_the_thread_is_logged_and_the_thread_continues(

@@ -1,4 +1,4 @@
-"""From Redis to the worker: claims entries of the job streams, starts attempts, and dead-letters unusable entries."""
+"""Claims entries of the job streams, starts attempts of jobs, and moves unusable entries to the dead letters."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class StartedAttempt:
     """The tokens that earlier attempts published."""
 
 
-class Inbox:
-    """Reads the job streams of one queue: every Redis command that claims a job, starts it or releases its claim.
+class JobClaims:
+    """Claims jobs from the streams of one queue, starts their attempts, and requeues jobs that were not started.
 
     `Intake` decides when these methods are called and for how many jobs.
     """
@@ -43,16 +43,16 @@ class Inbox:
     def __init__(
         self, redis: Redis, keys: Keys, *, queue: str, partitions: int, worker_id: str, lease_s: float, max_crashes: int
     ) -> None:
-        """Create the inbox; `open` must be called first.
+        """Create the claims; `open` must be called first.
 
         Args:
-            redis: The client.
+            redis: The Redis client.
             keys: The names of the keys.
             queue: The queue to read.
             partitions: The number of partitions of the queue.
             worker_id: The id of this worker.
-            lease_s: Life of a lease, in seconds. A job of a worker that renewed none for that time may be reclaimed.
-            max_crashes: Crashes in a row after which a job fails.
+            lease_s: Life of a lease in seconds. A job whose lease was not renewed for that time may be reclaimed.
+            max_crashes: A job fails after this many crashes without a stored token in between.
         """
         self._redis = redis
         self._keys = keys
@@ -68,7 +68,7 @@ class Inbox:
         """Create the consumer groups, and store the bound of the queue, which the submit script checks.
 
         Args:
-            max_queue: The most waiting jobs of a partition; 0 for no bound.
+            max_queue: Upper bound on the waiting jobs of one partition; 0: no bound.
         """
         await self._streams.open()
         for partition in self._partitions:
@@ -77,8 +77,8 @@ class Inbox:
     async def claim(self, count: int, *, block_s: float) -> list[Claim]:
         """Claim up to `count` new entries, interactive jobs first. Waits up to `block_s` seconds for the first entry.
 
-        After a wait, one entry of each stream may be returned, also when these are more than `count`. On a cluster with
-        several partitions the wait may end early without an entry.
+        A read after a wait returns at most one entry of each stream, which may be more than `count` entries in total.
+        On a cluster with several partitions the wait may end early without an entry.
         """
         return await self._accept_all(await self._streams.read(count) or await self._streams.wait(block_s))
 
@@ -112,12 +112,13 @@ class Inbox:
         return self._keys.jobs(job_id.queue, job_id.partition, Priority.BULK).removesuffix(Priority.BULK.value)
 
     async def check_crash(self, claim: Claim) -> CrashVerdict:
-        """Check whether the worker that last ran a reclaimed job died of it, and count the crash (`check_crash.lua`).
+        """Check whether the last worker of a reclaimed job crashed, and count the crash (`check_crash.lua`).
 
-        A lease may expire although its worker lives. The worker's heartbeat tells the two cases apart: a lease is
-        renewed after each third of it, so a worker that died has sent no heartbeat for the last two thirds. A living
-        worker sends one every few seconds. A heartbeat older than half a lease therefore means that the worker is
-        dead. A living worker with a slower heartbeat is counted as crashed by mistake; its next flush corrects that.
+        A lease may also expire while its worker is alive. The age of the worker's last heartbeat decides: when a lease
+        has expired, a dead worker has sent no heartbeat for at least two thirds of a lease, because leases are renewed
+        after each third. A worker that is alive sends a heartbeat every few seconds. Therefore a worker whose
+        heartbeat is older than half a lease counts as crashed. If that worker is alive, its next flush removes the
+        crash from the count.
 
         Returns:
             `ok`: the job may be started. `suspect`: the job may be started while no other job runs here.
@@ -140,7 +141,7 @@ class Inbox:
         except (ResponseError, ValueError) as exc:
             if refuses_writes(exc):
                 raise
-            return "ok"  # the key holds no job: `start_attempt` makes a dead letter of the entry
+            return "ok"  # the job key has another type: `start_attempt` moves the entry to the dead letters
 
     async def renew(self, claim: Claim) -> bool:
         """Renew the claim of a job that has not been started; False when another worker has claimed it."""
@@ -159,24 +160,24 @@ class Inbox:
         """Start an attempt of a claimed job.
 
         Returns:
-            None when there is nothing to run: the job has ended, was cancelled, has expired, or is unusable and is now
-            a dead letter.
+            The started attempt. None when the job has ended, was cancelled, has expired, or was unusable. An unusable
+            job is moved to the dead letters.
 
         Raises:
-            RedisError: Redis is unreachable, or takes no writes.
+            RedisError: Redis is unreachable, or refuses writes.
         """
         try:
             outcome = await self._scripts.start(claim, self._worker_id)
         except (ResponseError, ValueError, LookupError) as exc:
             if refuses_writes(exc):
-                raise  # Redis takes no writes: the job itself is sound
+                raise  # the fault is not in the job
             await self._dead_letter_job(claim, f"the job's hash is damaged: {exc}")
             return None
         if isinstance(outcome, Attempt):
             published = await self._read_published(claim.job_id) if outcome.generated else []
             if len(published) == outcome.generated:
                 return StartedAttempt(claim, outcome, published)
-            counts = f"{outcome.generated} tokens by its hash, {len(published)} by its events"
+            counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published)}"
             await self._dead_letter_job(claim, f"the job's events are damaged: {counts}")
         elif outcome == "gone":
             await self._dead_letter_job(claim, "there is no such job")
@@ -186,7 +187,7 @@ class Inbox:
         await self._dead_letter(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, reason)
 
     async def _read_published(self, job_id: str) -> list[int]:
-        """Return the tokens of the stored events, as far as their offsets have no gap."""
+        """Return the tokens of the stored events, up to the first gap in the offsets."""
         tokens: list[int] = []
         entries: Any = await self._redis.xrange(self._keys.of_job(job_id).events)
         for _, fields in entries:
@@ -204,7 +205,7 @@ class Inbox:
         await self._streams.close()
 
     async def _dead_letter(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:
-        """Move an entry that names no usable job from its job stream to the dead letters."""
+        """Move an unusable entry from its job stream to the dead letters."""
         partition = int(stream.partition("}")[0].rpartition(":")[2])
         log.warning("entry.dead_lettered stream=%s entry=%s reason=%s", stream, entry_id, reason)
         content = repr(fields)[:MAX_DEAD_BYTES]

@@ -36,7 +36,7 @@ _ERASED_FAULTS = frozenset({Fault.TORN, Fault.TOO_LARGE})
 """Files with these faults are erased at the start. Other files may belong to another model or program."""
 
 
-class DiskStore:
+class DiskBlockFiles:
     """The files of one `BlockStore`. Fulfils `BlockFiles`.
 
     All methods are for the engine thread. Only `rebuild` and `close` wait for the disk.
@@ -241,7 +241,7 @@ class DiskStore:
         return self.folder / (name.hex() + SUFFIX)
 
     def __repr__(self) -> str:
-        return f"<DiskStore {self.folder} {len(self._pending)} files to write, {self.pending_bytes} bytes>"
+        return f"<DiskBlockFiles {self.folder} {len(self._pending)} files to write, {self.pending_bytes} bytes>"
 
 
 def _log_unexpected_exception(done: Future[None]) -> None:

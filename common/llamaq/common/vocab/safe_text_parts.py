@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from llamaq.common.vocab.special_tokens import Span
+from llamaq.common.vocab.special_token_masking import Span
 
 MAX_RUN_CHARS = 1024
 """Longer runs of only spaces or only other characters are split. Ordinary text has no such run."""

@@ -1,8 +1,9 @@
 """The entry point of a worker process that a supervisor starts.
 
 The supervisor writes the settings as one line of JSON to the standard input of this process, because the password of a
-Redis URL must not appear in a process list. The standard input then stays open as a lifeline: when it reaches its end,
-the supervisor is dead, and this process ends too. The optional argument is the file descriptor of the liveness pipe.
+Redis URL must not appear in a process list. The standard input then stays open as a lifeline: the end of the
+standard input means that the supervisor is dead, and this process ends too. The optional argument is the file
+descriptor of the liveness pipe.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from llamaq.worker.settings import WorkerSettings
 ORPHAN_TIMEOUT_S = 15.0
 """How long a worker without a supervisor may take to requeue its jobs."""
 SIGNAL_EVERY_S = 0.2
-"""Time between two signals. The system merges signals that arrive at the same moment."""
+"""Seconds between the two signals. The system merges signals that arrive at the same moment."""
 
 
 def _end_with_supervisor() -> None:
     """Wait for the death of the supervisor, then stop this process."""
-    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread that blocks in it aborts the interpreter's exit
+    while os.read(sys.stdin.fileno(), 4096):  # a thread blocked in sys.stdin aborts the interpreter's exit
         pass
     deadline_s = time.monotonic() + ORPHAN_TIMEOUT_S
     while time.monotonic() < deadline_s:  # the second signal skips the drain
@@ -41,7 +42,7 @@ def main(liveness_fd: int | None = None) -> int:
     """Run the worker with the settings on standard input; returns its exit code.
 
     Args:
-        liveness_fd: The write end of the liveness pipe; None when nothing reads it.
+        liveness_fd: The write end of the liveness pipe. None: there is no pipe.
     """
     line = sys.stdin.buffer.readline()
     settings = WorkerSettings.model_validate_json(line)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.job_request import Message
-from llamaq.common.vocab.special_tokens import Span, SpecialTokenFinder
-from llamaq.common.vocab.text_splitter import MAX_RUN_CHARS, MAX_SPECIALS_PER_PART, split_text
-from llamaq.common.vocab.vocab import Vocab
+from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.common.vocab.safe_text_parts import MAX_RUN_CHARS, MAX_SPECIALS_PER_PART, split_text
+from llamaq.common.vocab.special_token_masking import Span, SpecialTokenFinder
 from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 
@@ -183,7 +183,7 @@ def test_bytes_that_are_not_a_vocabulary_are_refused(blob: bytes) -> None:
 
 def test_loading_a_vocabulary_writes_nothing_to_stderr(chat_model: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from llamaq.common.vocab.vocab import Vocab;"
+        "import sys; from pathlib import Path; from llamaq.common.vocab.llama_vocab import Vocab;"
         "from llamaq.worker.engine.gguf_vocab import extract_vocab;"
         "v = Vocab.from_blob(extract_vocab(Path(sys.argv[1]))); v.encode('<|bos|>x'); del v"
     )
@@ -241,7 +241,7 @@ def test_a_long_run_of_letters_does_not_overflow_the_stack(tmp_path: Path) -> No
     changed = source[:at] + len(name).to_bytes(8, "little") + name + source[at + 8 + len(b"qwen2") :]
     (tmp_path / "changed.gguf").write_bytes(changed)
     code = (
-        "import sys; from pathlib import Path; from llamaq.common.vocab.vocab import Vocab;"
+        "import sys; from pathlib import Path; from llamaq.common.vocab.llama_vocab import Vocab;"
         "from llamaq.worker.engine.gguf_vocab import extract_vocab;"
         "v = Vocab.from_blob(extract_vocab(Path(sys.argv[1])));"
         "assert v.decode(v.encode('a' * 200_000)) == 'a' * 200_000"

@@ -14,9 +14,9 @@ from llamaq.worker.core.tokens import TOKEN_BYTES, common_prefix
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_cache import Entry
+from llamaq.worker.slot_files.part_encoding import SlotStatePart
 from llamaq.worker.slot_files.restore_slot import SlotRestore, SlotRestorer
 from llamaq.worker.slot_files.save_slot import SlotSave, SlotSaver
-from llamaq.worker.slot_files.state_parts import StatePart
 
 
 class SlotOperations:
@@ -53,7 +53,9 @@ class SlotOperations:
         """Start to save the state of a slot. See `SlotSaver.begin`."""
         return self.saver.begin(self._slot(index))
 
-    def begin_restore(self, index: int, tokens: bytes, scope: Scope, parts: Sequence[StatePart]) -> SlotRestore | None:
+    def begin_restore(
+        self, index: int, tokens: bytes, scope: Scope, parts: Sequence[SlotStatePart]
+    ) -> SlotRestore | None:
         """Start to restore a state into an idle slot. See `SlotRestorer.begin`."""
         return self.restorer.begin(self._idle_slot(index), tokens, scope, parts)
 

@@ -15,7 +15,7 @@ _PART = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
+class SlotStatePart:
     """The cells of a state from the end of the part before it up to `end`.
 
     The data may contain more cells than these: it begins with cell `first` and may extend beyond `end`.
@@ -27,7 +27,7 @@ class StatePart:
     data: Data = field(repr=False)
 
 
-def join_parts(parts: Iterable[StatePart]) -> bytes:
+def join_parts(parts: Iterable[SlotStatePart]) -> bytes:
     """Encode the parts as one byte string."""
     pieces: list[Data] = []
     for part in parts:
@@ -35,7 +35,7 @@ def join_parts(parts: Iterable[StatePart]) -> bytes:
     return b"".join(pieces)
 
 
-def split_parts(data: bytes, n_tokens: int) -> list[StatePart]:
+def split_parts(data: bytes, n_tokens: int) -> list[SlotStatePart]:
     """Decode the parts of a state. The parts are views of `data`.
 
     Args:
@@ -53,7 +53,7 @@ def split_parts(data: bytes, n_tokens: int) -> list[StatePart]:
         at += _PART.size
         if not first <= n_covered < end or n_bytes > len(data) - at:
             raise ValueError("a part does not continue the part before it")
-        parts.append(StatePart(first, end, view[at : at + n_bytes]))
+        parts.append(SlotStatePart(first, end, view[at : at + n_bytes]))
         at += n_bytes
         n_covered = end
     if n_covered != n_tokens:

@@ -18,10 +18,10 @@ from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
+from llamaq.worker.slot_files.part_encoding import SlotStatePart, join_parts, split_parts
 from llamaq.worker.slot_files.restore_slot import SlotRestore
 from llamaq.worker.slot_files.save_slot import SlotSave
-from llamaq.worker.slot_files.slot_operations import SlotOperations
-from llamaq.worker.slot_files.state_parts import StatePart, join_parts, split_parts
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
 
 LONG = [7 + at % 200 for at in range(300)]
@@ -371,7 +371,7 @@ def test_a_running_slot_is_neither_erased_nor_restored_and_an_unknown_slot_is_re
 
 
 def test_parts_are_decoded_as_they_were_encoded_and_damaged_data_is_an_error() -> None:
-    parts = [StatePart(0, 64, b"one"), StatePart(0, 80, b""), StatePart(80, 90, b"three")]
+    parts = [SlotStatePart(0, 64, b"one"), SlotStatePart(0, 80, b""), SlotStatePart(80, 90, b"three")]
     data = join_parts(parts)
     assert [(part.first, part.end, bytes(part.data)) for part in split_parts(data, 90)] == [
         (part.first, part.end, bytes(part.data)) for part in parts

@@ -16,8 +16,7 @@ import numpy as np
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.worker.generation.grammar.compiled_grammar import Grammar
-from llamaq.worker.generation.token_filters import (
+from llamaq.worker.generation.candidate_filters import (
     Candidates,
     Logits,
     top_k,
@@ -25,6 +24,7 @@ from llamaq.worker.generation.token_filters import (
     typical_p,
     unmasked_candidates,
 )
+from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 
 GRAMMAR_FIRST_TOKENS = 256
 """Lower bound on the number of most probable tokens that a grammar checks first."""

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.worker.generation.grammar.compiled_grammar import TOKEN_DATA
-from llamaq.worker.generation.sampler import LogitSampler
-from llamaq.worker.generation.token_filters import (
+from llamaq.worker.generation.candidate_filters import (
     SORT_LIMIT,
     TokenIds,
     top_k,
@@ -23,6 +21,8 @@ from llamaq.worker.generation.token_filters import (
     typical_p,
     unmasked_candidates,
 )
+from llamaq.worker.generation.grammar.compiled_grammar import TOKEN_DATA
+from llamaq.worker.generation.numpy_sampler import LogitSampler
 
 Logits = npt.NDArray[np.float32]
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}

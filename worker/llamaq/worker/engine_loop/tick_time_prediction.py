@@ -1,4 +1,4 @@
-"""A prediction of how long the next tick takes. The time spent on moving KV cells between ticks is limited by it."""
+"""Predicts how long the next tick takes. The scheduler moves KV cells between two ticks for at most this time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MIN_PREFILL_TOKENS = 64
 SMOOTHING = 0.25
 """Weight of the newest tick in the moving average of the time of one prompt token."""
 IDLE_TICK_S = 0.002
-"""The predicted time of a tick after one that computed nothing."""
+"""The predicted time of a tick after a tick that computed nothing."""
 
 
-class TickTimes:
+class TickTimePredictor:
     """Records how long ticks took and predicts how long the next tick takes."""
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class TickTimes:
             self._prefill_token_s += weight * (token_s - self._prefill_token_s)
 
     def predict_s(self, n_prefill: int) -> float:
-        """Return the predicted seconds of a tick with `n_prefill` prompt tokens; at least those of the last tick."""
+        """Return the predicted seconds of a tick with `n_prefill` prompt tokens, at least the seconds of the last tick."""
         return max(self._last_tick_s, n_prefill * self._prefill_token_s)
 
     def __repr__(self) -> str:
         last_ms, token_us = self._last_tick_s * 1000, self._prefill_token_s * 1e6
-        return f"<TickTimes last {last_ms:.1f} ms, {token_us:.0f} us a prompt token>"
+        return f"<TickTimePredictor last {last_ms:.1f} ms, {token_us:.0f} us a prompt token>"
