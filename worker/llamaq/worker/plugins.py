@@ -13,7 +13,7 @@ from llamaq.worker.scheduling.batch_strategy import Balanced, BatchStrategy, Dec
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """Import a user's object. Modules in the working directory are found too.
+    """Import an object of a user. The working directory is searched for its module too.
 
     Args:
         spec: The object, as `module:attribute`.
@@ -83,7 +83,7 @@ def load_strategy(name: str) -> BatchStrategy:
         raise _refused(name, f"it cannot be created: {type(exc).__name__}: {exc}") from exc
     if not callable(getattr(strategy, "build_batch", None)):
         raise _refused(name, "it has no method build_batch")
-    return strategy  # type: ignore[no-any-return]  # any class may be given: its batches are checked
+    return strategy  # type: ignore[no-any-return]  # any class is accepted, because the worker checks every batch
 
 
 def _refused(name: str, reason: str) -> InvalidSettings:

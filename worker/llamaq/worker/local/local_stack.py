@@ -32,7 +32,7 @@ def redis_for(url: str | None, *, port: int | None, data_dir: Path | None = None
 
 
 @contextmanager
-def end_on_sigterm() -> Iterator[None]:
+def interrupt_on_sigterm() -> Iterator[None]:
     """Make SIGTERM raise `KeyboardInterrupt`, as Ctrl-C does, so that all context managers end their processes."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
@@ -46,7 +46,7 @@ def end_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def noted_signals() -> Iterator[list[int]]:
+def recorded_signals() -> Iterator[list[int]]:
     """Yield a list to which SIGTERM and SIGINT are appended. The caller polls the list.
 
     Use this with an event loop. An exception from a signal handler could break the loop at any point, and redis-py may

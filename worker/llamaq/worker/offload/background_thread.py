@@ -1,4 +1,4 @@
-"""A thread for slow work: it does submitted calls in their order, urgent calls first."""
+"""A background thread for slow work, such as disk operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class BackgroundThread:
-    """A daemon thread with two queues: urgent calls and other calls."""
+    """A daemon thread that executes submitted calls in order. Urgent calls come before all other calls."""
 
     def __init__(self, name: str) -> None:
         """Start the thread under this name."""
@@ -26,7 +26,7 @@ class BackgroundThread:
         self._thread.start()
 
     def submit(self, call: Callable[[], T], *, urgent: bool = False) -> Future[T]:
-        """Queue a call. Returns the future of its result, which is already cancelled after `close`."""
+        """Queue a call and return the future of its result. After `close`, return a cancelled future instead."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
@@ -37,14 +37,14 @@ class BackgroundThread:
         return future
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all submitted calls are done. False when that takes longer than `timeout_s`."""
+        """Wait until all submitted calls are executed. False when this takes longer than `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._n_waiting and not self._is_busy, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Do the submitted calls for at most `timeout_s`, cancel the others, and stop the thread.
+        """Execute the submitted calls for at most `timeout_s`, cancel the remaining ones, and stop the thread.
 
-        Returns False when a call was not done in time.
+        Returns False when a submitted call was not executed in time.
         """
         deadline_s = time.monotonic() + timeout_s
         is_done = self.flush(timeout_s)

@@ -1,8 +1,8 @@
-"""Host memory that is allocated and touched before saved cells need it.
+"""Host memory for saved cells, allocated and touched ahead of its use.
 
-The first write to fresh memory waits until the system finds and clears a page. Page by page that takes many times as
-long as the copy itself (measured for 0.5 MB: 1.5 ms instead of 0.09 ms), and the engine thread would wait. Here a
-background thread allocates slabs ahead, in huge pages where the system has them, and buffers are used again.
+The first write to a fresh page waits until the system provides and clears the page. A copy into fresh memory therefore
+takes many times as long (measured for 0.5 MB: 1.5 ms instead of 0.09 ms), and the engine thread would wait. Here a
+background thread allocates slabs ahead, and buffers are reused. If the system has huge pages, it uses them for slabs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llamaq.worker.offload.background_thread import BackgroundThread
 PAGE_BYTES = 4096
 SLAB_BYTES = 64 * 2**20
 MIN_FREE_BUFFERS = 8
-"""With fewer free buffers the next slab is allocated."""
+"""The next slab is allocated when fewer buffers than this are free."""
 
 
 class HostArena:
@@ -45,8 +45,8 @@ class HostArena:
     def allocate(self, n_bytes: int, n_tokens: int) -> memoryview | None:
         """Return `n_bytes` of a free buffer for the cells of `n_tokens` tokens.
 
-        None when no buffer is free, or when the cells do not fit into a buffer or fill less than half of it. The first
-        call fixes the size of a buffer.
+        None when no buffer is free, when the cells do not fit into a buffer, or when they fill less than half of it.
+        The first call determines the size of all buffers.
         """
         if not self._buffer_bytes:
             self._buffer_bytes = (n_bytes * self._buffer_tokens // n_tokens // PAGE_BYTES + 2) * PAGE_BYTES
@@ -57,11 +57,11 @@ class HostArena:
         return self._lend(self._free.popleft()).data[:n_bytes] if self._free else None
 
     def close(self) -> None:
-        """Stop to allocate slabs."""
+        """Stop allocating slabs."""
         self._thread.close(0.0)
 
     def _lend(self, buffer: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Return a view of the buffer. The deletion of the view makes the buffer free again."""
+        """Return a view of the buffer. The buffer becomes free when the view is deleted."""
         view = buffer[:]
         weakref.finalize(view, self._free.append, buffer).atexit = False
         return view

@@ -34,7 +34,7 @@ KEY_BYTES = 32
 
 
 class SlotCommandHandler:
-    """Executes slot commands. Without a folder of saved slots it only lists the slots."""
+    """Executes slot commands. Without a folder of saved slots, only `list` is allowed."""
 
     def __init__(self, ticks: TickLoop, operations: SlotOperations, files: SavedSlotFiles | None) -> None:
         """Start the background thread.
@@ -108,18 +108,18 @@ class SlotCommandHandler:
         return _slot_file(saved.info)
 
     async def _begin_restore(self, begin: Callable[[], SlotRestore | None]) -> SlotRestore:
-        """Call `begin` between ticks until it returns a restore: entries are evicted meanwhile."""
+        """Call `begin` between ticks until it returns a restore. Until then, entries are evicted to make room."""
         try:
             async with asyncio.timeout(ROOM_TIMEOUT_S):
-                while (restore := await self._between_ticks(begin)) is None:  # noqa: ASYNC110 - there is no event
+                while (restore := await self._between_ticks(begin)) is None:  # noqa: ASYNC110 - evictions set no event
                     await asyncio.sleep(ROOM_POLL_S)
                 return restore
         except TimeoutError as exc:
-            raise SlotCommandRefused(f"there was no room for the state within {ROOM_TIMEOUT_S:g} s") from exc
+            raise SlotCommandRefused(f"no room for the state became free within {ROOM_TIMEOUT_S:g} s") from exc
 
     def _require_files(self) -> SavedSlotFiles:
         if self._files is None:
-            raise SlotCommandRefused("the worker saves no slots: start it with --cache-dir and with the prefix cache")
+            raise SlotCommandRefused("this worker cannot save slots: start it with --cache-dir and the prefix cache")
         return self._files
 
     async def _between_ticks(self, call: Callable[[], T]) -> T:
@@ -142,7 +142,7 @@ def _slot_file(info: SavedSlotInfo) -> SlotFile:
 
 
 def _decode(saved: SavedSlot) -> tuple[Scope, list[SlotStatePart]]:
-    """Return the scope and the parts of a saved state. Raises `InvalidRequest` when no worker can have written it."""
+    """Return the scope and the parts of a saved state. Raises `InvalidRequest` when they are damaged."""
     try:
         key, public = bytes.fromhex(saved.info.meta["namespace"]), int(saved.info.meta["public"])
         if len(key) != KEY_BYTES or public < 0:

@@ -8,13 +8,14 @@ from llamaq.worker.kv_cache.blocks.block import Block
 
 
 class LruOrder:
-    """The blocks of one tier. Pinned blocks count in `n_bytes` but are not in the order: they cannot be evicted.
+    """The blocks of one tier. The order does not contain pinned blocks, because they cannot be evicted. `n_bytes`
+    includes them.
 
     Invariant: from the oldest to the newest, a block comes after all its descendants, because every use of a block is
     also a use of its ancestors.
 
-    The order is a linked ring, so that a new block can be placed directly before its parent wherever the parent is. The
-    root of the tree closes the ring: the newest block is before the root, the oldest one is after it.
+    The order is a linked ring, so that a block can be inserted directly before its parent in constant time. The root of
+    the tree closes the ring: the newest block is before the root, the oldest block is after the root.
     """
 
     def __init__(self, root: Block, max_bytes: int, size_of: Callable[[Block], int]) -> None:
@@ -23,7 +24,7 @@ class LruOrder:
         Args:
             root: The root of the block tree.
             max_bytes: Capacity of the tier in bytes.
-            size_of: Returns the bytes that a block uses in this tier.
+            size_of: Returns the size of a block in this tier, in bytes.
         """
         self.max_bytes = max_bytes
         self.n_bytes = 0
@@ -60,17 +61,17 @@ class LruOrder:
         self._unlink(block)
 
     def touch(self, block: Block) -> None:
-        """Make the block the newest, if it is in the order. The caller touches the block's ancestors next."""
+        """Make the block the newest, if it is in the order. The caller must touch the ancestors of the block next."""
         if block in self._next:
             self._unlink(block)
             self._link_before(self._root, block)
 
     def pin(self, block: Block) -> None:
-        """Take the block out of the order, if it is in the order."""
+        """Remove the block from the order, if it is in the order."""
         self._unlink(block)
 
     def unpin(self, block: Block) -> None:
-        """Put the block back as the newest. The caller unpins or touches the block's ancestors next."""
+        """Add the block again as the newest. The caller must unpin or touch the ancestors of the block next."""
         self._link_before(self._root, block)
 
     def _link_before(self, successor: Block, block: Block) -> None:
