@@ -18,7 +18,7 @@ from rich.live import Live
 from llamaq.cli.demo_view import DemoJob, DemoView, stats_table
 from llamaq.producer import AsyncClient, JobFailed, LlamaqError
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
-from llamaq.worker.local.local_stack import end_on_sigterm, noted_signals
+from llamaq.worker.local.local_stack import interrupt_on_sigterm, recorded_signals
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
 
@@ -66,7 +66,7 @@ def run(count: int, model: str | None) -> int:
     view = DemoView(demo_jobs(count))
     with tempfile.TemporaryFile() as log_file:
         try:
-            with end_on_sigterm():
+            with interrupt_on_sigterm():
                 _run_stack(console, settings, log_file, view)
         except KeyboardInterrupt:
             console.print("Interrupted; Redis and the worker have been stopped.")
@@ -88,7 +88,7 @@ def _run_stack(console: Console, settings: WorkerSettings, log_file: BinaryIO, v
         supervisor = Supervisor([settings.model_copy(update={"redis_url": redis.url})], log_file)
         stack.callback(supervisor.stop)
         supervisor.start()
-        signals = stack.enter_context(noted_signals())
+        signals = stack.enter_context(recorded_signals())
         check = partial(_check, supervisor, signals)
         asyncio.run(_run_jobs(console, AsyncClient(redis.url, settings.queue), check, view))
 
