@@ -15,7 +15,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/llamaq
 
-# llama.cpp first, in a layer of its own: minutes, and again only when its version or its arguments change.
+# llama.cpp is a separate layer. It takes minutes, and is built again only when its version or its arguments change.
 # GGML_NATIVE must stay off: an image runs on other CPUs than the one that built it. llama-cpp-python switches on
 # llama.cpp's `common` library, which belongs to the tools; a variable set before that wins. The wheel's second copy of
 # the libraries, outside its package, is never loaded.

@@ -14,9 +14,9 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 python3.1
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; done; echo $$name)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# llama-cpp-python comes as source. Its wheel is built once and kept outside the checkout, one for each version, set of
-# CMake arguments and instruction set: GGML_NATIVE code may not run on another CPU. What the compiler predefines for
-# -march=native is that instruction set.
+# llama-cpp-python is distributed as source. Its wheel is built once and kept outside the checkout, one for each version,
+# set of CMake arguments and instruction set: GGML_NATIVE code may not run on another CPU. The macros that the compiler
+# predefines for -march=native identify the instruction set.
 LLAMA := $(shell sed -n 's/.*"\(llama-cpp-python[^"]*\)".*/\1/p' pyproject.toml | head -n 1)
 CMAKE_ARGS ?=
 LLAMA_CMAKE_ARGS := -DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF \
@@ -36,7 +36,7 @@ help: ## list the targets
 	echo "  CMAKE_ARGS=...           more arguments for llama.cpp, e.g. make venv CMAKE_ARGS=-DGGML_CUDA=ON"
 	echo "  PYTHON=...               the interpreter for .venv (now: $(PYTHON))"
 	echo "  BENCH_ARGS=...           for every benchmark, e.g. make bench-peers BENCH_ARGS='--model qwen3-0.6b --rounds 1'"
-	echo "  SEED= SCALE= SOAK=...    for make soak: which one, how much of it, which scenarios (SOAK_ARGS=--help)"
+	echo "  SEED= SCALE= SOAK=...    for make soak: the random seed, the size and the scenarios (SOAK_ARGS=--help)"
 	echo "  TEST_PROCESSES=...       pytest processes of make test (now: $(TEST_PROCESSES)); PYTEST_ARGS='-k cluster' for pytest"
 	echo "  LLAMAQ_WHEEL_CACHE=...   where built wheels are kept (now: $(LLAMAQ_WHEEL_CACHE))"
 
@@ -80,8 +80,8 @@ types: $(VENV)/dev.stamp ## mypy, strict
 	@echo "==> mypy"
 	$(BIN)/mypy
 
-# What the prefix cache does is compared with llama-server, which the wheel of xllamacpp contains. It brings another
-# llama.cpp, so it gets an environment of its own, kept outside the checkout like built wheels.
+# The prefix cache is compared with llama-server, which the wheel of xllamacpp contains. That wheel has another llama.cpp,
+# so it is installed in a separate environment outside the checkout.
 CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
 BENCHES := single_generate worker_concurrent strategies tokenize_overhead long_prompt $(CACHE_BENCHES)
 BENCH_ARGS ?=
@@ -107,14 +107,14 @@ $(PEER_DIR)/installed.txt:
 	"$(PEER_DIR)/bin/pip" install --quiet "$(PEER)"
 	echo "$(PEER)" > "$@"
 
-# SEED repeats a soak; SCALE=0.1 is a tenth of it; SOAK names scenarios, as in SOAK="kills takeover".
+# SEED repeats a soak, SCALE=0.1 runs a tenth of it, and SOAK names scenarios, as in SOAK="kills takeover".
 SEED ?=
 SCALE ?= 1
 SOAK ?=
 SOAK_ARGS ?=
 
 .PHONY: soak
-soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 10 minutes, and report what was lost (nothing)
+soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 10 minutes, and report lost tokens (none)
 	@exec $(BIN)/python -m tests.soak $(if $(SEED),--seed $(SEED)) --scale $(SCALE) $(SOAK_ARGS) $(SOAK)
 
 .PHONY: soak-cache
@@ -123,16 +123,16 @@ soak-cache: $(VENV)/dev.stamp ## 100,000 random operations on the prefix cache, 
 		tests/worker/kv_cache/test_recall_under_pressure.py --log-cli-level=INFO
 
 .PHONY: venv
-venv: $(VENV)/dev.stamp ## .venv with everything that the other targets need
+venv: $(VENV)/dev.stamp ## create .venv for the other targets
 
 .PHONY: clean
-clean: ## remove .venv and what tests and checks left behind; built wheels stay
+clean: ## remove .venv and the files of tests and checks; built wheels stay
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@if ! $(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-	    echo "llamaq needs python >= 3.11 with its venv module; '$(PYTHON)' is not that." >&2
+	    echo "llamaq needs python >= 3.11 with its venv module; '$(PYTHON)' is another one." >&2
 	    echo "  Debian, Ubuntu: apt-get install python3 python3-venv     Fedora: dnf install python3" >&2
 	    echo "  or name another one: make PYTHON=/path/to/python3.12" >&2
 	    exit 1
@@ -140,9 +140,10 @@ $(BIN)/python:
 	echo "==> $(VENV) from $$($(PYTHON) --version)"
 	$(PYTHON) -m venv $(VENV)
 
-# Built beside its place and moved there, so that a build that was stopped leaves nothing that looks like a wheel.
-# --no-cache-dir: pip's own cache knows nothing of CMAKE_ARGS and would hand out a wheel built with others.
-# llama.cpp's `common` library belongs to its tools, but llama-cpp-python switches it on; a variable set before that wins.
+# The wheel is built in a temporary folder and moved, so that an interrupted build leaves no broken wheel.
+# --no-cache-dir: pip's cache ignores CMAKE_ARGS, and would return a wheel that was built with other arguments.
+# LLAMA_BUILD_COMMON: only llama.cpp's tools need its `common` library, but llama-cpp-python switches it on. A variable
+# that is set before takes precedence.
 $(WHEEL): | $(BIN)/python
 	@for tool in "$${CC:-cc}" "$${CXX:-c++}"; do
 	    if ! command -v "$$tool" >/dev/null; then
@@ -171,14 +172,14 @@ $(WHEEL): | $(BIN)/python
 	done; then
 	    mv "$$build/log" "$(LLAMAQ_WHEEL_CACHE)/failed.log"
 	    tail -n 40 "$(LLAMAQ_WHEEL_CACHE)/failed.log" | cut -c 1-200 >&2
-	    echo "==> the build failed; all it said: $(LLAMAQ_WHEEL_CACHE)/failed.log" >&2
+	    echo "==> the build failed; its whole log: $(LLAMAQ_WHEEL_CACHE)/failed.log" >&2
 	    exit 1
 	fi
 	mkdir -p "$(WHEEL_DIR)"
 	mv "$$build"/*.whl "$(WHEEL_DIR)"
 	echo "$$LLAMA_CMAKE_ARGS" > "$@"
 
-# The stamp carries the key: other CMAKE_ARGS bring another wheel in, and the way back brings the first one back.
+# The name of the stamp has the key of the wheel: with other CMAKE_ARGS, make installs the other wheel.
 $(VENV)/$(LLAMA_BUILD).stamp: $(WHEEL)
 	@echo "==> llama-cpp-python from $(WHEEL_DIR)"
 	rm -f $(VENV)/llama-cpp-python-*.stamp

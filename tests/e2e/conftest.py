@@ -78,7 +78,7 @@ class ServedQueue:
         yield ticks
         end = self._place_of_a_job()
         told = self.measurements()[begin + 1 : end]
-        ticks += [one for one in told if one["name"] == "tick"][:-1]  # the last one was for the job that marks the end
+        ticks += [one for one in told if one["name"] == "tick"][:-1]  # the last tick is of the job that marks the end
 
     def _place_of_a_job(self) -> int:
         """Run a job of one tick; return the index of its measurement. Earlier measurements precede it."""
@@ -204,7 +204,7 @@ def demo(start_worker: StartWorker) -> ServedQueue:
 
 @pytest.fixture(scope="session")
 def narrow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
-    """A worker of four slots that share 512 cells, on a random-weight model that never ends by itself."""
+    """A worker whose four slots share 512 cells, on a random-weight model that generates no end token."""
     spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=CHATML)
     model = write_model(tmp_path_factory.mktemp("models") / "narrow.gguf", spec, seed=1)
     return start_worker("narrow", model, n_ctx=512, heartbeat_s=0.2)

@@ -13,7 +13,7 @@ from redis import Redis
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.keys import JobId, Keys
-from llamaq.common.protocol.queue_state import SlotSnapshot
+from llamaq.common.protocol.snapshots import SlotSnapshot
 from llamaq.producer import AsyncClient, Client, JobNotFound, ResultTimeout
 from llamaq.producer.sync import Job
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 LONG_PROMPT = [7] * 6000
 """Some seconds of prefill on the slow worker."""
 LONG = 8000
-"""As many tokens take tens of seconds there."""
+"""This many tokens take tens of seconds on the slow worker."""
 
 
 @pytest.fixture(autouse=True)
 def no_job_left_behind(slow_client: Client, wait_for: Await) -> Iterator[None]:
-    """Every test finds an idle worker and leaves one: what was cancelled is out of slots, cells and queue."""
+    """Waits after each test until the worker is idle: cancelled jobs have left slots, cells and queue."""
     yield
     wait_for(lambda: is_idle(slow_client))
 
@@ -151,7 +151,7 @@ def test_a_job_whose_reader_goes_away_is_cancelled(slow_client: Client, wait_for
     chunks = job.stream()
     next(chunks)
     chunks.close()
-    # Asked for without listening, which would bring the reader back.
+    # `status` does not subscribe: subscribing would count as a reader.
     status = wait_for(lambda: (status := job.status()).state is JobState.FINISHED and status)
     assert status.finish_reason is FinishReason.CANCELLED
 

@@ -45,7 +45,7 @@ CHATS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as both sides take it."""
+    """A prompt, as both `Llama` and llamaq accept it."""
 
     arguments: dict[str, Any]
     """`prompt` or `messages`."""

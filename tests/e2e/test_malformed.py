@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 N_BAD_PARAMETERS, N_MUTATED, N_GARBAGE = 5000, 3000, 2000
 PER_EXAMPLE = 25
-"""Bad requests that hypothesis makes at once: its own work is what takes the time."""
+"""Bad requests for each example: drawing an example takes longer than submitting it."""
 GOOD_EVERY = 250
 KEYS = Keys()
 MAX_REQUEST_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ MAX_REQUEST_BYTES = 64 * 1024
 
 @pytest.fixture(scope="module")
 def sturdy(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
-    """A worker that this module alone mistreats; its small context bounds what a mutated `max_tokens` can cost."""
+    """A worker for this module alone. Its small context limits the cost of a mutated `max_tokens`."""
     model = write_model(tmp_path_factory.mktemp("models") / "sturdy.gguf", PLAIN, seed=3)
     return start_worker(
         "sturdy", model, n_ctx=256, max_request_bytes=MAX_REQUEST_BYTES, log_level="warning", lease_s=1.0
@@ -191,7 +191,7 @@ local entry = redis.call('XADD', KEYS[2], '*', 'id', ARGV[1])
 redis.call('HSET', KEYS[1], 'status', 'queued', 'priority', 'interactive', 'attempt', 0, 'entry', entry,
   'generated', 0, 'ttl_ms', 600000, 'submitted_ms', 1, 'queue_deadline_ms', 0, 'idempotency', '', unpack(ARGV, 2))
 """
-"""What `submit.lua` does, with any fields."""
+"""Do what `submit.lua` does, with any fields."""
 
 
 def plant(redis: Any, served: ServedQueue, **fields: Any) -> str:
@@ -253,7 +253,7 @@ def too_large(rng: random.Random) -> bytes:
 
 
 def mutated_requests(rng: random.Random, count: int) -> Iterator[bytes]:
-    """Bytes that no worker can take for a request: what a mutation left valid is not among them."""
+    """Bytes that are not a valid request. Mutations that are valid by chance are left out."""
     kinds = [wrong_values] * 10 + [damaged] * 20 + [wrong_shapes] * 10 + [too_large]
     while count:
         data = rng.choice(kinds)(rng)
@@ -392,7 +392,7 @@ def garbage(rng: random.Random, served: ServedQueue) -> dict[Any, Any]:
     """The fields of an entry that names no job of this queue."""
     token = secrets.token_hex(16)
     ids = [
-        f"{served.queue}.0.{token}",  # well formed, and nowhere
+        f"{served.queue}.0.{token}",  # well formed, and of no job
         f"another.0.{token}",
         f"{served.queue}.1.{token}",
         f"{served.queue}.0.{token[:-1]}",

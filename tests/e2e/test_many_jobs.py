@@ -1,4 +1,4 @@
-"""More jobs than slots, and more tokens than cells: order, fairness, and that no job meets another's memory."""
+"""More jobs than slots, and more tokens than cells: order and fairness, and no job reads the KV cells of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job can be told, from the public client to the sampler and back."""
+"""Every parameter of a job, from the public client to the sampler and back."""
 
 from __future__ import annotations
 

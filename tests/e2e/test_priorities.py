@@ -1,4 +1,4 @@
-"""A worker full of bulk jobs runs an interactive job at once, and the bulk jobs lose nothing by it."""
+"""A worker full of bulk jobs runs an interactive job at once, and the bulk jobs lose no token."""
 
 from __future__ import annotations
 

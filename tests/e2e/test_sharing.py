@@ -1,4 +1,4 @@
-"""Prefixes between jobs of a real worker: computed once, kept across a restart, and never told to another tenant."""
+"""Prefixes between jobs of a real worker: computed once, kept over a restart, and never shared with another tenant."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from redis import Redis
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_state import TickStats, Worker
+from llamaq.common.protocol.snapshots import TickStats, Worker
 from llamaq.producer import Client, NoWorker
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A Redis Cluster: the partitions of a queue lie on several masters, and one of those may die."""
+"""A Redis Cluster: the partitions of a queue are on several masters, and a master may die."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ async def test_no_more_is_claimed_than_asked_for_and_every_partition_has_its_tur
     async with AsyncClient(nodes.url, queue, partitions=PARTITIONS) as client:
         await asyncio.gather(*(client.submit(PROMPT, priority="bulk" if n % 4 else "interactive") for n in range(60)))
         n_left = {False: 45, True: 15}
-        while n_left[True]:  # the interactive ones come first, wherever they lie
+        while n_left[True]:  # interactive jobs come first, from every partition
             entries = await streams.read(5)
             n_read = sum(len(some) for _, some in entries)
             n_interactive = sum(len(some) for stream, some in entries if stream.endswith("interactive"))

@@ -27,7 +27,7 @@ BALLAST_BYTES = 20_000_000
 
 @pytest.fixture
 def redis(environment: Environment) -> Iterator[Redis]:
-    """A Redis for this test alone, whose memory it may bound."""
+    """A Redis for one test, which limits its memory."""
     with EmbeddedRedis() as server:
         environment.redis_url = server.url
         with Redis.from_url(server.url) as redis:
@@ -36,7 +36,7 @@ def redis(environment: Environment) -> Iterator[Redis]:
 
 
 def fill(redis: Redis) -> None:
-    """Without room for anything, also when buffers of clients become smaller."""
+    """Fill Redis, so that no write fits, also after client buffers have shrunk."""
     redis.setrange("ballast", BALLAST_BYTES, b"x")
     redis.config_set("maxmemory", redis.info("memory")["used_memory"] - BALLAST_BYTES // 2)
 
@@ -50,7 +50,7 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
         quiet = client.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=False)
         reader.await_tokens(10)
-        other = environment.start_worker(*options)  # it would take what the first one loses
+        other = environment.start_worker(*options)  # claims every job that the first worker loses
         other.signal(signal.SIGSTOP)
         waiting = [client.submit(PROMPT, max_tokens=5, ignore_eos=True) for _ in range(12)]
         fill(redis)
@@ -60,7 +60,7 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         with pytest.raises(RedisFull):
             client.submit(PROMPT)
         n_stalled = reader.n_tokens
-        time.sleep(3 * LEASE_S)  # leases that are not renewed run out
+        time.sleep(3 * LEASE_S)  # longer than the lease, which must be renewed
         assert reader.n_tokens == n_stalled
         # Though every start fails, no more are claimed than there are slots; two jobs may have left theirs meanwhile.
         assert client.queue_depth().running <= 2 + 2 + 2

@@ -84,7 +84,7 @@ def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(environment: Envi
         print(f"hang to the next attempt: {took_s:.2f} s")  # noqa: T201  # a figure for `pytest -s`
         assert HANG_S < took_s < HANG_S + LEASE_S + SLACK_S
         first.await_output("job.lost")
-        while [worker.card.worker for worker in client.workers()] != [second.worker_id]:  # it beats no more
+        while [worker.card.worker for worker in client.workers()] != [second.worker_id]:  # no more liveness beats
             time.sleep(0.02)
         reader.await_tokens(reader.n_tokens + 10)
         reader.job.cancel()
@@ -98,7 +98,7 @@ def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(environment: Enviro
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
         reader.await_tokens(5)
-        environment.start_worker()  # it would take the job
+        environment.start_worker()  # claims the job if its lease expires
         order(environment, "0.8", "2.5", "0.0")  # longer than hang_s and the lease, and less than four of the slowest
         while (environment.folder / "orders").exists():
             time.sleep(0.02)

@@ -31,7 +31,7 @@ Engine.run = run_or_die
 class Poisoned(DecodeMaximal):
     pass
 """
-"""A strategy whose import makes the engine die of certain jobs, as llama.cpp would of one that aborts it."""
+"""Importing this strategy makes the engine die of certain jobs, as when llama.cpp aborts."""
 N_JOBS = 20
 
 
@@ -62,6 +62,6 @@ def test_one_poison_job_among_20_is_given_up_alone_and_the_others_finish(environ
         assert worker.output.count("child.died") == 3
 
         assert tuple(attempts_of(environment, poison)) == letter.workers
-        # Others may have run in the last worker before it, apart as well, but none beside it.
+        # Other jobs may have run in the last worker before this job, but none in the same batch.
         last = [job for job in jobs if letter.workers[-1] == attempts_of(environment, job)[-1]]
         assert all(job is poison or job.result(timeout=60).stats.worker == letter.workers[-1] for job in last)

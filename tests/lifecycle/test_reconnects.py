@@ -29,7 +29,7 @@ N_CUTS = 25
 
 @pytest.fixture
 def proxy(environment: Environment) -> Iterator[Proxy]:
-    """Between this environment's commands and clients, and Redis."""
+    """A proxy between Redis and the commands and clients of this environment."""
     with Proxy(environment.redis_url) as opened:
         environment.redis_url = opened.url
         yield opened
@@ -72,7 +72,7 @@ def test_connections_that_fall_silent_are_noticed_and_made_again(
         for reader in readers:
             reader.job.cancel()
             reader.finish()
-            # Noticed before the lease was over: the job stayed with its worker.
+            # The silence was noticed before the lease expired: the job stayed with its worker.
             assert sum(isinstance(event, Started) for event in environment.events_of(reader.job)) == 1
 
 

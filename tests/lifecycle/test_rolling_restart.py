@@ -22,11 +22,11 @@ MAX_TOKENS = 1900
 N_JOBS = 3
 STALL_S = 2.0
 SLACK = 3.0
-"""A test machine may be this much slower than the promise is for."""
+"""Factor by which a test machine may be slower than the promised figure."""
 
 
 class Stalls(threading.Thread):
-    """The longest time for which each of some readers got nothing, while the block lasts and they read."""
+    """Measures, inside the block, the longest time without a token of each reader."""
 
     def __init__(self, readers: list[Reader]) -> None:
         super().__init__(daemon=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PROMPTS = ("Once upon a time", "Once upon a time there was a girl named Mia.", "One day a little fox")
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
 N_PLANNED = 600
-"""Tokens of a job that lasts longer than a failover and the time in which it is noticed."""
+"""Tokens of a job that lasts longer than a failover and its detection."""
 LEASE_S = "6"
 """Longer than a failover: no worker loses its jobs to it."""
 
@@ -85,7 +85,7 @@ def test_streams_go_on_when_another_was_made_master(environment: Environment, wa
 
 
 class Switched:
-    """A master, and a replica that lags behind at will; an address leads to the one that is to be the master."""
+    """A master, a replica that lags on demand, and a proxy that leads to the current master."""
 
     def __init__(self, folder: Path) -> None:
         one, other = free_ports(2)
@@ -109,11 +109,11 @@ class Switched:
         self.replica.kill()
 
     def lag(self) -> None:
-        """From now on the replica hears of nothing that is written."""
+        """From now on the replica receives no writes."""
         self.replication.silence()
 
     def fail_over(self) -> None:
-        """The replica is the master now, without what it has not heard of."""
+        """Make the replica the master. Writes that it has not received are lost."""
         self.master.kill()
         with self.replica.client() as client:
             client.replicaof("NO", "ONE")
@@ -148,7 +148,7 @@ def test_what_a_failover_lost_is_written_again_and_no_reader_sees_it_twice(
         for reader in readers:
             assert len(reader.finish().tokens) == LONG["max_tokens"]
             assert attempts_of(environment, reader.job) == 1
-        with pytest.raises(JobNotFound):  # the known price of a replication that does not wait
+        with pytest.raises(JobNotFound):  # asynchronous replication may lose the last writes
             lost.status()
 
 
@@ -158,7 +158,7 @@ def test_a_start_that_a_failover_lost_is_made_again(environment: Environment, sw
         first = client.submit(PROMPTS[0], **LONG)
         await_that(lambda: first.status().state is JobState.RUNNING, "the first job running")
         reader = read(client.submit(PROMPTS[1], **LONG))
-        time.sleep(0.3)  # so that the replica has heard of it
+        time.sleep(0.3)  # the replica has received it
         switched.lag()
         first.cancel()
         reader.await_tokens(30)

@@ -1,4 +1,4 @@
-"""What a worker does when it is told to end: SIGTERM or SIGINT asks, a second one forces."""
+"""A worker drains after the first SIGTERM or SIGINT. The second signal stops it at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PROMPT = "Once upon a time"
 SOON_S = 3.0
-"""Far less than the drain, far more than an end at once needs."""
+"""Far less than the drain takes, and far more than an immediate stop takes."""
 
 
 def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest(

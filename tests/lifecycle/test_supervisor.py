@@ -1,4 +1,4 @@
-"""One worker process for each device: started again when it dies, never left behind."""
+"""One worker process for each device. It is restarted when it dies, and never outlives its supervisor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from llamaq.worker.process.supervisor import Supervisor
 configure_logging("info")
 sys.exit(Supervisor([load_settings() for _ in range(int(sys.argv[1]))]).run())
 """
-"""A supervisor of several workers on the CPU; `--devices` wants as many GPUs."""
+"""A supervisor of several workers on the CPU. `--devices` needs one GPU for each worker."""
 
 
 def supervise(environment: Environment, n_children: int, **variables: str) -> Command:

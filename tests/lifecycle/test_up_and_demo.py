@@ -1,4 +1,4 @@
-"""`llamaq up` and `llamaq demo`: everything in one command, and nothing left of it afterwards."""
+"""`llamaq up` and `llamaq demo` start everything in one command, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(environment:
 
 
 class Terminal:
-    """A pseudo-terminal with a command in it, and all that the command draws."""
+    """A command in a pseudo-terminal, and everything that it draws."""
 
     def __init__(self, environment: Environment, arguments: list[str], columns: int, lines: int) -> None:
         self._ours, theirs = pty.openpty()

@@ -1,4 +1,4 @@
-"""What people run llamaq from: Makefile, CI, container image and compose file, checked without Docker."""
+"""The ways to run llamaq: Makefile, CI, container image and compose file, checked without Docker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def arguments(dockerfile: list[list[str]], instruction: str) -> list[str]:
 
 
 def make(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs make in the checkout as if by hand: a make around this test run hands nothing down."""
+    """Run make in the checkout, without the variables of a make that runs these tests."""
     inherited = {"CMAKE_ARGS", "LLAMAQ_WHEEL_CACHE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON"}
     return subprocess.run(
         ["make", "--no-print-directory", *args],

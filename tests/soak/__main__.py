@@ -1,4 +1,4 @@
-"""`make soak`: everything that may go wrong, again and again, by a seed, and a report of what came of it."""
+"""`make soak`: runs scenarios of failures, drawn from a seed, and writes a report."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tests.soak.scenarios.takeover import stopped, takeover
 
 EXIT_STOPPED = 130
 LINE_EVERY_S = 5.0
-"""How often progress is told where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario, its size at scale 1, and about how many seconds that takes on two cores."""
+    """A scenario, its size at scale 1, and its approximate seconds on two cores at that scale."""
 
     run: Callable[..., Awaitable[Outcome]]
     sizes: dict[str, int]
     about_s: float
 
     def at(self, scale: float) -> dict[str, int]:
-        """The sizes of a smaller or larger soak, at least 1."""
+        """Return the sizes at another scale, each at least 1."""
         return {name: max(1, round(size * scale)) for name, size in self.sizes.items()}
 
 
@@ -58,7 +58,7 @@ SCENARIOS = {
 
 @contextmanager
 def progress_line(console: Console, name: str) -> Iterator[ProgressReport]:
-    """Shows how far a scenario is: a bar on a terminal, else a line now and then."""
+    """Shows the progress of a scenario: as a bar on a terminal, else as a line from time to time."""
     if console.is_terminal:
         columns = (TextColumn(f"{name:12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -120,7 +120,7 @@ def parse() -> argparse.Namespace:
 
 
 def sizes_of(names: list[str], scale: float, changes: list[str]) -> dict[str, dict[str, int]]:
-    """The chosen scenarios with their sizes; raises `KeyError` and `ValueError` for a change that names none."""
+    """Return the chosen scenarios with their sizes. Raises `KeyError` or `ValueError` for a wrong `--set`."""
     sizes = {name: scenario.at(scale) for name, scenario in SCENARIOS.items() if name in (names or SCENARIOS)}
     for change in changes:
         place, number = change.split("=")

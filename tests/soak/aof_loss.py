@@ -59,13 +59,13 @@ int fdatasync(int fd) {
 
 
 class Acknowledged:
-    """Jobs whose submit was answered, and when."""
+    """Acknowledged jobs, and the time of each acknowledgement."""
 
     def __init__(self) -> None:
         self.at_s: dict[str, float] = {}
 
     async def submit_until_gone(self, client: AsyncClient) -> None:
-        """Submit one job after the other until Redis is away."""
+        """Submit one job after the other until Redis does not answer."""
         with suppress(RedisError, OSError):
             while True:
                 job = await client.submit("x" * 200, max_tokens=1)
@@ -73,7 +73,7 @@ class Acknowledged:
 
 
 async def missing(url: str, acknowledged: Acknowledged) -> list[str]:
-    """Those of the acknowledged jobs that Redis does not know."""
+    """Return the acknowledged jobs that Redis has lost."""
     async with AsyncClient(url, "aof") as client, client.redis.pipeline(transaction=False) as pipe:
         for job_id in acknowledged.at_s:
             pipe.exists(Keys().of_job(job_id).job)

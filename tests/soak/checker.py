@@ -26,29 +26,29 @@ class Accepted:
     """A job whose submit was acknowledged."""
 
     n_tokens: int | None = None
-    """How many tokens it must give; None where the model decides."""
+    """Tokens that it must generate; None where the model decides."""
     text: str | None = None
-    """The text it must give; None where the model decides."""
+    """Text that it must generate; None where the model decides."""
     ending: str | None = None
-    """What it must end with: a finish reason, or `failed CODE`; None for any finish reason."""
+    """Required end: a finish reason, or `failed CODE`; None for any finish reason."""
     may_be_short: bool = False
     """The job may be cancelled, so `n_tokens` is an upper bound."""
     streams: bool = True
-    """False: its tokens need not be in its events, and its result is what readers are compared with."""
+    """False: its events need not have its tokens, and readers are compared with its result."""
 
 
 @dataclass
 class Reading:
-    """What one reader saw of one job, in order."""
+    """The events that one reader received of one job, in order."""
 
     events: list[Event] = field(default_factory=list)
     is_whole: bool = True
-    """False for a reader that left early, or looks at messages that may be lost: it need not see all."""
+    """False for a reader that may miss events: it left early, or reads messages that may be lost."""
 
 
 @dataclass
 class Verdict:
-    """What was wrong, each as one line; all empty when nothing was."""
+    """The violations by kind, one line each. All lists are empty when nothing was wrong."""
 
     lost: list[str] = field(default_factory=list)
     """Accepted jobs without an end, and ends that a reader never saw."""
@@ -57,13 +57,13 @@ class Verdict:
     gaps: list[str] = field(default_factory=list)
     """A token or a character is missing, in the middle or at the end."""
     repeats: list[str] = field(default_factory=list)
-    """A token or a character came twice."""
+    """A token or a character was received twice."""
     changed: list[str] = field(default_factory=list)
     """Two readers saw different tokens or texts at the same place."""
     wrong_ends: list[str] = field(default_factory=list)
-    """The job ended otherwise than it had to."""
+    """The job had another end than required."""
     others: list[str] = field(default_factory=list)
-    """What a scenario itself found wrong: a target missed, an entry left in the queue."""
+    """Faults that a scenario found: a missed target, an entry left in the queue."""
     n_jobs: int = 0
     n_readings: int = 0
     n_events: int = 0
@@ -90,24 +90,24 @@ class Verdict:
 
 
 class Checker:
-    """Collects what was seen; `judge` compares."""
+    """Collects the events that readers received; `judge` compares them."""
 
     def __init__(self) -> None:
         self.accepted: dict[str, Accepted] = {}
         self._readings: dict[tuple[str, str], Reading] = defaultdict(Reading)
         self.complaints: list[str] = []
-        """What a scenario found wrong by itself."""
+        """Faults that a scenario reported."""
 
     def accept(self, job_id: str, **demands: int | str | bool | None) -> None:
-        """A submit was acknowledged; `demands` are the fields of `Accepted`."""
+        """Record an acknowledged submit; `demands` are fields of `Accepted`."""
         self.accepted[job_id] = Accepted(**demands)  # type: ignore[arg-type]
 
     def saw(self, reader: str, job_id: str, event: Event) -> None:
-        """A reader saw an event."""
+        """Record an event that a reader received."""
         self._readings[reader, job_id].events.append(event)
 
     def began(self, reader: str, job_id: str, *, is_whole: bool = True) -> None:
-        """A reader reads; said even if it never sees anything."""
+        """Record that a reader has started. Without this, a reader of no events would not be checked."""
         self._readings[reader, job_id].is_whole = is_whole
 
     def saw_result(self, job_id: str, result: Result) -> None:
@@ -117,25 +117,25 @@ class Checker:
         reading.events.append(Finished(finish_reason=result.finish_reason, stats=result.stats))
 
     def complain(self, text: str) -> None:
-        """Something is wrong that is no matter of streams."""
+        """Record a fault that is not in a stream."""
         self.complaints.append(text)
 
     def n_readers(self, job_id: str) -> int:
-        """How many readers the job had, the store and the result aside."""
+        """Return the number of readers of a job, without the store and the result."""
         return sum(job == job_id and reader not in (STORED, RESULT) for reader, job in self._readings)
 
     def ends_of(self, job_id: str) -> list[Finished | Failed]:
-        """The terminal events that are stored of a job."""
+        """Return the stored terminal events of a job."""
         events = self.events_of(job_id)
         return [event for event in events if isinstance(event, Finished | Failed)]
 
     def events_of(self, job_id: str) -> list[Event]:
-        """What is stored of a job."""
+        """Return the stored events of a job."""
         reading = self._readings.get((STORED, job_id))
         return reading.events if reading else []
 
     def judge(self) -> Verdict:
-        """What was wrong with all that was seen of accepted jobs."""
+        """Compare all readers of all accepted jobs; return the violations."""
         verdict = Verdict(others=list(self.complaints), n_jobs=len(self.accepted), n_readings=len(self._readings))
         truths = {job_id: _truth(self._truthful(job_id, of.streams)) for job_id, of in self.accepted.items()}
         for (reader, job_id), reading in self._readings.items():
@@ -173,7 +173,7 @@ def _ending(event: Finished | Failed) -> str:
 
 
 def _truth(events: list[Event]) -> tuple[list[int], str]:
-    """All tokens and the whole text by these events, as far as they can be put together."""
+    """Return the tokens and the text of these events, as far as they fit together."""
     tokens: list[int] = []
     text = ""
     for event in events:

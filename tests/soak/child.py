@@ -1,8 +1,8 @@
-"""An ordinary worker process that kills itself at a point drawn for it: `python child.py ARMS`, settings on its input.
+"""An ordinary worker process that kills itself at a given point: `python child.py ARMS`, with its settings on stdin.
 
-Everything is the product's, from its entry point on. What is put around some of its methods counts, from SIGUSR1 on,
-how often they are passed, and at the last count sends this process SIGKILL, so that not one more instruction runs. Its
-last line on stderr names that point. At the same points a worker can slow down its ticks, or record the cost of a
+It runs the product's own code from its entry point on. Wrappers around some methods count their passes from SIGUSR1 on.
+At the last count a wrapper sends SIGKILL to this process, so no further instruction runs. The last line on stderr names
+that point. At the same points a worker can slow down its ticks, or record the cost of a
 cancelled job.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from llamaq.common.protocol.scripts import Attempt, Increment, Scripts
+from llamaq.common.protocol.script_calls import Attempt, Increment, Scripts
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk
 from llamaq.worker.engine.engine import Engine
@@ -26,12 +26,12 @@ from llamaq.worker.process import child_main
 from llamaq.worker.scheduling.scheduler import Scheduler
 
 MARK = "soak"
-"""The field of a job's metadata that a poisoned job carries."""
+"""A job with this metadata field is poisoned."""
 POISON = "poison"
 
 
 class Arms:
-    """What this worker was given to go wrong with."""
+    """The failures that this worker simulates."""
 
     def __init__(self, *, point: str = "", passes: int = 1, tick_s: float = 0.0, record: str = "") -> None:
         """Die at the `passes`th pass of `point` after SIGUSR1; ticks take at least `tick_s`; write to file `record`."""
@@ -42,14 +42,14 @@ class Arms:
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if record else None
 
     def reach(self, *points: str) -> None:
-        """Execution is at these points."""
+        """Count a pass of these points; die at the last one."""
         if self.is_live and self.point in points:
             self._passes -= 1
             if self._passes <= 0:
                 self.die(self.point)
 
     def go_live(self, *_: object) -> None:
-        """From now on passes count."""
+        """Count passes from now on."""
         self.is_live = True
 
     def die(self, why: str) -> None:
@@ -76,7 +76,7 @@ def after_async(owner: type, name: str, callback: Callable[..., object]) -> None
 
 
 def arm_io(arms: Arms) -> None:
-    """Points on the I/O thread: Redis has done its part, and the worker does not know yet."""
+    """Add the points of the I/O thread: Redis has executed a command, and the worker has no answer yet."""
 
     def claimed(claims: Sequence[object], *_: object) -> None:
         if claims:
@@ -114,12 +114,12 @@ def arm_io(arms: Arms) -> None:
 
 
 def kinds_of(batch: Batch) -> set[str]:
-    """What the batch has: `prefill` for a chunk that is not its prompt's last, `decode` for the others."""
+    """Return the phases in a batch: `prefill` for a chunk that is not the last of its prompt, else `decode`."""
     return {"prefill" if isinstance(part, PrefillChunk) and not part.is_last else "decode" for part in batch.parts}
 
 
 def arm_engine(arms: Arms) -> None:
-    """Points before and after a batch is computed, on the engine thread."""
+    """Add the points of the engine thread, before and after a batch is computed."""
     original = Engine.run
 
     @wraps(original)
@@ -139,7 +139,7 @@ def arm_engine(arms: Arms) -> None:
 
 
 def record_cancels(arms: Arms) -> None:
-    """Write down when a cancel arrived at the engine, when the scheduler took it, and what the slots were then."""
+    """Record when each cancel arrives at the engine and when the scheduler applies it, with the slots' states then."""
     arrive, take = TickLoop.cancel, Scheduler.cancel
 
     @wraps(arrive)
@@ -161,7 +161,7 @@ def record_cancels(arms: Arms) -> None:
 
 
 def main() -> int:
-    """Run the worker with its arms; returns its exit code, if it gets that far."""
+    """Run the worker with its arms; return its exit code, unless it is killed before."""
     arms = Arms(**json.loads(sys.argv[1]))
     signal.signal(signal.SIGUSR1, arms.go_live)
     arm_io(arms)

@@ -84,7 +84,7 @@ async def run_jobs(
 
 
 async def beside(background: Coroutine[Any, Any, object], work: Coroutine[Any, Any, object]) -> None:
-    """Run `work` to its end while `background` runs; raises what either raises."""
+    """Run `work` until it ends, while `background` runs. Raises the error of either."""
     tasks = [asyncio.create_task(background), asyncio.create_task(work)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What a soak found: figures and violations of each scenario, as text and as JSON."""
+"""The result of a soak: figures and violations of each scenario, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("llama-cpp-python", "llamaq", "redis")
 
 ProgressReport = Callable[[int, int, str], None]
-"""Takes how far a scenario is, of how much, and a word about it."""
+"""Called with the done and the total number of steps of a scenario, and a description."""
 
 
 @dataclass
 class Outcome:
-    """What one scenario measured and what the checker said."""
+    """The measurements of a scenario and the verdict of the checker."""
 
     name: str
     verdict: Verdict

@@ -20,15 +20,15 @@ from llamaq.common.protocol.job_events import Started
 from llamaq.producer import AsyncClient
 
 MAX_TOKENS = 1000
-"""About ten seconds with the tick below; each job that ends is followed by another."""
+"""A job takes about ten seconds with the tick below. Each finished job is followed by another."""
 TICK_S = 0.01
 N_SLOTS = 8
-"""Of each worker, of which half are used: the others are room for the jobs of another worker."""
+"""Slots of each worker. Half of them stay free for the jobs of another worker."""
 
 
 @dataclass(eq=False)
 class Runners:
-    """Some jobs at any time, each read by one reader."""
+    """A constant number of jobs, each with one reader."""
 
     environment: Environment
     client: AsyncClient
@@ -38,7 +38,7 @@ class Runners:
     is_over: bool = False
 
     async def keep_running(self) -> None:
-        """Until `end`, and until the last one has ended."""
+        """Run until `end` is called and the last job has ended."""
         await run_jobs(self._one_job, width=self.width, wants_more=lambda *_: not self.is_over)
 
     async def _one_job(self) -> None:
@@ -54,7 +54,7 @@ class Runners:
             await self.client.cancel(job_id)
 
     async def held_by(self, worker: WorkerProcess) -> dict[str, int]:
-        """The running jobs of a worker, and which attempt of each it makes."""
+        """Return the attempt number of each running job of a worker."""
         worker_id = await worker.ready()
         hashes = await self._hashes(list(self.checker.accepted))
         return {
@@ -64,7 +64,7 @@ class Runners:
         }
 
     async def busiest(self) -> WorkerProcess:
-        """A living worker that holds most jobs, once there is one that holds any."""
+        """Wait until a living worker runs a job; return the worker that runs most."""
         while True:
             held = {worker: len(await self.held_by(worker)) for worker in self.environment.living}
             most = max(held.values(), default=0)
@@ -73,7 +73,7 @@ class Runners:
             await asyncio.sleep(POLL_S)
 
     async def await_next(self, held: dict[str, int], timeout_s: float) -> set[str]:
-        """Wait until these attempts have successors; returns the jobs that have none within the time."""
+        """Wait until each attempt has a successor; return the jobs without one after the time limit."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             hashes = await self._hashes(list(held))
@@ -92,7 +92,7 @@ class Runners:
         return {job_id: (text[0], int(text[1]), text[2]) for job_id, text in zip(job_ids, texts, strict=True)}
 
     async def started_s(self, job_id: str, after_attempt: int) -> float | None:
-        """When the first attempt after this one was begun, by Redis' clock in seconds."""
+        """Return when the next attempt started, in seconds of the clock of Redis."""
         entries: Any = await self.client.redis.xrange(self.client.keys.of_job(job_id).events)
         for entry_id, fields in entries:
             if b"started" in fields[b"e"]:  # decoding the tokens of all jobs would take long

@@ -13,7 +13,7 @@ from tests.soak.chaos import OUTSIDE, KillPlan
 from tests.soak.environment import POLL_S, Environment, WorkerProcess
 
 OVERDUE_S = 20.0
-"""A worker that has not come to its point by then is killed from outside."""
+"""Seconds after which a worker that has not reached its point is killed from outside."""
 SOON_S = (0.0, 0.5)
 """When a worker that is to be killed from outside dies, after its turn has come."""
 MAX_ACCIDENTS = 3
@@ -30,7 +30,7 @@ class Post:
 
 @dataclass(eq=False)
 class WorkerPool:
-    """Keeps `size` workers alive, and kills them by the plan, as far as `pace` has come: from 0 to 1."""
+    """Keeps `size` workers alive, and kills them by the plan. `pace` is the progress of the load, from 0 to 1."""
 
     environment: Environment
     plan: KillPlan
@@ -72,7 +72,7 @@ class WorkerPool:
             worker.kill()
 
     def _is_time_for_another(self) -> bool:
-        """Whether a worker more is to die by now, those aside that are dead or about to be."""
+        """Whether one more worker must die at the current pace."""
         n_doomed = self.plan.n_done + sum(post.due_s is not None for post in self.posts)
         return n_doomed <= self.plan.n_kills * self.pace()
 

@@ -1,4 +1,4 @@
-"""Jobs are cancelled in every state: their slots are free within one tick, and what never started computes nothing."""
+"""Jobs are cancelled in every state: their slots are free within one tick, and jobs without a slot are not computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob
 
 QUEUED, WAITING, PREFILL, DECODE = STATES = ("queued", "waiting", "prefill", "decode")
-"""In Redis; claimed, without a slot; and the two states of a slot."""
+"""In the queue; claimed without a slot; and the two states of a busy slot."""
 GONE = "gone"
 TICK_S = 0.01
 SETTINGS: dict[str, Any] = {"n_parallel": 3, "inbox_window": 2, "chunk_size": 16, "n_ctx": 4096}
@@ -34,18 +34,18 @@ PREFILL_S = 0.4
 
 @dataclass(eq=False)
 class Record:
-    """What the worker wrote down."""
+    """The record of the worker."""
 
     lines: list[dict[str, Any]]
     computed: Counter[str] = field(default_factory=Counter)
-    """Ticks that each job was part of."""
+    """Ticks of each job, by job id."""
     ticks_to_free: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """By state, how many ticks began between a cancel's arrival at the engine and the release of the slot."""
+    """Ticks between the arrival of a cancel at the engine and the release of the slot, by state."""
     not_freed: list[str] = field(default_factory=list)
     computed_after: list[str] = field(default_factory=list)
     """Jobs that were computed after they had been released."""
     states: dict[str, str] = field(default_factory=dict)
-    """Of each cancelled job, its state when the scheduler took the cancel."""
+    """State of each cancelled job when the scheduler applied the cancel."""
 
     def __post_init__(self) -> None:
         arrived: dict[str, int] = {}
@@ -77,7 +77,7 @@ class Canceller:
     never_claimed: set[str] = field(default_factory=set)
     """Jobs that the client's cancel ended in the queue."""
     ended_s: list[float] = field(default_factory=list)
-    """From each cancel to the end of the stream."""
+    """Seconds from each cancel to the end of the stream."""
 
     def wants_more(self, n_begun: int, n_open: int) -> bool:
         return n_begun < self.n_each * len(STATES)

@@ -21,14 +21,14 @@ SETTINGS: dict[str, Any] = {
     "n_parallel": 4,
     "n_ctx": 4096,
     "chunk_size": 32,
-    "max_crashes": 1000,  # workers die here more often than jobs could be to blame for
+    "max_crashes": 1000,  # workers die here, and jobs are not to blame
 }
 WIDTH, FEWEST = 40, 12
-"""Jobs that are open at a time: at most, and at least while there are workers to kill."""
+"""At most and at least this many jobs are open while kills are left."""
 DISTANCE_WORDS = 90
 ANSWER_TOKENS = 16
 TICK_S = 0.01
-"""The least that a tick of the demo model takes, so that an answer lasts long enough to be hit."""
+"""Minimum time of a tick of the demo model, so that a kill can hit an answer."""
 
 
 async def kills(
@@ -73,7 +73,7 @@ def shape_of(probe: Probe) -> JobShape:
 
 
 async def _undisturbed(environment: Environment, probes: list[Probe]) -> dict[str, str]:
-    """The answer to each prompt, by a worker that is left alone."""
+    """Return the answer to each prompt by an undisturbed worker."""
     (worker,) = await environment.start_ready()
     async with environment.client() as client:
         results = [await client.generate(**{"timeout": 60, **shape_of(probe).options}) for probe in probes]
@@ -92,7 +92,7 @@ async def _under_kills(
     *,
     tick_s: float = 0.0,
 ) -> None:
-    """At least `n_jobs` jobs while the plan's kills happen; ends when all jobs have."""
+    """Run at least `n_jobs` jobs during all planned kills, until every job has ended."""
     n_ended, n_kills = 0, max(1, plan.n_kills)
 
     def wants_more(n_begun: int, n_open: int) -> bool:
@@ -115,7 +115,7 @@ async def _under_kills(
 
 
 def figures_of(plan: KillPlan, checker: Checker, started_s: float) -> dict[str, Any]:
-    """How many kills there were, where, and what they cost."""
+    """Return the number of kills by point, and their costs."""
     attempts = [sum(event.type == "started" for event in checker.events_of(job_id)) for job_id in checker.accepted]
     return {
         "kills": plan.done.total(),

@@ -29,9 +29,9 @@ TICK_S = 0.005
 MAX_TOKENS = 64
 SUBMIT_AGAIN_S = 0.05
 UP_S, DOWN_S = (0.5, 1.5), (0.0, 0.6)
-"""How long Redis is up and down between two restarts."""
+"""Ranges of the seconds that Redis is up and down around a restart."""
 CALM_S = (0.05, 0.3)
-"""Between two cuts."""
+"""Seconds between two cuts."""
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ async def loaded(environment: Environment, checker: Checker, rng: random.Random,
 
 
 async def restarts(seed: int, report: ProgressReport, *, n_restarts: int = 20) -> Outcome:
-    """Redis is killed and started again under load; it writes to disk what it acknowledges."""
+    """Redis is killed and restarted under load. It writes to disk before it acknowledges."""
     checker, rng, started_s = Checker(), dice(seed, "restarts"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
         server = Server(Path(folder), free_ports(1)[0], DURABLE)

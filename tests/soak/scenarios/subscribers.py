@@ -22,7 +22,7 @@ TICK_S = 0.03
 LATE_S = 2.0
 """Some subscribers join this many seconds after the last token."""
 SHARE_AGAIN = 0.2
-"""Of the subscribers that leave in the middle and come again."""
+"""Share of the subscribers that leave before the end and return."""
 KILL_EVERY_S = (0.2, 0.8)
 
 
@@ -72,7 +72,7 @@ async def _subscribe(job: AsyncJob, checker: Checker, rng: random.Random, number
 
 
 async def _read_some(job: AsyncJob, checker: Checker, reader: str, n_chunks: int) -> None:
-    """Read the beginning and go."""
+    """Read the first chunks, then leave."""
     checker.began(reader, job.id, is_whole=False)
     n_chars = 0
     async with aclosing(job.stream()) as chunks:
@@ -85,7 +85,7 @@ async def _read_some(job: AsyncJob, checker: Checker, reader: str, n_chunks: int
 
 
 async def _kill_connections(client: AsyncClient, rng: random.Random, cut: list[int]) -> None:
-    """Now and then some of the pub/sub connections are gone."""
+    """Cut some pub/sub connections from time to time."""
     while True:
         await asyncio.sleep(rng.uniform(*KILL_EVERY_S))
         connections = await client.redis.client_list(_type="pubsub")

@@ -1,4 +1,4 @@
-"""How long a stream stands still when its worker dies, and what a worker writes that comes back from the dead."""
+"""How long a stream pauses when its worker dies, and that late writes of a stopped worker are refused."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.soak.runners import TICK_S, Runners, long_jobs
 N_WORKERS = 3
 JOBS_A_WORKER = 4
 TARGET_S = 2.0
-"""Beyond the lease, that is how late the next attempt may start."""
+"""The next attempt may start this many seconds after the lease has expired."""
 PATIENCE_S = 20.0
 LOST = re.compile(r"job\.lost id=(\S+) attempt=(\d+)")
 
 
 async def takeover(seed: int, report: ProgressReport, *, n_kills: int = 30, lease_s: float = 3.0) -> Outcome:
-    """From the kill of a worker to the start of the next attempt, of every job that it was running."""
+    """Measure the time from the kill of a worker to the next attempt of each of its jobs."""
     checker, rng, started_s = Checker(), dice(seed, "takeover"), time.monotonic()
     waits_s: list[float] = []
     async with (
@@ -90,7 +90,7 @@ async def _stop_and_go_on(runners: Runners, worker: WorkerProcess, lease_s: floa
 
 
 async def _refusals(runners: Runners, worker: WorkerProcess, held: dict[str, int]) -> int:
-    """How many of these attempts the worker has been told, by a refused write, not to be its own any more."""
+    """Count the attempts whose late write was refused."""
 
     def progress_line() -> set[tuple[str, int]]:
         return {(job_id, int(attempt)) for job_id, attempt in LOST.findall(worker.log)} & set(held.items())
