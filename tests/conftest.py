@@ -22,7 +22,7 @@ from llamaq.tools.random_gguf import CHATML, MEMORY_KINDS, PLAIN, write_model
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
-ASYNC_TEST_TIMEOUT_S = 60
+ASYNC_TEST_TIMEOUT_S = 120
 
 # A busy machine exceeds the times that Hypothesis allows. All else is its choice: in CI it draws the same examples each
 # time. `make test-quick` tries fewer of them.

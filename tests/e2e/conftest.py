@@ -29,7 +29,7 @@ from llamaq.worker.settings import WorkerSettings
 DEMO_MODEL = Path(__file__).parents[2] / "worker" / "llamaq" / "worker" / "model" / "llamaq-demo.gguf"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
-AWAIT_TIMEOUT_S = 20.0
+AWAIT_TIMEOUT_S = 60.0
 POLL_S = 0.02
 LOG_TAIL_CHARS = 4000
 

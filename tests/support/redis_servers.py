@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 from llamaq.worker.local.embedded_redis import find_server
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 SLOTS = 16384
 SERVICE = "llamaq-master"
 

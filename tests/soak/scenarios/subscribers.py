@@ -20,7 +20,7 @@ N_CLIENTS = 10
 """Each has one pub/sub connection for its share of the subscribers."""
 TICK_S = 0.03
 LATE_S = 2.0
-"""Some subscribers join this many seconds after the last token."""
+"""Some subscribers join up to this many seconds after the last token."""
 SHARE_AGAIN = 0.2
 """Share of the subscribers that leave before the end and return."""
 KILL_EVERY_S = (0.2, 0.8)
