@@ -42,14 +42,14 @@ def counts(found: list[tuple[str, list[Any]]]) -> dict[str, int]:
     return totals
 
 
-async def test_no_more_entries_are_read_than_requested_from_all_streams_together(redis_url: str, queue: str) -> None:
+async def test_one_read_of_all_streams_returns_at_most_the_requested_entries(redis_url: str, queue: str) -> None:
     async with opened(redis_url, queue, 3) as (redis, streams):
         for partition in range(3):
             await add(redis, queue, partition, INTERACTIVE, 4)
             await add(redis, queue, partition, BULK, 4)
         assert sum(counts(await streams.read(5)).values()) == 5
         assert sum(counts(await streams.read(2)).values()) == 2
-        # The remaining interactive jobs come first, in whichever partition they are.
+        # The remaining interactive jobs come first, in every partition.
         last = counts(await streams.read(6))
         assert sum(n for name, n in last.items() if name.endswith("interactive")) == 5
         assert sum(last.values()) == 6

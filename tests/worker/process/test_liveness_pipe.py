@@ -63,7 +63,7 @@ def pipe() -> Iterator[Pipe]:
     os.close(write_fd)
 
 
-def test_before_the_first_tick_a_child_may_load_its_model_for_any_time(pipe: Pipe) -> None:
+def test_a_child_may_load_its_model_for_any_length_of_time_before_its_first_tick(pipe: Pipe) -> None:
     assert pipe.is_alive_for(1000)
 
 
@@ -82,7 +82,7 @@ def test_the_last_line_sets_how_long_a_tick_may_take(pipe: Pipe) -> None:
     assert not pipe.is_alive_for(20)
 
 
-def test_an_incomplete_line_does_not_count(pipe: Pipe) -> None:
+def test_an_incomplete_line_does_not_count_as_a_line(pipe: Pipe) -> None:
     pipe.write("10\n")
     assert pipe.is_alive_for(5)
     pipe.write("99")

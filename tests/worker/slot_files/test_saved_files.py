@@ -1,4 +1,4 @@
-"""The files of saved files: written completely or not at all, verified by every read, and no name is a path."""
+"""The files of saved slots: written completely or not at all, verified by every read, and no name is a path."""
 
 from __future__ import annotations
 

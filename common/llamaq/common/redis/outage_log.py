@@ -16,7 +16,7 @@ class OutageLog:
     """
 
     def __init__(self, log: logging.Logger, component: str) -> None:
-        """Write to `log`. The events are named `<component>.redis_full`, `.redis_error` and `.redis_is_back`."""
+        """Write to `log`. The events are named `<component>.redis_full`, `.redis_error` and `.redis_recovered`."""
         self._log = log
         self._component = component
         self._outage: str | None = None
@@ -38,5 +38,5 @@ class OutageLog:
     def record_success(self) -> None:
         """Record that a command succeeded, which ends the outage."""
         if self._outage is not None:
-            self._log.info("%s.redis_is_back", self._component)
+            self._log.info("%s.redis_recovered", self._component)
         self._outage = None

@@ -117,7 +117,7 @@ def test_a_query_that_differs_inside_a_block_matches_the_first_part_of_the_block
     assert not store.match(b"", A)
 
 
-def test_blocks_that_cannot_be_cut_match_only_whole() -> None:
+def test_blocks_that_cannot_be_cut_match_only_as_a_whole() -> None:
     store = BlockStore(4, ROOMY, can_cut=False)
     insert_all(store, range(10))
     assert n_matched(store, [0, 1, 2, 3, 4, 5, 99]) == 4
@@ -125,7 +125,7 @@ def test_blocks_that_cannot_be_cut_match_only_whole() -> None:
     assert store.missing_spans(pack(range(9)), A) == spans(8, 9), "a longer block is not used in place of a shorter one"
 
 
-def test_a_longer_last_block_replaces_a_shorter_one_that_it_begins_with() -> None:
+def test_a_longer_last_block_replaces_a_block_whose_tokens_are_its_beginning() -> None:
     store = BlockStore(4, ROOMY, can_cut=True)
     (shorter,) = insert_all(store, [1, 2])
     insert_all(store, [1, 9])
@@ -134,7 +134,7 @@ def test_a_longer_last_block_replaces_a_shorter_one_that_it_begins_with() -> Non
     assert longer is not None
     assert shorter not in store
     assert longer in store
-    assert len(store) == 2, "the block that differs inside stays"
+    assert len(store) == 2, "the block with another token inside is kept"
     assert store.missing_spans(pack([1, 2]), A) == [], "the tokens are stored as a part of a longer block"
     store.check_integrity()
 
@@ -171,7 +171,7 @@ def test_whole_sequences_that_cannot_be_cut_match_only_queries_that_continue_the
     assert n_matched(store, [1]) == 0
 
 
-def test_of_two_equally_long_matches_the_whole_block_is_preferred() -> None:
+def test_at_equal_length_a_whole_block_is_preferred_to_a_part_of_a_block() -> None:
     store = BlockStore(4, ROOMY, can_cut=True)
     insert_all(store, [1, 2, 3, 4], Scope("b", 4))
     insert_all(store, [1, 2])
@@ -253,7 +253,7 @@ def test_a_small_insert_evicts_only_the_last_block_of_a_long_prompt() -> None:
     assert n_matched(store, range(20)) == 18
 
 
-def test_of_a_prompt_larger_than_host_memory_the_beginning_is_stored() -> None:
+def test_the_beginning_of_a_prompt_larger_than_host_memory_is_stored() -> None:
     store = BlockStore(2, room_for(3), can_cut=True)
     assert insert_blocks(store, range(20)) is None
     assert n_matched(store, range(20)) == 6
@@ -370,7 +370,7 @@ def test_a_block_that_host_memory_evicts_is_written_after_its_ancestors() -> Non
     assert one is not None
     assert two is not None
     assert (one.data, one.on_disk) == (bytes(8), True), (
-        "written although it stays in host memory: the file of a child needs a parent"
+        "the block is written although it stays in host memory, because the file of its child needs it"
     )
     assert (two.data, two.on_disk) == (None, True)
     assert repr(two) == f"<Block {two.name.hex()[:8]} [2, 4) disk pins=0>"
