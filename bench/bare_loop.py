@@ -1,7 +1,8 @@
 """The lower bound of the cost: `llama_decode` and numpy's argmax in a loop, n sequences at once, through ctypes.
 
-The loop has no queue, no Redis, no text, no stop conditions and no scheduling. The time that a worker needs beyond it
-is the worker's overhead. As a script, it measures the tokens per second of 1, 4, 8, ... sequences.
+The loop has no queue, no Redis, no text, no stop conditions and no scheduling. The overhead of a worker is the time that
+it needs in addition to this loop. Run as a script, this module measures the tokens per second of 1, 4, 8, ...
+sequences.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class BareLoop:
         self._end_tokens = [token for token in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> BareRun:
-        """Generate `n_tokens` tokens after each prompt, greedily and without end tokens. Prompts are not chunked."""
+        """Generate `n_tokens` tokens after each prompt, greedily and without end tokens. Prompts are not cut into chunks."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         cpu_s, start_s = time.process_time(), time.perf_counter()
         newest = np.concatenate([self._prefill(group, first) for first, group in self._groups(prompts)])
@@ -113,7 +114,7 @@ class BareLoop:
         return self._decode(at, len(prompts))
 
     def _prepare_decode(self, lengths: Sequence[int]) -> None:
-        """Fill the batch with one token for each sequence. Afterwards only tokens and positions change."""
+        """Fill the batch with one token for each sequence. Later decode steps change only tokens and positions."""
         self._position[: len(lengths)] = lengths
         self._wants_logits[: len(lengths)] = 1
         for index in range(len(lengths)):

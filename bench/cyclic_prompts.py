@@ -1,4 +1,4 @@
-"""n + 1 prompts that repeat in cycles on n slots: is any prompt computed twice?
+"""Runs n + 1 prompts in cycles on n slots: is any prompt computed twice?
 
 11 prompts of 512 random tokens run on 10 slots, one after the other, with 16 tokens out each, greedy and streamed.
 There are three cycles. In each cycle every system gets all prompts, one system after the other. Each round has new
@@ -49,7 +49,7 @@ QUICK = Sizes(n_slots=2, n_in=240, n_out=8, n_cycles=2)
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A size of the pool of cells, and the share of tokens that must be reused from the second cycle on."""
+    """A number of KV cells, and the smallest share of tokens to reuse from the second cycle on."""
 
     name: str
     share: float
@@ -72,7 +72,7 @@ def time_cycles(systems: Systems, prompts: list[list[int]], sizes: Sizes) -> lis
 
 def measure_pool(plan: Plan, pool: Pool, sizes: Sizes) -> Figures:
     """Return the figures by cycle for one size of the pool."""
-    # A pool for all prompts has room for one more: the prompt that runs while the others stay cached.
+    # A pool for all prompts has room for one more, so that one prompt can run while all others stay cached.
     n_ctx = sizes.n_ctx(sizes.n_prompts + 1 if pool.share == 1 else sizes.n_prompts * pool.share)
     settings = plan.settings(n_parallel=sizes.n_slots, n_ctx=n_ctx)
     note(f"{pool.name}: {n_ctx} cells")

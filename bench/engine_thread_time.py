@@ -1,4 +1,4 @@
-"""How a worker's engine thread spends its time, measured in the worker's process by a hook.
+"""Measures how the engine thread of a worker spends its time. A hook in the process of the worker does this.
 
 Start the workers with `hooks=(HOOK,)` within `stopwatches_in_workers()`. `read_totals` then returns the times of one
 worker's engine thread. There are four stopwatches:
@@ -61,14 +61,14 @@ class Totals:
 
 
 class Stopwatch:
-    """Adds up the time of the wrapped calls of one thread. A call within another wrapped call is not counted twice."""
+    """Adds up the time of the wrapped calls of one thread. A call inside another wrapped call adds no time."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
         self._depth = 0
 
     def wrap(self, owner: type, *names: str) -> None:
-        """Replace methods of a class by timed ones."""
+        """Replace methods of a class by methods that measure their time."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 
@@ -88,7 +88,7 @@ class Stopwatch:
 
 
 class Stopwatches:
-    """The stopwatches of a worker's process, and the file of their totals."""
+    """The stopwatches in the process of a worker, and the file with their totals."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{os.getpid()}.json"
@@ -132,7 +132,7 @@ def record(name: str, _: Mapping[str, Any]) -> None:
 
 @contextmanager
 def stopwatches_in_workers() -> Iterator[Path]:
-    """Yield the folder of the totals. Workers that are started in this context can import this module as a hook."""
+    """Yield the folder of the totals. Workers that start in this context can import this module as a hook."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]))
         os.environ |= {FOLDER: folder, "PYTHONPATH": path}

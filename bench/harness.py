@@ -29,7 +29,7 @@ from rich.table import Table
 
 import random_models
 from llamaq.common.errors import LlamaqError, ModelError
-from llamaq.common.protocol.queue_state import Worker
+from llamaq.common.protocol.snapshots import Worker
 from llamaq.producer import AsyncClient
 from llamaq.worker.engine.model_files import demo_model_path
 from llamaq.worker.local.embedded_redis import EmbeddedRedis, find_server
@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A running Redis and its workers, one for each queue. All are ready."""
+    """A running Redis with one worker for each queue. All workers are ready."""
 
     redis: EmbeddedRedis
     workers: Mapping[str, Worker]
@@ -73,14 +73,14 @@ class Stack:
 
     @property
     def worker(self) -> Worker:
-        """The first worker, or the only one."""
+        """The first worker."""
         return next(iter(self.workers.values()))
 
     def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, Result]], queue: str = "default") -> Result:
         """Call `work` with a client of the queue, in a new event loop, and return its result.
 
-        Before that, a job of one token opens the client's connections, as they are open in a backend that runs for
-        hours. This job does not use the prefix cache.
+        Before that, a job of one token opens the connections of the client. In a backend that has run for hours they
+        are open too. This job does not use the prefix cache.
         """
 
         async def connected() -> Result:
@@ -217,7 +217,7 @@ def _output_of(command: Sequence[str]) -> str:
 
 
 def note(text: str) -> None:
-    """Print a line of progress on standard error."""
+    """Print a progress message on standard error."""
     console.print(text, style="dim", highlight=False)
 
 

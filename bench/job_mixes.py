@@ -1,4 +1,4 @@
-"""Mixes of interactive and bulk jobs. Jobs meet at the same points of progress at any speed of the worker."""
+"""Mixes of interactive and bulk jobs. The points at which jobs arrive do not depend on the speed of the worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Interactive:
     """Users that run one short job after the other, and long prompts that arrive meanwhile.
 
     The long prompts divide the users' tokens evenly: the first of three arrives when a quarter of these tokens has been
-    received. Arrivals depend on progress and not on the clock, so that a faster system does not get easier work.
+    received. Arrivals depend on progress and not on the clock, so that a fast and a slow system get the same work.
     """
 
     short: Sequence[Sequence[Prompt]]

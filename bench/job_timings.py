@@ -54,7 +54,7 @@ class Answer:
 
 
 def summarize(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return figures of jobs that ran together. Wall time counts from the first submit to the last end."""
+    """Return the figures of jobs that ran together. The wall time is from the first submit to the last end."""
     n_tokens = sum(sum(one.counts) for one in timelines)
     wall_s = max(one.ended_s for one in timelines) - min(one.submitted_s for one in timelines)
     return {

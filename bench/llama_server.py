@@ -1,13 +1,13 @@
 """llama-server, started from the `xllamacpp` wheel. It is called over HTTP with token ids, as workers are.
 
-llama-server gets the model file, the threads, the context and the number of slots of a worker, and `--kv-unified`, so
-that a slot can use cells that other slots leave free. All other settings are its defaults: prompts are cached, 8 GiB
+llama-server gets the model file, threads, context size and number of slots of a worker. It also gets `--kv-unified`, so
+that a slot can use the cells that other slots do not use. All other settings are its defaults: prompts are cached, 8 GiB
 of host memory hold the states of slots, cells of idle slots move there when other slots need room, the similarity is
 0.1, and shifted chunks are not reused (`--cache-reuse 0`).
 
-Requests are greedy with top-k 1. Of the sampler settings that were tried, this is the fastest: 1.16 ms a token at a
-vocabulary of 151,936, against 1.3 ms with the default samplers, 1.25 ms with top-k alone and 1.9 ms with
-`backend_sampling`. Nearly all of this time is the model.
+Requests are greedy with top-k 1. This is the fastest of the sampler settings that were tried: 1.16 ms per token with a
+vocabulary of 151,936 tokens, against 1.3 ms with the default samplers, 1.25 ms with top-k alone and 1.9 ms with
+`backend_sampling`. The model takes nearly all of this time.
 
 The wheel's build for Linux on x86-64 stops at AVX2. A worker's llama.cpp is built for the CPU that it runs on.
 Therefore the benchmarks also compare the two systems where nothing can be reused.
@@ -62,7 +62,7 @@ class LlamaServer:
         return answers
 
     def clear_cache(self) -> None:
-        """Erase all slots, so that no cells are moved to host memory when new prompts arrive."""
+        """Erase all slots. Then new prompts do not cause moves of old cells to host memory."""
         for slot in range(self._n_slots):
             with self._connected() as connection:
                 connection.request("POST", f"/slots/{slot}?action=erase")
@@ -82,11 +82,11 @@ class LlamaServer:
             yield connection
         finally:
             with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is still reading
+                sock.shutdown(socket.SHUT_RDWR)  # unblocks a thread that still reads from the connection
             connection.close()
 
     def _generate_again(self, prompt: list[int], n_out: int) -> list[int]:
-        """Return all tokens of an answer. The stream omits tokens that end within a character."""
+        """Generate again without streaming and return all tokens. The stream omits tokens that end inside a character."""
         with self._connected() as connection:
             response = _post(connection, _request(prompt, n_out, stream=False, return_tokens=True))
             tokens: list[int] = json.loads(response.read())["tokens"]
@@ -176,9 +176,9 @@ def _params(settings: WorkerSettings, folder: str) -> dict[str, Any]:
         "cpuparams.n_threads": settings.n_threads,
         "cpuparams_batch.n_threads": settings.n_threads,
         "n_gpu_layers": settings.n_gpu_layers,
-        "fit_params": False,  # keep n_ctx and n_gpu_layers as given
-        "n_threads_http": 64,  # one for each request, so that no request waits for another
-        "slot_save_path": folder + os.sep,  # required for erasing slots
+        "fit_params": False,  # use n_ctx and n_gpu_layers as they are given
+        "n_threads_http": 64,  # one thread for each request, so that no request waits for another
+        "slot_save_path": folder + os.sep,  # required to erase slots
         "verbosity": 1,
     }
 

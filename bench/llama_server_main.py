@@ -1,4 +1,4 @@
-"""Run llama-server from the `xllamacpp` wheel. This file is run by the python of an environment that has the wheel.
+"""Run llama-server from the `xllamacpp` wheel. The python of an environment with this wheel runs this file.
 
 Standard input: one line of JSON with the attributes of `xllamacpp.CommonParams` to set, by dotted name.
 Standard output: one line of JSON with the address of the server and the version of the wheel.

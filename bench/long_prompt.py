@@ -1,15 +1,15 @@
-"""How long do running streams wait for their next token during the prefill of a prompt of 3,000 tokens?
+"""How long do running streams wait for their next token while a prompt of 3,000 tokens is prefilled?
 
-Three jobs stream. Then a long prompt arrives, which the worker reads in chunks of 512 tokens. Each chunk is computed
+Three jobs stream. Then a long prompt arrives, which the worker prefills in chunks of 512 tokens. Each chunk is computed
 in one tick together with the streams' decode tokens. A hook in the worker measures the ticks.
 
-- `longest_gap_ms`: the longest time between two arrivals at any stream's subscriber during the prefill.
+- `longest_gap_ms`: the longest time between two arrivals at one subscriber during the prefill.
 - `chunk_tick_ms`: duration of the ticks with a full chunk and a token of every stream.
 - `gap_per_median_tick`: the longest gap divided by the median of these ticks; the target is 1.5. Later chunks take
   longer than earlier ones, because their attention covers more cells; that raises this ratio.
 - `gap_per_own_tick`: the longest gap divided by the slowest tick that ended within it. A ratio near 1 means that
   nothing but the tick delays the streams.
-- `unchunked`: the same figures when the prompt is read in as few ticks as `n_batch` allows.
+- `unchunked`: the same figures when the prompt is prefilled in as few ticks as `n_batch` allows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TARGET = 1.5
 
 
 def record(name: str, measurements: Mapping[str, Any]) -> None:
-    """Append each tick to the file, with its end in seconds of the machine's clock. Runs in the worker's process."""
+    """Append a tick and the time of its end to the file. Runs in the process of the worker."""
     if name == "tick":
         with Path(os.environ[TICKS_FILE]).open("a") as file:
             file.write(json.dumps({"at_s": time.perf_counter(), **measurements}) + "\n")
@@ -64,7 +64,7 @@ class Load:
 
 
 async def read_beside_streams(load: Load, client: AsyncClient) -> tuple[Timeline, list[Timeline]]:
-    """Run the streams, submit the long prompt when all of them stream, and return the timelines of both."""
+    """Run the streams, submit the long prompt when all jobs stream, and return the timelines of both."""
     counts = [0] * len(load.streams)
     all_stream = asyncio.Event()
 
@@ -84,7 +84,7 @@ async def read_beside_streams(load: Load, client: AsyncClient) -> tuple[Timeline
 
 
 Gap = tuple[float, float]
-"""Times of two successive arrivals in seconds."""
+"""Times of two successive arrivals, in seconds."""
 
 
 def gaps_during(long: Timeline, streams: list[Timeline]) -> list[Gap]:

@@ -5,13 +5,13 @@ Before that, other prompts fill the caches. The systems are:
 
 - `null`: a worker without a cache (`--no-cache-prompt`);
 - `default`: a worker with default settings, which moves cells to host memory;
-- `held-N`: a worker that keeps at most N idle cells on the device and has no host memory. Attention scans held cells
-  in every tick; these workers show the cost of that.
+- `held-N`: a worker that holds at most N idle cells on the device and has no host memory. Attention scans held cells
+  in every tick, and these workers show what this costs.
 
 `vs_null` is the wall time divided by the wall time of `null` in the same round. `bookkeeping_share` is the share of
 the engine thread's busy time that is spent on decisions about KV memory (`KvMemory` without moving cells).
-`moves_share` is the share that moves cells. `added_share` is the scheduler's time, moves included, minus that of
-`null`, as a share.
+`moves_share` is the share that moves cells. `added_share` is the time of the scheduler including moves, minus the time of
+the scheduler of `null`, as a share of the busy time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from cpu_clock import CpuClock
 from engine_thread_time import HOOK, Totals, read_totals, stopwatches_in_workers
 from harness import Figures, Plan, Stack, note, run, show
-from llamaq.common.protocol.queue_state import CacheSnapshot
+from llamaq.common.protocol.snapshots import CacheSnapshot
 from llamaq.producer import AsyncClient
 from llamaq.worker.settings import WorkerSettings
 from systems import Round, System, Systems, check_target, figures_of, format_range, merge_rounds, start_systems
@@ -49,7 +49,7 @@ class Load:
 
     @property
     def n_fill(self) -> int:
-        """Number of jobs of one token out that fill the largest number of held cells."""
+        """Number of jobs with one output token whose prompts fill the largest number of held cells."""
         return -(-max(self.held) // self.n_in)
 
 
@@ -59,7 +59,7 @@ QUICK = Load(n_slots=2, n_jobs=4, n_in=32, n_out=8, n_ctx=512, held=(0, 256))
 
 @dataclass(slots=True)
 class TotalsReader:
-    """Reads the totals of the engine threads, and remembers the last values."""
+    """Reads the totals of the engine threads and stores the last values."""
 
     stack: Stack
     folder: Path

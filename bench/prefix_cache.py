@@ -1,12 +1,12 @@
-"""A chat of four turns, with the prefix cache and without: how long does a user wait?
+"""How long does a user of a chat with four turns wait, with the prefix cache and without it?
 
-The first turn has 256 random tokens, each later turn 48 more; answers have 64 tokens, greedy and streamed. The prompt
+The first turn has 256 random tokens, each later turn 48 more tokens. Answers have 64 tokens, greedy and streamed. The prompt
 of a turn is the whole history, with the system's own answers, and the new tokens. Chats run one after the other, each
 with the cache (`on`) and then without (`off`: a worker with `--no-cache-prompt`, llama-server with `cache_prompt:
 false`).
 
-`extra_tokens` is the number of tokens that a turn computed beyond its new tokens. One is right, because the last
-token of an answer has never been computed. `speed_up` is the latency without the cache divided by the latency with
+`extra_tokens` is the number of tokens that a turn computed beyond its new tokens. The expected value is one, because the
+last token of an answer is not computed in its own turn. `speed_up` is the latency without the cache divided by the latency with
 it, over all turns.
 """
 
@@ -51,7 +51,7 @@ def chat(generate: Generate, user_turns: Sequence[list[int]]) -> list[Figures]:
 
 
 def generators(systems: Systems, n_out: int) -> dict[str, dict[str, Generate]]:
-    """Return for each system a function that generates with the cache (`on`) and one without (`off`)."""
+    """Return two functions for each system: one generates with the cache (`on`), one without it (`off`)."""
 
     def generator(system: System, *, cache_prompt: bool) -> Generate:
         return lambda prompt: system.generate([prompt], n_out, cache_prompt=cache_prompt)[0]

@@ -1,6 +1,6 @@
 """Models with random weights in the shape of named models, for benchmarks: `python bench/random_models.py qwen3-0.6b`.
 
-They run as fast as the models of the same shape, need no download, and never stop before the requested length. Each
+A random model runs as fast as the named model, needs no download, and never stops before the requested length. Each
 file is written once per checkout, in `.cache/models/`. The last line of output is JSON: name, bytes, path, and
 seconds (close to 0 if the file existed).
 """

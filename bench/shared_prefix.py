@@ -1,12 +1,12 @@
-"""1 to 16 jobs at once with a shared prefix, cold: how often is the prefix computed, and how long do the jobs take?
+"""How often is the shared prefix of 1 to 16 jobs computed, and how long do the jobs take? The prefix is not cached before.
 
 A prompt has 512 or 1,024 shared random tokens and then 32 tokens that no other prompt has; 16 tokens out, greedy and
 streamed. Each round has new tokens, so none of them is in a cache. llama-server's slots are erased before each
 measurement; a worker keeps its cache.
 
 `computed_per_distinct` is 1 if every token of the prompts' prefix tree was computed once. `vs_peer` is the wall time
-divided by llama-server's in the same round. `vs_peer_same_speed` is `vs_peer` divided by that of a single job. A
-single job shares nothing, so this removes the difference between the two builds of llama.cpp.
+divided by llama-server's in the same round. `vs_peer_same_speed` is `vs_peer` divided by the `vs_peer` of a single
+job. A single job shares nothing, so this removes the difference between the two builds of llama.cpp.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measure(plan: Plan) -> Figures:
 
 
 def add_same_speed(results: dict[tuple[int, int], Round]) -> None:
-    """Divide each ratio by that of a single job with a prompt of the same length."""
+    """Divide each ratio by the ratio of a single job with a prompt of the same length."""
     for (length, _), one_round in results.items():
         worker = one_round[QUEUE]
         if "vs_peer" in worker:

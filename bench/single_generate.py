@@ -2,7 +2,7 @@
 
 64 random tokens in, 128 tokens out without end tokens, greedy. In every round the bare loop, `stream` and `generate`
 run a few jobs each. `overhead_ms` is the latency of a streamed job minus the time of the bare loop: queue, Redis,
-text, events. `same_tokens` is the number of jobs whose tokens are those of the bare loop.
+text, events. `same_tokens` is the number of jobs with the same tokens as the bare loop.
 """
 
 from __future__ import annotations

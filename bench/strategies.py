@@ -1,4 +1,4 @@
-"""The three batch strategies under two mixes of jobs. Each strategy has a worker; the workers are measured in turn.
+"""Compares the three batch strategies with two mixes of jobs. Each strategy has a worker. The workers run in turn.
 
 Interactive mix: six users, each with one short streamed job after the other, while long prompts arrive. Bulk mix:
 jobs of mixed lengths, all submitted at once, three for each slot. TTFT counts from submit and includes the wait for a

@@ -50,7 +50,7 @@ class WorkerSystem:
         return self.stack.run(partial(_generate, prompts, n_out, cache_prompt), self.queue)
 
     def clear_cache(self) -> None:
-        """Do nothing: a worker is measured with a full cache."""
+        """Do nothing. A worker is measured with a full cache."""
 
 
 async def _generate(prompts: Sequence[list[int]], n_out: int, cache_prompt: bool, client: AsyncClient) -> list[Answer]:
@@ -84,7 +84,7 @@ class Systems:
         return {**self.workers, **({LLAMA_SERVER: self.llama_server} if self.llama_server else {})}
 
     def measure_each(self, measure: Callable[[str, System], Figures]) -> Round:
-        """Measure one system after the other. Each call begins with the next system."""
+        """Measure one system after the other. Each call begins with another system in turn."""
         names = list(self.all)
         first = self._n_turns % len(names)
         self._n_turns += 1
@@ -105,13 +105,13 @@ class Systems:
         return self.measure_each(measure)
 
     def describe_llama_server(self) -> Figures:
-        """Return version and settings of llama-server as the figure `peer`; None where it does not run."""
+        """Return the version and the settings of llama-server as the figure `peer`. None if llama-server does not run."""
         return {"peer": self.llama_server.describe() if self.llama_server else None}
 
 
 @contextmanager
 def start_systems(workers: Mapping[str, WorkerSettings]) -> Iterator[Systems]:
-    """Start these workers, given by queue, and, if installed, llama-server with the settings of the first worker."""
+    """Start the workers, given by queue. Start llama-server with the settings of the first worker, if it is installed."""
     settings = [one.model_copy(update={"queue": queue}) for queue, one in workers.items()]
     with ExitStack() as exits:
         stack = exits.enter_context(start_stack(settings))
@@ -197,7 +197,7 @@ def check_target(value: float, *, at_most: float | None = None, at_least: float 
 
 
 def format_range(figures: Figures, key: str, digits: int = 2) -> str:
-    """Return a median with its range for a table, or a hyphen where the figure is missing."""
+    """Return a median with its range for a table, or a hyphen if the figure is missing."""
     if key not in figures:
         return "-"
     low, high = figures["range"][key]

@@ -1,8 +1,8 @@
 """What do text prompts cost other jobs, compared with the same prompts as token ids?
 
-Four users stream. Meanwhile long prompts arrive, for one token of output each. They come as text, which the worker
-tokenizes (`text`), or as token ids, which the caller made before the clock started (`ids`). Both variants do the same
-work at the same points of progress, in turn. `alone` is the same users without long prompts. `encode_ms` is the time
+Four users stream. Meanwhile long prompts arrive, for one token of output each. The prompts are text, which the worker
+tokenizes (`text`), or token ids, which the caller made before the measurement (`ids`). Both variants do the same
+work at the same points of progress, in turn. `alone` has the same users without long prompts. `encode_ms` is the time
 to tokenize one prompt on an idle thread.
 """
 

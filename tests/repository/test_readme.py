@@ -18,7 +18,7 @@ import typer
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import JobStats, Result
-from llamaq.common.protocol.queue_state import TickStats
+from llamaq.common.protocol.snapshots import TickStats
 from llamaq.producer import Client
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process.supervisor import Supervisor

@@ -29,8 +29,10 @@ from llamaq.common.errors import (
 from llamaq.common.protocol.job_events import Event, Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, Message, Priority
-from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
-from llamaq.common.protocol.queue_state import (
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
+from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
+from llamaq.common.protocol.snapshots import (
     CacheSnapshot,
     QueueDepth,
     QueueStats,
@@ -39,8 +41,6 @@ from llamaq.common.protocol.queue_state import (
     Worker,
     WorkerCard,
 )
-from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
-from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.settings import ClientSettings, QueueSettings
 
 __all__ = [

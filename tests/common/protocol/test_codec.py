@@ -14,7 +14,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobParams, JobRequest
-from llamaq.common.protocol.queue_state import Worker
+from llamaq.common.protocol.snapshots import Worker
 
 LIMIT = 1 << 20
 

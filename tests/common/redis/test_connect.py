@@ -14,7 +14,7 @@ from tests.support.tcp_proxy import Proxy
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId, Keys
-from llamaq.common.protocol.scripts import Increment, Scripts
+from llamaq.common.protocol.script_calls import Increment, Scripts
 from llamaq.common.redis.connect import connect
 from llamaq.common.redis.retry import RetryUntilDeadline
 

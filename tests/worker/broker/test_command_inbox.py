@@ -20,8 +20,8 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import InvalidRequest, NoWorker, ResultTimeout, SlotCommandRefused
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_state import SlotSnapshot
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotFile, SlotReply, WorkerSlots
+from llamaq.common.protocol.snapshots import SlotSnapshot
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
@@ -31,8 +31,8 @@ from llamaq.worker.core.job import JobEnded
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload
-from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 from llamaq.worker.slot_files.saved_files import SavedSlotFiles
@@ -56,7 +56,7 @@ class RecordingHandler:
 
 @asynccontextmanager
 async def serving(url: str, queue: str, handler: Any, name: str = "w1") -> AsyncIterator[None]:
-    """A context in which a worker is announced and reads its commands from Redis."""
+    """Announce a worker and run its command inbox until the end of the block."""
     async with FakeWorker(url, queue, name=f"{queue}-{name}") as worker:
         await worker.announce()
         task = asyncio.create_task(CommandInbox(worker.redis, worker.keys, worker.name, handler).run())
@@ -182,7 +182,7 @@ async def test_invalid_and_repeated_commands_are_dropped_and_the_worker_continue
         assert [command.slot for command in handler.commands] == [None, 5, 6, 7, None]
 
 
-# ---- by the slot command handler
+# ---- executed by the slot command handler
 
 
 class FakeEngineWorker:
@@ -296,7 +296,7 @@ async def test_without_a_cache_folder_every_command_except_list_is_refused() -> 
         assert await worker.run() == 199
 
 
-async def test_a_disk_that_refuses_writes_is_an_error_of_the_command(tmp_path: Path) -> None:
+async def test_a_save_raises_the_error_of_a_disk_that_refuses_writes(tmp_path: Path) -> None:
     (tmp_path / "slots").write_text("in the way")
     with FakeEngineWorker(tmp_path) as worker:
         await worker.run()
@@ -319,7 +319,7 @@ async def test_a_disk_that_refuses_writes_is_an_error_of_the_command(tmp_path: P
         *({"action": "save", "slot": 0, "name": name} for name in INVALID_NAMES),
     ],
 )
-def test_an_invalid_combination_of_fields_is_no_command(values: dict[str, Any]) -> None:
+def test_a_command_with_an_invalid_combination_of_fields_is_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         make_command(**values)
 

@@ -19,7 +19,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.scripts import Attempt, Claim, Scripts
+from llamaq.common.protocol.script_calls import Attempt, Claim, Scripts
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import FakeWorker
@@ -99,7 +99,7 @@ class Worker:
         return tokens
 
     async def _read(self, job: AsyncJob) -> tuple[list[Any], int]:
-        """Return the events, and the number of generated tokens in the hash at the same moment."""
+        """Return the events and the hash field `generated`, read in one step."""
         keys = self.client.keys.of_job(job.id)
         script = "return {redis.call('XRANGE', KEYS[1], '-', '+'), redis.call('HGET', KEYS[2], 'generated')}"
         entries, generated = await cast(Any, self.client.redis.eval(script, 2, keys.events, keys.job))
@@ -330,7 +330,7 @@ async def test_jobs_keep_their_leases_while_redis_is_full_and_continue_afterward
         assert (await ending.result(timeout=5)).tokens == (5,)
         await cancel_tasks(task)
         logged = [record.getMessage().split()[0] for record in caplog.records if "redis" in record.getMessage()]
-        assert logged == ["outbox.redis_full", "outbox.redis_is_back"], "one line each, although many flushes failed"
+        assert logged == ["outbox.redis_full", "outbox.redis_recovered"], "many failed flushes cause one warning"
         assert "tokens_resent" not in caplog.text, "Redis stored exactly what the outbox expected"
         assert at.engine.released == []
 
@@ -343,7 +343,7 @@ async def until(read: Callable[[AsyncJob], Awaitable[list[int]]], job: AsyncJob,
 
 
 def n_renewals(idle: list[int]) -> int:
-    """Return how often the idle time of an entry was reset, which is how often its lease was renewed."""
+    """Return the number of lease renewals. Each renewal resets the idle time of the entry."""
     return sum(after < before for before, after in pairwise(idle))
 
 

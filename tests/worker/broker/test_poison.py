@@ -1,4 +1,4 @@
-"""Jobs that crash workers, on a real Redis: which jobs are blamed, when the blame is taken back, how they fail."""
+"""Jobs that crash workers, on a real Redis: which crashes count, when a crash is uncounted, and how a job fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.scripts import DEAD_TTL_S, Attempt, Claim, CrashVerdict, TerminalWrite
+from llamaq.common.protocol.script_calls import DEAD_TTL_S, Attempt, Claim, CrashVerdict, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
@@ -31,19 +31,19 @@ async def begin(worker: FakeWorker, claim: Claim, name: str) -> FakeAttempt:
     return FakeAttempt(named, claim, started)
 
 
-async def settle(
-    worker: FakeWorker, claim: Claim, had: str, *, taker: str = "successor", max_crashes: int = 3
+async def check_crash(
+    worker: FakeWorker, claim: Claim, last_worker: str, *, claimer: str = "successor", max_crashes: int = 3
 ) -> CrashVerdict:
-    """Check for a crash as the worker does that reclaims a job, when `had` is not listed as a worker any more."""
+    """Check for a crash as a worker does that reclaims the job. `last_worker` has no heartbeat any more."""
     return await worker.scripts.check_crash(
-        claim, taker, last_worker=had, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
+        claim, claimer, last_worker=last_worker, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
     )
 
 
-async def crash(worker: FakeWorker, claim: Claim, name: str, *, max_crashes: int = 3) -> CrashVerdict:
-    """Start the job on a worker of this name that then dies, and check for the crash."""
+async def crash_worker(worker: FakeWorker, claim: Claim, name: str, *, max_crashes: int = 3) -> CrashVerdict:
+    """Start the job on a worker of this name, which then dies. Check for the crash."""
     await begin(worker, claim, name)
-    return await settle(worker, claim, name, max_crashes=max_crashes)
+    return await check_crash(worker, claim, name, max_crashes=max_crashes)
 
 
 async def submit(client: AsyncClient, worker: FakeWorker, **options: Any) -> tuple[AsyncJob, Claim]:
@@ -71,7 +71,7 @@ async def open_job_claims(worker: FakeWorker) -> JobClaims:
     return job_claims
 
 
-# ---- which jobs are blamed
+# ---- which crashes count
 
 
 async def test_a_crash_before_the_first_token_counts_once_although_it_is_checked_repeatedly(
@@ -81,39 +81,39 @@ async def test_a_crash_before_the_first_token_counts_once_although_it_is_checked
         job, claim = await submit(client, worker)
         await begin(worker, claim, "first")
         for _ in range(3):
-            assert await settle(worker, claim, "first") == "ok"
+            assert await check_crash(worker, claim, "first") == "ok"
             assert await crashes(job) == 1
         assert (await job.status()).state is JobState.QUEUED
         assert (await begin(worker, claim, "second")).number == 2, "the attempt number does not count crashes"
 
 
-async def test_a_job_that_stored_a_token_is_not_blamed_and_its_earlier_crashes_are_forgotten(
+async def test_a_stored_token_resets_the_crash_count_and_a_crash_after_it_does_not_count(
     redis_url: str, queue: str
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
-        assert await crash(worker, claim, "first") == "ok"
-        assert await crash(worker, claim, "second") == "suspect"
+        assert await crash_worker(worker, claim, "first") == "ok"
+        assert await crash_worker(worker, claim, "second") == "suspect"
         attempt = await begin(worker, claim, "third")
         await attempt.emit([1], "a")
-        assert await settle(worker, claim, "third") == "ok"
+        assert await check_crash(worker, claim, "third") == "ok"
         await begin(worker, claim, "fourth")
         assert await crashes(job) == 0
-        assert await settle(worker, claim, "fourth") == "ok"
+        assert await check_crash(worker, claim, "fourth") == "ok"
         assert await crashes(job) == 1, "no token since its last start: the count starts again"
 
 
-async def test_a_requeued_job_is_not_blamed(redis_url: str, queue: str) -> None:
+async def test_a_requeue_does_not_count_as_a_crash(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         for name in ("first", "second", "third", "fourth"):
             attempt = await begin(worker, claim, name)
             assert await worker.scripts.requeue(claim, attempt.number)
-            assert await settle(worker, claim, "") == "ok"
+            assert await check_crash(worker, claim, "") == "ok"
         assert await crashes(job) == 0
 
 
-async def test_a_crashing_worker_that_requeues_a_job_blames_it_unless_it_stored_a_token(
+async def test_a_requeue_by_a_crashing_worker_counts_as_a_crash_unless_the_job_stored_a_token(
     redis_url: str, queue: str
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
@@ -127,7 +127,7 @@ async def test_a_crashing_worker_that_requeues_a_job_blames_it_unless_it_stored_
             attempt = await begin(worker, claim, name)
             assert await worker.scripts.requeue(claim, attempt.number, crashed=name)
             assert not await worker.scripts.requeue(claim, attempt.number, crashed=name)
-            codes.append(await settle(worker, claim, ""))
+            codes.append(await check_crash(worker, claim, ""))
         assert codes == ["ok", "suspect", "dead"]
 
 
@@ -135,10 +135,10 @@ async def test_a_requeued_suspect_stays_a_suspect(redis_url: str, queue: str) ->
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         for name in ("first", "second"):
-            await crash(worker, claim, name)
+            await crash_worker(worker, claim, name)
         attempt = await begin(worker, claim, "third")
         await worker.scripts.requeue(claim, attempt.number)
-        assert await settle(worker, claim, "") == "suspect"
+        assert await check_crash(worker, claim, "") == "suspect"
         assert await crashes(job) == 2
 
 
@@ -146,7 +146,7 @@ async def test_a_worker_that_reclaims_its_own_job_has_not_crashed(redis_url: str
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         await begin(worker, claim, "same")
-        assert await settle(worker, claim, "same", taker="same") == "ok"
+        assert await check_crash(worker, claim, "same", claimer="same") == "ok"
         assert await crashes(job) == 0
 
 
@@ -171,30 +171,30 @@ async def test_a_job_that_another_worker_has_started_in_the_meantime_is_not_chan
         job, claim = await submit(client, worker)
         await begin(worker, claim, "first")
         running = await begin(worker, claim, "second")
-        assert await settle(worker, claim, "first") == "stale"
+        assert await check_crash(worker, claim, "first") == "stale"
         assert await crashes(job) == 0
         assert (await running.emit([1], "a")).code == "ok"
 
 
-async def test_an_entry_that_does_not_belong_to_the_job_blames_no_job(redis_url: str, queue: str) -> None:
+async def test_an_entry_that_does_not_belong_to_the_job_counts_no_crash(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         running = await begin(worker, claim, "first")
-        assert await settle(worker, Claim(job.id, claim.stream, "1-1"), "first") == "ok"
+        assert await check_crash(worker, Claim(job.id, claim.stream, "1-1"), "first") == "ok"
         assert await crashes(job) == 0
         assert (await running.emit([1], "a")).code == "ok"
 
 
-# ---- the blame is taken back
+# ---- a crash is uncounted
 
 
 @pytest.mark.parametrize("call", ["flush", "finish", "requeue"])
-async def test_a_worker_that_was_only_paused_takes_the_blame_back_once(redis_url: str, queue: str, call: str) -> None:
+async def test_a_worker_that_was_only_paused_uncounts_its_crash_once(redis_url: str, queue: str, call: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
-        await crash(worker, claim, "dead")
+        await crash_worker(worker, claim, "dead")
         paused = await begin(worker, claim, "paused")
-        assert await settle(worker, claim, "paused") == "suspect"
+        assert await check_crash(worker, claim, "paused") == "suspect"
         await begin(worker, claim, "successor")
         for _ in range(2):
             if call == "flush":
@@ -204,14 +204,14 @@ async def test_a_worker_that_was_only_paused_takes_the_blame_back_once(redis_url
             else:
                 assert not await worker.scripts.requeue(claim, paused.number)
             assert await crashes(job) == 1, "the first worker did crash"
-        assert await settle(worker, claim, "successor", taker="another") == "suspect"
+        assert await check_crash(worker, claim, "successor", claimer="another") == "suspect"
         assert await crashes(job) == 2
 
 
-async def test_an_attempt_that_was_lost_without_a_crash_takes_no_blame_back(redis_url: str, queue: str) -> None:
+async def test_an_attempt_that_was_lost_without_a_crash_uncounts_no_crash(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
-        await crash(worker, claim, "dead")
+        await crash_worker(worker, claim, "dead")
         for _ in range(6):
             slow = await begin(worker, claim, "slow")
             await begin(worker, claim, "other")
@@ -226,7 +226,7 @@ async def test_an_attempt_that_was_lost_without_a_crash_takes_no_blame_back(redi
 async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, result_ttl_s=60) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker, idempotency_key="key")
-        assert [await crash(worker, claim, name) for name in ("a", "b", "c")] == ["ok", "suspect", "dead"]
+        assert [await crash_worker(worker, claim, name) for name in ("a", "b", "c")] == ["ok", "suspect", "dead"]
         keys = client.keys.of_job(job.id)
 
         with pytest.raises(JobFailed, match="3 workers died with this job") as caught:
@@ -243,7 +243,7 @@ async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_u
 
         assert await worker.redis.xlen(claim.stream) == 0
         assert (await worker.redis.xpending(claim.stream, GROUP))["pending"] == 0
-        assert await settle(worker, claim, "c") == "ok"
+        assert await check_crash(worker, claim, "c") == "ok"
         assert await worker.scripts.start(claim, "successor") == "done"
         for key in (keys.job, keys.events):
             assert (DEAD_TTL_S - 60) * 1000 < await worker.redis.pttl(key) <= DEAD_TTL_S * 1000
@@ -257,7 +257,7 @@ async def test_a_result_ttl_longer_than_that_of_dead_letters_is_kept(redis_url: 
     ):
         job, claim = await submit(client, worker)
         for name in ("a", "b", "c"):
-            await crash(worker, claim, name)
+            await crash_worker(worker, claim, name)
         assert await worker.redis.ttl(client.keys.of_job(job.id).job) > 2 * DEAD_TTL_S
 
 
@@ -275,17 +275,17 @@ async def test_a_job_fails_only_after_one_attempt_as_a_suspect(
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         _, claim = await submit(client, worker)
-        assert [await crash(worker, claim, f"w{n}", max_crashes=max_crashes) for n in range(len(codes))] == codes
+        assert [await crash_worker(worker, claim, f"w{n}", max_crashes=max_crashes) for n in range(len(codes))] == codes
 
 
 async def test_a_cancelled_job_ends_as_cancelled_and_not_as_poison(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         for name in ("a", "b"):
-            await crash(worker, claim, name)
+            await crash_worker(worker, claim, name)
         await begin(worker, claim, "c")
         await job.cancel()
-        assert await settle(worker, claim, "c") == "ok"
+        assert await check_crash(worker, claim, "c") == "ok"
         assert await worker.scripts.start(claim, "successor") == "ended"
         assert (await job.result(timeout=5)).finish_reason is FinishReason.CANCELLED
         assert await client.dead_letters() == ()
@@ -295,7 +295,7 @@ async def test_a_suspect_that_finishes_is_not_a_dead_letter(redis_url: str, queu
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker)
         for name in ("a", "b"):
-            await crash(worker, claim, name)
+            await crash_worker(worker, claim, name)
         attempt = await begin(worker, claim, "c")
         event = Finished(finish_reason=FinishReason.STOP, stats=JobStats())
         ending = TerminalWrite(event, {"finish_reason": "stop", "output": codec.encode_output("", [])})

@@ -14,7 +14,7 @@ import pytest
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.scripts import Attempt, Claim, Scripts
+from llamaq.common.protocol.script_calls import Attempt, Claim, Scripts
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker import intake as intake_module
@@ -114,7 +114,7 @@ async def until_true(condition: Callable[[], Awaitable[object]]) -> None:
 
 
 async def submit_suspect(client: AsyncClient, other: FakeWorker, **options: Any) -> AsyncJob:
-    """Submit a job that a worker died of. It is requeued for any worker."""
+    """Submit a job that has crashed one worker, and requeue it."""
     job = await client.submit("suspect", **options)
     claim = await other.claim()
     assert claim is not None
@@ -177,7 +177,7 @@ async def test_running_jobs_are_requeued_when_a_suspect_has_waited_for_them(
         worker.generate(bad)
         await until(lambda: good.id in worker.admitted)
         assert worker.history[-2:] == [bad.id, good.id]
-        assert worker.admitted[good.id].resumed == [65], "it resumes after its stored tokens"
+        assert worker.admitted[good.id].resumed == [65], "the requeued job resumes after its stored tokens"
         assert (await good.status()).crashes == 0
 
 

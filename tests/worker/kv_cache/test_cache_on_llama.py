@@ -16,12 +16,12 @@ from llamaq.worker.core.job import Job, JobEnded
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.kv_memory import KvMemory
-from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
-from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
 from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing import GreedySampler, make_job
 
@@ -115,8 +115,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig
             BlockTransfers(store, engine.sequences) if host else None,
             held_cells=0 if host else None,
         )
-        planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=64))
-        scheduler = Scheduler(memory, planner, end_tokens=frozenset())
+        guarded = GuardedStrategy(DecodeMaximal(), TickLimits(budget=256, chunk_size=64))
+        scheduler = Scheduler(memory, guarded, end_tokens=frozenset())
         return Rig(engine, scheduler)
 
     yield build

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamaq.worker.core.tokens import pack
+from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.kv_cache.radix_tree import RadixTree
 
 # Few tokens, so that strings share long prefixes. Some have the same bytes at different positions, so that a comparison

@@ -22,13 +22,13 @@ from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.kv_memory import KvMemory
-from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.offload.host_arena import HostArena
-from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
 from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing import make_job
 
@@ -75,8 +75,8 @@ class Rig:
             BlockTransfers(store, engine.sequences, arena=HostArena(3 * 2**20, 32)) if cache else None,
             held_cells=N_CTX // 4,
         )
-        planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=48))
-        self.scheduler = Scheduler(memory, planner, end_tokens=engine.vocab.end_tokens)
+        guarded = GuardedStrategy(DecodeMaximal(), TickLimits(budget=256, chunk_size=48))
+        self.scheduler = Scheduler(memory, guarded, end_tokens=engine.vocab.end_tokens)
         self.generated: dict[str, list[int]] = {}
         self.ended: dict[str, JobEnded] = {}
 

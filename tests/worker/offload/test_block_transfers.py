@@ -1,4 +1,4 @@
-"""Transfers between the device and the offload tiers, on fake cells that remember their tokens."""
+"""Transfers between the device and the offload tiers, on fake cells that record their tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.packed_tokens import pack
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.slot import Run
-from llamaq.worker.core.tokens import pack
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
-from llamaq.worker.kv_cache.prefix_cache import Entry
+from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.offload.block_transfers import MIN_ENTRY_TOKENS, BlockTransfers, NoBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.testing import FakeEngine, make_job
@@ -27,7 +27,7 @@ EMPTY_SEQUENCE = 5
 
 
 class FakeDisk:
-    """A disk in memory. A read is finished by `finish_reads`, as if by another thread."""
+    """A disk tier in memory. `finish_reads` finishes the reads, as another thread does for a real disk."""
 
     def __init__(self) -> None:
         self.files: dict[bytes, Data] = {}
@@ -62,7 +62,7 @@ class FakeDisk:
 
 
 class Setup:
-    """Transfers with sequence 0 as an entry of 20 tokens, so its blocks end at 8, 16 and 20."""
+    """Transfers with blocks of 8 tokens. Sequence 0 is an entry of 20 tokens, so its blocks end at 8, 16 and 20."""
 
     def __init__(self, *, host_bytes: int = ROOMY, arena: HostArena | None = None) -> None:
         self.sequences = FakeEngine(n_ctx=1000, n_batch=100, n_seq_max=9).sequences
@@ -73,7 +73,7 @@ class Setup:
         self.entry = Entry(0, pack(TOKENS), SCOPE)
 
     def save(self) -> None:
-        """Save the entry to its end."""
+        """Save the whole entry."""
         assert self.transfers.start_save(self.entry)
         finished: list[Entry] = []
         while self.transfers.has_transfers:
@@ -105,7 +105,7 @@ def test_a_step_saves_one_block_and_the_last_step_reports_the_entry() -> None:
         lengths.append(setup.n_stored())
     assert lengths == [8, 16, 20]
     assert setup.transfers.host_bytes > 0
-    assert not setup.transfers.start_save(setup.entry), "all of it is stored"
+    assert not setup.transfers.start_save(setup.entry), "all blocks of the entry are stored"
 
 
 def test_an_entry_that_is_too_short_is_not_saved() -> None:

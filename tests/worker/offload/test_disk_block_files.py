@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload import disk_block_files
@@ -81,7 +81,7 @@ class Disk:
 
 
 class BlockedThread:
-    """A context in which the background thread of the files does nothing."""
+    """A context manager that blocks the background thread of the files."""
 
     def __init__(self, files: DiskBlockFiles) -> None:
         self._is_over, is_blocked = threading.Event(), threading.Event()
@@ -247,7 +247,7 @@ def test_a_disk_that_refuses_writes_loses_the_blocks_and_causes_one_warning(tmp_
         shutil.rmtree(disk.files.folder)
         disk.insert([8, 8])
         disk.flush()
-        assert len(list(warnings)) == 2, "it went well in between"
+        assert len(list(warnings)) == 2, "a write succeeded between the two warnings"
 
 
 def test_a_block_that_could_not_be_written_stays_in_host_memory(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_close_does_not_wait_longer_than_its_timeout(tmp_path: Path, warnings: W
     assert ["closed_early files=25" in line for line in warnings] == [True]
 
 
-# ---- the next start
+# ---- restart
 
 
 def test_after_a_restart_all_blocks_are_found(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ files.background.flush(60)
     (folder,) = tmp_path.iterdir()
     assert [path.suffix for path in folder.iterdir() if path.name != "lock"] == [".tmp"]
     with Disk(tmp_path) as disk:
-        assert disk.files.folder == folder, "the lock of the dead process has ended"
+        assert disk.files.folder == folder, "the lock of the dead process is released"
         assert len(disk.store) == 0
         assert [path.name for path in folder.iterdir()] == ["lock"]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.kv_data import footprint
-from llamaq.worker.core.tokens import pack
+from llamaq.worker.core.packed_tokens import pack
+from llamaq.worker.core.saved_cells import footprint
 from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.host_arena import PAGE_BYTES, SLAB_BYTES, HostArena
@@ -53,7 +53,7 @@ def test_the_first_allocation_fails_because_the_size_of_cells_is_unknown(arena: 
     assert allocate(arena) is None
 
 
-def test_each_buffer_has_one_owner_and_the_limit_holds(arena: HostArena) -> None:
+def test_each_buffer_has_one_owner_and_the_arena_stays_within_its_limit(arena: HostArena) -> None:
     allocate_slab(arena)
     buffers = [allocate(arena) for _ in range(N_BUFFERS + 5)]
     assert [buffer is None for buffer in buffers] == [False] * N_BUFFERS + [True] * 5

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload
-from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.process.cache_factory import (
     MIB,
@@ -69,7 +69,7 @@ def test_the_number_of_sequences_follows_from_slots_cache_and_limits(
         ({"held_cells": 7}, 8192, 7),
     ],
 )
-def test_cached_sequences_hold_a_quarter_of_the_cells_or_fewer_where_host_memory_is_near(
+def test_cached_sequences_hold_a_quarter_of_the_cells_or_fewer_if_they_can_move_to_host_memory(
     settings: dict[str, Any], n_ctx: int, n_cells: int
 ) -> None:
     assert choose_held_cells(WorkerSettings(**settings), engine(n_ctx)) == n_cells

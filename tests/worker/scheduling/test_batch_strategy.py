@@ -14,7 +14,6 @@ from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Slot, SlotState
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import BUILT_IN, load_strategy
-from llamaq.worker.scheduling.batch_planner import BatchPlanner, PlanFault, TickLimits, check_plan
 from llamaq.worker.scheduling.batch_strategy import (
     Balanced,
     BatchStrategy,
@@ -22,6 +21,7 @@ from llamaq.worker.scheduling.batch_strategy import (
     PrefillPriority,
     prefill_chunks,
 )
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, PlanFault, TickLimits, check_plan
 from llamaq.worker.testing import make_job
 
 LIMITS = TickLimits(budget=10, chunk_size=8)
@@ -203,11 +203,11 @@ def test_a_faulty_batch_is_logged_once_and_decode_maximal_plans_the_tick(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     slots = slots_of(0, 20)
-    planner = BatchPlanner(Custom(lambda slots: batch_of(slots, kind)), LIMITS)
+    guarded = GuardedStrategy(Custom(lambda slots: batch_of(slots, kind)), LIMITS)
     assert check_plan(batch_of(slots, kind), slots, 10) is FAULTS[kind]  # type: ignore[arg-type]
     for _ in range(3):
-        assert planner.plan(slots, 0) == DecodeMaximal().build_batch(slots, 10, 8, queue_depth=0)
-    assert planner.faults == {FAULTS[kind]: 3}
+        assert guarded.plan(slots, 0) == DecodeMaximal().build_batch(slots, 10, 8, queue_depth=0)
+    assert guarded.faults == {FAULTS[kind]: 3}
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert FAULTS[kind].name in record.getMessage()
@@ -233,18 +233,18 @@ def test_a_slot_that_waits_for_cells_gets_no_part(state: SlotState) -> None:
 def test_a_chunk_ends_at_the_next_checkpoint() -> None:
     slots = slots_of(20, idle=0)
     slots[0].active.checkpoints = [3, 5, 30]
-    planner = BatchPlanner(DecodeMaximal(), LIMITS)
+    guarded = GuardedStrategy(DecodeMaximal(), LIMITS)
     for n_past, n_tokens in ((0, 3), (3, 2), (5, 8), (18, 2)):
         slots[0].active.n_past = n_past
-        assert planner.plan(slots, 0).n_tokens == n_tokens
+        assert guarded.plan(slots, 0).n_tokens == n_tokens
 
 
 def test_a_strategy_that_raises_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     slots = slots_of(0, 20)
-    planner = BatchPlanner(Custom(lambda slots: 1 // 0), LIMITS)
-    assert planner.plan(slots, 0).n_tokens == 9
-    assert planner.plan(slots, 0).n_tokens == 9
-    assert planner.faults == {PlanFault.RAISED: 2}
+    guarded = GuardedStrategy(Custom(lambda slots: 1 // 0), LIMITS)
+    assert guarded.plan(slots, 0).n_tokens == 9
+    assert guarded.plan(slots, 0).n_tokens == 9
+    assert guarded.faults == {PlanFault.RAISED: 2}
     assert [record.exc_info is not None for record in caplog.records] == [True]
     assert "ZeroDivisionError" in caplog.text
 
@@ -277,26 +277,26 @@ def test_changes_of_slots_by_a_strategy_are_undone(change: Callable[[Slot], None
         change(slots[1])
         return batch
 
-    planner = BatchPlanner(Custom(build), LIMITS)
-    planner.plan(slots, 0)
+    guarded = GuardedStrategy(Custom(build), LIMITS)
+    guarded.plan(slots, 0)
     assert [(slot.state, slot.run, slot.n_pending, slot.active.tokens) for slot in slots[:3]] == before
-    assert planner.faults == {PlanFault.CHANGED_SLOTS: 1}
+    assert guarded.faults == {PlanFault.CHANGED_SLOTS: 1}
 
 
 def test_a_strategy_cannot_remove_slots_from_the_worker() -> None:
     slots = slots_of(0, 20)
-    planner = BatchPlanner(Custom(lambda slots: slots.clear()), LIMITS)  # type: ignore[attr-defined]
-    planner.plan(slots, 0)
-    assert planner.faults == {PlanFault.RAISED: 1}
+    guarded = GuardedStrategy(Custom(lambda slots: slots.clear()), LIMITS)  # type: ignore[attr-defined]
+    guarded.plan(slots, 0)
+    assert guarded.faults == {PlanFault.RAISED: 1}
 
 
 def test_a_custom_strategy_gets_slots_budget_chunk_size_and_queue_depth_and_its_batch_is_used() -> None:
     slots = slots_of(0, 20)
     strategy = Custom(lambda slots: Batch((), (PrefillChunk(slots[1], 3),)))
-    planner = BatchPlanner(strategy, LIMITS)
-    assert planner.plan(slots, 77) == Batch((), (PrefillChunk(slots[1], 3),))
+    guarded = GuardedStrategy(strategy, LIMITS)
+    assert guarded.plan(slots, 77) == Batch((), (PrefillChunk(slots[1], 3),))
     assert strategy.seen == [(3, 10, 8, 77)]
-    assert not planner.faults
+    assert not guarded.faults
 
 
 # ---- loading by name
@@ -325,11 +325,11 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_users_strategy_is_loaded_and_may_call_the_built_in_ones(user_module: str) -> None:
-    planner = BatchPlanner(load_strategy(f"{user_module}:ByDepth"), TickLimits(budget=100, chunk_size=64))
+    guarded = GuardedStrategy(load_strategy(f"{user_module}:ByDepth"), TickLimits(budget=100, chunk_size=64))
     slots = slots_of(0, 50, 50)
-    assert planner.plan(slots, 8).n_decode == 1
-    assert planner.plan(slots, 9).n_decode == 0
-    assert not planner.faults
+    assert guarded.plan(slots, 8).n_decode == 1
+    assert guarded.plan(slots, 9).n_decode == 0
+    assert not guarded.faults
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import JobEnded, NewToken, Output
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
-from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.waiting_queue import MAX_OVERTAKEN, PROTECTED_TOKENS
 from llamaq.worker.testing import (

@@ -1,4 +1,4 @@
-"""Saves, restores and erases of slot states, on a fake engine whose cells remember their tokens."""
+"""Saves, restores and erases of slot states, on a fake engine whose cells record their tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llamaq.common.errors import SlotCommandRefused
 from llamaq.common.protocol.job_outcome import CacheTier, JobStats
 from llamaq.worker.core.cache_scope import Scope, namespace_key
 from llamaq.worker.core.job import Job, JobEnded
-from llamaq.worker.core.tokens import TOKEN_BYTES, pack
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES, pack
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
-from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
@@ -110,7 +110,7 @@ def test_a_state_saved_by_one_worker_is_a_cache_hit_in_another(can_cut: bool, kv
     one, other = (make(can_cut=can_cut, kv_unified=kv_unified) for _ in range(2))
     one.run(LONG)
     save = one.save()
-    assert save.n_tokens == 303, "the last token has no cell"
+    assert save.n_tokens == 303, "the last token of a job has no KV cell"
     assert len(save.parts) == (5 if one.engine.sequences.can_save_parts else 1)
     other.restore(save, slot=1)
     assert other.content_tokens(1) == 303
@@ -120,7 +120,7 @@ def test_a_state_saved_by_one_worker_is_a_cache_hit_in_another(can_cut: bool, kv
     assert (stats.prefix_cache_tokens, stats.prefix_cache_tier) == (303, CacheTier.DEVICE)
 
 
-def test_the_saved_state_of_a_running_job_is_that_of_the_moment_of_the_command() -> None:
+def test_the_saved_state_of_a_running_job_is_its_state_when_the_save_begins() -> None:
     setup = make()
     setup.scheduler.submit(make_job(LONG, max_tokens=8, slot=0))
     while setup.operations.snapshots()[0].state != "decode":
@@ -160,7 +160,7 @@ def test_a_state_is_saved_from_host_memory_and_during_its_move_there() -> None:
 
     save = setup.save(between=crowd)
     saves = [call for call in setup.engine.sequences.calls if call[0] == "save"]
-    assert (len(steps), len(saves)) == (5, 6), "one by the save command, five by the move to host memory"
+    assert (len(steps), len(saves)) == (5, 6), "one block saved by the command, five by the offload"
     assert save.n_tokens == 303
     run_to_end(setup.scheduler, setup.engine)
     assert setup.scheduler.cache_snapshot().host_bytes > 0
@@ -194,7 +194,7 @@ def test_a_failing_engine_refuses_the_command() -> None:
     assert setup.save().is_complete
 
 
-def test_a_restored_state_is_used_only_in_its_scope_also_when_only_the_hash_of_the_scope_is_known() -> None:
+def test_a_restored_state_is_used_only_in_its_scope_although_only_the_hash_of_the_scope_is_stored() -> None:
     one, other = make(), make()
     salted = Scope("tenant", 100)
     one.run(LONG, scope=salted)

@@ -12,16 +12,16 @@ import pytest
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
 from llamaq.worker.core.job import JobEnded
-from llamaq.worker.core.tokens import pack
+from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.kv_memory import KvMemory
-from llamaq.worker.kv_cache.prefix_cache import RadixPrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
-from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
 from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 from llamaq.worker.slot_files.part_encoding import join_parts, split_parts
@@ -65,8 +65,8 @@ class Setup:
             offload,
             held_cells=0 if host else None,
         )
-        planner = BatchPlanner(DecodeMaximal(), TickLimits(budget=256, chunk_size=64))
-        self.scheduler = Scheduler(memory, planner, end_tokens=frozenset())
+        guarded = GuardedStrategy(DecodeMaximal(), TickLimits(budget=256, chunk_size=64))
+        self.scheduler = Scheduler(memory, guarded, end_tokens=frozenset())
         self.operations = SlotOperations(memory, engine.sequences, offload)
 
     def tick(self) -> list[JobEnded]:

@@ -15,8 +15,8 @@ from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol.job_events import EVENT, Event
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.queue_state import Worker
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
+from llamaq.common.protocol.snapshots import Worker
 
 M = TypeVar("M", bound=BaseModel)
 

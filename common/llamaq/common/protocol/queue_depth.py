@@ -9,7 +9,7 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.queue_state import QueueDepth
+from llamaq.common.protocol.snapshots import QueueDepth
 
 
 async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int) -> QueueDepth:

@@ -1,4 +1,4 @@
-"""Random operations on a block store: every match equals that of a simple model, and no block has wrong data."""
+"""Random operations on a block store: every match equals that of a simple reference, and no block has wrong data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope, namespace_key
-from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import (
     BLOCK_BYTES,
     FILE_BYTES,
@@ -44,7 +44,7 @@ def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Model:
+class ReferenceStore:
     """Computes the expected match from all prompts that were ever inserted, block by block."""
 
     block_tokens: int | None
@@ -77,7 +77,7 @@ class Model:
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """A block store with a simulated disk, next to the model."""
+    """A block store with a simulated disk, beside the reference."""
 
     @initialize(
         block_tokens=st.sampled_from([None, 1, 3, 4]),
@@ -87,7 +87,7 @@ class BlockMachine(RuleBasedStateMachine):
     )
     def begin(self, block_tokens: int | None, can_cut: bool, host: int, disk: int) -> None:
         self.host, self.disk = host, disk
-        self.model = Model(block_tokens, can_cut, set())
+        self.reference = ReferenceStore(block_tokens, can_cut, set())
         self.store = self.empty_store()
         self.files: dict[bytes, tuple[Block, Data]] = {}
         self.pinned: list[StoredPrefix] = []
@@ -97,7 +97,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(tokens=tokens_of, scope=scopes, n_inserted=st.integers(1, 20))
     def insert(self, tokens: tuple[int, ...], scope: Scope, n_inserted: int) -> None:
-        """Insert the first `n_inserted` missing spans. The model adds the prompt up to the end of the last one."""
+        """Insert the first `n_inserted` missing spans. The reference adds the tokens up to the end of the last one."""
         packed = pack(tokens)
         missing = self.store.missing_spans(packed, scope)
         n_stored = 0
@@ -109,17 +109,17 @@ class BlockMachine(RuleBasedStateMachine):
             self.has_all &= block is not None
             n_stored = span.end
         if len(missing) <= n_inserted:
-            self.model.entries.add((tokens, scope))
+            self.reference.entries.add((tokens, scope))
             if self.has_all:
                 assert self.store.missing_spans(packed, scope) == []
         elif n_stored:
-            self.model.entries.add((tokens[:n_stored], scope))
+            self.reference.entries.add((tokens[:n_stored], scope))
         self.run_disk_operations()
 
     @rule(query=tokens_of, scope=scopes)
     def match(self, query: tuple[int, ...], scope: Scope) -> None:
         prefix = self.store.match(pack(query), scope)
-        expected = self.model.n_matched(query, scope)
+        expected = self.reference.n_matched(query, scope)
         assert prefix.n_tokens == expected if self.has_all else prefix.n_tokens <= expected
         self.check_prefix(prefix, query, scope)
 
@@ -172,7 +172,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.run_disk_operations()
 
     def empty_store(self) -> BlockStore:
-        return BlockStore(self.model.block_tokens, self.host, self.disk, can_cut=self.model.can_cut)
+        return BlockStore(self.reference.block_tokens, self.host, self.disk, can_cut=self.reference.can_cut)
 
     def headers(self) -> Iterator[BlockHeader]:
         for name, (block, data) in self.files.items():

@@ -7,8 +7,10 @@ from pydantic import BaseModel
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobParams, JobRequest, Message
-from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
-from llamaq.common.protocol.queue_state import (
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
+from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots
+from llamaq.common.protocol.snapshots import (
     CacheSnapshot,
     QueueDepth,
     QueueStats,
@@ -17,8 +19,6 @@ from llamaq.common.protocol.queue_state import (
     Worker,
     WorkerCard,
 )
-from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
-from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots
 from llamaq.common.settings import ClientSettings, QueueSettings
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, ModelSettings, WorkerSettings
 

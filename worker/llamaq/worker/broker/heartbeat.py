@@ -17,7 +17,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.queue_state import Worker, WorkerCard
+from llamaq.common.protocol.snapshots import Worker, WorkerCard
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.engine_loop.shared_state import SharedState

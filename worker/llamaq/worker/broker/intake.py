@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.scripts import Claim
+from llamaq.common.protocol.script_calls import Claim
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.worker.broker.job_claims import JobClaims, StartedAttempt

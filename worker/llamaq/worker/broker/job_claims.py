@@ -14,7 +14,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Tokens
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
-from llamaq.common.protocol.scripts import MAX_DEAD, Attempt, Claim, CrashVerdict, Scripts
+from llamaq.common.protocol.script_calls import MAX_DEAD, Attempt, Claim, CrashVerdict, Scripts
 from llamaq.common.redis.redis_errors import refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 

@@ -9,7 +9,7 @@ from llamaq.common.errors import JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.scripts import Increment, TerminalWrite
+from llamaq.common.protocol.script_calls import Increment, TerminalWrite
 from llamaq.worker.core.job import JobEnded, Lease
 
 

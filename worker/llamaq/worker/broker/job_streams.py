@@ -18,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.scripts import EXPIRED_IDLE_MS, REQUEUED_CONSUMER
+from llamaq.common.protocol.script_calls import EXPIRED_IDLE_MS, REQUEUED_CONSUMER
 from llamaq.common.redis.connect import is_cluster
 
 log = logging.getLogger(__name__)

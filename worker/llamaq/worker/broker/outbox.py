@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.scripts import Claim, FlushReply, Increment, Scripts, TerminalWrite
+from llamaq.common.protocol.script_calls import Claim, FlushReply, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
@@ -291,8 +291,8 @@ class Outbox:
         """Write all tokens and ends, then requeue the jobs that have not ended.
 
         Args:
-            crashed: Whether the engine thread has crashed. Then the crash counts against each job without a stored token
-                in this attempt.
+            crashed: Whether the engine thread has crashed. Then the crash counts against each job without a
+                stored token in this attempt.
 
         Raises:
             RedisError: Redis is unreachable, or refused a write.

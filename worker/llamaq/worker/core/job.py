@@ -10,7 +10,7 @@ from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.tokens import pack
+from llamaq.worker.core.packed_tokens import pack
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,10 +7,10 @@ from enum import Enum
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.queue_state import SlotSnapshot
+from llamaq.common.protocol.snapshots import SlotSnapshot
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.tokens import TOKEN_BYTES, pack
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES, pack
 
 
 class SlotState(Enum):

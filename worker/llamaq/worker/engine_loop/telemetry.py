@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.queue_state import TickStats
+from llamaq.common.protocol.snapshots import TickStats
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from llamaq.common.protocol.queue_state import CacheSnapshot, SlotSnapshot, TickStats
+from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot, TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn

@@ -14,7 +14,7 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease
-from llamaq.worker.core.tokens import common_prefix, pack
+from llamaq.worker.core.packed_tokens import common_prefix, pack
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox

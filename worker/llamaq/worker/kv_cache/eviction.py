@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from llamaq.worker.kv_cache.cached_prefix_index import Entry, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
-from llamaq.worker.kv_cache.prefix_cache import Entry, PrefixCache
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 

@@ -6,15 +6,15 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from llamaq.common.protocol.job_outcome import CacheTier
-from llamaq.common.protocol.queue_state import CacheSnapshot
+from llamaq.common.protocol.snapshots import CacheSnapshot
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.sequence_ops import SequenceOps
 from llamaq.worker.core.slot import Run, Slot, SlotState
-from llamaq.worker.core.tokens import TOKEN_BYTES
+from llamaq.worker.kv_cache.cached_prefix_index import DeviceMatch, Entry, PrefixCache
 from llamaq.worker.kv_cache.eviction import Eviction, Room
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
-from llamaq.worker.kv_cache.prefix_cache import DeviceMatch, Entry, PrefixCache
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit, PrefixLookup
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 

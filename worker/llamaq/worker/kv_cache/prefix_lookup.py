@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamaq.worker.core.job import Job
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.slot import Run
-from llamaq.worker.core.tokens import TOKEN_BYTES
 from llamaq.worker.kv_cache.blocks.block import StoredPrefix
+from llamaq.worker.kv_cache.cached_prefix_index import Entry, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
-from llamaq.worker.kv_cache.prefix_cache import Entry, PrefixCache
 
 MIN_GAIN_TOKENS = 16
 """A job waits for another job's prefill, or for a transfer, only when that saves at least this many more tokens."""

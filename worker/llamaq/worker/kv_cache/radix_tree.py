@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from llamaq.worker.core.tokens import TOKEN_BYTES, agreeing_bytes
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES, agreeing_bytes
 
 H = TypeVar("H", bound=Hashable)
 

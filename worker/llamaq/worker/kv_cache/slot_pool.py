@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 from llamaq.worker.core.job import Job
+from llamaq.worker.core.packed_tokens import common_prefix
 from llamaq.worker.core.slot import Run, Slot, SlotState
-from llamaq.worker.core.tokens import common_prefix
 from llamaq.worker.kv_cache.cell_ledger import CellLedger
 
 

@@ -1,4 +1,4 @@
-"""Private files that are written completely or not at all."""
+"""Writes private files completely or not at all, locks folders, and opens files safely."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.saved_cells import Data
 
 TEMPORARY = ".tmp"
 """Suffix of the names of unfinished files."""
@@ -59,11 +59,11 @@ def write_file(path: Path, *parts: Data, is_synced: bool = False) -> None:
     Args:
         path: The final name.
         parts: The contents of the file, in their order.
-        is_synced: Whether to wait until the disk has the data. Without it a power failure may leave a torn file at
-            `path`: readers verify a checksum.
+        is_synced: Whether to wait until the disk has the data. If not, a power failure may leave a torn file at
+            `path`, so readers must verify a checksum.
 
     Raises:
-        OSError: The file cannot be written. Neither `path` nor the folder has changed.
+        OSError: The file cannot be written. The file at `path` is unchanged.
     """
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=TEMPORARY, delete=False) as file:
         try:
@@ -93,7 +93,7 @@ def file_size(file: BinaryIO) -> int:
 
 
 def read_up_to(file: BinaryIO, n_bytes: int) -> bytes:
-    """Read `n_bytes`, or fewer at the end of the file. A single `read` of a raw file returns at most 2 GiB."""
+    """Read `n_bytes`, or fewer at the end of the file. Reads repeatedly: one raw `read` returns at most 2 GiB."""
     data = file.read(n_bytes)
     while len(data) < n_bytes and (more := file.read(n_bytes - len(data))):
         data += more

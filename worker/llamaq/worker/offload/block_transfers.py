@@ -17,41 +17,41 @@ from typing import Protocol
 from llamaq.common.errors import EngineError
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.sequence_ops import StateOps
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, StoredPrefix, TokenSpan
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
-from llamaq.worker.kv_cache.prefix_cache import Entry
 from llamaq.worker.offload.host_arena import HostArena
 
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
-"""Tokens of a block: few enough to move it in less than a tick. Larger blocks cost little less per token."""
+"""Tokens of a block. A block of this size moves in less than a tick. Larger blocks would hardly cost less per token."""
 MIN_ENTRY_TOKENS = 16
 """Entries with fewer tokens are not saved: their transfer costs more than it gains."""
 
 
 class BlockFiles(Protocol):
-    """The files of the blocks on disk. No method except `close` waits for the disk."""
+    """The disk tier. Only `close` waits for the disk."""
 
     def submit(self, operations: Iterable[DiskOperation]) -> None:
-        """Start the operations. They are done in this order."""
+        """Start the operations, which are executed in this order."""
 
     def read(self, block: Block) -> Future[Data | None]:
-        """Start to read the block's data. The result is None when its file is invalid."""
+        """Start reading the data of the block. The result is None when the file of the block is invalid."""
 
     def drain_failed_blocks(self) -> list[Block]:
         """Return the blocks whose files could not be written or read since the last call."""
 
     def close(self, timeout_s: float) -> None:
-        """Finish the submitted operations within about `timeout_s`, and stop."""
+        """Finish the submitted operations within about `timeout_s`, and stop the thread."""
 
 
 class NoBlockFiles:
-    """There is no disk."""
+    """Stands in for the disk tier when there is no disk."""
 
     def submit(self, operations: Iterable[DiskOperation]) -> None:
         """Do nothing: without a disk there are no operations."""
@@ -68,7 +68,7 @@ class NoBlockFiles:
 
 @dataclass(slots=True)
 class SaveTransfer:
-    """The save of an entry from the device."""
+    """A transfer that saves an entry of the device."""
 
     entry: Entry
     spans: deque[TokenSpan]
@@ -77,14 +77,14 @@ class SaveTransfer:
 
 @dataclass(slots=True)
 class LoadTransfer:
-    """The load of a stored prefix into the sequence of a run."""
+    """A transfer that loads a stored prefix into the sequence of a run."""
 
     run: Run
     stored: StoredPrefix
     blocks: deque[Block]
     """The blocks that are not loaded yet."""
     disk_read: Future[Data | None] | None = None
-    """The data of the first of `blocks`, while it is read from disk."""
+    """The data of the first block, while it is read from disk. None: no disk read is needed."""
 
     @property
     def is_ready(self) -> bool:
@@ -216,7 +216,7 @@ class BlockTransfers:
         self._files.submit(self.store.drain_disk_operations())
 
     def _transfer_one_block(self) -> bool:
-        """Load or save one block. Loads come first, because jobs wait for them. False when no transfer is ready."""
+        """Load or save one block. False when no transfer is ready. Loads come first, because jobs wait for loads."""
         for load in self._loads:
             if load.is_ready:
                 self._load_one_block(load)
@@ -243,7 +243,7 @@ class BlockTransfers:
             save.spans.clear()
             return
         if self.store.insert(entry.tokens, entry.scope, span, data) is None:
-            save.spans.clear()  # the later spans need this one
+            save.spans.clear()  # a block needs its parent, so the later spans cannot be stored either
 
     def _allocate(self, n_bytes: int, span: TokenSpan) -> memoryview | None:
         return self._arena.allocate(n_bytes, span.end - span.start) if self._arena else None
@@ -272,11 +272,11 @@ class BlockTransfers:
         self._results.finished_loads.append(run)
 
     def _n_loaded(self, run: Run) -> int:
-        """Return how many tokens the run's sequence holds, with the loads of this step."""
+        """Return how many tokens are in the sequence of the run, including those loaded in this step."""
         return next((each.n_tokens for each in reversed(self._results.loaded) if each.run is run), run.n_past)
 
     def _start_disk_read(self, load: LoadTransfer) -> None:
-        """Start to read the next block of the load, if its data is only on disk."""
+        """Start reading the next block of the load, if its data is only on disk."""
         block = load.blocks[0]
         if block.data is None:
             load.disk_read = self._files.read(block)

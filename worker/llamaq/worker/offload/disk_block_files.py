@@ -3,8 +3,9 @@
     <folder>/<hash of the fingerprint>/<name of the block>.kv
 
 Each process locks a folder: a second worker of the same model uses `<hash>.1`. A file gets its final name only when it
-is complete, so a process that dies leaves no half-written block. Files are not synced: after a power failure some may
-be torn, which costs less than to wait for the disk on every write. Every file is verified when it is read.
+is complete, so a process that dies leaves no half-written block. Files are not synced, because waiting for the disk
+on every write costs more than losing some files in a power failure. Every file is verified when it is read, so a torn
+file is detected.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import Block, BlockHeader, DiskOperation, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload.atomic_files import LOCK, TEMPORARY, claim_folder, open_file, write_file
@@ -51,8 +52,8 @@ class DiskBlockFiles:
             folder: The cache folder, shared by all models and workers.
             fingerprint: Identifies the model, the settings and the llama.cpp version that the data is valid for.
             max_file_bytes: Larger files are not used.
-            max_pending_bytes: Upper bound on data that host memory has evicted and that is not written yet. Blocks
-                beyond it are lost.
+            max_pending_bytes: Upper bound on the data that host memory has evicted and that is not written yet. Further
+                evicted blocks are lost.
 
         Raises:
             InvalidSettings: The folder cannot be used.
@@ -66,7 +67,7 @@ class DiskBlockFiles:
             raise InvalidSettings(f"--cache-dir (LLAMAQ_CACHE_DIR): {exc}") from exc
         self.background = BackgroundThread("llamaq-disk")
         self._pending: dict[bytes, WriteBlock] = {}
-        """Writes that are not done, by the blocks' names. The background thread only reads this."""
+        """Maps the name of a block to its write that is not finished. The background thread only reads this dict."""
         self._written: deque[tuple[WriteBlock, bool]] = deque()
         """Writes that the background thread has tried, and whether they succeeded."""
         self._failed: list[Block] = []
@@ -87,7 +88,7 @@ class DiskBlockFiles:
         log.info("disk_cache.restored blocks=%d bytes=%d folder=%s", len(store), store.disk_bytes, self.folder)
 
     def submit(self, operations: Iterable[DiskOperation]) -> None:
-        """Start the operations. They are done in this order."""
+        """Start the operations, which are executed in this order."""
         self._collect_written()
         for operation in operations:
             self._remove_pending(operation.block.name)
@@ -105,7 +106,7 @@ class DiskBlockFiles:
         return failed
 
     def read(self, block: Block) -> Future[Data | None]:
-        """Start to read the block's data; reads are done before writes. The caller has pinned the block.
+        """Start reading the data of a pinned block. Reads come before writes.
 
         Returns:
             The verified data. None when the file is missing or invalid; `drain_failed_blocks` then returns the block.
@@ -140,7 +141,7 @@ class DiskBlockFiles:
         self.background.submit(call).add_done_callback(_log_unexpected_exception)
 
     def _collect_written(self) -> None:
-        """Remove the writes that were tried from the pending ones."""
+        """Remove finished and failed writes from the pending ones."""
         while self._written:
             write, has_succeeded = self._written.popleft()
             if self._pending.get(write.block.name) is write:  # otherwise the block was erased or written again
@@ -193,7 +194,7 @@ class DiskBlockFiles:
             log.warning("disk_cache.not_erased file=%s error=%s", self._path(name), exc)
 
     def _warn_of_write(self, reason: object) -> None:
-        """Log a warning for the first failed write, and the next one only after a write has succeeded."""
+        """Log a warning for a failed write. No further warning is logged until a write has succeeded."""
         if not self._is_failing:
             self._is_failing = True
             log.warning(
@@ -245,6 +246,6 @@ class DiskBlockFiles:
 
 
 def _log_unexpected_exception(done: Future[None]) -> None:
-    """Log the exception of a call whose result is not read otherwise."""
+    """Log the exception of a call, because no other code reads its result."""
     if not done.cancelled() and (defect := done.exception()):
         log.error("disk_cache.defect", exc_info=defect)

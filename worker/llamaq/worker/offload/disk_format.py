@@ -3,9 +3,9 @@
     magic 8 | format 4 | 0 4 | fingerprint 32 | parent's name 32 | namespace's key 32 | start 8 | end 8 | data length 8
     tokens 4 * (end - start) | data | crc32 of all before 4
 
-Numbers have the byte order of the machine, as the data has. The name of the file is the name of the block: a hash over
-its parent's name, its namespace and its tokens. A header that fits the name can therefore be trusted before the data is
-read. The checksum detects torn files and disk errors, not an attacker with write access to the folder; crc32 is the
+Numbers and data have the byte order of the machine. The name of the file is the name of the block: a hash over
+its parent's name, its namespace and its tokens. A header that matches the name can therefore be used before the data is
+verified. The checksum detects torn files and disk errors, not an attacker with write access to the folder; crc32 is the
 fastest checksum in Python's standard library.
 """
 
@@ -19,8 +19,8 @@ import zlib
 from enum import StrEnum
 from typing import BinaryIO
 
-from llamaq.worker.core.kv_data import Data
-from llamaq.worker.core.tokens import TOKEN_BYTES
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, BlockHeader, block_name
 from llamaq.worker.offload.atomic_files import file_size, read_up_to
 
@@ -38,9 +38,9 @@ class Fault(StrEnum):
     OTHER_FINGERPRINT = "other_fingerprint"
     """The file was written for another model or other settings."""
     TORN = "torn"
-    """The file is cut short or damaged."""
+    """The file is truncated or damaged."""
     TOO_LARGE = "too_large"
-    """The file is larger than the disk tier may be."""
+    """The file is larger than the capacity of the disk tier."""
     UNREADABLE = "unreadable"
     """The operating system refuses to open or read the file."""
 
@@ -60,7 +60,7 @@ def encode_header(block: Block, fingerprint: bytes) -> bytes:
 
 
 def checksum(*parts: Data) -> bytes:
-    """Return the checksum at the end of a file that consists of these parts."""
+    """Return the checksum of the parts. It is written at the end of the file."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, crc)
@@ -74,7 +74,7 @@ def read_header(file: BinaryIO, name: bytes, fingerprint: bytes, max_bytes: int)
         file: The file, open at its beginning.
         name: The block's name, from the name of the file.
         fingerprint: The key of this worker's fingerprint.
-        max_bytes: Larger files are `Fault.TOO_LARGE`. No more than this is read.
+        max_bytes: Upper bound on the file and on what is read. A larger file is `Fault.TOO_LARGE`.
     """
     size = file_size(file)
     fixed = read_up_to(file, HEADER.size)
@@ -96,7 +96,7 @@ def read_header(file: BinaryIO, name: bytes, fingerprint: bytes, max_bytes: int)
 
 
 def read_data(file: BinaryIO, block: Block, fingerprint: bytes) -> bytes | Fault:
-    """Read the data of the block's file, and verify it by the block's header and the checksum."""
+    """Read the data of the block's file. Verify it with the header of the block and the checksum."""
     if file_size(file) != block.file_bytes:
         return Fault.TORN
     header = encode_header(block, fingerprint)

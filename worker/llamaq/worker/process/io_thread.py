@@ -19,8 +19,8 @@ from redis.exceptions import RedisError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_state import WorkerCard
-from llamaq.common.protocol.scripts import Scripts
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.worker.broker.command_inbox import CommandHandler, CommandInbox
 from llamaq.worker.broker.heartbeat import Heartbeat

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from llamaq.common.errors import LlamaqError
-from llamaq.common.protocol.queue_state import WorkerCard
+from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model
@@ -41,8 +41,8 @@ from llamaq.worker.process.cache_factory import (
 )
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
-from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.slot_files.command_handler import SlotCommandHandler
@@ -110,7 +110,7 @@ class WorkerProcess:
         limits = TickLimits(budget=self._engine.context.n_batch, chunk_size=self._settings.chunk_size)
         return Scheduler(
             self._memory,
-            BatchPlanner(strategy, limits),
+            GuardedStrategy(strategy, limits),
             end_tokens=self._engine.vocab.end_tokens,
             worker=self.card.worker,
         )

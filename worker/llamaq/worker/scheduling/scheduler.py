@@ -23,15 +23,15 @@ from collections.abc import Callable, Iterable
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.queue_state import CacheSnapshot, SlotSnapshot
+from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.finish import JobFinish, finish_on_submit, finish_reason
+from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
 from llamaq.worker.core.slot import COMPUTING, Slot, SlotState
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
-from llamaq.worker.scheduling.batch_planner import BatchPlanner
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.job_stats import measure
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
@@ -44,7 +44,7 @@ class Scheduler:
 
     Args:
         memory: The slots and the KV memory.
-        planner: Plans the batch of each tick.
+        strategy: Plans the batch of each tick.
         end_tokens: The model's end-of-generation tokens.
         worker: The id of this worker, for the stats.
         clock: Returns the time in seconds. Must never go backwards.
@@ -56,17 +56,17 @@ class Scheduler:
     def __init__(
         self,
         memory: KvMemory,
-        planner: BatchPlanner,
+        strategy: GuardedStrategy,
         *,
         end_tokens: frozenset[int],
         worker: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        n_slots, budget = len(memory.slots), planner.limits.budget
+        n_slots, budget = len(memory.slots), strategy.limits.budget
         if budget < n_slots:
             raise InvalidSettings(f"--n-batch {budget} must be at least --n-parallel {n_slots}")
         self._memory = memory
-        self._planner = planner
+        self._strategy = strategy
         self._end_tokens = end_tokens
         self._worker = worker
         self._clock = clock
@@ -178,7 +178,7 @@ class Scheduler:
         """
         if not any(slot.state in COMPUTING for slot in self._memory.slots):
             return Batch()
-        return self._planner.plan(self._memory.slots, queue_depth + self.n_waiting)
+        return self._strategy.plan(self._memory.slots, queue_depth + self.n_waiting)
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
         """Update the slots with the engine's results. Returns all outputs since the last call.
@@ -211,7 +211,7 @@ class Scheduler:
     @property
     def n_prefill_next(self) -> int:
         """Upper bound on the prompt tokens of the next tick."""
-        limits = self._planner.limits
+        limits = self._strategy.limits
         pending = (slot.n_pending for slot in self._memory.slots if slot.state is SlotState.PREFILL)
         return min(limits.budget, sum(min(limits.chunk_size, n_pending) for n_pending in pending))
 

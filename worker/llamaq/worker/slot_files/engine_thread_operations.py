@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from llamaq.common.errors import SlotCommandRefused
-from llamaq.common.protocol.queue_state import SlotSnapshot
+from llamaq.common.protocol.snapshots import SlotSnapshot
 from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
 from llamaq.worker.core.sequence_ops import SlotStateOps
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.tokens import TOKEN_BYTES, common_prefix
+from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
-from llamaq.worker.kv_cache.prefix_cache import Entry
 from llamaq.worker.slot_files.part_encoding import SlotStatePart
 from llamaq.worker.slot_files.restore_slot import SlotRestore, SlotRestorer
 from llamaq.worker.slot_files.save_slot import SlotSave, SlotSaver
@@ -22,7 +22,7 @@ from llamaq.worker.slot_files.save_slot import SlotSave, SlotSaver
 class SlotOperations:
     """The operations on a worker's slots. All methods are called on the engine thread, between ticks.
 
-    Each method with a slot's index raises `SlotCommandRefused` when the worker has no such slot.
+    Each method with the index of a slot raises `SlotCommandRefused` when the worker does not have this slot.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class SlotOperations:
         Args:
             memory: The slots and the cached entries.
             sequences: Saves, loads and copies the cells of the engine's sequences.
-            offload: The tiers behind the device.
-            clock: Returns the time in seconds. It ends the steps of saves and restores.
+            offload: The offload tiers.
+            clock: Returns the time in seconds. It limits the steps of saves and restores.
         """
         self.saver = SlotSaver(memory, sequences, offload, clock)
         self.restorer = SlotRestorer(memory, sequences, clock)
@@ -46,26 +46,26 @@ class SlotOperations:
         self._offload = offload
 
     def snapshots(self) -> tuple[SlotSnapshot, ...]:
-        """Return the present state of every slot."""
+        """Return a snapshot of every slot."""
         return tuple(slot.snapshot() for slot in self._memory.slots)
 
     def begin_save(self, index: int) -> SlotSave:
-        """Start to save the state of a slot. See `SlotSaver.begin`."""
+        """Start saving the state of a slot. See `SlotSaver.begin`."""
         return self.saver.begin(self._slot(index))
 
     def begin_restore(
         self, index: int, tokens: bytes, scope: Scope, parts: Sequence[SlotStatePart]
     ) -> SlotRestore | None:
-        """Start to restore a state into an idle slot. See `SlotRestorer.begin`."""
+        """Start restoring a state into an idle slot. See `SlotRestorer.begin`."""
         return self.restorer.begin(self._idle_slot(index), tokens, scope, parts)
 
     def erase(self, index: int) -> int:
         """Erase the content of an idle slot, and its cached cells in all tiers.
 
-        Cells that other cached content needs stay.
+        Cells that other cached content needs are kept.
 
         Returns:
-            The number of tokens that the slot's content had.
+            The number of tokens of the erased content.
         """
         slot = self._idle_slot(index)
         tokens, scope = slot.content, slot.scope

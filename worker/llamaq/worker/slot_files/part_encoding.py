@@ -9,20 +9,20 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.saved_cells import Data
 
 _PART = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, slots=True)
 class SlotStatePart:
-    """The cells of a state from the end of the part before it up to `end`.
+    """The cells of a state from the end of the previous part up to `end`.
 
-    The data may contain more cells than these: it begins with cell `first` and may extend beyond `end`.
+    The data may contain further cells: it begins with cell `first` and may extend beyond `end`.
     """
 
     first: int
-    """The first cell of the data, at or before the end of the part before."""
+    """The first cell of the data. It is at or before the end of the previous part."""
     end: int
     data: Data = field(repr=False)
 
@@ -52,7 +52,7 @@ def split_parts(data: bytes, n_tokens: int) -> list[SlotStatePart]:
         first, end, n_bytes = _PART.unpack_from(data, at)
         at += _PART.size
         if not first <= n_covered < end or n_bytes > len(data) - at:
-            raise ValueError("a part does not continue the part before it")
+            raise ValueError("a part does not start at the end of the previous part")
         parts.append(SlotStatePart(first, end, view[at : at + n_bytes]))
         at += n_bytes
         n_covered = end

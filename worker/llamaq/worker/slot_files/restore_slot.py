@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 from llamaq.common.errors import SlotCommandRefused
 from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.sequence_ops import SlotStateOps
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.core.tokens import TOKEN_BYTES
+from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_memory import KvMemory
-from llamaq.worker.kv_cache.prefix_cache import Entry
 from llamaq.worker.slot_files.part_encoding import SlotStatePart
 
 STEP_S = 0.005
-"""A step starts no further part after this time."""
+"""Seconds of a step after which it starts no further part."""
 
 
 @dataclass(slots=True, eq=False)
 class SlotRestore:
-    """A restore under way. No job finds the state before the restore is complete."""
+    """A restore under way. Jobs cannot use the state before the restore is complete."""
 
     slot: Slot
     tokens: bytes
@@ -34,7 +34,7 @@ class SlotRestore:
     scope: Scope
     parts: Sequence[SlotStatePart]
     entry: Entry | None = None
-    """The entry that the state is loaded into. None when the cache holds the whole state already."""
+    """The entry that the state is loaded into. None when the cache already contains the whole state."""
     n_restored: int = 0
     """Tokens of the state that are on the device."""
 
@@ -48,7 +48,7 @@ class SlotRestore:
 
 
 class SlotRestorer:
-    """Restores the states of slots. The client gets the message of a `SlotCommandRefused`."""
+    """Restores the states of slots. The message of a `SlotCommandRefused` is sent to the client."""
 
     def __init__(self, memory: KvMemory, sequences: SlotStateOps, clock: Callable[[], float]) -> None:
         """See `SlotOperations` for the parameters."""
@@ -59,12 +59,12 @@ class SlotRestorer:
         """Restores that are not complete."""
 
     def begin(self, slot: Slot, tokens: bytes, scope: Scope, parts: Sequence[SlotStatePart]) -> SlotRestore | None:
-        """Start to restore a state as the content of an idle slot.
+        """Start restoring a state as the content of an idle slot.
 
         Args:
             slot: The slot.
             tokens: Packed tokens of the state.
-            scope: The jobs that may use the state.
+            scope: The scope whose jobs may use the state.
             parts: The saved cells of the state.
 
         Returns:
@@ -86,11 +86,11 @@ class SlotRestorer:
         if room is Room.UNAVAILABLE:
             raise SlotCommandRefused(f"there is no room for {restore.n_tokens} tokens beside the running jobs")
         if room is Room.PENDING or self._memory.n_copyable(tokens, scope) < n_copyable:
-            return None  # in the second case the entry to copy from was evicted for the room
+            return None  # PENDING: try again later. Fewer copyable tokens: the eviction removed the entry to copy from
         hidden = Scope(hashed=secrets.token_bytes(32))
         restore.entry, restore.n_restored = self._memory.begin_restore(tokens, scope, hidden)
         self._restores.append(restore)
-        if restore.is_complete:  # a running job holds all of it
+        if restore.is_complete:  # the whole state was copied from a running job
             self._finish(restore)
         return restore
 
@@ -127,7 +127,7 @@ class SlotRestorer:
             self.cancel(restore)
 
     def _is_cached(self, tokens: bytes, scope: Scope) -> bool:
-        """Whether an entry that stays on the device holds the whole state."""
+        """Whether an entry contains the whole state and is not moving off the device."""
         match = self._memory.match(tokens, scope)
         is_staying = isinstance(match.source, Entry) and not match.source.in_transfer
         return is_staying and match.n_held * TOKEN_BYTES == len(tokens)

@@ -1,8 +1,8 @@
 """Saves the state of a slot: collects its cells from the slot's sequence, cached entries, host memory and disk.
 
 A save runs on the engine thread between ticks, in steps of a few milliseconds and at least one block. Between two steps
-the job may continue or end, and entries may move between the tiers: every step searches for the next cells anew. Where
-sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
+the job may continue or end, and entries may move between the tiers. Therefore every step searches for the next cells
+again. If sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 from llamaq.common.errors import EngineError, SlotCommandRefused
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.kv_data import Data
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.sequence_ops import SlotStateOps
 from llamaq.worker.core.slot import Run, Slot
-from llamaq.worker.core.tokens import TOKEN_BYTES
+from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
-from llamaq.worker.kv_cache.prefix_cache import Entry
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS
 from llamaq.worker.slot_files.part_encoding import SlotStatePart
 
 STEP_S = 0.005
-"""A step starts no further part after this time."""
+"""Seconds of a step after which it starts no further part."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class SlotSave:
 
     @property
     def n_read(self) -> int:
-        """Tokens of the state that were read."""
+        """Number of tokens of the state that were read."""
         return self.parts[-1].end if self.parts else 0
 
     @property
@@ -54,14 +54,14 @@ class SlotSave:
         return self.n_read == self.n_tokens
 
     def add_awaited_part(self, data: Data | None) -> None:
-        """Add the part that was read from disk. Raises `SlotCommandRefused` when its file is invalid (None)."""
+        """Add the part that was read from disk. Raises `SlotCommandRefused` when `data` is None (invalid file)."""
         if data is None:
             raise _evicted()
         self.parts.append(SlotStatePart(*self.awaited_span, data))
 
 
 class SlotSaver:
-    """Reads the states of slots. The client gets the message of a `SlotCommandRefused`."""
+    """Reads the states of slots. The message of a `SlotCommandRefused` is sent to the client."""
 
     def __init__(self, memory: KvMemory, sequences: SlotStateOps, offload: Offload, clock: Callable[[], float]) -> None:
         """See `SlotOperations` for the parameters."""
@@ -71,7 +71,7 @@ class SlotSaver:
         self._clock = clock
 
     def begin(self, slot: Slot) -> SlotSave:
-        """Start to save the state of the job that runs in the slot, or of the last job that ran there.
+        """Start saving the state of the job that runs in the slot, or of the last job that ran in it.
 
         Raises:
             SlotCommandRefused: The slot has no state, or the engine cannot read it.
@@ -87,7 +87,7 @@ class SlotSaver:
                 f"slot {slot.index} has no state: no job has run there, or the cache has evicted its state"
             )
         if run is not None and not self._sequences.can_save_parts:
-            self._read_from_device(save)  # at once: after the next tick the sequence is longer and cannot be cut
+            self._read_from_device(save)  # now: the next tick makes the sequence longer, and it cannot be cut
         return save
 
     def step(self, save: SlotSave) -> Future[Data | None] | None:
@@ -118,14 +118,14 @@ class SlotSaver:
         return max(n_held if source else 0, stored.n_tokens if stored else 0)
 
     def _find_on_device(self, tokens: bytes, scope: Scope) -> tuple[Entry | Run | None, int]:
-        """Return the entry or run that holds the longest prefix of `tokens`, and the length of that prefix."""
+        """Return the entry or run with the longest prefix of `tokens`, and the length of that prefix."""
         match = self._memory.match(tokens, scope)
         if match.source and not self._sequences.can_save_parts and _scope_of(match.source).key != scope.key:
-            return None, 0  # the sequence can only be saved whole, with tokens of another namespace
+            return None, 0  # the sequence can only be saved as a whole, and it contains tokens of another namespace
         return match.source, match.n_held
 
     def _read_from_device(self, save: SlotSave) -> bool:
-        """Read the next part from a sequence on the device. False when no sequence holds it."""
+        """Read the next part from a sequence on the device. False when no sequence contains the next part."""
         run = save.run
         if run is not None and not run.is_released and run.n_past > save.n_read:
             source: Entry | Run | None = run
@@ -148,7 +148,7 @@ class SlotSaver:
         return True
 
     def _read_from_offload(self, save: SlotSave) -> Future[Data | None]:
-        """Start to read the next part from host memory or disk. Raises `SlotCommandRefused` when neither has it."""
+        """Start reading the next part from host memory or disk. Raises `SlotCommandRefused` when both lack it."""
         stored = self._offload.match(save.tokens, save.scope)
         for block in stored.blocks if stored else ():
             end = min(block.end, save.n_tokens)

@@ -3,7 +3,7 @@
     magic 8 | format 4 | metadata length 4 | fingerprint 32 | tokens' length 8 | data length 8
     metadata as JSON | packed tokens | data | crc32 of all before 4
 
-A user has asked for each of these files. They are therefore synced and never evicted. Several workers may share the
+A user requested each of these files. The files are therefore synced and never evicted. Several workers may share the
 folder.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.worker.core.tokens import TOKEN_BYTES
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.offload.atomic_files import (
     TEMPORARY,
     file_size,
@@ -36,7 +36,7 @@ HEADER = struct.Struct("=8sII32sQQ")
 SUFFIX = ".slot"
 MAX_META_BYTES = 64 * 1024
 ABANDONED_S = 3600.0
-"""An unfinished file that is older than this is erased: its writer has died."""
+"""An unfinished file that is older than this is erased, because its writer has died."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -53,7 +53,7 @@ class SavedSlotInfo:
     saved_s: float
     """Time of the save, in seconds of Unix time."""
     is_usable: bool
-    """Whether the state was saved with the fingerprint of this worker."""
+    """Whether this worker can restore the state: its fingerprint is that of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,12 @@ class SavedSlot:
 class SavedSlotFiles:
     """The saved states of one folder.
 
-    Every method waits for the disk: call the methods in a background thread. Each raises `InvalidRequest` when the
-    name or the file is at fault, and `OSError` when the disk is full or refuses to write.
+    Every method waits for the disk, so call the methods in a background thread. Every method raises `InvalidRequest`
+    when the name or the file is invalid, and `OSError` when the disk is full or refuses to write.
     """
 
     def __init__(self, folder: Path, fingerprint: str, *, max_file_bytes: int) -> None:
-        """Nothing is created before the first `write`.
+        """Set the folder, which the first `write` creates.
 
         Args:
             folder: The cache folder. The files are in its subfolder `slots`.
@@ -87,11 +87,11 @@ class SavedSlotFiles:
         self._max_file_bytes = max_file_bytes
 
     def write(self, name: str, meta: dict[str, Any], tokens: bytes, data: bytes) -> SavedSlotInfo:
-        """Save a state under this name, in place of an existing one.
+        """Save a state under this name. Replaces an existing state of this name.
 
         Args:
-            name: 1 to 64 of the characters A-Z a-z 0-9 _ and -.
-            meta: Metadata that JSON can encode in at most 64 KiB.
+            name: 1 to 64 characters, each of them a letter A-Z or a-z, a digit, `_` or `-`.
+            meta: Metadata. Its JSON has at most 64 KiB.
             tokens: Packed tokens.
             data: The encoded parts of the state.
         """
@@ -131,7 +131,7 @@ class SavedSlotFiles:
             raise _unknown(name) from exc
 
     def list_all(self) -> list[SavedSlotInfo]:
-        """Return all saved states sorted by name, also those of other models. Damaged files are left out."""
+        """Return all saved states sorted by name, including those of other models. Damaged files are skipped."""
         found = []
         for path in sorted(self.folder.glob("*" + SUFFIX)):
             try:
@@ -149,7 +149,7 @@ class SavedSlotFiles:
         """Read and verify everything before the tokens.
 
         Returns:
-            The header, and the bytes that were read.
+            The header, decoded and as the bytes of the file.
         """
         size = file_size(file)
         fixed = read_up_to(file, HEADER.size)
@@ -182,7 +182,7 @@ class SavedSlotFiles:
             raise InvalidRequest(f"slot state {name!r} cannot be read: {exc.strerror or exc}") from exc
 
     def _path(self, name: str) -> Path:
-        """Return the path of the file with this name. A name is never a path."""
+        """Return the path of the file with this name. Raises `InvalidRequest` when the name could be a path."""
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"slot state {name[:80]!r}: a name has 1 to 64 of A-Z a-z 0-9 _ -")
         return self.folder / (name + SUFFIX)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from llamaq.worker.core.job import Output
+from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
-from llamaq.worker.kv_cache.prefix_cache import NullPrefixCache, PrefixCache
 from llamaq.worker.kv_cache.slot_pool import SlotPool
-from llamaq.worker.scheduling.batch_planner import BatchPlanner, TickLimits
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing.fake_engine import FakeEngine
 
@@ -75,8 +75,8 @@ def make_scheduler(
         worker: The id of the worker, for the stats.
         clock: Returns the time in seconds.
     """
-    planner = BatchPlanner(strategy or DecodeMaximal(), TickLimits(engine.n_batch, chunk_size))
-    return Scheduler(memory, planner, end_tokens=engine.vocab.end_tokens, worker=worker, clock=clock)
+    guarded = GuardedStrategy(strategy or DecodeMaximal(), TickLimits(engine.n_batch, chunk_size))
+    return Scheduler(memory, guarded, end_tokens=engine.vocab.end_tokens, worker=worker, clock=clock)
 
 
 def run_tick(scheduler: Scheduler, engine: FakeEngine) -> list[Output]:

@@ -1,7 +1,7 @@
-"""A block: the saved KV state of a few consecutive tokens, and the small types around it.
+"""A block, which is the saved KV state of a few consecutive tokens, and the types that describe blocks.
 
-A block is useful only together with the blocks before it. Its name is therefore a hash over the name of its parent, its
-namespace and its tokens: equal names mean equal prefixes.
+A block is useful only together with all blocks before it. The name of a block is therefore a hash over the name of its
+parent, its namespace and its tokens. Blocks with equal names have equal prefixes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llamaq.worker.core.kv_data import Data, footprint
-from llamaq.worker.core.tokens import TOKEN_BYTES, common_prefix
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
+from llamaq.worker.core.saved_cells import Data, footprint
 
 ROOT_NAME = bytes(32)
 """Name of the root of the tree. The root is the parent of every first block."""
 
 BLOCK_BYTES = 1024
-"""Approximate host memory of a block beside its data, in bytes: the object, its tokens, its tree and LRU entries."""
+"""Approximate host memory of a block in addition to its data, in bytes: object, tokens, tree entry and LRU entry."""
 
 FILE_BYTES = 140
-"""Size of a block's file without tokens and data, in bytes. `disk_format` writes files of this size."""
+"""Bytes of a block's file in addition to its tokens and its data, as `disk_format` writes them."""
 
 
 def block_name(parent_name: bytes, namespace: bytes, tokens: bytes) -> bytes:
@@ -49,7 +49,7 @@ class Block:
     namespace: bytes
     """`PUBLIC` or the key of a namespace."""
     tokens: bytes
-    """Packed tokens of this block alone."""
+    """Packed tokens of this block, without those of its ancestors."""
     start: int
     end: int
     name: bytes
@@ -59,9 +59,9 @@ class Block:
     on_disk: bool = False
     """Whether the block has a file. The write of the file may still be pending."""
     pin_count: int = 0
-    """Number of transfers that use the block. A pinned block keeps its data and its file."""
+    """Number of transfers that use the block. A block with pins is not evicted from any tier."""
     children: dict[bytes, ChildBlocks] = field(default_factory=dict)
-    """Maps a namespace to the children in it."""
+    """Maps a namespace to the child blocks in that namespace."""
 
     @property
     def host_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Block:
         return self.n_bytes + len(self.tokens) + FILE_BYTES
 
     def path(self) -> list[Block]:
-        """Return the blocks from the first one after the root to this one."""
+        """Return the ancestors of this block from the top down, without the root, and then this block."""
         blocks = []
         block = self
         while block.parent is not None:
@@ -105,7 +105,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """The stored blocks that contain the first `n_tokens` tokens of a query, from the root on.
+    """The stored blocks that contain the first `n_tokens` tokens of a query, from the root down.
 
     The query may use only the first part of the last block.
     """
@@ -154,7 +154,7 @@ DiskOperation = WriteBlock | EraseBlock
 class ChildBlocks:
     """The children of one block in one namespace, sorted by the bytes of their tokens.
 
-    In this order a neighbour of a query has the longest prefix in common with it.
+    In this order, the tokens with the longest common prefix are next to the place of a query.
     """
 
     __slots__ = ("_blocks", "_keys")
@@ -172,7 +172,7 @@ class ChildBlocks:
         del self._keys[bisect_left(self._keys, block.tokens)]
 
     def get(self, tokens: bytes) -> Block | None:
-        """Return the block of exactly these tokens, or None."""
+        """Return the block with exactly these tokens, or None."""
         return self._blocks.get(tokens)
 
     def first_starting_with(self, tokens: bytes) -> Block | None:
@@ -190,12 +190,12 @@ class ChildBlocks:
             if tokens.startswith(key):
                 yield self._blocks[key]
                 tokens = key[:-TOKEN_BYTES]
-            else:  # a shorter prefix that is sorted before `key` is also a prefix of what both have in common
+            else:  # a shorter prefix of `tokens` that is sorted before `key` is also a prefix of their common prefix
                 tokens = tokens[: common_prefix(key, tokens) * TOKEN_BYTES]
             at = bisect_right(self._keys, tokens, 0, at - 1)
 
     def closest(self, tokens: bytes) -> tuple[int, Block]:
-        """Return the block with the longest prefix in common with `tokens`, and that prefix's length in tokens."""
+        """Return the block with the longest common prefix with `tokens`, and the length of this prefix in tokens."""
         at = bisect_left(self._keys, tokens)
         neighbours = self._keys[max(0, at - 1) : at + 1]
         in_common = [common_prefix(key, tokens) for key in neighbours]

@@ -5,10 +5,10 @@
 
 Blocks form a tree by their tokens: conversations with the same beginning share the blocks of that beginning. Each tier
 has a capacity in bytes and evicts its least recently used block. A use of a block is also a use of its ancestors, so
-the end of a conversation is evicted before its beginning.
+the last blocks of a conversation are evicted first.
 
-A block that host memory evicts moves to disk, if there is a disk, together with its ancestors: the parent of every file
-has a file too, whenever the process ends. This module only decides. `disk_store` writes, reads and erases the files.
+If there is a disk, a block that host memory evicts moves to disk. Its ancestors get files too, so that at any time each
+file has the file of its parent. This module only decides. `disk_store` writes, reads and erases the files.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope
-from llamaq.worker.core.kv_data import Data
-from llamaq.worker.core.tokens import TOKEN_BYTES
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import (
     Block,
     BlockHeader,
@@ -33,15 +33,18 @@ from llamaq.worker.kv_cache.blocks.lru_order import LruOrder
 
 
 class BlockStore:
-    """The stored blocks, and the tiers that each of them is in. For one thread only."""
+    """The stored blocks, and the tiers that contain each block.
+
+    Threads: all methods are for one thread.
+    """
 
     def __init__(self, block_tokens: int | None, max_bytes: int, max_disk_bytes: int = 0, *, can_cut: bool) -> None:
         """Create an empty store.
 
         Args:
             block_tokens: Tokens of a block. None: every sequence is one block, from token 0 to its end.
-            max_bytes: Capacity of host memory in bytes. It is not exceeded after any call.
-            max_disk_bytes: Capacity of the disk in bytes. It is not exceeded after any call. 0: there is no disk.
+            max_bytes: Capacity of host memory in bytes. Every method ends within the capacity.
+            max_disk_bytes: Capacity of the disk in bytes. Every method ends within the capacity. 0: there is no disk.
             can_cut: Whether a query may use only the first part of a block.
         """
         self._tree = BlockTree(block_tokens, can_cut=can_cut)
@@ -52,7 +55,7 @@ class BlockStore:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory used by the blocks whose data is there, in bytes."""
+        """Host memory used by the blocks whose data is in host memory, in bytes."""
         return self._host.n_bytes
 
     @property
@@ -74,15 +77,15 @@ class BlockStore:
         return self._tree.match(tokens, scope)
 
     def missing_spans(self, tokens: bytes, scope: Scope) -> list[TokenSpan]:
-        """Return the spans to insert, in this order, until all of `tokens` is stored. Changes nothing."""
+        """Return the missing spans of `tokens`. The caller inserts them in this order. Changes nothing."""
         return self._tree.missing_spans(tokens, scope)
 
     def insert(self, tokens: bytes, scope: Scope, span: TokenSpan, data: Data) -> Block | None:
-        """Store the data of one of the missing spans of `tokens`. Other blocks may be evicted for it.
+        """Store the data of one of the missing spans of `tokens`. This may evict other blocks.
 
         Returns:
-            The block that contains the span; it may be longer than the span. None when the span is not stored: it is
-            larger than the capacity, pinned blocks leave no room, or its parent is no longer stored.
+            The block that contains the span and may be longer. None when the span cannot be stored: the data is larger
+            than the capacity, pinned blocks leave no room, or the parent is no longer stored.
         """
         n_tokens = len(tokens) // TOKEN_BYTES
         parent = self._parent_of(tokens, scope, span.start)
@@ -116,7 +119,7 @@ class BlockStore:
             self._disk.pin(block)
 
     def unpin(self, stored: StoredPrefix) -> None:
-        """Undo one `pin`. Blocks without another pin count as used now."""
+        """Undo one `pin`. Blocks without further pins are marked as used now."""
         for block in reversed(stored.blocks):
             block.pin_count -= 1
             if block in self and not block.pin_count:
@@ -126,7 +129,7 @@ class BlockStore:
                     self._disk.unpin(block)
 
     def store_in_host(self, block: Block, data: Data) -> None:
-        """Store the data of a block that is only on disk in host memory too, if there is room."""
+        """Store the data of a block also in host memory, if the block is only on disk and host memory has room."""
         fits = len(data) == block.n_bytes and block.host_bytes <= self._host.max_bytes
         if block in self and block.data is None and fits:
             block.data = data
@@ -137,7 +140,7 @@ class BlockStore:
     def mark_file_lost(self, block: Block) -> None:
         """Remove the files of the block and its descendants, because the block's file is missing or invalid.
 
-        A block stays only when it and all its ancestors down from `block` are in host memory.
+        A block stays stored only if its data and the data of all blocks between `block` and it are in host memory.
         """
         if block not in self:
             return
@@ -155,7 +158,7 @@ class BlockStore:
     def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
         """Remove the blocks of `tokens` that end after the first `n_kept` tokens.
 
-        A block stays when it is public, pinned, the parent of another block, or contains other tokens too.
+        A block is kept when it is public, is pinned, is the parent of another block, or contains other tokens too.
         """
         while stored := self.match(tokens, scope):
             for block in reversed(stored.blocks):
@@ -165,9 +168,9 @@ class BlockStore:
                 self._remove(block)
 
     def drain_disk_operations(self) -> list[DiskOperation]:
-        """Return the disk operations since the last call, in the order in which they must be done.
+        """Return the disk operations that were planned since the last call, in the order to execute them.
 
-        The caller reports an operation that fails with `mark_file_lost`.
+        If an operation fails, the caller calls `mark_file_lost`.
         """
         operations, self._disk_operations = self._disk_operations, []
         return operations
@@ -185,7 +188,8 @@ class BlockStore:
     def rebuild(self, headers: Iterable[BlockHeader]) -> list[BlockHeader]:
         """Fill an empty store from the headers of the files on disk.
 
-        Returns the headers that have no place in the tree. Their files may be erased.
+        Returns:
+            The headers without a place in the tree. The caller may erase their files.
         """
         blocks, orphans = self._tree.rebuild(headers)
         for block in blocks:
@@ -216,10 +220,10 @@ class BlockStore:
         return block if block in self else None
 
     def _parent_of(self, tokens: bytes, scope: Scope, start: int) -> Block | None:
-        """Return the block that ends at `start`, or None when it is not stored. Its path counts as used now."""
+        """Return the block that ends at `start`, or None when it is not stored. Marks its path as used now."""
         last_tokens, last_scope, last = self._last_insert
         if tokens is last_tokens and scope == last_scope and last and last.end == start and last in self:
-            return last  # saves a walk through the whole path for each block of a long prompt
+            return last  # searches only one block, not the whole path, for each block of a long prompt
         parent = self._tree.last_stored(tokens, scope, start)
         self._touch(parent)
         return parent if parent.end == start else None
@@ -239,7 +243,7 @@ class BlockStore:
             self._disk.touch(each)
 
     def _evict_until_host_fits(self, newest: Block) -> None:
-        """Evict from host memory until it fits its capacity. `newest` is evicted when all other blocks are pinned."""
+        """Evict blocks from host memory until it fits its capacity; `newest` only if all other blocks are pinned."""
         while self._host.is_over:
             self._evict_from_host(self._host.oldest or newest)
 
@@ -248,11 +252,11 @@ class BlockStore:
         if block.on_disk or self._plan_files(block):
             self._host.remove(block)
             block.data = None
-        else:  # it has no children: their files would need its file, and in host memory they are evicted before it
+        else:  # a leaf: a child on disk needs its parent on disk, and host memory evicts children first
             self._remove(block)
 
     def _plan_files(self, block: Block) -> bool:
-        """Plan the files of the block and of its ancestors that have none. False when the disk has no room."""
+        """Plan a file for the block and for each ancestor without a file. False when the disk has no room."""
         without_file: list[tuple[Block, Data]] = []
         n_bytes = 0
         each: Block | None = block
@@ -271,7 +275,7 @@ class BlockStore:
         return True
 
     def _make_disk_room(self, n_bytes: int, block: Block) -> bool:
-        """Evict files until `n_bytes` are free, except the files of the block's ancestors. False when that fails."""
+        """Evict files until `n_bytes` are free. Keep files of the block's ancestors. False when this is impossible."""
         is_touched = False
         while self._disk.n_bytes + n_bytes > self._disk.max_bytes:
             oldest = self._disk.oldest
@@ -287,7 +291,7 @@ class BlockStore:
         return True
 
     def _evict_from_disk(self, block: Block) -> None:
-        """Remove the file. A block that is then in no tier is removed with its descendants, which are older."""
+        """Remove the file of the block. Then remove the block and its descendants, if the block is in no tier."""
         self._remove_file(block)
         if block.data is None:
             for each in reversed(block.subtree()):

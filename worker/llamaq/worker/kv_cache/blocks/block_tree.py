@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope
-from llamaq.worker.core.tokens import TOKEN_BYTES
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.kv_cache.blocks.block import (
     ROOT_NAME,
     Block,
@@ -18,7 +18,7 @@ from llamaq.worker.kv_cache.blocks.block import (
 
 
 class BlockTree:
-    """Blocks by their parents and by their names. The tree knows nothing of tiers, bytes and use."""
+    """The blocks by parent and by name. The tree does not depend on tiers, sizes and use."""
 
     def __init__(self, block_tokens: int | None, *, can_cut: bool) -> None:
         """See `BlockStore` for the parameters."""
@@ -68,7 +68,7 @@ class BlockTree:
     def find_child(self, parent: Block, namespace: bytes, tokens: bytes, end: int) -> Block | None:
         """Return the child of `parent` for the tokens up to `end`, or None.
 
-        At the end of `tokens` a longer child is returned too, if blocks can be cut.
+        If `end` is the end of `tokens` and blocks can be cut, the child may also be longer than these tokens.
         """
         children = parent.children.get(namespace)
         if children is None:
@@ -79,7 +79,7 @@ class BlockTree:
         return children.get(part)
 
     def last_stored(self, tokens: bytes, scope: Scope, stop: int) -> Block:
-        """Cut `tokens` into blocks and return the last consecutive one that is stored and ends at or before `stop`.
+        """Follow the stored blocks of `tokens` from the root and return the last one that ends at or before `stop`.
 
         Returns the root when the first block is not stored.
         """
@@ -112,7 +112,7 @@ class BlockTree:
         nodes = [self.root]
         while nodes:
             node = nodes.pop()
-            if node.end >= n_matched:  # of equal lengths, a whole block is preferred to a part of another
+            if node.end >= n_matched:  # at equal length, a whole block is preferred to a part of a block
                 best, n_matched = node, node.end
             for namespace, limit in ((PUBLIC, min(scope.public, n_tokens)), (key, n_tokens)):
                 children = node.children.get(namespace)
@@ -133,7 +133,7 @@ class BlockTree:
         return StoredPrefix(tuple(best.path()), n_matched)
 
     def _window(self, tokens: bytes, start: int, limit: int) -> bytes:
-        """Return the tokens that a block from `start` on can have in common with the query."""
+        """Return the tokens of the query that a block from `start` on can contain."""
         end = limit if self.block_tokens is None else min(limit, start + self.block_tokens)
         return tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
@@ -147,7 +147,7 @@ class BlockTree:
         """Fill an empty tree with a block for each header whose parent is in the tree.
 
         Returns:
-            The blocks, the least recently used first, and the headers that have no place in the tree.
+            The blocks, least recently used first, and the headers without a place in the tree.
         """
         by_parent: dict[bytes, list[BlockHeader]] = {}
         for header in headers:

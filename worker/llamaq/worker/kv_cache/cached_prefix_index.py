@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.slot import Run
-from llamaq.worker.core.tokens import TOKEN_BYTES
 from llamaq.worker.kv_cache.radix_tree import RadixTree
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamaq.worker.core.tokens import common_prefix, pack
+from llamaq.worker.core.packed_tokens import common_prefix, pack
 
 # Few tokens, so that strings share long prefixes. Some have the same bytes at different positions, so that a comparison
 # that is not aligned to whole tokens gives a wrong result.

@@ -7,10 +7,10 @@ import pytest
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.core.slot import Run
-from llamaq.worker.core.tokens import pack
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
-from llamaq.worker.kv_cache.prefix_cache import Entry, NullPrefixCache, PrefixCache, RadixPrefixCache
+from llamaq.worker.kv_cache.cached_prefix_index import Entry, NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing import (

@@ -95,7 +95,7 @@ def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> Pla
     return None if 1 <= part.n_tokens <= slot.n_pending else PlanFault.BAD_CHUNK
 
 
-class BatchPlanner:
+class GuardedStrategy:
     """Asks a strategy for each tick's batch. Logs a batch that breaks the rules and lets `DecodeMaximal` plan instead.
 
     Args:

@@ -158,7 +158,7 @@ class TerminalWrite:
 @cache
 def source(name: str) -> str:
     """Return the text of a script, with the shared functions in front of it."""
-    folder = files(__package__)
+    folder = files(__package__) / "scripts"
     return folder.joinpath("_lib.lua").read_text() + "\n" + folder.joinpath(f"{name}.lua").read_text()
 
 
@@ -175,7 +175,9 @@ class Scripts:
         self._submit, self._start, self._flush, self._finish, self._cancel, self._requeue = (
             redis.register_script(source(name)) for name in ("submit", "start", "flush", "finish", "cancel", "requeue")
         )
-        self._check_crash, self._purge = (redis.register_script(source(name)) for name in ("check_crash", "purge"))
+        self._check_crash, self._purge = (
+            redis.register_script(source(name)) for name in ("check_crash", "purge_dead_letter")
+        )
 
     async def submit(
         self, job_id: JobId, request: JobRequest, payload: bytes, *, result_ttl_s: float
@@ -370,4 +372,4 @@ class Scripts:
         if job_id is not None:
             of_job = self._keys.of_job(job_id)
             keys += [of_job.job, of_job.events]
-        return bool(await self._purge(keys=keys, args=[entry]))
+        return bool(await self._purge_dead_letter(keys=keys, args=[entry]))
