@@ -175,7 +175,7 @@ class Scripts:
         self._submit, self._start, self._flush, self._finish, self._cancel, self._requeue = (
             redis.register_script(source(name)) for name in ("submit", "start", "flush", "finish", "cancel", "requeue")
         )
-        self._check_crash, self._purge = (
+        self._check_crash, self._purge_dead_letter = (
             redis.register_script(source(name)) for name in ("check_crash", "purge_dead_letter")
         )
 
