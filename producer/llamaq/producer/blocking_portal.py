@@ -26,6 +26,8 @@ class BlockingPortal:
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._running: set[asyncio.Task[Any]] = set()
+        self._iterated: set[AsyncGenerator[Any, None]] = set()
+        """Async generators that `iterate` has not closed yet."""
         self.client = make_client()
         self._thread = threading.Thread(target=self._run_loop, name="llamaq-client", daemon=True)
         self._thread.start()
@@ -62,6 +64,7 @@ class BlockingPortal:
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """Yield the items of an async generator. Closing this generator early closes the async one too."""
+        self._iterated.add(items)
         try:
             while True:
                 item = self.run(_next_or_none(items))
@@ -69,6 +72,7 @@ class BlockingPortal:
                     return
                 yield item
         finally:
+            self._iterated.discard(items)
             self._close(items)
 
     def stop(self) -> None:
@@ -109,7 +113,8 @@ class BlockingPortal:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
+        # Not `loop.shutdown_asyncgens`: it would also close generators of redis-py that cancellations in flight use.
+        await asyncio.gather(*(items.aclose() for items in list(self._iterated)), return_exceptions=True)
         await self.client.aclose()
 
 
