@@ -1,7 +1,7 @@
 """The lower bound of the cost: `llama_decode` and numpy's argmax in a loop, n sequences at once, through ctypes.
 
-The loop has no queue, no Redis, no text, no stop conditions and no scheduling. The overhead of a worker is the time that
-it needs in addition to this loop. Run as a script, this module measures the tokens per second of 1, 4, 8, ...
+The loop has no queue, no Redis, no text, no stop conditions and no scheduling. The overhead of a worker is the time
+that it needs in addition to this loop. Run as a script, this module measures the tokens per second of 1, 4, 8, ...
 sequences.
 """
 
@@ -69,7 +69,7 @@ class BareLoop:
         self._end_tokens = [token for token in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> BareRun:
-        """Generate `n_tokens` tokens after each prompt, greedily and without end tokens. Prompts are not cut into chunks."""
+        """Generate `n_tokens` tokens after each prompt, greedily and past end tokens. Prompts are not chunked."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         cpu_s, start_s = time.process_time(), time.perf_counter()
         newest = np.concatenate([self._prefill(group, first) for first, group in self._groups(prompts)])

@@ -18,7 +18,7 @@ class CpuClock:
     queue: str = "default"
 
     def read(self) -> dict[str, float]:
-        """Return the processor seconds that each process has used so far. On systems without /proc the dict is empty."""
+        """Return the processor seconds that each process has used so far. Without /proc the dict is empty."""
         redis_pid = self.stack.redis.pid
         if redis_pid is None or not Path("/proc/self/stat").exists():
             return {}
@@ -26,7 +26,7 @@ class CpuClock:
         return {"worker": _cpu_s(worker_pid), "redis": _cpu_s(redis_pid), "client": time.process_time()}
 
     def us_per_token(self, before: dict[str, float], n_tokens: int) -> dict[str, float]:
-        """Return the processor time per token of each process in microseconds, since the earlier result `before` of `read`."""
+        """Return the microseconds per token of each process since `before`, the result of an earlier `read`."""
         now = self.read()
         return {name: round((now[name] - before[name]) * 1e6 / n_tokens, 1) for name in now}
 

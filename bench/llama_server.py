@@ -1,9 +1,9 @@
 """llama-server, started from the `xllamacpp` wheel. It is called over HTTP with token ids, as workers are.
 
-llama-server gets the model file, threads, context size and number of slots of a worker. It also gets `--kv-unified`, so
-that a slot can use the cells that other slots do not use. All other settings are its defaults: prompts are cached, 8 GiB
-of host memory hold the states of slots, cells of idle slots move there when other slots need room, the similarity is
-0.1, and shifted chunks are not reused (`--cache-reuse 0`).
+llama-server gets the model file, threads, context size and number of slots of a worker. It also gets `--kv-unified`,
+so that a slot can use the cells that other slots do not use. All other settings are its defaults: prompts are cached,
+8 GiB of host memory hold the states of slots, cells of idle slots move there when other slots need room, the
+similarity is 0.1, and shifted chunks are not reused (`--cache-reuse 0`).
 
 Requests are greedy with top-k 1. This is the fastest of the sampler settings that were tried: 1.16 ms per token with a
 vocabulary of 151,936 tokens, against 1.3 ms with the default samplers, 1.25 ms with top-k alone and 1.9 ms with
@@ -86,7 +86,7 @@ class LlamaServer:
             connection.close()
 
     def _generate_again(self, prompt: list[int], n_out: int) -> list[int]:
-        """Generate again without streaming and return all tokens. The stream omits tokens that end inside a character."""
+        """Generate again without a stream and return all tokens. A stream omits tokens that end inside a character."""
         with self._connected() as connection:
             response = _post(connection, _request(prompt, n_out, stream=False, return_tokens=True))
             tokens: list[int] = json.loads(response.read())["tokens"]

@@ -10,8 +10,8 @@ Before that, other prompts fill the caches. The systems are:
 
 `vs_null` is the wall time divided by the wall time of `null` in the same round. `bookkeeping_share` is the share of
 the engine thread's busy time that is spent on decisions about KV memory (`KvMemory` without moving cells).
-`moves_share` is the share that moves cells. `added_share` is the time of the scheduler including moves, minus the time of
-the scheduler of `null`, as a share of the busy time.
+`moves_share` is the share that moves cells. `added_share` is the time of the scheduler including moves, minus the time
+of the scheduler of `null`, as a share of the busy time.
 """
 
 from __future__ import annotations

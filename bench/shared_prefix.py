@@ -1,4 +1,4 @@
-"""How often is the shared prefix of 1 to 16 jobs computed, and how long do the jobs take? The prefix is not cached before.
+"""How often is the shared prefix of 1 to 16 jobs computed, and how long do the jobs take?
 
 A prompt has 512 or 1,024 shared random tokens and then 32 tokens that no other prompt has; 16 tokens out, greedy and
 streamed. Each round has new tokens, so none of them is in a cache. llama-server's slots are erased before each

@@ -105,13 +105,13 @@ class Systems:
         return self.measure_each(measure)
 
     def describe_llama_server(self) -> Figures:
-        """Return the version and the settings of llama-server as the figure `peer`. None if llama-server does not run."""
+        """Return the version and the settings of llama-server as the figure `peer`. None without llama-server."""
         return {"peer": self.llama_server.describe() if self.llama_server else None}
 
 
 @contextmanager
 def start_systems(workers: Mapping[str, WorkerSettings]) -> Iterator[Systems]:
-    """Start the workers, given by queue. Start llama-server with the settings of the first worker, if it is installed."""
+    """Start the workers, given by queue, and, if installed, llama-server with the settings of the first worker."""
     settings = [one.model_copy(update={"queue": queue}) for queue, one in workers.items()]
     with ExitStack() as exits:
         stack = exits.enter_context(start_stack(settings))

@@ -379,6 +379,6 @@ def test_parts_are_decoded_as_they_were_encoded_and_damaged_data_is_an_error() -
     for bad, n_tokens in ((data, 91), (data[:-1], 90), (data[:30], 90), (data + b"x", 90), (b"", 1)):
         with pytest.raises(ValueError, match="part"):
             split_parts(bad, n_tokens)
-    with pytest.raises(ValueError, match="continue"):
+    with pytest.raises(ValueError, match="previous part"):
         split_parts(join_parts([parts[0], parts[2]]), 90)
     assert TOKEN_BYTES == 4
