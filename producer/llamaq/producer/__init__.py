@@ -20,8 +20,9 @@ from llamaq.common.errors import (
 )
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, Message, Priority
-from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
-from llamaq.common.protocol.queue_state import (
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
+from llamaq.common.protocol.snapshots import (
     CacheSnapshot,
     QueueDepth,
     QueueStats,
@@ -30,7 +31,6 @@ from llamaq.common.protocol.queue_state import (
     Worker,
     WorkerCard,
 )
-from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import AsyncJob, Chunk

@@ -10,10 +10,10 @@ from typing import Self, Unpack
 from llamaq.common.errors import DeadLetterNotFound, NoWorker
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions, Message
-from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
 from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlots
+from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, Worker
 from llamaq.common.settings import client_settings
 from llamaq.producer import submission
 from llamaq.producer.connection import Connection

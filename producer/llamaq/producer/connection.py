@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.scripts import Scripts
+from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.connect import connect
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.streaming.subscriber import Subscriber

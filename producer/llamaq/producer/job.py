@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
 from llamaq.common.protocol.job_events import Failed, Finished, Tokens
 from llamaq.common.protocol.job_outcome import JobState, Result
-from llamaq.common.protocol.job_status import JobStatus
+from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.producer.connection import Connection
 from llamaq.producer.queries.job_records import read_result, read_status
 from llamaq.producer.streaming.event_readers import EndWaiter, EventReader, Position

@@ -13,7 +13,7 @@ from llamaq.common.errors import InvalidRequest, QueueFull, RedisFull
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.scripts import SubmitRefused
+from llamaq.common.protocol.script_calls import SubmitRefused
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer.connection import Connection
 from llamaq.producer.job import AsyncJob

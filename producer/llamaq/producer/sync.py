@@ -9,9 +9,9 @@ from typing import Unpack
 
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions
-from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
-from llamaq.common.protocol.queue_state import QueueDepth, QueueStats, Worker
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
+from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, Worker
 from llamaq.producer.blocking_client import BlockingClient, BlockingJob
 from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import Chunk

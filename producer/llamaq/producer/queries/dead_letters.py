@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from llamaq.common.errors import DeadLetterNotFound, InvalidRequest, JobNotFound, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.producer.queries.job_records import read_output
 

@@ -10,7 +10,7 @@ from llamaq.common.errors import ErrorCode, JobFailed, JobNotFound
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
-from llamaq.common.protocol.job_status import JobStatus
+from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer.streaming.event_readers import Position
 

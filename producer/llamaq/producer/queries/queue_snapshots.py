@@ -10,7 +10,7 @@ from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.queue_state import Worker
+from llamaq.common.protocol.snapshots import Worker
 from llamaq.common.redis.server_time import server_time_ms
 
 RECENT_JOBS = 100
