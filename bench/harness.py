@@ -33,7 +33,7 @@ from llamaq.common.protocol.snapshots import Worker
 from llamaq.producer import AsyncClient
 from llamaq.worker.engine.model_files import demo_model_path
 from llamaq.worker.local.embedded_redis import EmbeddedRedis, find_server
-from llamaq.worker.local.local_stack import end_on_sigterm
+from llamaq.worker.local.local_stack import interrupt_on_sigterm
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings, usable_cores
 
@@ -104,7 +104,7 @@ def run(measure: Callable[[Plan], Figures]) -> None:
         model_name = model or ("demo" if quick else "tiny")
         threads = n_threads or max(1, usable_cores() - 1)  # Redis and the client need a core too
         try:
-            with end_on_sigterm():
+            with interrupt_on_sigterm():
                 plan = Plan(find_model(model_name), quick, 1 if quick else rounds, threads, seed)
                 about = facts()
                 figures = measure(plan)

@@ -12,7 +12,7 @@ SERVED_QUEUES = ("slow", "narrow", "demo")
 """Session fixtures of `tests/e2e`, each of which starts a worker. Their tests form one group for each, so that every
 worker is started once, and no test finds the jobs of another one in its queue."""
 
-SEPARATE = ("tests/lifecycle/", "tests/repository/test_bench.py", "tests/cli/test_worker_commands.py")
+SEPARATE = ("tests/lifecycle/", "tests/repository/test_bench.py", "tests/cli/test_gpu_host_commands.py")
 """Folders and files whose tests start their own processes and share nothing: each may run in any xdist worker."""
 
 LONG_GROUPS = ("tests/tools/test_demo_model.py", "tests/repository/test_packaging.py", "queue-")

@@ -54,7 +54,7 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
         MissingExtra: `llamaq[worker]` is not installed.
     """
     try:
-        from llamaq.cli.worker_commands import register
+        from llamaq.cli.gpu_host_commands import register
     except ModuleNotFoundError as exc:
         if exc.name is not None and exc.name.startswith("llamaq."):
             raise

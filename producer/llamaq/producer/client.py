@@ -16,10 +16,10 @@ from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlo
 from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, Worker
 from llamaq.common.settings import client_settings
 from llamaq.producer import submission
-from llamaq.producer.connection import Connection
+from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
 from llamaq.producer.job import AsyncJob, Chunk
-from llamaq.producer.owned_jobs import OwnedJobs
 from llamaq.producer.queries import dead_letters, queue_snapshots, slot_commands
+from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.submission import build_request
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
 
@@ -75,11 +75,11 @@ class AsyncClient:
             max_request_bytes=max_request_bytes,
         )
         self.queue = self.settings.queue
-        self.connection = Connection.of(self.settings)
+        self.connection = QueueConnection.of(self.settings)
         self.keys = self.connection.keys
         self.redis = self.connection.redis
         self.subscriber = self.connection.subscriber
-        self._owned_jobs = OwnedJobs(self.connection)
+        self._auto_cancelled = AutoCancelledJobs(self.connection)
 
     def __repr__(self) -> str:
         return f"<AsyncClient queue={self.queue!r} {self.subscriber!r}>"
@@ -94,7 +94,7 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """Send the cancellations in flight, then close all connections. Submitted jobs keep running."""
-        await self._owned_jobs.wait_for_cancellations()
+        await self._auto_cancelled.wait_for_cancellations()
         await self.connection.aclose()
 
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
@@ -119,7 +119,7 @@ class AsyncClient:
             NoWorker: The timeout was reached, and no worker serves the queue.
             ResultTimeout: The timeout was reached.
         """
-        return await self._owned_jobs.generate(build_request(options, stream=False, prompt=prompt), timeout)
+        return await self._auto_cancelled.generate(build_request(options, stream=False, prompt=prompt), timeout)
 
     async def generate_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
@@ -137,7 +137,7 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `generate`.
         """
-        return await self._owned_jobs.generate(build_request(options, stream=False, tokens=tokens), timeout)
+        return await self._auto_cancelled.generate(build_request(options, stream=False, tokens=tokens), timeout)
 
     async def chat(self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a chat and wait for the answer, like `generate`.
@@ -153,7 +153,7 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `generate`.
         """
-        return await self._owned_jobs.generate(build_request(options, stream=False, messages=messages), timeout)
+        return await self._auto_cancelled.generate(build_request(options, stream=False, messages=messages), timeout)
 
     def stream(
         self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]
@@ -180,7 +180,7 @@ class AsyncClient:
             NoWorker: The timeout was reached, and no worker serves the queue.
             ResultTimeout: The timeout was reached.
         """
-        return self._owned_jobs.stream(build_request(options, prompt=prompt), timeout)
+        return self._auto_cancelled.stream(build_request(options, prompt=prompt), timeout)
 
     def stream_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
@@ -198,7 +198,7 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `stream`.
         """
-        return self._owned_jobs.stream(build_request(options, tokens=tokens), timeout)
+        return self._auto_cancelled.stream(build_request(options, tokens=tokens), timeout)
 
     def stream_chat(
         self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]
@@ -216,7 +216,7 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `stream`.
         """
-        return self._owned_jobs.stream(build_request(options, messages=messages), timeout)
+        return self._auto_cancelled.stream(build_request(options, messages=messages), timeout)
 
     async def submit(
         self,

@@ -10,8 +10,8 @@ from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
 from llamaq.common.protocol.job_events import Failed, Finished, Tokens
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_snapshots import JobStatus
-from llamaq.producer.connection import Connection
 from llamaq.producer.queries.job_records import read_result, read_status
+from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.event_readers import EndWaiter, EventReader, Position
 
 
@@ -39,7 +39,7 @@ class AsyncJob:
     `AsyncClient.submit` and `AsyncClient.job` return handles.
     """
 
-    def __init__(self, connection: Connection, job_id: str, *, is_new: bool = False) -> None:
+    def __init__(self, connection: QueueConnection, job_id: str, *, is_new: bool = False) -> None:
         self.id = job_id
         """The job id. It names the queue and the partition too, so it is all that another process needs."""
         self.is_new = is_new

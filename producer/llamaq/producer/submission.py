@@ -15,10 +15,10 @@ from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_calls import SubmitRefused
 from llamaq.common.redis.redis_errors import is_full
-from llamaq.producer.connection import Connection
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.queue_snapshots import estimate_wait_s
+from llamaq.producer.queue_connection import QueueConnection
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def build_request(options: JobOptions, **values: Any) -> JobRequest:
     return codec.build_request(merged)
 
 
-async def submit(connection: Connection, request: JobRequest, job_id: JobId | None = None) -> AsyncJob:
+async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId | None = None) -> AsyncJob:
     """Put a job into the queue and return its handle.
 
     Args:
@@ -71,7 +71,7 @@ async def submit(connection: Connection, request: JobRequest, job_id: JobId | No
     return AsyncJob(connection, outcome.job_id, is_new=not outcome.existing)
 
 
-async def retry_dead_letter(connection: Connection, letter_id: str) -> AsyncJob:
+async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> AsyncJob:
     """Submit the job of a dead letter as a new job and remove the letter. See `AsyncClient.retry_dead_letter`."""
     redis, keys = connection.redis, connection.keys
     queue, letter = await dead_letters.find(redis, keys, letter_id)
@@ -84,7 +84,7 @@ async def retry_dead_letter(connection: Connection, letter_id: str) -> AsyncJob:
     return job
 
 
-async def _estimate_wait_s(connection: Connection, depth: int) -> float | None:
+async def _estimate_wait_s(connection: QueueConnection, depth: int) -> float | None:
     """Estimate how long a job waits behind `depth` jobs of its partition. The rate is that of all partitions."""
     n_ahead = depth * connection.settings.partitions
     with suppress(RedisError, OSError):  # the caller gets QueueFull without an estimate

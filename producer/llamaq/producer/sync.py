@@ -12,7 +12,7 @@ from llamaq.common.protocol.job_request import JobOptions
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, Worker
-from llamaq.producer.blocking_client import BlockingClient, BlockingJob
+from llamaq.producer.blocking_base import BlockingClient, BlockingJob
 from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import Chunk
 from llamaq.producer.tokenizer import Tokenizer

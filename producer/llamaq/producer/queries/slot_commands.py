@@ -15,8 +15,8 @@ from llamaq.common.errors import InvalidRequest, NoWorker, ResultTimeout, SlotCo
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply, WorkerSlots
 from llamaq.common.redis.server_time import server_time_ms
-from llamaq.producer.connection import Connection
 from llamaq.producer.queries.queue_snapshots import read_workers
+from llamaq.producer.queue_connection import QueueConnection
 
 REPLY_BLOCK_S = 1.0
 """Longest wait for a reply within one BLPOP. Between two of them, the worker's heartbeat is checked."""
@@ -36,7 +36,7 @@ def build_command(action: SlotAction, slot: int | None = None, name: str | None 
         raise InvalidRequest(codec.explain(exc)) from exc
 
 
-async def list_slots(connection: Connection, worker: str | None, timeout: float | None) -> tuple[WorkerSlots, ...]:
+async def list_slots(connection: QueueConnection, worker: str | None, timeout: float | None) -> tuple[WorkerSlots, ...]:
     """Return the slots of one worker, or of all workers of the queue. See `AsyncClient.slots`."""
     command = build_command(SlotAction.LIST)
     ids = await _worker_ids(connection)
@@ -49,7 +49,7 @@ async def list_slots(connection: Connection, worker: str | None, timeout: float 
 
 
 async def send_to_one(
-    connection: Connection, worker: str | None, command: SlotCommand, timeout: float | None
+    connection: QueueConnection, worker: str | None, command: SlotCommand, timeout: float | None
 ) -> SlotReply:
     """Send a command to the named worker, or to the only one of the queue, and return the reply.
 
@@ -79,7 +79,7 @@ def choose_worker(ids: list[str], queue: str, named: str | None) -> str:
     return named or ids[0]
 
 
-async def send(connection: Connection, worker: str, command: SlotCommand, timeout: float | None) -> SlotReply:
+async def send(connection: QueueConnection, worker: str, command: SlotCommand, timeout: float | None) -> SlotReply:
     """Send a command to a worker and return its reply. The worker ignores a command that it reads after its deadline.
 
     Raises:
@@ -101,7 +101,7 @@ async def send(connection: Connection, worker: str, command: SlotCommand, timeou
     return reply
 
 
-async def _await_reply(connection: Connection, worker: str, command: SlotCommand, timeout_s: float) -> SlotReply:
+async def _await_reply(connection: QueueConnection, worker: str, command: SlotCommand, timeout_s: float) -> SlotReply:
     redis, keys = connection.redis, connection.keys
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + timeout_s
@@ -114,7 +114,7 @@ async def _await_reply(connection: Connection, worker: str, command: SlotCommand
     raise ResultTimeout(f"worker {worker} has not replied within {timeout_s:g} s")
 
 
-async def _worker_ids(connection: Connection) -> list[str]:
+async def _worker_ids(connection: QueueConnection) -> list[str]:
     workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
     return [worker.card.worker for worker in workers]
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from llamaq.producer.blocking_client import BlockingClient, BlockingJob
+from llamaq.producer.blocking_base import BlockingClient, BlockingJob
 '''
 SYNC_NAMES = {"AsyncClient": "Client", "AsyncJob": "Job"}
 DOCSTRING_WORDS = {**SYNC_NAMES, "async with": "with", "async for": "for"}

@@ -12,21 +12,21 @@ from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, ResultTimeout
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.connection import Connection
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.queries.queue_snapshots import read_workers
+from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.submission import submit
 
 log = logging.getLogger(__name__)
 
 
-class OwnedJobs:
+class AutoCancelledJobs:
     """Submits the jobs of `generate` and `stream` calls, and cancels each job whose call ends early.
 
     A job that an idempotency key shares with other callers is not cancelled.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: QueueConnection) -> None:
         self._connection = connection
         self._background = BackgroundTasks()
 

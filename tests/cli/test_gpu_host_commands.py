@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.cli.worker_commands import example_command
+from llamaq.cli.gpu_host_commands import example_command
 from llamaq.worker.settings import WorkerSettings
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")

@@ -14,7 +14,7 @@ from llamaq.producer.streaming.subscriber import Subscriber
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class QueueConnection:
     """The connection of one client to Redis, and its settings."""
 
     settings: ClientSettings
@@ -24,7 +24,7 @@ class Connection:
     subscriber: Subscriber
 
     @classmethod
-    def of(cls, settings: ClientSettings) -> Connection:
+    def of(cls, settings: ClientSettings) -> QueueConnection:
         """Return a connection with these settings. Redis is contacted by the first call that needs it."""
         redis = connect(settings.redis_url, name="llamaq-client")
         keys = Keys(settings.key_prefix)
