@@ -450,7 +450,7 @@ def test_2000_entries_that_name_no_job_become_dead_letters_each_with_its_reason(
         ({"id": b"\xff\xfe"}, "not a job id"),
         ({"id": "another.0." + "a" * 32}, "belongs to queue 'another'"),
         ({"id": "sturdy.1." + "a" * 32}, "partition 1"),
-        ({"id": "sturdy.0." + "a" * 32}, "no such job"),
+        ({"id": "sturdy.0." + "a" * 32}, "does not exist"),
     ],
     ids=["no id", "binary id", "another queue", "another partition", "no such job"],
 )

@@ -131,9 +131,9 @@ async def submit_suspect_to_busy_worker(client: AsyncClient, other: FakeWorker, 
     """Submit a suspect while a worker with room for two jobs runs one, so that this worker claims the suspect."""
     second = await client.submit("second")
     await until(lambda: second.id in worker.admitted)
-    bad = await submit_suspect(client, other)
+    suspect = await submit_suspect(client, other)
     worker.end(second)
-    return bad
+    return suspect
 
 
 @pytest.fixture
@@ -147,16 +147,16 @@ async def test_no_other_job_is_started_until_a_suspect_has_stored_a_token(
     redis_url: str, queue: str, short_waits: None
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
-        bad = await submit_suspect(client, other)
+        suspect = await submit_suspect(client, other)
         async with working(redis_url, queue) as worker:
-            await until(lambda: bad.id in worker.admitted)
+            await until(lambda: suspect.id in worker.admitted)
             good = await client.submit("good")
             await asyncio.sleep(0.5)  # enough for several reads of the queue
-            assert list(worker.admitted) == [bad.id]
+            assert list(worker.admitted) == [suspect.id]
             assert (await client.queue_depth()).waiting == 1
-            worker.generate(bad)
+            worker.generate(suspect)
             await until(lambda: good.id in worker.admitted)
-            assert worker.history == [bad.id, good.id]
+            assert worker.history == [suspect.id, good.id]
 
 
 async def test_running_jobs_are_requeued_when_a_suspect_has_waited_for_them(
@@ -171,12 +171,12 @@ async def test_running_jobs_are_requeued_when_a_suspect_has_waited_for_them(
         await until(lambda: good.id in worker.admitted)
         worker.generate(good)
         await until(lambda: worker.outbox.n_stored_tokens(good.id) == 1)
-        bad = await submit_suspect_to_busy_worker(client, other, worker)
-        await until(lambda: bad.id in worker.admitted)
-        assert list(worker.admitted) == [bad.id]
-        worker.generate(bad)
+        suspect = await submit_suspect_to_busy_worker(client, other, worker)
+        await until(lambda: suspect.id in worker.admitted)
+        assert list(worker.admitted) == [suspect.id]
+        worker.generate(suspect)
         await until(lambda: good.id in worker.admitted)
-        assert worker.history[-2:] == [bad.id, good.id]
+        assert worker.history[-2:] == [suspect.id, good.id]
         assert worker.admitted[good.id].resumed == [65], "the requeued job resumes after its stored tokens"
         assert (await good.status()).crashes == 0
 
@@ -193,8 +193,8 @@ async def test_the_lease_of_a_waiting_suspect_is_renewed(
     ):
         good = await client.submit("good")
         await until(lambda: good.id in worker.admitted)
-        bad = await submit_suspect_to_busy_worker(client, other, worker)
-        keys = client.keys.of_job(bad.id)
+        suspect = await submit_suspect_to_busy_worker(client, other, worker)
+        keys = client.keys.of_job(suspect.id)
 
         async def is_claimed() -> bool:
             pending: Any = await other.redis.xpending_range(
@@ -207,52 +207,52 @@ async def test_the_lease_of_a_waiting_suspect_is_renewed(
         reclaimed: Any = await other.redis.xautoclaim(keys.interactive, "workers", "thief", int(LEASE_S * 1000))
         assert reclaimed[1] == []
         worker.end(good)
-        await until(lambda: bad.id in worker.admitted)
-        assert worker.history[-1] == bad.id
-        assert worker.history.count(bad.id) == 1
+        await until(lambda: suspect.id in worker.admitted)
+        assert worker.history[-1] == suspect.id
+        assert worker.history.count(suspect.id) == 1
 
 
 async def test_suspects_run_one_after_the_other(redis_url: str, queue: str, short_waits: None) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
-        bad = [
+        suspects = [
             await submit_suspect(client, other, priority=priority)
             for priority in ("interactive", "bulk", "interactive")
         ]
         async with working(redis_url, queue) as worker:
             proven: set[str] = set()
             while len(proven) < 3:
-                await until(lambda: any(job.id in worker.admitted and job.id not in proven for job in bad))
-                unproven = [job for job in bad if job.id in worker.admitted and job.id not in proven]
+                await until(lambda: any(job.id in worker.admitted and job.id not in proven for job in suspects))
+                unproven = [job for job in suspects if job.id in worker.admitted and job.id not in proven]
                 assert len(unproven) == 1
                 assert list(worker.admitted) == [unproven[0].id]
                 worker.generate(unproven[0])
                 proven.add(unproven[0].id)
             await until(lambda: len(worker.admitted) == 3)
-            for job in bad:
+            for job in suspects:
                 worker.end(job)
-            for job in bad:
+            for job in suspects:
                 assert (await job.result(timeout=10)).tokens == (65,)
 
 
 async def test_a_second_suspect_runs_on_an_idle_worker(redis_url: str, queue: str, short_waits: None) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
-        bad = [await submit_suspect(client, other) for _ in range(2)]
+        suspects = [await submit_suspect(client, other) for _ in range(2)]
         async with working(redis_url, queue) as worker:
             await until(lambda: len(worker.admitted) == 1)
             async with working(redis_url, queue, "w2") as second:
                 await until(lambda: len(second.admitted) == 1)
-                assert {*worker.admitted, *second.admitted} == {job.id for job in bad}
+                assert {*worker.admitted, *second.admitted} == {job.id for job in suspects}
 
 
 async def test_other_jobs_are_started_after_a_suspect_has_ended_without_a_token(
     redis_url: str, queue: str, short_waits: None
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
-        bad = await submit_suspect(client, other)
+        suspect = await submit_suspect(client, other)
         async with working(redis_url, queue) as worker:
-            await until(lambda: bad.id in worker.admitted)
+            await until(lambda: suspect.id in worker.admitted)
             good = await client.submit("good")
-            worker.end(bad)
+            worker.end(suspect)
             await until(lambda: good.id in worker.admitted)
 
 

@@ -88,7 +88,7 @@ class Loop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the loop on a thread of its own until the end of the block."""
+        """Run the loop on a separate thread until the end of the block."""
         thread = threading.Thread(target=self.ticks.run)
         thread.start()
         try:

@@ -151,14 +151,14 @@ def test_a_state_is_saved_from_host_memory_and_during_its_move_there() -> None:
 
     steps: list[int] = []
 
-    def crowd() -> None:
+    def evict_after_two_steps() -> None:
         steps.append(len(steps))
         if len(steps) == 2:
             setup.scheduler.submit(busy)
             while setup.scheduler.cache_snapshot().entries:
                 run_tick(setup.scheduler, setup.engine)
 
-    save = setup.save(between=crowd)
+    save = setup.save(between=evict_after_two_steps)
     saves = [call for call in setup.engine.sequences.calls if call[0] == "save"]
     assert (len(steps), len(saves)) == (5, 6), "one block saved by the command, five by the offload"
     assert save.n_tokens == 303
@@ -302,13 +302,13 @@ def test_jobs_that_arrive_during_a_restore_wait_for_it_and_succeed() -> None:
     late = make_job([5] * 390, max_tokens=4, slot=1)
     submitted: list[Job] = []
 
-    def crowd() -> None:
+    def submit_and_tick() -> None:
         if not submitted:
             submitted.append(late)
             other.scheduler.submit(late)
         run_tick(other.scheduler, other.engine)
 
-    other.restore(save, between=crowd)
+    other.restore(save, between=submit_and_tick)
     [ended] = [output for output in run_to_end(other.scheduler, other.engine) if isinstance(output, JobEnded)]
     assert ended.job is late
     assert ended.error is None

@@ -75,16 +75,16 @@ def load_strategy(name: str) -> BatchStrategy:
     if name in BUILT_IN:
         return BUILT_IN[name]()
     if ":" not in name:
-        raise _refused(name, f"give one of {', '.join(BUILT_IN)}, or module:Class")
+        raise _invalid_strategy_error(name, f"give one of {', '.join(BUILT_IN)}, or module:Class")
     strategy_class = load_object(name, "batch_strategy")
     try:
         strategy = strategy_class()
     except Exception as exc:  # a user's class may raise anything
-        raise _refused(name, f"it cannot be created: {type(exc).__name__}: {exc}") from exc
+        raise _invalid_strategy_error(name, f"it cannot be created: {type(exc).__name__}: {exc}") from exc
     if not callable(getattr(strategy, "build_batch", None)):
-        raise _refused(name, "it has no method build_batch")
+        raise _invalid_strategy_error(name, "it has no method build_batch")
     return strategy  # type: ignore[no-any-return]  # any class is accepted, because the worker checks every batch
 
 
-def _refused(name: str, reason: str) -> InvalidSettings:
+def _invalid_strategy_error(name: str, reason: str) -> InvalidSettings:
     return InvalidSettings(f"--batch-strategy ({ENV_PREFIX}BATCH_STRATEGY) {name!r}: {reason}")

@@ -88,7 +88,7 @@ class Intake:
         self._is_alive = is_alive
         self._clock = asyncio.get_running_loop().time
         self._reclaimed_s = -BLOCK_S
-        self._suspects_wait_until_s: float | None = None
+        self._suspect_deadline_s: float | None = None
         """When running jobs are requeued so that a suspect can start. The first waiting suspect sets this time. It is
         None again when other jobs are claimed."""
         self._tasks = BackgroundTasks()
@@ -121,7 +121,7 @@ class Intake:
             if not self._n_starting:
                 self._outage.record_success()
             if claims:
-                self._suspects_wait_until_s = None
+                self._suspect_deadline_s = None
             for claim in claims:
                 self._start_soon(claim)
 
@@ -136,7 +136,7 @@ class Intake:
             reclaimed = await self._job_claims.reclaim(self.room)
             self._reclaimed_s = self._clock()
             if reclaimed:
-                return await self._take_over(reclaimed)
+                return await self._select_startable(reclaimed)
             block_s = BLOCK_S
         return await self._job_claims.claim(self.room, block_s=max(block_s, MIN_BLOCK_S))
 
@@ -159,7 +159,7 @@ class Intake:
 
     # ---- suspects
 
-    async def _take_over(self, reclaimed: list[Claim]) -> list[Claim]:
+    async def _select_startable(self, reclaimed: list[Claim]) -> list[Claim]:
         """Return the reclaimed jobs that may run beside others.
 
         If one of the jobs is a suspect, it runs alone on this worker. The other jobs are requeued, so that they do not
@@ -192,10 +192,10 @@ class Intake:
             False when another worker has claimed the suspect in the meantime.
         """
         renewed_s = self._clock()
-        if self._suspects_wait_until_s is None:
-            self._suspects_wait_until_s = renewed_s + MAX_SUSPECT_WAIT_S
+        if self._suspect_deadline_s is None:
+            self._suspect_deadline_s = renewed_s + MAX_SUSPECT_WAIT_S
         while self._outbox.n_jobs or self._n_starting:
-            if self._clock() >= self._suspects_wait_until_s:
+            if self._clock() >= self._suspect_deadline_s:
                 self._outbox.requeue_all()
             if self._clock() - renewed_s >= self._renew_every_s:
                 renewed_s = self._clock()

@@ -43,7 +43,7 @@ class JobClaims:
     def __init__(
         self, redis: Redis, keys: Keys, *, queue: str, partitions: int, worker_id: str, lease_s: float, max_crashes: int
     ) -> None:
-        """Create the claims; `open` must be called first.
+        """Create the object. `open` must be called before any other method.
 
         Args:
             redis: The Redis client.
@@ -180,7 +180,7 @@ class JobClaims:
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published)}"
             await self._dead_letter_job(claim, f"the job's events are damaged: {counts}")
         elif outcome == "gone":
-            await self._dead_letter_job(claim, "there is no such job")
+            await self._dead_letter_job(claim, "the job does not exist")
         return None
 
     async def _dead_letter_job(self, claim: Claim, reason: str) -> None:

@@ -49,7 +49,7 @@ class JobProgress:
     subscriber_seen_s: float = field(default_factory=time.monotonic)
     """When the job last had a subscriber."""
     is_cancelling: bool = False
-    """Whether the engine thread was told to cancel the job."""
+    """Whether the outbox has asked the engine thread to cancel the job."""
     must_requeue: bool = False
     """Whether the job is requeued for other workers as soon as all its tokens are stored."""
 

@@ -1,7 +1,7 @@
-"""From the worker to Redis: the tokens of jobs, the ends of jobs, and the renewal of leases.
+"""Writes the tokens and the ends of jobs to Redis, and renews the leases of jobs.
 
 Ticks that run during a flush are written together by the next flush. A slow Redis therefore makes larger events, not a
-slower engine. While Redis is unreachable or full, everything is kept in memory and written afterwards.
+slower engine. While Redis is unreachable or full, all output stays in memory and is written afterwards.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Outbox:
     def register(self, lease: Lease, n_stored: int) -> None:
         """Register a job whose attempt has started, before it is prepared.
 
-        Every flush renews its lease and checks whether the job was cancelled, also during a long preparation.
+        From now on flushes renew its lease and check whether it was cancelled, also during a long preparation.
 
         Args:
             lease: The lease of the attempt.
@@ -178,7 +178,7 @@ class Outbox:
         for message in messages:
             job = self._jobs.get(message.job.id)
             if job is None:
-                continue  # the lease was lost in the meantime
+                continue  # the outbox has dropped the job, because its lease was lost
             if isinstance(message, JobWithdrawn):
                 job.must_requeue = True
             elif job.lease != message.job.lease:

@@ -108,11 +108,11 @@ class EmbeddedRedis:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 log_text = log_file.read_text(errors="replace")
                 self.stop()
-                raise self._explain(log_text)
+                raise self._start_error(log_text)
             time.sleep(0.01)
         log.info("redis.started url=%s pid=%s", self.url, self.pid)
 
-    def _explain(self, log_text: str) -> EmbeddedRedisError:
+    def _start_error(self, log_text: str) -> EmbeddedRedisError:
         """Return the error for a server that did not start. In the log of Redis, # marks a warning."""
         if "in use" in log_text:
             return EmbeddedRedisError(

@@ -54,13 +54,13 @@ class HostArena:
             return None
         if len(self._free) < MIN_FREE_BUFFERS:
             self._grow()
-        return self._lend(self._free.popleft()).data[:n_bytes] if self._free else None
+        return self._make_view(self._free.popleft()).data[:n_bytes] if self._free else None
 
     def close(self) -> None:
         """Stop allocating slabs."""
         self._thread.close(0.0)
 
-    def _lend(self, buffer: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def _make_view(self, buffer: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Return a view of the buffer. The buffer becomes free when the view is deleted."""
         view = buffer[:]
         weakref.finalize(view, self._free.append, buffer).atexit = False

@@ -56,7 +56,7 @@ class SlotSave:
     def add_awaited_part(self, data: Data | None) -> None:
         """Add the part that was read from disk. Raises `SlotCommandRefused` when `data` is None (invalid file)."""
         if data is None:
-            raise _evicted()
+            raise _evicted_error()
         self.parts.append(SlotStatePart(*self.awaited_span, data))
 
 
@@ -155,12 +155,12 @@ class SlotSaver:
             if block.start <= save.n_read < end:
                 save.awaited_span = (block.start, end)
                 return self._offload.read_block(block)
-        raise _evicted()
+        raise _evicted_error()
 
 
 def _scope_of(source: Entry | Run) -> Scope:
     return source.scope if isinstance(source, Entry) else source.job.scope
 
 
-def _evicted() -> SlotCommandRefused:
+def _evicted_error() -> SlotCommandRefused:
     return SlotCommandRefused("the state left the cache while it was being saved; try again")

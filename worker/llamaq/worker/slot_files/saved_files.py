@@ -120,7 +120,7 @@ class SavedSlotFiles:
             parts.append(read_up_to(file, info.n_tokens * TOKEN_BYTES))
             parts.append(read_up_to(file, info.n_bytes))
             if read_up_to(file, CHECKSUM_BYTES) != checksum(*parts):
-                raise _damaged(name)
+                raise _damaged_error(name)
         return SavedSlot(info, *parts[-2:])
 
     def erase(self, name: str) -> None:
@@ -128,7 +128,7 @@ class SavedSlotFiles:
         try:
             self._path(name).unlink()
         except FileNotFoundError as exc:
-            raise _unknown(name) from exc
+            raise _unknown_name_error(name) from exc
 
     def list_all(self) -> list[SavedSlotInfo]:
         """Return all saved states sorted by name, including those of other models. Damaged files are skipped."""
@@ -154,20 +154,20 @@ class SavedSlotFiles:
         size = file_size(file)
         fixed = read_up_to(file, HEADER.size)
         if len(fixed) < HEADER.size:
-            raise _damaged(name)
+            raise _damaged_error(name)
         magic, version, n_meta, fingerprint, n_token_bytes, n_bytes = HEADER.unpack(fixed)
         if (magic, version) != (MAGIC, FORMAT):
-            raise _damaged(name)
+            raise _damaged_error(name)
         expected = HEADER.size + n_meta + n_token_bytes + n_bytes + CHECKSUM_BYTES
         if size != expected or size > self._max_file_bytes or n_meta > MAX_META_BYTES or n_token_bytes % TOKEN_BYTES:
-            raise _damaged(name)
+            raise _damaged_error(name)
         text = read_up_to(file, n_meta)
         try:
             meta = json.loads(text)
         except (ValueError, RecursionError) as exc:
-            raise _damaged(name) from exc
+            raise _damaged_error(name) from exc
         if not isinstance(meta, dict):
-            raise _damaged(name)
+            raise _damaged_error(name)
         saved_s = os.fstat(file.fileno()).st_mtime
         is_usable = fingerprint == self._fingerprint
         return SavedSlotInfo(name, meta, n_token_bytes // TOKEN_BYTES, n_bytes, saved_s, is_usable), [fixed, text]
@@ -177,7 +177,7 @@ class SavedSlotFiles:
         try:
             return open_file(path)
         except FileNotFoundError as exc:
-            raise _unknown(name) from exc
+            raise _unknown_name_error(name) from exc
         except OSError as exc:
             raise InvalidRequest(f"slot state {name!r} cannot be read: {exc.strerror or exc}") from exc
 
@@ -196,9 +196,9 @@ class SavedSlotFiles:
         return f"<SavedSlotFiles {self.folder}>"
 
 
-def _unknown(name: str) -> InvalidRequest:
+def _unknown_name_error(name: str) -> InvalidRequest:
     return InvalidRequest(f"no slot state is saved as {name!r}")
 
 
-def _damaged(name: str) -> InvalidRequest:
+def _damaged_error(name: str) -> InvalidRequest:
     return InvalidRequest(f"slot state {name!r} is damaged, of another version, or larger than is allowed")

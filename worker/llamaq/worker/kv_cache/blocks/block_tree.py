@@ -163,7 +163,7 @@ class BlockTree:
                 else:
                     orphans.append(header)
         for block in reversed(nodes):
-            if block.parent in used_s:  # a use of a block is also a use of its parent
+            if block.parent in used_s:  # a use of a block counts as a use of its parent
                 used_s[block.parent] = max(used_s[block.parent], used_s[block])
         blocks = sorted(used_s, key=lambda block: (used_s[block], -block.end))
         return blocks, orphans + [header for group in by_parent.values() for header in group]
