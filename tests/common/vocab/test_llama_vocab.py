@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.job_request import Message
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.common.vocab.safe_text_parts import MAX_RUN_CHARS, MAX_SPECIALS_PER_PART, split_text
 from llamaq.common.vocab.special_token_masking import Span, SpecialTokenFinder
+from llamaq.common.vocab.split_long_text import MAX_RUN_CHARS, MAX_SPECIALS_PER_PART, split_text
 from llamaq.tools.random_gguf import PLAIN, write_model
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 

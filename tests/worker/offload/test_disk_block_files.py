@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.cell_buffers import Data
 from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, WriteBlock
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.offload import disk_block_files

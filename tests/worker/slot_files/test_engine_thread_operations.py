@@ -19,9 +19,9 @@ from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
-from llamaq.worker.slot_files.part_encoding import SlotStatePart, join_parts, split_parts
 from llamaq.worker.slot_files.restore_slot import SlotRestore
 from llamaq.worker.slot_files.save_slot import SlotSave
+from llamaq.worker.slot_files.slot_state_parts import SlotStatePart, join_parts, split_parts
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end
 
 LONG = [7 + at % 200 for at in range(300)]

@@ -24,7 +24,7 @@ from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
-from llamaq.worker.slot_files.part_encoding import join_parts, split_parts
+from llamaq.worker.slot_files.slot_state_parts import join_parts, split_parts
 from llamaq.worker.testing import GreedySampler, make_job
 
 NOISE = 0.02

@@ -21,8 +21,8 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.job_request import Message
-from llamaq.common.vocab.safe_text_parts import split_text
 from llamaq.common.vocab.special_token_masking import Placeholders, Span, SpecialTokenFinder
+from llamaq.common.vocab.split_long_text import split_text
 
 PIECE_BYTES = 256
 """First size of the buffer for the bytes of a token; few tokens are longer."""

@@ -178,7 +178,7 @@ class Intake:
 
     async def _run_alone(self, suspect: Claim) -> None:
         """Start a suspect when this worker runs no other job, and wait until it has stored a token or has ended."""
-        log.info("job.suspect id=%s beside=%d", suspect.job_id, self._outbox.n_jobs)
+        log.info("job.suspect id=%s running=%d", suspect.job_id, self._outbox.n_jobs)
         if not await self._wait_until_alone(suspect):
             return
         started = await asyncio.shield(self._start_soon(suspect))

@@ -262,7 +262,7 @@ class Outbox:
     def _set_stored(self, job: JobProgress, sent: Increment, n_stored: int, now_s: float) -> None:
         """Record how many tokens Redis has stored. The next flush writes tokens that a rollback of Redis lost."""
         if n_stored != sent.offset + sent.count:
-            log.warning("job.tokens_resent id=%s had=%d stored=%d", sent.job_id, sent.offset, n_stored)
+            log.warning("job.tokens_resent id=%s offset=%d stored=%d", sent.job_id, sent.offset, n_stored)
             self._flush_needed.set()
         job.set_stored(n_stored, now_s)
 

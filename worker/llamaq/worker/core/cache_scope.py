@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 PUBLIC = hashlib.blake2b(b"public", digest_size=32, person=b"llamaq scope").digest()
-"""Key of the tokens that all namespaces share. No namespace has this key, because theirs are hashes of other texts."""
+"""Key of the tokens that all namespaces share. It differs from every namespace key, because it hashes another text."""
 
 
 @lru_cache(maxsize=1024)
@@ -28,7 +28,7 @@ class Scope:
     namespace: str = ""
     public: int = 0
     hashed: bytes | None = None
-    """The namespace's key, set where the namespace's name is unknown."""
+    """The key of the namespace, for a scope that is built from a key and not from a name. None: `key` hashes the name."""
 
     @property
     def key(self) -> bytes:

@@ -21,7 +21,7 @@ def finish_reason(job: Job, n_generated: int) -> FinishReason | None:
 
 
 def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobFinish | None:
-    """Return how a job finishes that needs no slot, or None when it needs one.
+    """Return how a job that needs no slot finishes, or None when the job needs a slot.
 
     A job fails on submit when its prompt is empty or too long, or when it asks for a slot that the worker does not
     have. A resumed job is finished when its last worker crashed after the last token, before it wrote the outcome.

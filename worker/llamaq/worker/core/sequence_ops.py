@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
+from llamaq.worker.core.cell_buffers import Allocate, Data, no_buffer
 
 
 class SequenceOps(Protocol):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ModelError
 from llamaq.worker.engine import abi_check
-from llamaq.worker.engine.llama_log import LogLineJoiner
+from llamaq.worker.engine.log_line_joiner import LogLineJoiner
 from llamaq.worker.engine.token_batch import TokenBatch
 
 logger = logging.getLogger(__name__)

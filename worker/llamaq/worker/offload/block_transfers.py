@@ -17,7 +17,7 @@ from typing import Protocol
 from llamaq.common.errors import EngineError
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.cell_buffers import Data
 from llamaq.worker.core.sequence_ops import StateOps
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, StoredPrefix, TokenSpan

@@ -22,12 +22,12 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.common.redis.connect import connect, dedicated_connection
-from llamaq.worker.broker.command_inbox import CommandHandler, CommandInbox
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.slot_command_inbox import CommandHandler, CommandInbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.job_preparer import JobPreparer

@@ -98,7 +98,7 @@ class Child:
         if lived_s > STEADY_S:
             self._backoff.reset()
         delay_s = self._backoff.next_delay_s()
-        log.warning("child.died code=%s lived_s=%.1f again_s=%.1f", code, lived_s, delay_s)
+        log.warning("child.died code=%s lived_s=%.1f restart_in_s=%.1f", code, lived_s, delay_s)
         self._restart_s = now_s + delay_s
         return None
 

@@ -14,9 +14,9 @@ from llamaq.worker.core.slot import Slot
 from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
-from llamaq.worker.slot_files.part_encoding import SlotStatePart
 from llamaq.worker.slot_files.restore_slot import SlotRestore, SlotRestorer
 from llamaq.worker.slot_files.save_slot import SlotSave, SlotSaver
+from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
 
 
 class SlotOperations:

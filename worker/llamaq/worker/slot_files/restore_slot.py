@@ -18,7 +18,7 @@ from llamaq.worker.core.slot import Slot
 from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_memory import KvMemory
-from llamaq.worker.slot_files.part_encoding import SlotStatePart
+from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
 
 STEP_S = 0.005
 """Seconds of a step after which it starts no further part."""

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope
+from llamaq.worker.core.cell_buffers import Data
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
-from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import (
     Block,
     BlockHeader,

@@ -25,7 +25,7 @@ from llamaq.common.protocol.snapshots import SlotSnapshot
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
-from llamaq.worker.broker.command_inbox import MAX_COMMAND_BYTES, CommandInbox
+from llamaq.worker.broker.slot_command_inbox import MAX_COMMAND_BYTES, CommandInbox
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import JobEnded
 from llamaq.worker.engine_loop.output_mailbox import Message
