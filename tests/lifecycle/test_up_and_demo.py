@@ -222,7 +222,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(
     os.killpg(terminal.process.pid, signal.SIGINT)
     assert terminal.end() == 130
     assert not environment.living()
-    assert "everything that was started has been stopped" in terminal.drawn
+    assert "Redis and the worker have been stopped" in terminal.drawn
     assert "Traceback" not in terminal.drawn
 
 
