@@ -72,7 +72,7 @@ def test_a_killed_child_is_started_again_after_a_while_that_doubles(environment:
         assert "Z" not in children.values()
         assert untouched in children
         (victim,) = set(children) - {untouched}
-    backoffs = re.findall(r"child\.died code=-9 lived_s=\S+ again_s=(\S+)", supervisor.output)
+    backoffs = re.findall(r"child\.died code=-9 lived_s=\S+ restart_in_s=(\S+)", supervisor.output)
     assert backoffs == ["0.5", "1.0"]
     with environment.client() as client:
         assert {worker.card.pid for worker in client.workers()} >= {untouched, victim}
