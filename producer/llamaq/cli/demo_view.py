@@ -20,12 +20,12 @@ MIN_COLUMN_CHARS = 40
 MAX_COLUMNS = 4
 MIN_PANEL_LINES, MAX_PANEL_LINES = 3, 10
 FOOTER_LINES = 2
-"""The footer, and the line of the cursor."""
+"""Lines below the panels: the footer and the line of the cursor."""
 
 
 @dataclass(slots=True)
 class DemoJob:
-    """One job of the demo, and what is shown of it."""
+    """One job of the demo, and the values that its panel shows."""
 
     title: str
     params: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Command-line options generated from the fields of a model, which state name, type, default and help only once."""
+"""Command-line options generated from the fields of a model, so that names, types and help are written once."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def option(name: str, kind: Any, *, help_text: str | None, panel: str) -> inspec
 
     Args:
         name: The name of the parameter, with underscores.
-        kind: The type that the option is parsed as. A bool has the option `--no-name` too.
+        kind: The type that the option is parsed as. For a bool, the option `--no-name` exists too.
         help_text: The help text.
-        panel: The title of its section of `--help`.
+        panel: The title of the option's section of `--help`.
     """
     spelling = "--" + name.replace("_", "-")
     if kind is bool:
@@ -56,7 +56,7 @@ def with_options(
         command: The function of the command.
         options: The additional options.
         into: The parameter of `command` that receives the values of these options, as one dict by name.
-        read: Converts that dict first.
+        read: Converts that dict before the command receives it.
     """
     own = [param for param in inspect.signature(command, eval_str=True).parameters.values() if param.name != into]
 

@@ -109,7 +109,7 @@ def run_demo(
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Number of jobs, submitted at the same time.")] = 8,
     model: Annotated[str | None, typer.Option(help="A GGUF file. If not set: the demo model of llamaq.")] = None,
 ) -> None:
-    """Show eight jobs that stream side by side through one llama.cpp batch. Redis and the worker are started for it."""
+    """Show eight jobs that stream side by side through one llama.cpp batch. The demo starts Redis and a worker."""
     from llamaq.cli import demo
 
     logging.getLogger("llamaq").addHandler(logging.NullHandler())

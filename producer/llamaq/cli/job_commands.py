@@ -47,7 +47,7 @@ def chat(
     message: Annotated[
         str | None,
         typer.Argument(
-            help="The user's message. `-` reads it from standard input. Without it, a terminal starts a conversation."
+            help="The user's message. `-` reads it from standard input. If not given, a terminal starts a conversation."
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message that the chat begins with.")] = None,

@@ -1,4 +1,4 @@
-"""The `llamaq` command. An error is one line on standard error and exit code 1.
+"""The `llamaq` command. After an error it prints one line on standard error and exits with code 1.
 
 The commands of a GPU host (`worker`, `up`, `demo`) need `llamaq[worker]`, so their module is imported only when one of
 them is called.
@@ -26,7 +26,7 @@ def build_app(called: str | None = None) -> typer.Typer:
     """Return the application.
 
     Args:
-        called: The name of the called command. If it is a command of the worker, these commands get their options.
+        called: The name of the called command. If it is one of `WORKER_COMMANDS`, these commands get their options.
     """
     app = typer.Typer(
         name="llamaq",

@@ -85,7 +85,7 @@ async def freshest_worker(redis_url: str | None, queue: str | None, host: str | 
         host: Only workers on this host count. None: all workers.
 
     Raises:
-        NoWorker: No such worker serves the queue.
+        NoWorker: No worker on `host` serves the queue.
     """
     async with AsyncClient(redis_url, queue) as client:
         now_ms = await server_time_ms(client.redis)

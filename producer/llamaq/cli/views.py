@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs."""
+"""Prints the output of the commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from llamaq.producer import Chunk, DeadLetter, DeadLetterDetails, JobStats, JobStatus, QueueStats, Worker, WorkerSlots
 
 MAX_RECENT_ROWS = 20
-"""Most jobs in the table of the last jobs."""
+"""Largest number of jobs in the table of the last jobs."""
 
 
 def show_json(model: BaseModel) -> None:

@@ -1,6 +1,6 @@
-"""The written part of the blocking client: its portal, across forks, and the calls through it.
+"""The hand-written base classes of the blocking client. They start its portal, also after a fork, and run its calls.
 
-`llamaq.producer.sync` adds one method for each method of `AsyncClient` and `AsyncJob`. It is generated.
+The generated module `llamaq.producer.sync` adds one method for each method of `AsyncClient` and `AsyncJob`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ would unregister the parent's sockets."""
 
 
 def _replace_lock() -> None:
-    """Another thread of the parent process may have held the lock during the fork."""
+    """Create a new lock in a child process: another thread of the parent may have held the old one at the fork."""
     global _start_lock  # noqa: PLW0603
     _start_lock = threading.Lock()
 
@@ -105,9 +105,9 @@ class BlockingJob:
 
     def __init__(self, client: BlockingClient, job_id: str, *, is_new: bool = False) -> None:
         self.id = str(JobId.parse(job_id))
-        """The job id. It names the queue and the partition too, so it is all that another process needs."""
+        """The job id. It contains the queue and the partition, so another process needs only this id."""
         self.is_new = is_new
-        """Whether this submit created the job. False where its idempotency key had a job, and after `client.job()`."""
+        """Whether `submit` created the job. False if its idempotency key had a job, and after `client.job()`."""
         self._client = client
 
     def __repr__(self) -> str:

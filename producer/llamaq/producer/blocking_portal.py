@@ -38,11 +38,11 @@ class BlockingPortal:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this process created the portal. After a fork it is False in the child, which has no such thread."""
+        """Whether this process created the portal. False in a child process: a fork does not copy the thread."""
         return self._pid == os.getpid()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop and return its result. An interrupt of the waiting thread cancels it.
+        """Run a coroutine in the event loop and return its result. An interrupt of the caller cancels the coroutine.
 
         Raises:
             RuntimeError: The portal is stopped, or another thread stopped it during the call.

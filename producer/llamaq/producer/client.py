@@ -1,4 +1,4 @@
-"""The asyncio client: submits jobs to a queue and follows them. `llamaq.producer.sync` is its twin for threads."""
+"""The asyncio client: submits jobs to a queue and follows them. `llamaq.producer.sync` is generated from it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class AsyncClient:
         """Submit a prompt of token ids and wait for the result, like `generate`.
 
         Args:
-            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            tokens: The token ids of the prompt. No token is added, not even BOS.
             timeout: Longest wait for the result in seconds. None: the client's `timeout_s`.
             **options: Job options; `JobParams` documents each of them.
 
@@ -188,7 +188,7 @@ class AsyncClient:
         """Submit a prompt of token ids and yield the generated text in chunks, like `stream`.
 
         Args:
-            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            tokens: The token ids of the prompt. No token is added, not even BOS.
             timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
             **options: Job options; `JobParams` documents each of them.
 
@@ -232,12 +232,12 @@ class AsyncClient:
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
-            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            tokens: The token ids of the prompt. No token is added, not even BOS.
             messages: The messages of a chat, oldest first.
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
-            The handle of the job. With an idempotency key that has a job already, the handle of that job.
+            The handle of the job. If a job with the same idempotency key exists, the handle of that job.
 
         Raises:
             InvalidRequest: An argument is not valid.
@@ -248,10 +248,10 @@ class AsyncClient:
         return await submission.submit(self.connection, request)
 
     def job(self, job_id: str) -> AsyncJob:
-        """Return the handle of a job that was submitted before, also by another process or to another queue.
+        """Return the handle of a submitted job. Another process may have submitted the job, to any queue.
 
         Args:
-            job_id: The id of the job. Redis is not asked whether the job exists.
+            job_id: The id of the job. The call does not check whether the job exists.
 
         Raises:
             InvalidRequest: `job_id` does not have the form of a job id.
@@ -296,14 +296,14 @@ class AsyncClient:
         return await dead_letters.read_all(self.redis, self.keys, self.queue, self.settings.partitions)
 
     async def dead_letter(self, letter_id: str) -> DeadLetterDetails:
-        """Return one dead letter with its request and its generated tokens, as far as they have not expired.
+        """Return one dead letter, with its request and its generated tokens unless they have expired.
 
         Args:
             letter_id: The `id` of a dead letter, in any queue.
 
         Raises:
             DeadLetterNotFound: The letter was retried or purged, or never existed.
-            InvalidRequest: `letter_id` does not have the form of such an id.
+            InvalidRequest: `letter_id` does not have the form of a dead letter's id.
         """
         return await dead_letters.read_details(self.redis, self.keys, letter_id)
 
@@ -322,7 +322,7 @@ class AsyncClient:
         Raises:
             DeadLetterNotFound: The letter was retried or purged, or never existed.
             JobNotFound: The request has expired.
-            InvalidRequest: The letter is not a job, or `letter_id` does not have the form of such an id.
+            InvalidRequest: The letter is not a job, or `letter_id` does not have the form of a dead letter's id.
             QueueFull: The queue has `max_queue` waiting jobs.
             RedisFull: Redis has reached its `maxmemory`.
         """
@@ -336,7 +336,7 @@ class AsyncClient:
 
         Raises:
             DeadLetterNotFound: The letter was retried or purged, or never existed.
-            InvalidRequest: `letter_id` does not have the form of such an id.
+            InvalidRequest: `letter_id` does not have the form of a dead letter's id.
         """
         queue, letter = await dead_letters.find(self.redis, self.keys, letter_id)
         if not await self.connection.scripts.purge(queue, letter.partition, letter.entry, letter.job_id):
@@ -390,7 +390,7 @@ class AsyncClient:
     ) -> SlotFile:
         """Load a saved state into an idle slot, and into the worker's prefix cache.
 
-        A later job whose prompt begins with the same tokens reuses them, if it has the cache salt of the saved job.
+        A later job with the same cache salt reuses the KV cells of the tokens that its prompt begins with.
 
         Args:
             slot: The index of the slot, from 0 on.

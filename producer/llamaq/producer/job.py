@@ -19,8 +19,8 @@ from llamaq.producer.streaming.event_readers import EndWaiter, EventReader, Posi
 class Chunk:
     """One piece of a stream. The chunks of a job joined in order are its whole text and all its tokens.
 
-    Either part may be empty: the text of a token is sent later where it ends inside a character or may begin a stop
-    string.
+    `text` or `tokens` may be empty: the worker delays the text of a token that ends inside a character, or that may
+    begin a stop string.
     """
 
     text: str
@@ -41,9 +41,9 @@ class AsyncJob:
 
     def __init__(self, connection: QueueConnection, job_id: str, *, is_new: bool = False) -> None:
         self.id = job_id
-        """The job id. It names the queue and the partition too, so it is all that another process needs."""
+        """The job id. It contains the queue and the partition, so another process needs only this id."""
         self.is_new = is_new
-        """Whether this submit created the job. False where its idempotency key had a job, and after `client.job()`."""
+        """Whether `submit` created the job. False if its idempotency key had a job, and after `client.job()`."""
         self._connection = connection
         self._keys = connection.keys.of_job(job_id)
 
@@ -61,7 +61,7 @@ class AsyncJob:
     async def cancel(self) -> bool:
         """Request the job's cancellation.
 
-        A waiting job finishes at once, a running one within a few ticks. Both keep what they generated.
+        A waiting job finishes at once, a running job within a few ticks. The tokens generated so far are kept.
 
         Returns:
             True if the job will be cancelled, False if it had already finished or failed.
@@ -101,7 +101,7 @@ class AsyncJob:
         return await read_result(self._connection.redis, self._keys, self.id)
 
     async def stream(self, *, timeout: float | None = None) -> AsyncGenerator[Chunk, None]:
-        """Yield all chunks of the job from its first token on, also when it started or finished earlier.
+        """Yield all chunks of the job from its first token on, even if the job started or finished before this call.
 
         Several readers may stream one job. Closing the iterator early does not cancel the job.
 
@@ -140,7 +140,7 @@ class AsyncJob:
             yield Chunk(rest.text, rest.tokens, index, rest.offset)
 
     async def _read_rest(self, position: Position, end: Finished) -> Tokens | None:
-        """Return the output after `position`, which no event held: all of it for a job without per-token events."""
+        """Return the output after `position`, or None. A job without per-token events has its whole output there."""
         if end.stats.generated_tokens <= position.tokens:
             return None
         result = await read_result(self._connection.redis, self._keys, self.id)

@@ -1,4 +1,4 @@
-"""What all calls of one client share: its settings, its Redis connections and its subscriber."""
+"""The objects that all calls of one client share: settings, Redis connections and subscriber."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class QueueConnection:
         return cls(settings, redis, keys, Scripts(redis, keys), Subscriber(redis))
 
     def timeout_s(self, timeout_s: float | None) -> float:
-        """Return the timeout of one call: `timeout_s`, or the client's own where it is None."""
+        """Return the timeout of one call: `timeout_s`, or the client's setting if `timeout_s` is None."""
         return self.settings.timeout_s if timeout_s is None else timeout_s
 
     async def aclose(self) -> None:

@@ -30,7 +30,7 @@ def build_request(options: JobOptions, **values: Any) -> JobRequest:
     """Return the validated request. A missing seed is drawn here, so that every attempt of the job has the same one.
 
     Args:
-        options: The caller's job options. They override `values`.
+        options: The caller's job options. They replace `values` of the same name.
         **values: The prompt in one of its forms, and defaults of options.
 
     Raises:
@@ -85,7 +85,7 @@ async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> Asyn
 
 
 async def _estimate_wait_s(connection: QueueConnection, depth: int) -> float | None:
-    """Estimate how long a job waits behind `depth` jobs of its partition. The rate is that of all partitions."""
+    """Estimate how long a job waits behind `depth` jobs of its partition. All partitions count as equally full."""
     n_ahead = depth * connection.settings.partitions
     with suppress(RedisError, OSError):  # the caller gets QueueFull without an estimate
         return await estimate_wait_s(connection.redis, connection.keys, connection.settings.queue, n_ahead)

@@ -99,7 +99,7 @@ class Client(BlockingClient):
         """Submit a prompt of token ids and wait for the result, like `generate`.
 
         Args:
-            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            tokens: The token ids of the prompt. No token is added, not even BOS.
             timeout: Longest wait for the result in seconds. None: the client's `timeout_s`.
             **options: Job options; `JobParams` documents each of them.
 
@@ -160,7 +160,7 @@ class Client(BlockingClient):
         """Submit a prompt of token ids and yield the generated text in chunks, like `stream`.
 
         Args:
-            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            tokens: The token ids of the prompt. No token is added, not even BOS.
             timeout: Longest wait for one chunk in seconds. None: the client's `timeout_s`.
             **options: Job options; `JobParams` documents each of them.
 
@@ -204,12 +204,12 @@ class Client(BlockingClient):
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
-            tokens: The token ids of the prompt. Nothing is added, also no BOS token.
+            tokens: The token ids of the prompt. No token is added, not even BOS.
             messages: The messages of a chat, oldest first.
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
-            The handle of the job. With an idempotency key that has a job already, the handle of that job.
+            The handle of the job. If a job with the same idempotency key exists, the handle of that job.
 
         Raises:
             InvalidRequest: An argument is not valid.
@@ -220,10 +220,10 @@ class Client(BlockingClient):
         return Job(self, job.id, is_new=job.is_new)
 
     def job(self, job_id: str) -> Job:
-        """Return the handle of a job that was submitted before, also by another process or to another queue.
+        """Return the handle of a submitted job. Another process may have submitted the job, to any queue.
 
         Args:
-            job_id: The id of the job. Redis is not asked whether the job exists.
+            job_id: The id of the job. The call does not check whether the job exists.
 
         Raises:
             InvalidRequest: `job_id` does not have the form of a job id.
@@ -265,14 +265,14 @@ class Client(BlockingClient):
         return self._call(lambda client: client.dead_letters())
 
     def dead_letter(self, letter_id: str) -> DeadLetterDetails:
-        """Return one dead letter with its request and its generated tokens, as far as they have not expired.
+        """Return one dead letter, with its request and its generated tokens unless they have expired.
 
         Args:
             letter_id: The `id` of a dead letter, in any queue.
 
         Raises:
             DeadLetterNotFound: The letter was retried or purged, or never existed.
-            InvalidRequest: `letter_id` does not have the form of such an id.
+            InvalidRequest: `letter_id` does not have the form of a dead letter's id.
         """
         return self._call(lambda client: client.dead_letter(letter_id))
 
@@ -291,7 +291,7 @@ class Client(BlockingClient):
         Raises:
             DeadLetterNotFound: The letter was retried or purged, or never existed.
             JobNotFound: The request has expired.
-            InvalidRequest: The letter is not a job, or `letter_id` does not have the form of such an id.
+            InvalidRequest: The letter is not a job, or `letter_id` does not have the form of a dead letter's id.
             QueueFull: The queue has `max_queue` waiting jobs.
             RedisFull: Redis has reached its `maxmemory`.
         """
@@ -306,7 +306,7 @@ class Client(BlockingClient):
 
         Raises:
             DeadLetterNotFound: The letter was retried or purged, or never existed.
-            InvalidRequest: `letter_id` does not have the form of such an id.
+            InvalidRequest: `letter_id` does not have the form of a dead letter's id.
         """
         self._call(lambda client: client.purge_dead_letter(letter_id))
 
@@ -355,7 +355,7 @@ class Client(BlockingClient):
     ) -> SlotFile:
         """Load a saved state into an idle slot, and into the worker's prefix cache.
 
-        A later job whose prompt begins with the same tokens reuses them, if it has the cache salt of the saved job.
+        A later job with the same cache salt reuses the KV cells of the tokens that its prompt begins with.
 
         Args:
             slot: The index of the slot, from 0 on.
@@ -431,7 +431,7 @@ class Job(BlockingJob):
     def cancel(self) -> bool:
         """Request the job's cancellation.
 
-        A waiting job finishes at once, a running one within a few ticks. Both keep what they generated.
+        A waiting job finishes at once, a running job within a few ticks. The tokens generated so far are kept.
 
         Returns:
             True if the job will be cancelled, False if it had already finished or failed.
@@ -458,7 +458,7 @@ class Job(BlockingJob):
         return self._call(lambda job: job.result(timeout=timeout))
 
     def stream(self, *, timeout: float | None = None) -> Generator[Chunk, None, None]:
-        """Yield all chunks of the job from its first token on, also when it started or finished earlier.
+        """Yield all chunks of the job from its first token on, even if the job started or finished before this call.
 
         Several readers may stream one job. Closing the iterator early does not cancel the job.
 

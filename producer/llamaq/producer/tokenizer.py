@@ -69,7 +69,7 @@ class Tokenizer:
         """Return the tokens of a chat, rendered with the model's chat template.
 
         Args:
-            messages: The messages, oldest first. Special tokens in their contents are text, they are not parsed.
+            messages: The messages, oldest first. Special tokens in their contents are treated as text.
 
         Returns:
             The token ids of the whole prompt.
@@ -105,7 +105,7 @@ def _build(packed: bytes, card: WorkerCard) -> Tokenizer:
 
 
 def _unpack(packed: bytes, vocab_hash: str) -> bytes:
-    """Return the unpacked vocabulary after checking its size and hash, because llama.cpp parses it unchecked."""
+    """Return the unpacked vocabulary after checking its size and hash, because llama.cpp does not check it."""
     inflater = zlib.decompressobj()
     try:
         blob = inflater.decompress(packed, MAX_VOCAB_BYTES)

@@ -30,11 +30,11 @@ async def read_all(redis: Redis, keys: Keys, queue: str, partitions: int) -> tup
 
 
 async def read_details(redis: Redis, keys: Keys, letter_id: str) -> DeadLetterDetails:
-    """Return one dead letter with everything stored about it.
+    """Return one dead letter, with its request and its output unless they have expired.
 
     Raises:
-        DeadLetterNotFound: There is no such letter.
-        InvalidRequest: `letter_id` does not have the form of such an id.
+        DeadLetterNotFound: No dead letter has this id.
+        InvalidRequest: `letter_id` does not have the form of a dead letter's id.
     """
     queue, partition, entry, fields = await _find_entry(redis, keys, letter_id)
     summary = _letter(queue, partition, entry, fields).model_dump()
@@ -65,11 +65,11 @@ async def read_request(redis: Redis, keys: Keys, job_id: str) -> JobRequest:
 
 
 async def find(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, DeadLetter]:
-    """Return a dead letter, and the name of its queue in front of it.
+    """Return the name of a dead letter's queue, and the dead letter.
 
     Raises:
-        DeadLetterNotFound: There is no such letter.
-        InvalidRequest: `letter_id` does not have the form of such an id.
+        DeadLetterNotFound: No dead letter has this id.
+        InvalidRequest: `letter_id` does not have the form of a dead letter's id.
     """
     queue, partition, entry, fields = await _find_entry(redis, keys, letter_id)
     return queue, _letter(queue, partition, entry, fields)
@@ -83,7 +83,7 @@ def id_of_retry(letter: DeadLetter, job_id: JobId) -> JobId:
 
 
 async def _find_entry(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, int, bytes, Fields]:
-    """Return the queue, the partition, and the id and fields of the entry in the stream of dead letters."""
+    """Return the queue and the partition of a dead letter, and the id and fields of its stream entry."""
     if match := _LETTER_WITHOUT_JOB.fullmatch(letter_id):
         queue, partition = match[1], int(match[2])
         matching: Any = await redis.xrange(keys.dead(queue, partition), min=match[3], max=match[3])

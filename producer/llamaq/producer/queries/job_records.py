@@ -76,9 +76,9 @@ async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
 
 
 async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]]:
-    """Return text and tokens from the event stream.
+    """Return the text and the tokens of a job from its event stream.
 
-    It is the only record of the output of a job that was cancelled between two attempts.
+    For a job that was cancelled between two attempts, the event stream is the only record of the output.
     """
     position = Position()
     texts: list[str] = []

@@ -15,11 +15,11 @@ from llamaq.common.redis.server_time import server_time_ms
 
 RECENT_JOBS = 100
 RATE_WINDOW_S = 300.0
-"""Jobs that finished earlier do not count for the present rate."""
+"""Jobs that finished longer ago than this do not count for the finish rate."""
 
 
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:
-    """Return the workers whose heartbeat has not expired, sorted by id. The others are removed from the list."""
+    """Return the workers whose heartbeat has not expired, sorted by id. Expired workers are removed from Redis."""
     members: Any = await redis.zrange(keys.workers(queue), 0, -1)
     ids = [member.decode() for member in members]
     if not ids:
@@ -51,10 +51,12 @@ async def read_recent(redis: Redis, keys: Keys, queue: str) -> tuple[JobStats, .
 async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> float | None:
     """Estimate how many seconds a job waits behind `n_ahead` others: `n_ahead` divided by the recent finish rate.
 
-    The rate counts the last `RECENT_JOBS` jobs, finished at most `RATE_WINDOW_S` ago: all but the oldest one, divided
-    by the time since that one. The ids of the stats stream are the finish times, by the clock of Redis. In a queue
-    that has stalled the estimate grows, and becomes None when the window is empty. It is too low when the waiting jobs
-    are longer than the finished ones, or when workers have left.
+    The window has the last `RECENT_JOBS` jobs that finished at most `RATE_WINDOW_S` ago. The rate is the number of
+    jobs in it without the oldest one, divided by the time since the oldest one finished. The ids of the stats stream
+    are the finish times, by the clock of Redis.
+
+    While a queue finishes no job, the estimate grows, until fewer than two jobs are in the window. The estimate is too
+    low if the waiting jobs are longer than the finished ones, or if workers have left.
 
     Returns:
         Seconds, or None if fewer than two jobs finished within the window.

@@ -19,7 +19,7 @@ from llamaq.producer.queries.queue_snapshots import read_workers
 from llamaq.producer.queue_connection import QueueConnection
 
 REPLY_BLOCK_S = 1.0
-"""Longest wait for a reply within one BLPOP. Between two of them, the worker's heartbeat is checked."""
+"""Longest duration of one BLPOP for a reply. The worker's heartbeat is checked between two BLPOPs."""
 LIST_TTL_MARGIN_MS = 60_000
 """The worker's list of commands expires this long after the deadline of the newest command, if no worker reads it."""
 
@@ -80,7 +80,7 @@ def choose_worker(ids: list[str], queue: str, named: str | None) -> str:
 
 
 async def send(connection: QueueConnection, worker: str, command: SlotCommand, timeout: float | None) -> SlotReply:
-    """Send a command to a worker and return its reply. The worker ignores a command that it reads after its deadline.
+    """Send a command to a worker and return the reply. The worker ignores a command whose deadline is over.
 
     Raises:
         SlotCommandRefused: The worker refused the command, or ended before it replied.

@@ -16,9 +16,9 @@ from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobKeys
 
 INBOX_MESSAGES = 256
-"""Most messages that wait for a slow reader. Then it drops them and reads the event stream."""
+"""Largest number of live messages that wait for a slow reader. Beyond it the reader reads the event stream instead."""
 PAGE_EVENTS = 512
-"""Most events that one read of the event stream returns."""
+"""Largest number of events that one read of the event stream returns."""
 OUTAGE_S = 60.0
 """How long a reader retries while Redis cannot be reached."""
 RETRY_S = 0.2
@@ -35,7 +35,7 @@ def has_ended(status: bytes | None) -> bool:
 
 
 class Position:
-    """How much of a job's output was read, in tokens and characters. It excludes gaps and repeats."""
+    """Numbers of tokens and characters of a job's output that were read. It reveals gaps and repeats in events."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -50,7 +50,7 @@ class Position:
         return event.offset + len(event.tokens) <= self.tokens and event.text_offset + len(event.text) <= self.chars
 
     def advance(self, event: Tokens) -> Tokens | None:
-        """Move to the end of the event and return its new output, None if it has none.
+        """Move to the end of the event and return its new output, or None if all of it was read before.
 
         The caller ensures that the position is not before the event.
         """
@@ -66,8 +66,8 @@ class Position:
 class EventReader:
     """Reads a job's output from its first token on, in order, without gap or repeat, and its terminal event.
 
-    It reads live messages while they continue its position. When a message may be lost, it is behind: it drops the
-    live messages and reads the event stream until it has reached the end.
+    The reader applies live messages that continue its position. When a message may be lost, the reader is behind: it
+    drops all live messages, and reads the event stream to the end.
     """
 
     def __init__(self, redis: Redis, keys: JobKeys, job_id: str) -> None:
@@ -81,14 +81,14 @@ class EventReader:
         self._ready: deque[Tokens | Finished | Failed] = deque()
         """Events for the caller."""
         self._cursor = "-"
-        """Where the next page of the event stream starts, as an argument of XRANGE."""
+        """Start of the next page of the event stream, as an argument of XRANGE."""
         self._must_restart = True
         """Whether the next page is the first one of the event stream."""
         self._is_full_read = False
-        """Whether the present pages started at the beginning of the event stream."""
+        """Whether the pages read since the reader fell behind started at the beginning of the event stream."""
         self._is_behind = False
         self._is_missing = False
-        """Whether there is no such job."""
+        """Whether Redis does not have the job."""
         self._wake = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class EventReader:
             self._fall_behind()
 
     async def next_event(self) -> Tokens | Finished | Failed:
-        """Wait for new tokens or the terminal event, which is the last one, and return it.
+        """Wait for the next event and return it. The last event is the terminal event.
 
         Raises:
             JobNotFound: The id is wrong, or the job has expired.
@@ -146,7 +146,7 @@ class EventReader:
     async def _apply_live(self, payload: bytes) -> None:
         try:
             event = codec.decode_event(payload)
-        except ProtocolError:  # any client of Redis may publish; only the event stream counts
+        except ProtocolError:  # any client of Redis may publish; only the event stream is trusted
             return self._fall_behind()
         if isinstance(event, Finished | Failed):
             if not await self._is_complete():
@@ -159,7 +159,7 @@ class EventReader:
         return None
 
     async def _is_complete(self) -> bool:
-        """Return whether all stored tokens were read. A message lost right before the end leaves no gap to notice."""
+        """Return whether all stored tokens were read. A message lost right before the terminal event leaves no gap."""
         try:
             tail: Any = await self._redis.xrevrange(self._events_key, count=TAIL_EVENTS)
         except (RedisError, OSError):
@@ -205,7 +205,7 @@ class EventReader:
             self._ready.append(new)
 
     async def _read_page(self) -> tuple[bytes | None, list[tuple[bytes, dict[bytes, bytes]]]]:
-        """Return the job's status, read first, and a page of its events. Retries for `OUTAGE_S` if Redis is away."""
+        """Return the job's status and then a page of its events. Retries for `OUTAGE_S` if Redis cannot be reached."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + OUTAGE_S
         while True:
@@ -251,7 +251,7 @@ class EndWaiter:
         self._must_read_status = True
         self._wake.set()
 
-    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:  # noqa: ARG002 - of the protocol
+    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:  # noqa: ARG002 - the protocol has it
         """Receive the job's status."""
         self._is_missing = status is None
         self._has_ended = has_ended(status)

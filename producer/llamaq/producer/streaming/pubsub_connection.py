@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 PING_S = 5.0
 """Interval of PINGs on a connection whose channels do not change. After two intervals without any reply or message,
-the connection is closed and made again."""
+the connection is replaced."""
 BACKOFF_S = (0.05, 2.0)
 """First and longest delay before a reconnect."""
 MESSAGES_PER_YIELD = 64
@@ -55,7 +55,7 @@ class PubSubConnection:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no channel."""
+        """Whether the connection has no channel."""
         return not self._channels
 
     def add(self, channel: str) -> None:

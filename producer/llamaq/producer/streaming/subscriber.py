@@ -34,7 +34,7 @@ POLLS_PER_ROUND_TRIP = 500
 
 
 class Listener(Protocol):
-    """Receives what is known of one job. None of its methods may block or raise."""
+    """Receives the messages and the status of one job. Its methods may neither block nor raise."""
 
     channel: str
     job_key: str
@@ -100,9 +100,9 @@ class Subscriber:
             listener.reread()
 
     def _remove(self, listener: Listener) -> None:
-        others = self._listeners[listener.channel]
-        others.remove(listener)
-        if not others:
+        remaining = self._listeners[listener.channel]
+        remaining.remove(listener)
+        if not remaining:
             del self._listeners[listener.channel]
             self._unsubscribe(listener.channel)
 
@@ -156,7 +156,7 @@ class Subscriber:
         now_s = asyncio.get_running_loop().time()
         listeners = [listener for group in self._listeners.values() for listener in group]
         due = [listener for listener in listeners if now_s - listener.last_heard_s >= SILENCE_S]
-        if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one of each hash tag is polled
+        if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one job per hash tag is polled
             by_tag = {listener.channel.partition("}")[0]: listener for listener in listeners}
             due += [listener for listener in by_tag.values() if listener not in due]
         return due

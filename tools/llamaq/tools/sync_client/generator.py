@@ -1,7 +1,7 @@
 """Turns `AsyncClient` and `AsyncJob` into `Client` and `Job`.
 
 Each public method keeps its signature and docstring. Its body is one call through the portal, see `BlockingClient`.
-What has no counterpart (constructor of the job, `close`, context manager) is written by hand in that module.
+Other members (the constructor of `Job`, `close`, the context manager) are written by hand in `blocking_base.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DOCSTRING_WORDS = {**SYNC_NAMES, "async with": "with", "async for": "for"}
 ASYNC_SENTENCE = "One client serves any number of concurrent calls within one event loop."
 SYNC_SENTENCE = """Threads may share one client, and a child process may use it after a fork. The first call starts a
     thread, which `close` ends."""
-"""What the docstring of `Client` says where that of `AsyncClient` has `ASYNC_SENTENCE`."""
+"""Replaces `ASYNC_SENTENCE` in the docstring of `Client`."""
 
 
 def generate() -> str:
@@ -110,7 +110,7 @@ def _body(source: Method, class_name: str, returns: str) -> list[str]:
 
 
 def _forwarded_arguments(signature: ast.arguments) -> str:
-    """Return the arguments of a call that passes every parameter on."""
+    """Return the arguments of a call that forwards every parameter."""
     passed = [parameter.arg for parameter in signature.args[1:]]
     passed += [f"{parameter.arg}={parameter.arg}" for parameter in signature.kwonlyargs]
     if signature.kwarg is not None:
