@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from llamaq.worker.process.cache_fingerprint import _file_hash
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    return path
+
+
+def test_the_hash_of_a_file_is_stored_and_used_until_the_file_changes(model: Path, tmp_path: Path) -> None:
+    cache_dir = tmp_path / "cache"
+    first = _file_hash(model, cache_dir)
+    assert first == _file_hash(model, None)
+    (stored,) = (path for path in cache_dir.rglob("*.json"))
+    stored.write_text(json.dumps({**json.loads(stored.read_text()), "hash": "from the file"}))
+    assert _file_hash(model, cache_dir) == "from the file"
+    model.write_bytes(b"other weights")
+    assert _file_hash(model, cache_dir) == _file_hash(model, None) != first
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"identity": 1}'])
+def test_a_damaged_hash_file_is_replaced(model: Path, tmp_path: Path, damaged: str) -> None:
+    cache_dir = tmp_path / "cache"
+    expected = _file_hash(model, cache_dir)
+    (stored,) = (path for path in cache_dir.rglob("*.json"))
+    stored.write_text(damaged)
+    assert _file_hash(model, cache_dir) == expected
+    assert json.loads(stored.read_text())["hash"] == expected
+
+
+def test_a_hash_that_cannot_be_stored_is_returned_with_a_warning(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file instead of a folder")
+    with caplog.at_level(logging.WARNING):
+        assert _file_hash(model, tmp_path / "cache") == _file_hash(model, None)
+    assert "cache.hash_not_saved" in caplog.text
