@@ -45,9 +45,12 @@ class ModelSettings(BaseModel):
     n_batch: int | None = Field(
         None,
         ge=1,
-        description="Most tokens in the batch of one tick, at most `n_ctx`. If not set: `n_ctx`, but at most 2048.",
+        description="Maximum number of tokens in the batch of one tick, at most `n_ctx`. If not set: `n_ctx`, but at "
+        "most 2048.",
     )
-    n_ubatch: int = Field(512, ge=1, description="Most tokens that llama.cpp computes in one step of a batch.")
+    n_ubatch: int = Field(
+        512, ge=1, description="Maximum number of tokens that llama.cpp computes in one step of a batch."
+    )
     n_threads: int = Field(
         default_factory=usable_cores,
         ge=1,
@@ -66,7 +69,7 @@ class ModelSettings(BaseModel):
 
     @property
     def batch_budget(self) -> int:
-        """Most tokens in one call of `llama_decode`."""
+        """Maximum number of tokens in one call of `llama_decode`."""
         return self.n_batch or min(self.n_ctx, 2048)
 
 
@@ -76,7 +79,7 @@ class BatchSettings(BaseModel):
     n_parallel: int = Field(
         4, ge=1, le=MAX_SEQUENCES, description="Number of slots, which is the number of jobs that run at the same time."
     )
-    chunk_size: int = Field(512, ge=1, description="Most tokens of one prompt that a tick computes.")
+    chunk_size: int = Field(512, ge=1, description="Maximum number of tokens of one prompt that a tick computes.")
     batch_strategy: str = Field(
         "decode-maximal",
         description="Strategy that builds each batch: `decode-maximal`, `prefill-priority`, `balanced`, or a class of "
@@ -106,23 +109,27 @@ class CacheSettings(BaseModel):
         None,
         ge=0,
         le=MAX_SEQUENCES,
-        description="Most cached sequences on the device. If not set: 64; three for each slot with "
-        "a recurrent model; 0 if `kv_unified` is off.",
+        description="Maximum number of cached sequences on the device. If not set: 64; with a recurrent model three "
+        "for each slot; with other models 0 if `kv_unified` is off.",
     )
     held_cells: int | None = Field(
         None,
         ge=0,
-        description="Most KV cells that cached sequences hold while jobs run. Attention scans every used cell, so idle "
-        "cells slow each tick. If not set: 256, or a quarter of `n_ctx` on a GPU or if `cache_ram_mb` is 0.",
+        description="Maximum number of KV cells that cached sequences hold while jobs run. Attention scans every used "
+        "cell, so idle cells slow each tick. If not set: a quarter of `n_ctx`; on a CPU at most 256, unless "
+        "`cache_ram_mb` is 0.",
     )
     cache_ram_mb: int = Field(
         2048, ge=0, description="Host memory for prefixes that were evicted from the device, in MiB. 0 turns it off."
     )
     cache_dir: Path | None = Field(
         None,
-        description="Folder for prefixes that were evicted from host memory, and for saved slots. If not set: neither.",
+        description="Folder for prefixes that were evicted from host memory, and for saved slots. If not set: the "
+        "worker writes neither.",
     )
-    cache_disk_mb: int = Field(8192, ge=0, description="Most MiB of prefixes in `cache_dir`; saved slots do not count.")
+    cache_disk_mb: int = Field(
+        8192, ge=0, description="Maximum size of the prefixes in `cache_dir`, in MiB. Saved slots do not count."
+    )
     cache_salt: str = Field(
         "", max_length=MAX_SALT_CHARS, description="Workers share files in `cache_dir` only if they have the same salt."
     )
@@ -148,19 +155,21 @@ class LifeSettings(BaseModel):
     hang_s: float = Field(
         60.0,
         ge=1,
-        description="A tick hangs if it takes longer than this many seconds and four times as long as the slowest tick "
-        "so far.",
+        description="A tick hangs if it takes longer than this many seconds, and longer than four times the slowest "
+        "tick so far.",
     )
     heartbeat_s: float = Field(1.0, gt=0, le=60, description="Seconds between two heartbeats.")
     drain_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds that running jobs may continue after SIGTERM. Then the worker requeues the others.",
+        description="Seconds that running jobs may continue after SIGTERM. Then the worker requeues the jobs that "
+        "still run.",
     )
     max_crashes: int = Field(
         3,
         ge=1,
-        description="A job becomes a dead letter when this many workers in a row died of it. 1 acts as 2.",
+        description="A job becomes a dead letter when this many workers in a row crashed while they ran it. 1 acts as "
+        "2.",
     )
     checkpoint_tokens: int = Field(
         64, ge=1, description="Jobs with `stream=False`: number of new tokens after which the output is stored."

@@ -70,4 +70,4 @@ class SlotResult:
     error: JobRejected | None = None
     """The reason why this job fails."""
     no_room: bool = False
-    """True when KV memory has no room for the slot's part, even alone. The sequence is unchanged."""
+    """True when KV memory has no room for the slot's part, even in a batch of its own. The sequence is unchanged."""

@@ -28,7 +28,7 @@ class Scope:
     namespace: str = ""
     public: int = 0
     hashed: bytes | None = None
-    """The key of the namespace, for a scope that is built from a key and not from a name. None: `key` hashes the name."""
+    """The key of the namespace, for a scope without a name. None: the key is the hash of `namespace`."""
 
     @property
     def key(self) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Data = bytes | memoryview
-"""Saved cells, as bytes of their own or as a view of a lent buffer. They are never changed after they are written."""
+"""Saved cells: a `bytes` object, or a view of a lent buffer. The content never changes after it is written."""
 
 Allocate = Callable[[int], memoryview | None]
 """Lends a buffer of the given number of bytes. None means that no buffer is ready."""

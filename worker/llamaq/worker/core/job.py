@@ -92,7 +92,7 @@ class Job:
     started_s: float = 0.0
     """Start of this attempt on the scheduler's clock, set by `Scheduler.submit`."""
     first_token_s: float | None = None
-    """Time of this attempt's first sampled token. It survives a preemption, after which the same attempt has a new run."""
+    """Time of this attempt's first sampled token. A preemption does not reset it, although the job gets a new run."""
     protected_tokens: int = 0
     """The job cannot be preempted by a job of higher priority before it has generated this many tokens."""
     scope: Scope = field(default_factory=Scope)
@@ -100,7 +100,7 @@ class Job:
     system_tokens: int = 0
     """Tokens of the chat's system messages at the start of the prompt, 0 when unknown."""
     packed: bytes = b""
-    """Prompt and resumed tokens, packed. The thread that creates the job packs them, to save time on the engine thread."""
+    """Prompt and resumed tokens, packed. The creator of the job packs them, to save time on the engine thread."""
 
     def __post_init__(self) -> None:
         self.packed = pack([*self.prompt, *self.resumed])

@@ -53,8 +53,8 @@ class StateOps(Protocol):
             seq_id: The sequence.
             start: The first cell to load.
             end: The end of the cells to load.
-            data: Saved cells, the first of which is number `first`.
-            first: The number of the first cell in `data`.
+            data: The saved cells.
+            first: The position of the first cell in `data`, at most `start`.
 
         Returns:
             False when the engine refuses the data.

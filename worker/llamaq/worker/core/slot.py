@@ -118,7 +118,7 @@ class Slot:
     state: SlotState = SlotState.IDLE
     run: Run | None = None
     content: bytes = b""
-    """The packed tokens of the last job in this slot. A job whose prompt starts with them prefers this slot."""
+    """The packed history of the last job in this slot. A job whose prompt begins like it prefers this slot."""
     scope: Scope = field(default_factory=Scope)
     """The jobs that may share the cells of `content`."""
     release_number: int = 0
@@ -167,7 +167,7 @@ class Slot:
             ValueError: `TRANSITIONS` does not allow the change.
         """
         if state not in TRANSITIONS[self.state]:
-            raise ValueError(f"{self!r} cannot go to {state.name}")
+            raise ValueError(f"{self!r} cannot change to {state.name}")
         self.state = state
 
     def __repr__(self) -> str:

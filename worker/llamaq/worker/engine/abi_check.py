@@ -1,10 +1,10 @@
 """Checks that the installed llama.cpp has the binary interface that this code was written for.
 
-ctypes cannot detect a changed struct: parameters would be written to wrong addresses. So before the first call, the
-sizes of structs and the values of known default parameters are compared.
+ctypes cannot detect a changed struct: parameters would be written to wrong addresses. So `check_abi` compares the sizes
+of structs and some default parameters with the expected values, before any other call of llama.cpp.
 
-This module also declares the functions that are called in every tick a second time, with plain integers for pointers:
-converting ctypes pointers takes longer than the calls.
+llama_cpp declares the functions of llama.cpp with ctypes pointers, whose conversion takes longer than the calls. So
+this module has second declarations, with plain integers as pointers, for the functions that every tick calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_abi() -> None:
     """Compare the version, the struct sizes and the default parameters of llama_cpp with the expected ones.
 
     Raises:
-        EngineError: One of them differs.
+        EngineError: The version is not supported, or a size or a parameter differs.
     """
     version = tuple(int(number) for number in re.findall(r"\d+", llama_cpp.__version__)[:3])
     if not SUPPORTED_FROM <= version < SUPPORTED_BELOW:

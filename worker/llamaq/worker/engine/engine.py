@@ -89,7 +89,7 @@ class Engine:
         return [self._run_alone(part) for part in parts]
 
     def _run_alone(self, part: Part) -> SlotResult:
-        """Decode one part by itself. If its cells were lost in a failed batch, remove the rest and report that."""
+        """Decode one part by itself. If a failed batch has lost cells of its sequence, empty the sequence instead."""
         run = part.slot.active
         if not self.sequences.holds(run.seq_id, run.n_past):
             self.sequences.isolated.add(run.seq_id)
@@ -106,7 +106,7 @@ class Engine:
         return SlotResult(part.slot, n_past=n_past, error=error)
 
     def _decode(self, parts: Sequence[Part]) -> int:
-        """Decode the parts. After a failure, their sequences are as before, or empty if they cannot be cut.
+        """Decode the parts. After a failure, their sequences are unchanged, or empty if they cannot be cut.
 
         Returns:
             The status of llama_decode.

@@ -29,7 +29,7 @@ def extract_vocab(path: Path) -> bytes:
     """Return the header and the metadata of a GGUF file, as a GGUF file without tensors.
 
     Args:
-        path: The model file. Of a model that is split into several files, the first one.
+        path: The model file. If the model is split into several files: the first file.
 
     Raises:
         ModelError: The file cannot be read, is not a GGUF file, or is not the first file of a split model.
@@ -42,7 +42,7 @@ def extract_vocab(path: Path) -> bytes:
 
 
 class _Reader:
-    """Skips through the metadata by the lengths of the values, without decoding them."""
+    """Finds the end of the metadata. It reads the length of each value and skips the value itself."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -101,7 +101,7 @@ class _Reader:
         for _ in range(n):
             at += 8 + unpack(data, at)[0]
             if at > end:
-                raise struct.error("beyond the end")
+                raise struct.error("a value exceeds the end")
         self._at = at
 
     def _skip_string(self) -> None:
@@ -109,7 +109,7 @@ class _Reader:
 
     def _skip_bytes(self, n: int) -> None:
         if self._at + n > self._end:
-            raise struct.error("beyond the end")
+            raise struct.error("a value exceeds the end")
         self._at += n
 
     def _read(self, form: struct.Struct) -> int:

@@ -31,7 +31,7 @@ class KvSequences:
         n_sequences: Number of sequences that callers may use; their ids are below it.
         cells_per_sequence: Largest number of cells of one sequence.
         isolated: Sequences that lost their cells in a failed batch. The engine decodes each of them in a batch of its
-            own. `remove` ends the isolation.
+            own. `remove` removes the sequence from this set.
     """
 
     def __init__(self, model: Model, context: Context) -> None:
@@ -47,13 +47,14 @@ class KvSequences:
         self._scratch = context.n_seq_max - 1
 
     def holds(self, seq_id: int, n_tokens: int) -> bool:
-        """Return whether the sequence has exactly the first `n_tokens` positions, as far as its layers need them."""
+        """Return whether the sequence ends after `n_tokens` positions and has all positions that its layers need."""
         last = self._context.last_position(seq_id)
         if last != n_tokens - 1:
             return False
         if self._is_recurrent:
-            # Of its two parts, a hybrid memory returns the smaller last position, and the larger first position: that
-            # of the recurrent state. So only the first position reveals a state that is ahead of the attention cells.
+            # A hybrid memory has attention cells and a recurrent state. llama.cpp returns the smaller of their last
+            # positions, and the larger of their first positions, which is that of the state. A state that is ahead of
+            # the attention cells therefore changes the first position only.
             return self._context.first_position(seq_id) == last
         return not self._n_swa or self._context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
 
@@ -80,8 +81,8 @@ class KvSequences:
         `source` may be changed or removed immediately afterwards.
 
         Returns:
-            The number of cells that `target` holds afterwards. It is 0 where this kind of memory cannot share them: a
-            recurrent state that is not at its end, or a sliding window that has passed them.
+            The number of cells that `target` holds afterwards. It is 0 if the memory cannot share these cells: the
+            recurrent state is already behind them, or the sliding window has passed them.
         """
         if not 1 <= n_tokens <= self._context.last_position(source) + 1:
             return 0
@@ -120,7 +121,7 @@ class KvSequences:
             seq_id: The sequence.
             start: The first cell to load; 0 unless `can_save_parts`.
             end: The end of the cells to load.
-            data: What `save` returned.
+            data: The state that `save` returned.
             first: The first cell in `data`.
 
         Returns:
@@ -140,7 +141,7 @@ class KvSequences:
     def _part_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
         """Split [start, end) into ranges that are each within one window.
 
-        Of a longer range, llama.cpp saves only the cells that are in the window of its last cell.
+        From a longer range llama.cpp saves only the cells in the window of the last cell.
         """
         step = self._n_swa or end
         inner = range((start // step + 1) * step, end, step)

@@ -157,7 +157,10 @@ class Context:
     def __init__(self, model: Model, options: ContextOptions) -> None:
         # llama_init_from_model aborts on n_seq_max > n_batch with its default n_outputs_max.
         if not 1 <= options.n_seq_max <= min(options.n_batch, MAX_SEQUENCES):
-            raise EngineError(f"{options.n_seq_max} sequences: must be at most n_batch and {MAX_SEQUENCES}")
+            raise EngineError(
+                f"n_seq_max: {options.n_seq_max} sequences are not possible, only 1 to n_batch ({options.n_batch}), "
+                f"and at most {MAX_SEQUENCES}"
+            )
         self._model = model  # keeps the model in memory as long as its context
         self.pointer = llama_cpp.llama_init_from_model(model.pointer, _context_params(options))
         if not self.pointer:

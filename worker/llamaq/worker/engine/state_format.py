@@ -38,7 +38,7 @@ _MAX_SECTIONS = 4
 _MAX_STREAMS = 256
 _MAX_LAYERS = 4096
 _INTS_PER_CELL = (3, 6)
-"""Without and with x, y and token."""
+"""Number of 32-bit integers per cell: without x, y and token, and with them."""
 _SECTIONS_AT = 8
 """Offset of the first section in a part."""
 
@@ -160,7 +160,7 @@ class _PartChecker:
     def _has_sections(self, at: int, n_left: int) -> bool:
         """Return whether the bytes from `at` to the end are at most `n_left` sections.
 
-        The end of a section depends on whether it contains V, which is not stored. So both are tried.
+        The end of a section depends on whether it contains V. The format does not store this, so both ends are tried.
         """
         if self._is_recurrent and self._has_recurrent_section(at):
             return True

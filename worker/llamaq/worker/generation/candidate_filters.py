@@ -74,7 +74,7 @@ def top_k(logits: Logits, k: int) -> Candidates:
 
 
 def typical_p(candidates: Candidates, p: float) -> Candidates:
-    """Return the smallest set of candidates with a probability above `p`, the most typical ones first.
+    """Return the smallest set of the most typical candidates whose total probability is above `p`.
 
     A candidate is the more typical, the smaller |-ln(p_i) - H| is, where H = -sum(p_i ln(p_i)) is the entropy in nats.
     Source: Meister et al., Locally Typical Sampling (arXiv:2202.00666); llama_sampler_typical.
@@ -83,17 +83,17 @@ def typical_p(candidates: Candidates, p: float) -> Candidates:
     probabilities = weights / weights.sum(dtype=np.float64)
     surprise = -np.log(np.maximum(probabilities, np.finfo(np.float32).tiny))
     distance = np.abs(surprise - probabilities @ surprise)
-    # llama.cpp compares with > here, and with >= for top-p: the next larger number makes both the same.
+    # llama.cpp requires a sum > p here, and a sum >= p for top-p. A sum >= the next number after p is a sum > p.
     return candidates[_nearest_with_mass(distance, probabilities, np.nextafter(p, 2))]
 
 
 def top_p_min_p(candidates: Candidates, p: float, min_p: float) -> Candidates:
-    """Apply top-p, then min-p.
+    """Return the candidates that both top-p and min-p keep.
 
-    Top-p returns the smallest set of candidates with a probability of at least `p`, the most probable ones first. Min-p
-    returns the candidates with p_i >= min_p * max(p), which is logit_i >= max(logit) + ln(min_p). Both keep a prefix
-    of the candidates in descending order, so the order of the two does not matter; min-p comes first here, because it
-    leaves fewer candidates to sort.
+    Top-p keeps the smallest set of the most probable candidates whose total probability is at least `p`. Min-p keeps
+    the candidates with p_i >= min_p * max(p), which is logit_i >= max(logit) + ln(min_p). Each filter keeps a prefix of
+    the candidates in descending order, so the result does not depend on the order of the filters. Here min-p comes
+    first, because it leaves fewer candidates to sort.
 
     Sources: Holtzman et al., The Curious Case of Neural Text Degeneration (arXiv:1904.09751), llama_sampler_top_p;
     Nguyen et al., Min-p Sampling (arXiv:2407.01082), llama_sampler_min_p.
@@ -123,7 +123,7 @@ def _weights(candidates: Candidates, max_logit: float) -> Logits:
 def _top_k_superset(logits: Logits, k: int) -> TokenIds:
     """Return the `k` tokens with the largest logits, and possibly more, in ascending order. NaN is the largest.
 
-    The k-th largest of the maxima of all blocks is a lower bound that at least `k` logits reach, and not many more.
+    The logits are divided into blocks. At least `k` logits reach the k-th largest block maximum, and usually few more.
     """
     n_blocks = logits.size // BLOCK_LOGITS
     if n_blocks <= 2 * k:
@@ -150,7 +150,7 @@ def _nearest_with_mass(distance: Logits, weights: npt.NDArray[np.floating], mass
         Indices of the candidates, in ascending order.
     """
     edge = np.arange(len(distance))  # the candidates that must be sorted
-    nearer, mass_nearer = edge[:0], 0.0  # those that are kept without sorting
+    nearer, mass_nearer = edge[:0], 0.0  # the candidates that are kept without sorting
     if len(distance) > SORT_LIMIT:
         bins = np.minimum(distance * BINS_PER_NAT, N_BINS - 1).astype(np.int16)
         reached = np.cumsum(np.bincount(bins, weights, N_BINS))

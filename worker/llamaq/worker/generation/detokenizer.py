@@ -41,7 +41,7 @@ class StreamDetokenizer:
         return self._release(self._utf8.decode(self._piece(token)))
 
     def finish(self) -> str:
-        """Return the withheld text. Called when the job ends without a stop string."""
+        """Return the withheld text, which is empty after a stop string. Called at the end of the job."""
         text = self._release(self._utf8.decode(b"", final=True)) + self._withheld
         self._withheld = ""
         return text

@@ -43,7 +43,7 @@ class JobPreparer:
         context_limit: Largest number of tokens of a job, prompt included.
         max_request_bytes: Largest size of an encoded request.
         counts_system_tokens: Whether `Job.system_tokens` is set for every chat, so that the cache can save the state at
-            the end of the system messages. Otherwise only for chats that share their system messages.
+            the end of the system messages. Otherwise it is set only for chats with `cache_public="system"`.
     """
 
     def __init__(

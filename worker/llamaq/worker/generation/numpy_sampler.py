@@ -1,7 +1,7 @@
 """Draws tokens from logits: the sampler chain of llama.cpp in numpy, with draws that can be repeated.
 
 The order of the chain is that of llama.cpp (common/sampling.cpp): logit bias, penalties, grammar, top-k, typical-p,
-top-p, min-p, temperature. Only the last step, the draw, differs: its random number is a hash of the seed and the
+top-p, min-p, temperature. Only the last step, the draw, differs: the random number is a hash of the seed and the
 position. So an attempt that resumes a job draws with the same random numbers as an uninterrupted attempt.
 """
 
@@ -67,7 +67,7 @@ class LogitSampler:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
         self._adjust(logits, history)
         if self._grammar is not None:
-            return self._sample_with(self._grammar, logits, history[n_prompt:])
+            return self._sample_with_grammar(self._grammar, logits, history[n_prompt:])
         if self._is_greedy:
             return _best_token(logits)
         return self._draw(self._candidates(logits), len(history) - n_prompt)
@@ -81,7 +81,7 @@ class LogitSampler:
     def _is_greedy(self) -> bool:
         return self._params.temperature < GREEDY_BELOW
 
-    def _sample_with(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
+    def _sample_with_grammar(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
         """Draw from all tokens. If the grammar does not allow the drawn token, draw again from the allowed tokens.
 
         Checking only the drawn token is much faster. Source: common_sampler_sample in llama.cpp.

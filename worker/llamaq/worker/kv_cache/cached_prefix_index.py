@@ -2,8 +2,8 @@
 
 The cache only decides. It knows packed tokens, sequence ids and runs; `KvMemory` changes the sequences. The sequence of
 a finished job becomes an entry. A lookup searches entries and running jobs together for the longest common prefix.
-Each namespace has an index of its own, and one more index holds the public prefixes. So tokens that must not be shared
-are never compared.
+Each namespace has an index, and one more index holds the public prefixes. A lookup never compares tokens of two
+namespaces unless both declare them public.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class PrefixCache(Protocol):
         """Add the sequence, which holds exactly `tokens`, as the most recently used entry.
 
         Returns:
-            The sequences that the cache does not need any more: those whose tokens another entry begins with. `seq_id`
-            itself may be among them.
+            The redundant sequences: their tokens are a prefix of another entry's tokens. `seq_id` itself may be one of
+            them.
         """
 
     def entry_of(self, seq_id: int) -> Entry | None:
@@ -154,8 +154,8 @@ class NullPrefixCache:
         pass
 
 
-PUBLIC = None
-"""Name of the index of public prefixes. The other indexes have the keys of their namespaces."""
+PUBLIC_INDEX = None
+"""Key of the index of public prefixes. The key of every other index is the key of its namespace."""
 
 
 class RadixPrefixCache:
@@ -187,7 +187,7 @@ class RadixPrefixCache:
     def match(self, tokens: bytes, scope: Scope, admitted_before: int | None = None) -> DeviceMatch:
         match = self._match_in(scope.key, tokens, admitted_before)
         if scope.public:
-            public = self._match_in(PUBLIC, tokens[: scope.public * TOKEN_BYTES], admitted_before)
+            public = self._match_in(PUBLIC_INDEX, tokens[: scope.public * TOKEN_BYTES], admitted_before)
             held = max(match, public, key=lambda part: part.n_held)
             coming = max(match, public, key=lambda part: part.n_coming)
             match = DeviceMatch(held.n_held, held.source, coming.n_coming, coming.leader)
@@ -200,7 +200,7 @@ class RadixPrefixCache:
 
     def insert(self, seq_id: int, tokens: bytes, scope: Scope) -> list[int]:
         entry = Entry(seq_id, tokens, scope)
-        superfluous: list[Entry] = []
+        redundant: list[Entry] = []
         for n_common, other in self._indexes[scope.key].matches(tokens):
             if not isinstance(other, Entry) or other.scope.public != scope.public:
                 continue
@@ -208,12 +208,12 @@ class RadixPrefixCache:
                 self.touch(other)
                 return [seq_id]
             if self._can_cut and n_common == other.n_tokens:
-                superfluous.append(other)
-        for other in superfluous:
+                redundant.append(other)
+        for other in redundant:
             self.remove(other)
         self._entries[seq_id] = entry
         self._add(tokens, scope, entry)
-        return [other.seq_id for other in superfluous]
+        return [other.seq_id for other in redundant]
 
     def entry_of(self, seq_id: int) -> Entry | None:
         return self._entries.get(seq_id)
@@ -267,15 +267,15 @@ class RadixPrefixCache:
     def _add(self, tokens: bytes, scope: Scope, holder: Entry | Run) -> None:
         self._indexes[scope.key].add(tokens, holder)
         if scope.public:
-            self._indexes[PUBLIC].add(tokens[: scope.public * TOKEN_BYTES], holder)
+            self._indexes[PUBLIC_INDEX].add(tokens[: scope.public * TOKEN_BYTES], holder)
 
     def _discard(self, tokens: bytes, scope: Scope, holder: Entry | Run) -> None:
-        indexed = [(scope.key, tokens), (PUBLIC, tokens[: scope.public * TOKEN_BYTES])]
-        for name, part in indexed if scope.public else indexed[:1]:
-            index = self._indexes[name]
+        indexed = [(scope.key, tokens), (PUBLIC_INDEX, tokens[: scope.public * TOKEN_BYTES])]
+        for key, part in indexed if scope.public else indexed[:1]:
+            index = self._indexes[key]
             index.remove(part, holder)
             if not len(index):
-                del self._indexes[name]
+                del self._indexes[key]
 
     def __repr__(self) -> str:
         return f"<RadixPrefixCache {len(self._entries)} entries>"

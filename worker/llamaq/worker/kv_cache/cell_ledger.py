@@ -31,7 +31,7 @@ class _Sequence:
 
     @property
     def claimed(self) -> int:
-        """How many of its first cells other sequences also hold: the parent or a child, whichever shares more."""
+        """How many of its first cells other sequences also hold: the largest `shared` of this node and its children."""
         return max([self.shared, *[child.shared for child in self.children]])
 
     def move(self, parent: _Sequence | None, shared: int) -> None:
@@ -91,7 +91,7 @@ class CellLedger:
         """Record that the sequence, which may be empty, now holds `n_held` cells. The added cells are not shared.
 
         Raises:
-            ValueError: The sequence holds more cells already, or there are not enough. Nothing changes.
+            ValueError: The sequence already holds more cells, or too few cells are free. Nothing changes.
         """
         sequence = self._sequences.get(seq_id)
         n_new = n_held - sequence.held if sequence else n_held
@@ -131,7 +131,7 @@ class CellLedger:
             return
         sequence = self._sequences[seq_id]
         self._used -= sequence.held - max(n_held, sequence.claimed)
-        _hand_over(sequence, n_held)
+        _move_children(sequence, n_held)
         sequence.held = n_held
         if n_held < sequence.shared:
             sequence.move(sequence.parent, n_held)
@@ -155,16 +155,16 @@ class CellLedger:
         if sequence.seq_id != seq_id or not held or not 0 <= shared <= held or (parent is None) != (shared == 0):
             raise AssertionError(f"sequence {seq_id} shares {shared} of {held} cells with {parent}")
         for child in sequence.children:
-            if child.parent is not sequence or child.shared > held or not self._knows(child):
+            if child.parent is not sequence or child.shared > held or not self._has_record(child):
                 raise AssertionError(f"sequence {child.seq_id} does not share {child.shared} cells with {seq_id}")
         ancestors, child = {sequence}, sequence
         while parent is not None:
-            if parent in ancestors or child not in parent.children or not self._knows(parent):
+            if parent in ancestors or child not in parent.children or not self._has_record(parent):
                 raise AssertionError(f"sequence {seq_id} is not below {parent.seq_id}")
             ancestors.add(parent)
             child, parent = parent, parent.parent
 
-    def _knows(self, sequence: _Sequence) -> bool:
+    def _has_record(self, sequence: _Sequence) -> bool:
         return self._sequences.get(sequence.seq_id) is sequence
 
     def __repr__(self) -> str:
@@ -173,23 +173,23 @@ class CellLedger:
 
 
 def _mark_reached(sequence: _Sequence, reached: dict[_Sequence, int]) -> None:
-    """Record in `reached` how many first cells of the sequence and of each ancestor `sequence` holds."""
-    n, at = sequence.held, sequence
-    while reached.get(at, 0) < n:
-        reached[at] = n
-        if at.parent is None:
+    """Raise `reached` of the sequence and of each ancestor to the number of its first cells that `sequence` holds."""
+    n, node = sequence.held, sequence
+    while reached.get(node, 0) < n:
+        reached[node] = n
+        if node.parent is None:
             return
-        n, at = min(n, at.shared), at.parent
+        n, node = min(n, node.shared), node.parent
 
 
-def _hand_over(sequence: _Sequence, n_kept: int) -> None:
+def _move_children(sequence: _Sequence, n_kept: int) -> None:
     """Move the children that share cells after the first `n_kept` below other sequences that hold these cells.
 
     A child c of a sequence s moves when c.shared > n_kept:
 
     - If c.shared <= s.shared, the shared cells are also cells of the parent of s. The child moves below that parent.
-    - Otherwise the child that shares most cells is the heir. It still shares max(n_kept, s.shared) cells, with s or,
-      where s keeps fewer, with the parent of s. Its other cells become new cells of the heir.
+    - Otherwise the child that shares most cells is the heir. It still shares max(n_kept, s.shared) cells: with s if
+      n_kept >= s.shared, else with the parent of s. The other cells of the heir become its new cells.
     - Every other child shares no more cells than the heir, so it moves below the heir.
     """
     base, n_base = (sequence, n_kept) if n_kept >= sequence.shared else (sequence.parent, sequence.shared)

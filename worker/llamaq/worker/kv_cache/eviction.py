@@ -11,7 +11,7 @@ from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 
 MIN_ADOPTED_SHARE = 0.5
-"""A job adopts an entry's sequence only if it reuses at least this share of its tokens, because the rest is lost."""
+"""A job adopts the sequence of an entry only if it reuses this share of the entry's tokens. The others are lost."""
 
 
 class Room(Enum):
@@ -25,7 +25,7 @@ class Room(Enum):
 
 
 class Eviction:
-    """Evicts the least recently used entry first. Its cells are saved to the next tier, if there is one, then removed.
+    """Evicts the least recently used entry first: saves its cells to the next tier, if one exists, then removes them.
 
     Args:
         pool: The slots, sequences and cells.
@@ -60,8 +60,8 @@ class Eviction:
     def make_room(self, candidate: Candidate) -> Room:
         """Return whether the candidate, which has an idle slot, can be admitted. Evicts entries where that helps.
 
-        The entry that matches the candidate's prompt counts as used now, so it is evicted last. When it has to be
-        evicted all the same, the candidate's hit is stale and is replaced by a new lookup.
+        The entry that matches the candidate's prompt counts as used now, so it is evicted last. If even this
+        entry is evicted, the candidate's hit is stale, and a new lookup replaces it.
         """
         if candidate.hit.matched_entry is not None:
             self._cache.touch(candidate.hit.matched_entry)
@@ -87,7 +87,7 @@ class Eviction:
     def adoptable(self, candidate: Candidate) -> Entry | None:
         """Return the entry whose sequence becomes the job's sequence, or None when the job gets a free one.
 
-        A job adopts a sequence only where none is free and where it reuses most of the entry.
+        A job adopts a sequence only if no sequence is free and the job reuses at least half of the entry.
         """
         entry = candidate.hit.source
         if self._pool.n_free_sequences or not isinstance(entry, Entry) or entry.in_transfer:
@@ -95,7 +95,7 @@ class Eviction:
         return entry if candidate.hit.n_held >= MIN_ADOPTED_SHARE * entry.n_tokens else None
 
     def _refresh(self, candidate: Candidate) -> None:
-        """Repeat the candidate's lookup if its entry was evicted. An eviction changes no stored block and no run."""
+        """Repeat the candidate's lookup if its entry was evicted. Otherwise the hit is still valid."""
         entry = candidate.hit.matched_entry
         if entry is not None and entry not in self._cache:
             candidate.hit = self._lookup.find(candidate.job)
@@ -115,7 +115,7 @@ class Eviction:
         return [entry for entry in self._cache.entries() if entry.in_transfer]
 
     def _is_enough_in_transfer(self, n_missing: int) -> bool:
-        """Whether no more entries need to be evicted: those in transfer make enough room, or no others are left."""
+        """Whether no eviction is needed or possible: enough entries are in transfer, or all entries are in transfer."""
         in_transfer = {entry.seq_id for entry in self._in_transfer()}
         n_cells = self._pool.ledger.owned_together(in_transfer)
         has_sequence = bool(in_transfer or self._pool.n_free_sequences)
@@ -124,7 +124,7 @@ class Eviction:
     # ---- speed of the running jobs
 
     def request_trim(self) -> None:
-        """Have the next `trim` check the bounds: an entry was added, or a job was admitted."""
+        """Make the next `trim` check the bounds. Called after an entry was added or a job was admitted."""
         self._needs_trim = True
 
     def trim(self) -> None:
@@ -143,7 +143,7 @@ class Eviction:
         return self._pool.ledger.owned_together(staying) - self._held_cells
 
     def _lacks_sequences(self) -> bool:
-        """Whether a job for an idle slot would wait for a sequence. Without spare sequences it adopts one instead."""
+        """Whether a new job may find no free sequence. False without spare sequences: then jobs adopt entries."""
         n_coming_free = len(self._in_transfer())
         return self._pool.has_spare_sequences and self._pool.n_free_sequences + n_coming_free < self._pool.n_idle
 

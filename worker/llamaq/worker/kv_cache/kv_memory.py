@@ -26,7 +26,7 @@ class KvMemory:
         pool: The slots, sequences and cells.
         sequences: The engine's sequences.
         cache: The entries on the device.
-        offload: The tiers behind the device. None means that there are none.
+        offload: The tiers behind the device. None means that evicted cells are lost.
         held_cells: Upper bound on KV cells held by cached entries alone while jobs run. Attention scans every used
             cell, so idle cells slow each tick. None means no bound.
     """
@@ -67,7 +67,7 @@ class KvMemory:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether used and promised cells are more than there are. Happens when a tick has lost shared cells."""
+        """Whether used and promised cells together exceed `n_cells`. Happens after a tick that lost shared cells."""
         return self._pool.is_overdrawn
 
     def has_slot(self, job: Job) -> bool:
@@ -113,7 +113,7 @@ class KvMemory:
                 self._reuse(slot, self._lookup.find(run.job, admitted_before=run.admission_number))
 
     def _reuse(self, slot: Slot, hit: PrefixHit) -> None:
-        """Copy what the device holds of the prompt, and wait for what a leader computes or a transfer loads."""
+        """Follow the leader of the hit. Without a leader, copy cells on the device and start to load stored cells."""
         run = slot.active
         if hit.leader:
             run.leader, run.awaited_tokens = hit.leader, hit.n_coming
@@ -195,7 +195,7 @@ class KvMemory:
     # ---- entries by explicit command, see `SlotOperations`
 
     def match(self, tokens: bytes, scope: Scope) -> DeviceMatch:
-        """Return what the device holds of these packed tokens. The matched entry counts as used now."""
+        """Return the longest prefix of these packed tokens on the device. The matched entry counts as used now."""
         return self._cache.match(tokens, scope)
 
     def entries_in(self, scope: Scope) -> list[Entry]:
@@ -219,9 +219,9 @@ class KvMemory:
         return self._eviction.make_room_for_entry(n_cells)
 
     def begin_restore(self, tokens: bytes, scope: Scope, hidden: Scope) -> tuple[Entry, int]:
-        """Reserve an entry with cells for all of the packed tokens, and copy what the device holds already.
+        """Reserve an entry with cells for all of the packed tokens, and copy the prefix that the device already holds.
 
-        The entry counts as in transfer, so a job that needs its cells waits, and no part of it is saved.
+        The entry counts as in transfer: it is not evicted or saved, and a job that needs room waits for its transfer.
         `make_room_for_entry` must have returned AVAILABLE.
 
         Args:
@@ -241,7 +241,7 @@ class KvMemory:
         self._pool.resize(seq_id, len(tokens) // TOKEN_BYTES)
         entry = self._insert(seq_id, tokens, hidden)
         if entry is None:
-            raise LookupError(f"a hidden scope is not empty: {hidden!r}")
+            raise LookupError(f"another entry of the hidden scope has the same tokens: {hidden!r}")
         entry.in_transfer = True
         return entry, n_copied
 
@@ -271,7 +271,7 @@ class KvMemory:
         return bool(step.loaded)
 
     def close(self, timeout_s: float) -> None:
-        """Write the entries to disk, if there is one, for about `timeout_s` seconds. Nothing is moved afterwards."""
+        """Write the entries to the disk tier, if it exists, for about `timeout_s` seconds. Stop all transfers."""
         self._offload.close(self._cache.entries(), timeout_s)
 
     def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> Entry | None:

@@ -54,7 +54,7 @@ class Offload(Protocol):
     def match(self, tokens: bytes, scope: Scope) -> StoredPrefix | None:
         """Return the longest stored prefix of `tokens` (packed), or None.
 
-        The result is valid until the next `step`. `start_load` makes it valid until the load ends.
+        The result is valid until the next `step`. After `start_load` it stays valid until the load ends.
         """
 
     def start_load(self, run: Run, stored: StoredPrefix) -> None:
@@ -69,7 +69,7 @@ class Offload(Protocol):
     def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
         """Remove the stored blocks of `tokens` that end after the first `n_kept` tokens.
 
-        Blocks that other stored tokens or other namespaces need stay.
+        Does not remove a block that another stored prefix or another namespace uses.
         """
 
     def cancel_transfers(self, seq_id: int) -> None:

@@ -12,23 +12,22 @@ from llamaq.worker.kv_cache.cached_prefix_index import Entry, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
 
 MIN_GAIN_TOKENS = 16
-"""A job waits for another job's prefill, or for a transfer, only when that saves at least this many more tokens."""
+"""A job waits for a leader or for a load only if that saves this many more tokens than a copy on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
     """The reusable prefix of one prompt.
 
-    Either `leader` is set and the job waits for it. Or cells are copied from `source` and loaded from `stored`, where
-    these are set.
+    If `leader` is set, the job waits for that run, and `source` and `stored` are None. Otherwise cells are copied from
+    `source`, if it is set, and then loaded from `stored`, if it is set.
 
     Validity: a hit describes the cache at the time of the lookup. It becomes stale when `matched_entry` is evicted, and
     when stored blocks change (at the next `Offload.step` or `Offload.discard`).
     """
 
     matched_entry: Entry | None = None
-    """The entry, if one holds the longest prefix on the device. It counts as used, even if no cells are copied from it.
-    """
+    """The entry with the longest prefix on the device, or None if a run has it. The lookup counts the entry as used."""
     n_held: int = 0
     """Tokens to copy from `source`."""
     source: Entry | Run | None = None
@@ -51,7 +50,7 @@ class Candidate:
 
     job: Job
     hit: PrefixHit
-    """Replaced by `KvMemory.make_room` when the matched entry has to be evicted."""
+    """Replaced by `KvMemory.make_room` when it evicts the matched entry."""
 
 
 class PrefixLookup:

@@ -32,7 +32,7 @@ class _Node(Generic[H]):
     """The holders whose tokens end exactly here, the first added first."""
 
     def adopt(self, child: _Node[H]) -> None:
-        """Make a node the child for the first token of its edge. Replaces an earlier child."""
+        """Add a child under the first token of its edge. Replaces an earlier child with this token."""
         child.parent = self
         self.children[child.edge[:TOKEN_BYTES]] = child
 
@@ -55,14 +55,14 @@ class RadixTree(Generic[H]):
         """Add the holder under these packed tokens.
 
         Raises:
-            ValueError: The holder is already there, or the tokens are not packed.
+            ValueError: The holder is already under these tokens, or the tokens are not packed.
         """
         if len(tokens) % TOKEN_BYTES:
             raise ValueError(f"{len(tokens)} bytes are not a whole number of tokens")
         node, depth = self._descend(tokens)
         if child := node.children.get(tokens[depth : depth + TOKEN_BYTES]):
-            same = agreeing_bytes(child.edge, tokens, depth)
-            node, depth = _split(node, child, same), depth + same
+            n_same = agreeing_bytes(child.edge, tokens, depth)
+            node, depth = _split(node, child, n_same), depth + n_same
         if depth < len(tokens):
             leaf = _Node[H](tokens[depth:], node)
             node.adopt(leaf)
@@ -76,7 +76,7 @@ class RadixTree(Generic[H]):
         """Remove the holder under exactly these packed tokens.
 
         Raises:
-            LookupError: The holder is not there.
+            LookupError: The holder is not under these tokens.
         """
         node, depth = self._descend(tokens)
         if depth != len(tokens) or holder not in node.holders:
@@ -88,8 +88,8 @@ class RadixTree(Generic[H]):
     def matches(self, tokens: bytes) -> Iterator[tuple[int, H]]:
         """Iterate over all holders that share at least one token with the query, the longest common prefix first.
 
-        Each holder comes once, with its longest common prefix. The iterator is lazy: the first few holders are cheap.
-        It is invalid after the next `add` or `remove`.
+        Each holder is yielded once, with its longest common prefix. The iterator is lazy, so the first holders cost
+        little. It is invalid after the next `add` or `remove`.
 
         Yields:
             The length of the common prefix in tokens, and the holder.
@@ -98,9 +98,9 @@ class RadixTree(Generic[H]):
         seen: set[H] = set()
         if done := node.children.get(tokens[depth : depth + TOKEN_BYTES]):
             n_common = (depth + agreeing_bytes(done.edge, tokens, depth)) // TOKEN_BYTES
-            yield from _new_below(done, None, n_common, seen)
+            yield from _unseen_holders(done, None, n_common, seen)
         while node.parent is not None:
-            yield from _new_below(node, done, depth // TOKEN_BYTES, seen)
+            yield from _unseen_holders(node, done, depth // TOKEN_BYTES, seen)
             done, node, depth = node, node.parent, depth - len(node.edge)
 
     def check_integrity(self) -> None:
@@ -149,7 +149,7 @@ class RadixTree(Generic[H]):
 
 
 def _split(parent: _Node[H], child: _Node[H], at: int) -> _Node[H]:
-    """Split the child's edge after `at` bytes, and return the new node there."""
+    """Split the child's edge after `at` bytes, and return the new node between parent and child."""
     middle = _Node[H](child.edge[:at], parent)
     parent.adopt(middle)
     child.edge = child.edge[at:]
@@ -166,7 +166,7 @@ def _nodes_below(top: _Node[H]) -> Iterator[_Node[H]]:
         stack.extend(node.children.values())
 
 
-def _new_below(top: _Node[H], done: _Node[H] | None, n_common: int, seen: set[H]) -> Iterator[tuple[int, H]]:
+def _unseen_holders(top: _Node[H], done: _Node[H] | None, n_common: int, seen: set[H]) -> Iterator[tuple[int, H]]:
     """Iterate over the holders in `top` and below that are not in `seen`, except below its child `done`."""
     stack = [top]
     while stack:

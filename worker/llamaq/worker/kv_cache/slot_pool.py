@@ -15,15 +15,15 @@ class SlotPool:
     """Assigns the slots, sequences and KV cells of a worker.
 
     A sequence belongs to a running job, belongs to the prefix cache, or is free. The pool only counts cells.
-    Invariant: the cells that sequences hold (a shared cell counts once) and the cells that running jobs may still need
-    are together at most `n_cells`.
+    Invariant between ticks: the cells that sequences hold (a shared cell counts once) and the cells that running jobs
+    may still need are together at most `n_cells`.
 
     Args:
         n_slots: Number of slots.
         n_cells: Number of KV cells.
         n_sequences: Number of sequences, at least `n_slots`.
-        similarity: A slot is preferred when the prompt starts with its content, and the common part is at least this
-            share of the prompt. 0 disables the preference.
+        similarity: A slot is preferred when its content and the prompt have a common prefix of at least this share of
+            the prompt. 0 disables the preference.
         shares_cells: Whether a copied sequence shares its cells with its source. Otherwise it has cells of its own.
     """
 
@@ -78,7 +78,7 @@ class SlotPool:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether used and promised cells are more than there are."""
+        """Whether used and promised cells together exceed `n_cells`."""
         return self.ledger.used + self.promised_cells > self.n_cells
 
     # ---- room for a job
@@ -101,8 +101,8 @@ class SlotPool:
     def _choose_slot(self, job: Job) -> Slot | None:
         """Return the idle slot for the job, or None.
 
-        The order of preference is: the slot that the job asks for, the slot whose content the prompt starts with, the
-        slot that has been idle longest.
+        The order of preference is: the slot that the job asks for, the slot whose content has the longest common prefix
+        with the prompt, the slot that has been idle longest.
         """
         if job.request.slot is not None:
             pinned = self.slots[job.request.slot]

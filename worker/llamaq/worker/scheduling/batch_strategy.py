@@ -82,10 +82,10 @@ class PrefillPriority(_BuiltIn):
 
 
 class Balanced(_BuiltIn):
-    """Gives half the budget to streams and half to prompts. The part that one half does not need goes to the other.
+    """Gives half the budget to streams and half to prompts. Tokens that one group does not need go to the other group.
 
     Unlike with `PrefillPriority`, streams progress in every tick. Unlike with `DecodeMaximal`, several prompts may each
-    have a chunk in one tick. A stream may wait for a tick with a full budget.
+    have a chunk in one tick. The price is a longer tick: its batch may use the whole budget.
     """
 
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
@@ -95,11 +95,11 @@ class Balanced(_BuiltIn):
 
 
 def decode_tokens(slots: Sequence[Slot], limit: int) -> tuple[DecodeToken, ...]:
-    """Return a token for each slot in DECODE, at most `limit`. Slots that have generated least are served first."""
+    """Return a token for each slot in DECODE, at most `limit`. Slots with the fewest generated tokens come first."""
     decoding = [slot for slot in slots if slot.state is SlotState.DECODE]
     if len(decoding) > limit:
-        behind = sorted(decoding, key=lambda slot: slot.active.n_generated)[: max(0, limit)]
-        decoding = [slot for slot in decoding if slot in behind]
+        least_generated = sorted(decoding, key=lambda slot: slot.active.n_generated)[: max(0, limit)]
+        decoding = [slot for slot in decoding if slot in least_generated]
     return tuple(DecodeToken(slot) for slot in decoding)
 
 

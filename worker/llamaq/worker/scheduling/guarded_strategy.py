@@ -106,7 +106,7 @@ class GuardedStrategy:
     def __init__(self, strategy: BatchStrategy, limits: TickLimits) -> None:
         self.limits = limits
         self.faults: Counter[PlanFault] = Counter()
-        """Counts the refused batches of each kind. The log has the first of each kind."""
+        """Counts the refused batches by the broken rule. Only the first batch for each rule is logged."""
         self._strategy = strategy
         self._fallback = DecodeMaximal()
 

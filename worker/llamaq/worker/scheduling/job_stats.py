@@ -10,8 +10,11 @@ from llamaq.worker.core.slot import Slot
 def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> JobStats:
     """Return the stats of a job that ends now.
 
-    Times count from the start of this attempt. Rates count the tokens that this attempt computed: from admission to the
-    first token the prompt and resumed tokens that did not come from the prefix cache, then the tokens after the first.
+    Times count from the start of this attempt. Rates describe the last run only, which began with the last admission:
+
+    - `prompt_eval_rate` counts the prompt and resumed tokens that did not come from the prefix cache. Its time ends
+      with the first token of the run.
+    - `generation_rate` counts the tokens that the run generated after its first one.
 
     Args:
         job: The job.

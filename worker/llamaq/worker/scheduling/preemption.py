@@ -22,10 +22,13 @@ class Preemption:
         self.n_preempted = 0
 
     def preempt_for(self, job: Job) -> bool:
-        """Preempt the bulk job that was admitted last, for an interactive job.
+        """Preempt one bulk job for an interactive job: the bulk job that was admitted last.
+
+        If the interactive job asks for a slot, and a bulk job runs in that slot, that bulk job is preempted instead.
 
         Returns:
-            False, and no job is preempted, when preempting every bulk job would not make enough room.
+            False when `job` is not interactive, or when even the preemption of all bulk jobs would not make enough
+            room. Then no job is preempted.
         """
         if job.request.priority is not Priority.INTERACTIVE:
             return False

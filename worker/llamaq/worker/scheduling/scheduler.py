@@ -10,8 +10,9 @@ The scheduler decides on plain data, and the engine computes. One tick of a work
     outputs = scheduler.apply(batch, results)
 
 All calls come from one thread, and no other method is called between `plan` and `apply`. Every event of a job leaves
-through `apply`, in order: its tokens first, its end last. A job given to `submit` leaves in exactly one `JobEnded`, or
-without one through `release`, `withdraw`, `shed` or `close`.
+through `apply`, in order: its tokens first, its end last. Every job that `submit` accepts ends in one of two ways:
+`apply` returns exactly one `JobEnded` for it, or `release`, `withdraw`, `shed` or `close` removes it without a
+`JobEnded`.
 """
 
 from __future__ import annotations
@@ -79,12 +80,17 @@ class Scheduler:
     def submit(self, job: Job) -> None:
         """Add the job to the waiting queue, or end it if it needs no slot.
 
-        A prompt that cannot fit fails here, alone. A resumed job that is already finished ends here. A newer attempt
-        replaces an older attempt of the same job, whose lease was lost and claimed again. Otherwise a second job with
-        the same id is dropped.
+        A job whose prompt cannot fit fails here. A resumed job that is already finished ends here.
+
+        If the scheduler has an older attempt of the same job, the new attempt replaces it: the older attempt has lost
+        its lease. If the scheduler has the same attempt or a newer one, the submitted job is dropped.
         """
         if not self.release(job.id, before_attempt=job.lease.attempt) and self._find(job.id) is not None:
-            log.error("job.dropped id=%s attempt=%d: this attempt is here already", job.id, job.lease.attempt)
+            log.error(
+                "job.dropped id=%s attempt=%d: this worker already has this attempt or a newer one",
+                job.id,
+                job.lease.attempt,
+            )
             job.sampler.close()
             return
         job.started_s = self._clock()
@@ -98,7 +104,7 @@ class Scheduler:
         return self._finish_early(job_id, FinishReason.CANCELLED)
 
     def release(self, job_id: str, *, before_attempt: int | None = None) -> bool:
-        """Drop the job without an end, because another attempt owns it now.
+        """Drop the job without a `JobEnded`, because a newer attempt replaces it.
 
         Args:
             job_id: The job.
@@ -136,7 +142,7 @@ class Scheduler:
         return shed
 
     def close(self) -> list[Job]:
-        """Remove and return all jobs without an end, running ones too. The next `apply` still returns past outputs."""
+        """Remove and return all jobs, also running ones, without a `JobEnded`. The next `apply` returns old outputs."""
         jobs = self.withdraw()
         for slot in self._memory.active_slots:
             jobs.append(slot.active.job)
@@ -197,7 +203,7 @@ class Scheduler:
         if without_room:
             self._make_room_for(without_room)
         while self._memory.is_overdrawn and self._preemption.free_cells():
-            pass  # a job that lost shared cells needs cells of its own for them
+            pass  # a job that lost shared cells computes them again, and then needs more cells than before
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -233,7 +239,7 @@ class Scheduler:
         self._memory.check_integrity()
         ids = [job.id for job in self._jobs()]
         if len(set(ids)) != len(ids):
-            raise AssertionError(f"a job is here twice: {ids}")
+            raise AssertionError(f"the scheduler has a job twice: {ids}")
 
     def __repr__(self) -> str:
         n_active, n_slots = len(self._memory.active_slots), len(self._memory.slots)

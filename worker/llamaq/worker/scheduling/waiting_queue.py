@@ -10,22 +10,26 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit
 
 MAX_OVERTAKEN = 8
-"""How often later jobs may overtake a job. No other worker can claim the job, so it must not wait forever."""
+"""How often later jobs may overtake a job. No other worker can claim a waiting job, so its wait must be bounded."""
 PROTECTED_TOKENS = 64
 """Tokens that a bulk job generates before it can be preempted, when it was admitted after `MAX_OVERTAKEN` jobs."""
 MAX_COMPARED_JOBS = 16
 """Upper bound on the jobs whose reusable prefixes are compared for one admission."""
 MIN_LEAD_TOKENS = 16
-"""A job overtakes the first one only if it can reuse at least this many more tokens."""
+"""A job overtakes the first job only if it can reuse at least this many tokens more than the first job."""
 
 
 class WaitingQueue:
     """Orders waiting jobs: interactive before bulk, and first come, first served within a priority.
 
-    There are two exceptions. A job whose prompt is already in KV memory may overtake earlier jobs of its priority. A
-    bulk job is next after `MAX_OVERTAKEN` interactive jobs were admitted before it. No job is overtaken more often than
-    that within its priority. A job that is next but finds no room is not overtaken by its priority at all; otherwise
-    small jobs would starve a large one.
+    There are two exceptions:
+
+    - A job whose prompt is already in KV memory may overtake earlier jobs of its priority. Each job is overtaken in
+      this way at most `MAX_OVERTAKEN` times.
+    - After `MAX_OVERTAKEN` interactive jobs were admitted while a bulk job waited, the next job is a bulk job.
+
+    `next` does not consider whether the job finds room. The scheduler admits no other job of the same priority instead,
+    because small jobs would starve a large one.
     """
 
     def __init__(self) -> None:
@@ -33,7 +37,7 @@ class WaitingQueue:
         self._n_overtaken: dict[str, int] = {}
         """How often a job was overtaken by jobs of its priority."""
         self._n_bulk_overtaken = 0
-        """Number of interactive jobs admitted while bulk jobs waited. Reset when a bulk job is next because of it."""
+        """Number of interactive jobs admitted while bulk jobs waited. At `MAX_OVERTAKEN` a bulk job is next; then 0."""
 
     def __len__(self) -> int:
         return sum(len(jobs) for jobs in self._jobs.values())

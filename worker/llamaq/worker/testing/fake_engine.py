@@ -88,7 +88,7 @@ class FakeEngine:
     def fail_job(
         self, job_id: str, code: ErrorCode = ErrorCode.DECODE_FAILED, message: str = "injected failure"
     ) -> None:
-        """Return this error for the job from now on."""
+        """Report this error for the job in every later batch."""
         self._failing[job_id] = JobRejected(code, message)
 
     def lose_cells(self, job_id: str, n_past: int = 0) -> None:
@@ -96,7 +96,7 @@ class FakeEngine:
         self._losing[job_id] = n_past
 
     def refuse(self, n_batches: int = 1) -> None:
-        """Report no room for every part of the next `n_batches` batches."""
+        """Report every part of the next `n_batches` batches as `SlotResult.no_room`."""
         self._refusals += n_batches
 
     # ---- one batch

@@ -30,8 +30,8 @@ class FakeMemory:
 
     Args:
         n_ctx: Number of KV cells.
-        n_seq_max: Number of sequences. Where sequences can be saved in blocks, the last one is not usable, because the
-            engine needs it.
+        n_seq_max: Number of sequences. If sequences can be saved in parts, callers cannot use the last sequence, which
+            is the scratch sequence of the real engine.
         can_cut: Whether a sequence can be cut and copied in part. False behaves like a recurrent model.
         kv_unified: Whether all sequences share one pool of cells. Otherwise each sequence has `n_ctx / n_seq_max` cells
             of its own, and a copy shares none.
@@ -154,7 +154,7 @@ class FakeMemory:
         self._bad_saves += n
 
     def fail_loads(self, n: int = 1) -> None:
-        """Refuse the next `n` loads."""
+        """Return False from the next `n` loads."""
         self._bad_loads += n
 
     def _add_cells(self, seq_id: int, cells: list[FakeCell]) -> None:
