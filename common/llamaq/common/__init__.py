@@ -1,4 +1,4 @@
-"""What producers and workers share: errors, settings, and the messages, keys and scripts in Redis.
+"""Errors, settings, and the messages, keys and scripts in Redis: the code that producers and workers share.
 
 Users import errors, settings and messages from here; the import loads neither Redis nor llama.cpp. This portion imports
 neither `llamaq.producer` nor `llamaq.worker`.

@@ -1,4 +1,4 @@
-"""Asyncio tasks that run in the background until they end, or until their owner ends them."""
+"""Asyncio tasks that run in the background until they end, or until their owner cancels them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The growing delays between one attempt and the next, where a loop retries without a limit."""
+"""Growing delays between attempts, for a loop that retries without a limit."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class NoWorker(LlamaqError):
     """
 
     def __init__(self, queue: str, host: str | None = None) -> None:
-        """Name the queue, and the host if only the workers of one host were asked for."""
+        """Build the message. `host` is given if only the workers of that host were considered."""
         missing = "no worker" if host is None else f"no worker on this host ({host})"
         super().__init__(f"{missing} serves queue {queue!r}; start one with: llamaq worker --queue {queue}")
         self.queue = queue
@@ -117,7 +117,7 @@ class JobNotFound(LlamaqError, KeyError):
     """The job does not exist, or its result is older than `result_ttl_s`.
 
     Attributes:
-        job_id: The id that was asked for.
+        job_id: The requested id.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -129,10 +129,10 @@ class JobNotFound(LlamaqError, KeyError):
 
 
 class DeadLetterNotFound(LlamaqError, KeyError):
-    """The dead letter does not exist: it was retried or purged, or newer ones replaced it.
+    """The dead letter does not exist: it was retried or purged, or newer dead letters replaced it.
 
     Attributes:
-        letter_id: The id that was asked for.
+        letter_id: The requested id.
     """
 
     def __init__(self, letter_id: str) -> None:
@@ -185,7 +185,7 @@ class MissingExtra(LlamaqError, ImportError):
     """An optional dependency is not installed.
 
     Attributes:
-        extra: Name of the extra of llamaq that brings it.
+        extra: Name of the extra of llamaq that installs the dependency.
     """
 
     def __init__(self, feature: str, extra: str) -> None:

@@ -77,7 +77,7 @@ def encode_request(request: JobRequest, max_bytes: int) -> bytes:
 
 
 def decode_request(data: bytes, max_bytes: int) -> JobRequest:
-    """Return the request in these bytes. Raises `InvalidRequest` if they are larger than `max_bytes` or no request."""
+    """Return the request in these bytes. Raises `InvalidRequest` if they are too large or not a request."""
     try:
         values = _unpack(data, max_bytes)
     except ProtocolError as exc:

@@ -21,7 +21,7 @@ class Started(WireModel):
 class Tokens(WireModel):
     """New tokens, and the text that they completed.
 
-    Text may trail tokens: an incomplete UTF-8 character, or text that may become a stop string, comes in a later event.
+    The text of a token may come in a later event: an incomplete UTF-8 character, or text that may become a stop string.
     """
 
     type: Literal["tokens"] = Field("tokens", description="Kind of the event.")

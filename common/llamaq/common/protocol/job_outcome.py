@@ -1,4 +1,4 @@
-"""The end of a job: its state, why it ended, its output and its measurements."""
+"""The outcome of a job: its state, the reason for its end, its output and its measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class JobState(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a job ended that did not fail."""
+    """Why a job ended without an error."""
 
     STOP = "stop"
     """The model generated an end-of-generation token or a stop string, or the grammar was complete."""
@@ -50,7 +50,10 @@ class CacheTier(StrEnum):
 
 
 class JobStats(WireModel):
-    """Measurements of one job. Times and rates describe its last attempt; `queue_ms` describes its first one."""
+    """Measurements of one job. Times describe its last attempt, and `queue_ms` the wait for its first attempt.
+
+    Rates describe the last run of the last attempt: a preempted job has several runs in one attempt.
+    """
 
     prompt_tokens: int = Field(0, description="Number of tokens in the prompt.")
     generated_tokens: int = Field(0, description="Number of generated tokens, over all attempts.")
@@ -72,8 +75,8 @@ class JobStats(WireModel):
     )
     prefix_cache_ratio: float = Field(
         0.0,
-        description="`prefix_cache_tokens` divided by the tokens that the attempt began with: those of the prompt and "
-        "those that earlier attempts generated.",
+        description="`prefix_cache_tokens` divided by the number of tokens of the job when it got its slot: the prompt "
+        "and the tokens generated before.",
     )
     prefix_cache_tier: CacheTier | None = Field(
         None,
@@ -99,5 +102,5 @@ class Result(WireModel):
     tokens: tuple[int, ...] = Field(description="The generated token ids.")
     finish_reason: FinishReason = Field(description="Why the job ended: `stop`, `length`, `cancelled` or `deadline`.")
     stats: JobStats = Field(description="Measurements of the job.")
-    seed: int = Field(description="Seed of the random draws, given or drawn at submit.")
-    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="The metadata that the job was given.")
+    seed: int = Field(description="Seed of the random draws: the seed of the request, or a random seed from submit.")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict, description="The metadata of the request.")

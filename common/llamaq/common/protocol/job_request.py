@@ -1,6 +1,7 @@
 """A job as its producer submits it: the prompt and the parameters.
 
-The producer validates a request on submit. The worker validates it again, because anyone may have written to Redis.
+The producer validates a request on submit. The worker validates it again, because other clients of Redis
+can also write requests.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class JobParams(SamplingParams):
         256,
         ge=1,
         le=MAX_GENERATED_TOKENS,
-        description="Most tokens to generate. The job may reach its context limit earlier.",
+        description="Maximum number of generated tokens. The job may reach its context limit earlier.",
     )
     seed: int | None = Field(
         None,
         ge=0,
         le=MAX_SEED,
-        description="Seed of the random draws; the result contains it. If not set, it is drawn at submit.",
+        description="Seed of the random draws; the result contains it. If not set: submit chooses a random seed.",
     )
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-1e9, le=1e9)]] = Field(
         default_factory=dict,
@@ -100,7 +101,7 @@ class JobParams(SamplingParams):
     cache_public: Literal["system"] | Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)] = Field(
         0,
         description="Number of tokens at the beginning of the prompt that may be shared across salts, with jobs that "
-        "also set this. `system` shares the system messages at the beginning of a chat.",
+        "also set `cache_public`. `system` shares the system messages at the beginning of a chat.",
     )
     slot: int | None = Field(
         None, ge=0, le=255, description="Index of the only slot that may run the job. If not set, the worker chooses."
@@ -123,11 +124,12 @@ class JobParams(SamplingParams):
     )
     stream: bool = Field(
         True,
-        description="Publish an event for the tokens of each tick. False stores them only from time to time, and "
-        "publishes only the start and the end.",
+        description="Publish an event for the tokens of each tick. False: the worker stores tokens only from time to "
+        "time, and publishes only the start and the end.",
     )
     cancel_on_disconnect: bool = Field(
-        False, description="Cancel the job when it has no subscriber for the worker's `disconnect_s`."
+        False,
+        description="Cancel the job after it had no subscriber for `disconnect_s` seconds, a setting of the worker.",
     )
     idempotency_key: str | None = Field(
         None,
@@ -152,7 +154,7 @@ class JobParams(SamplingParams):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the job has a grammar, given as such or as a JSON schema."""
+        """Whether the output is constrained, by a grammar or by a JSON schema."""
         return self.grammar is not None or self.json_schema is not None
 
 

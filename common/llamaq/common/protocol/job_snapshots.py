@@ -33,7 +33,7 @@ class JobStatus(WireModel):
 
 
 class DeadLetter(WireModel):
-    """A dead letter: a job that workers died of, or a stream entry that is not a job."""
+    """A dead letter: a job that crashed its workers, or a stream entry that is not a job."""
 
     id: str = Field(
         description="Argument of `show`, `retry` and `purge`: the id of the job, or QUEUE.PARTITION.ENTRY of an entry "
@@ -48,7 +48,7 @@ class DeadLetter(WireModel):
 
 
 class DeadLetterDetails(DeadLetter):
-    """A dead letter with everything that is stored about it."""
+    """A dead letter with the stored request and output of its job."""
 
     request: JobRequest | None = Field(
         None, description="The request of the job. None: the entry was not a job, or the job has expired."

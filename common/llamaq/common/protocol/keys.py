@@ -1,15 +1,15 @@
 """Returns the names of all Redis keys and channels. No other module of llamaq composes them.
 
-With prefix `llamaq`, queue `q` and partition `p`. The braces are the hash tag of Redis Cluster: all keys of a partition
-are on one node, so one script can use all keys of a job.
+In the table the key prefix is `llamaq`, the queue is `q` and the partition is `p`. The braces are the hash tag of Redis
+Cluster: all keys of a partition are on one node, so one script can use all keys of a job.
 
 | key                              | type             | life                                               |
 | -------------------------------- | ---------------- | -------------------------------------------------- |
 | llamaq:{q:p}:jobs:<priority>     | stream, group    | an entry is deleted when its job ends              |
 | llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
-| llamaq:{q:p}:events:<id>         | stream of events | the same                                           |
-| llamaq:{q:p}:tokens:<id>         | pub/sub channel  | the same events                                    |
-| llamaq:{q:p}:key:<sha256>        | string: job id   | as long as the job; one for an `idempotency_key`   |
+| llamaq:{q:p}:events:<id>         | stream of events | as the hash of the job                             |
+| llamaq:{q:p}:tokens:<id>         | pub/sub channel  | not stored; the events of the stream               |
+| llamaq:{q:p}:key:<sha256>        | string: job id   | as the hash of the job; for an `idempotency_key`   |
 | llamaq:{q:p}:config              | hash             | no expiry; `max_queue`, which submit checks        |
 | llamaq:{q:p}:dead                | stream, capped   | dead letters                                       |
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
@@ -97,7 +97,7 @@ class Keys:
         return f"{self._partition(queue, partition)}:dead"
 
     def idempotency(self, queue: str, partition: int, key: str) -> str:
-        """Return the key of the record of an idempotency key. It is hashed, because users choose any text."""
+        """Return the Redis key for an idempotency key, which is hashed, because users can choose any text."""
         return f"{self._partition(queue, partition)}:key:{hashlib.sha256(key.encode()).hexdigest()}"
 
     @lru_cache(maxsize=4096)  # noqa: B019  # keys are compared by value; a worker flushes the same jobs in every tick

@@ -31,6 +31,6 @@ async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int) -> 
         total += length
         if isinstance(pending, dict):
             running += pending["pending"]
-        elif not isinstance(pending, ResponseError):  # the group is missing until the first worker comes
+        elif not isinstance(pending, ResponseError):  # no group exists before the first worker creates it
             raise pending
     return QueueDepth(waiting=max(0, total - running), running=running)

@@ -1,4 +1,4 @@
-"""The sampling parameters: each one's meaning and bounds are declared once, for jobs and for a worker's defaults.
+"""The sampling parameters. Meaning and bounds are declared once, for the jobs and for the defaults of a worker.
 
 Meaning and order follow llama.cpp's default sampler chain: logit bias, penalties, grammar, top-k, typical-p, top-p,
 min-p, temperature.
@@ -15,7 +15,9 @@ from llamaq.common.protocol.wire_model import StrictModel
 MAX_TOKEN_ID = 2**31 - 1
 
 _TEMPERATURE = Field(
-    ge=0, le=100, description="Divides the logits: a higher value is more random. 0 takes the most probable token."
+    ge=0,
+    le=100,
+    description="Divides the logits: a higher value is more random. 0 always selects the most probable token.",
 )
 _TOP_K = Field(ge=0, le=MAX_TOKEN_ID, description="Keeps the k most probable tokens. 0 keeps all.")
 _TOP_P = Field(
@@ -36,8 +38,8 @@ _TYPICAL_P = Field(
 _REPEAT_PENALTY = Field(
     gt=0,
     le=100,
-    description="Lowers the logits of repeated tokens: positive logits are divided by it, negative ones multiplied. "
-    "1 changes nothing.",
+    description="Lowers the logits of repeated tokens: positive logits are divided by this number, negative logits "
+    "multiplied. 1 changes nothing.",
 )
 _FREQUENCY_PENALTY = Field(
     ge=-100, le=100, description="Subtracted from a token's logit for each of its occurrences. 0 changes nothing."
@@ -48,13 +50,13 @@ _PRESENCE_PENALTY = Field(
 _PENALTY_LAST_N = Field(
     ge=-1,
     le=MAX_TOKEN_ID,
-    description="Number of last tokens, of prompt and output together, that the three penalties count. "
+    description="Number of the most recent tokens, of prompt and output together, that the three penalties count. "
     "-1 counts all, 0 turns the penalties off.",
 )
 
 
 class SamplingParams(StrictModel):
-    """How the next token is drawn. None, the default of every field, takes the worker's default."""
+    """Parameters of the draw of the next token. None, the default of every field, selects the worker's default."""
 
     temperature: Annotated[float | None, _TEMPERATURE] = None
     top_k: Annotated[int | None, _TOP_K] = None
@@ -68,7 +70,7 @@ class SamplingParams(StrictModel):
 
 
 class SamplingDefaults(BaseModel):
-    """Sampling defaults. A job may set each of them for itself."""
+    """Sampling defaults of a worker. A job may override each of them."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 

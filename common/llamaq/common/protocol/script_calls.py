@@ -37,11 +37,11 @@ DEAD_TTL_S = 7 * 24 * 3600
 StartCode = Literal["gone", "done", "ended"]
 """Why no attempt was started; start.lua explains the values."""
 FlushCode = Literal["ok", "cancel", "lost"]
-"""What a worker does with a job after a flush; flush.lua explains the values."""
+"""The action of a worker for a job after a flush; flush.lua explains the values."""
 CancelCode = Literal["gone", "done", "cancelled", "requested"]
 """The effect of a cancel; cancel.lua explains the values."""
 CrashVerdict = Literal["ok", "suspect", "dead", "stale"]
-"""What a worker does with a reclaimed job; check_crash.lua explains the values."""
+"""The action of a worker for a reclaimed job; check_crash.lua explains the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class Increment:
         attempt: Number of the attempt.
         stream: Job stream that the job was claimed from.
         entry_id: Id of the job's entry in that stream.
-        offset: Number of tokens of the job before these.
-        count: Number of these tokens.
+        offset: Number of tokens of the job before the first token of this increment.
+        count: Number of tokens in this increment.
         payload: The encoded event `tokens`; empty if there are no new tokens.
         publish: Whether subscribers receive the event. False: it is only stored.
     """
@@ -126,7 +126,7 @@ class FlushReply:
     """The reply to the increment of one job.
 
     Attributes:
-        code: What the worker does with the job.
+        code: The action of the worker for the job.
         stored: Number of tokens of the job that Redis has now.
         listeners: Number of subscribers of the job.
         refusal: Error text of Redis if it refused to store the event; else empty.
@@ -218,7 +218,7 @@ class Scripts:
     async def check_crash(
         self, claim: Claim, worker: str, *, last_worker: str, heartbeat_ms: int, dead_after_s: float, max_crashes: int
     ) -> CrashVerdict:
-        """Check whether the last worker of a job died of it, and count the death.
+        """Check whether the last worker of a job died while it ran the job, and count the death.
 
         Args:
             claim: The entry, which `worker` has claimed from another worker.
@@ -226,8 +226,8 @@ class Scripts:
             last_worker: Id of the worker that ran the job last; empty: none.
             heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
             dead_after_s: Age of a heartbeat, in seconds, from which its worker counts as dead.
-            max_crashes: Number of deaths in a row that end the job. One death less makes it a suspect. At least two
-                deaths are required, so that every job is retried once while no other job runs.
+            max_crashes: Number of deaths in a row that end the job. A job with one death less is a suspect, which runs
+                while no other job runs. At least two deaths are required, so that every job runs once as a suspect.
         """
         keys = self._keys.of_job(claim.job_id)
         job_id = JobId.parse(claim.job_id)
@@ -298,8 +298,9 @@ class Scripts:
         """End a job with its last increment.
 
         Returns:
-            `ok`: the job has ended. `lost`: a newer attempt exists, or the job had ended. A number: nothing was
-            written, because Redis has only this number of tokens; call again with an increment from there.
+            `ok`: the job has ended. `lost`: a newer attempt exists, or the job had already ended. A number: the job
+            has not ended, because Redis has this number of tokens and not `last.offset`. Then call again with an
+            increment that begins after these tokens.
         """
         keys = self._keys.of_job(last.job_id)
         fields = [part for pair in terminal_write.fields.items() for part in pair]
@@ -363,7 +364,7 @@ class Scripts:
             queue: Name of the queue.
             partition: Partition of the dead letter.
             entry: Id of the dead letter in the partition's stream.
-            job_id: Id of its job. None: the dead letter names no job.
+            job_id: Id of the job of the dead letter. None: the dead letter names no job.
 
         Returns:
             Whether the dead letter existed.

@@ -77,7 +77,7 @@ class SlotReply(WireModel):
     error: str | None = Field(None, description="Why the worker did nothing. None: the command succeeded.")
     slots: tuple[SlotSnapshot, ...] = Field((), description="All slots, in the reply to `list`.")
     files: tuple[SlotFile, ...] = Field(
-        (), description="All files in the reply to `list`; the saved or restored file in the reply to the others."
+        (), description="In the reply to `list`: all files. In the reply to `save` or `restore`: the file."
     )
     n_tokens: int = Field(0, description="Number of tokens that `erase` removed from a slot.")
 

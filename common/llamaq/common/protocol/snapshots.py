@@ -36,7 +36,9 @@ class SlotSnapshot(WireModel):
     state: str = Field(description="State of the slot: `idle`, `follow`, `load`, `prefill` or `decode`.")
     job_id: str | None = Field(None, description="Id of the running job. None: the slot is free.")
     prompt_tokens: int = Field(0, description="Number of tokens in the prompt of the running job.")
-    prefilled_tokens: int = Field(0, description="Number of those tokens that are computed.")
+    prefilled_tokens: int = Field(
+        0, description="Number of prompt tokens whose KV cells the running job has: computed or reused."
+    )
     generated_tokens: int = Field(0, description="Number of tokens that the running job has generated.")
     content_tokens: int = Field(
         0,
@@ -60,10 +62,12 @@ class CacheSnapshot(WireModel):
     host_bytes: int = Field(0, description="Bytes of host memory that cached prefixes use.")
     disk_bytes: int = Field(0, description="Bytes on disk that cached prefixes use.")
     hits: int = Field(0, description="Number of admissions that reused computed tokens.")
-    misses: int = Field(0, description="Number of admissions that reused nothing.")
+    misses: int = Field(0, description="Number of admissions that reused no token.")
     hit_tokens: int = Field(0, description="Number of prompt tokens that were reused, from all tiers.")
     evictions: int = Field(0, description="Number of cached sequences that were evicted from the device.")
-    preemptions: int = Field(0, description="Number of jobs that lost their slot to another job and continued later.")
+    preemptions: int = Field(
+        0, description="Number of preemptions. A preempted job loses its slot, and continues later."
+    )
 
 
 class WorkerCard(WireModel):

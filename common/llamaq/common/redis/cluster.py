@@ -1,4 +1,4 @@
-"""Redis Cluster: redis-py's client with the errors, pauses and limits of the client of a single server."""
+"""A client of Redis Cluster with the same errors, retries and limits as the client of a single server."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BLOCKING = ("XREAD", "XREADGROUP")
 
 
 class Cluster(RedisCluster):
-    """Sends each command to the master of its key's hash slot, and follows when slots or masters move.
+    """Sends each command to the master of its key's hash slot, and finds the new master after a change.
 
-    Every command is retried for a time with pauses, which redis-py's client does not do. Every error is a `RedisError`,
-    also when no node can be reached.
+    redis-py's client retries without pauses; this client retries every command with pauses until a deadline. Every
+    error is a `RedisError`, also when no node can be reached.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Cluster(RedisCluster):
             hosts: Host and port of some nodes.
             connection_class: Class of the connections.
             retry_s: How long a command is retried, in seconds.
-            max_commands: Most commands in flight. Further commands wait.
+            max_commands: Maximum number of commands in flight. Further commands wait.
             options: Further arguments of `RedisCluster`.
         """
         nodes = [ClusterNode(host, port) for host, port in hosts]
         super().__init__(
             startup_nodes=nodes,
             require_full_coverage=False,  # partitions on reachable nodes continue
-            reinitialize_steps=0,  # otherwise it closes all connections, also those in use
-            retry=Retry(NoBackoff(), 0),  # its retries have no pauses and close all connections
+            reinitialize_steps=0,  # otherwise redis-py closes all connections, also used ones
+            retry=Retry(NoBackoff(), 0),  # retries of redis-py have no pauses and close all connections
             max_connections=10_000,
             **options,
         )
@@ -81,7 +81,7 @@ class Cluster(RedisCluster):
         return RetryingPipeline(self, transaction)  # type: ignore[abstract]  # redis-py's own annotations
 
     async def call_with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `call`. After an error reload the map of the cluster and call again, until the deadline.
+        """Return the result of `call`. After an error reload the cluster map and call again, until the deadline.
 
         Raises:
             RedisError: The last error.

@@ -22,7 +22,7 @@ C = TypeVar("C", bound=AbstractConnection)
 
 # How long a command is retried, in seconds: a restarted server may answer again by then.
 RETRY_S = 1.0
-# The same with Sentinels or a cluster, where a replica becomes the master.
+# The same time for Sentinels and clusters: a failover, in which a replica becomes the master, takes longer.
 FAILOVER_S = 15.0
 CONNECT_TIMEOUT_S = 5.0
 # Longer than every blocking command of llamaq, and shorter than a lease: a worker whose connection is silent renews its
@@ -30,11 +30,12 @@ CONNECT_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 5.0
 # A connection that was idle for longer is tested with PING before it is used.
 HEALTH_CHECK_S = 10
-# Of one process. Redis executes one command after another, so more connections gain nothing; a command waits for a free
-# connection.
+# Upper bound for one client. A command waits for a free connection. Redis executes one command after another, so more
+# connections are not faster.
 MAX_CONNECTIONS = 32
 
-# Errors of a server that is not the master, or will soon not be. An error inside a script contains a longer text.
+# Errors of a server that is not the master, or will soon not be the master. After an error inside a script, the code is
+# in the middle of the text.
 NOT_THE_MASTER = ("READONLY", "MASTERDOWN", "NOREPLICAS")
 
 
@@ -79,7 +80,7 @@ def connect(url: str, *, name: str, failover_s: float = FAILOVER_S) -> Redis:
 
 @asynccontextmanager
 async def dedicated_connection(redis: Redis | Cluster) -> AsyncIterator[Redis]:
-    """Yield a client with a dedicated connection, which saves the pool for each command. A cluster uses its pools."""
+    """Yield a client that sends all commands over one connection, which is faster. A cluster client uses its pools."""
     if isinstance(redis, Cluster):
         yield cast(Redis, redis)
         return
@@ -114,7 +115,7 @@ def robust_connection(kind: type[C]) -> type[C]:
       use, because the same outage silenced it.
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
     """
-    silent_s = 0.0
+    last_timeout_s = 0.0
 
     class RobustConnection(kind):  # type: ignore[misc,valid-type]
         _connected_s = 0.0
@@ -124,7 +125,7 @@ def robust_connection(kind: type[C]) -> type[C]:
             await super()._connect()
 
         async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
-            if self.is_connected and self._connected_s < silent_s:
+            if self.is_connected and self._connected_s < last_timeout_s:
                 await self.disconnect(nowait=True)
                 raise RedisConnectionError("a newer connection timed out, so this one reconnects")
             task = asyncio.current_task()
@@ -135,11 +136,11 @@ def robust_connection(kind: type[C]) -> type[C]:
                 raise asyncio.CancelledError
 
         async def read_response(self, *args: Any, **kwargs: Any) -> Any:
-            nonlocal silent_s
+            nonlocal last_timeout_s
             try:
                 return await super().read_response(*args, **kwargs)
             except RedisTimeoutError:
-                silent_s = asyncio.get_running_loop().time()
+                last_timeout_s = asyncio.get_running_loop().time()
                 raise
             except ResponseError as exc:
                 if not is_not_the_master(exc):

@@ -1,4 +1,4 @@
-"""Retries of a Redis command."""
+"""Retries a Redis command until a deadline."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LONGEST_PAUSE_S = 1.0
 
 
 class RetryUntilDeadline(Retry):
-    """Retries a command for a time, with growing pauses. A command is always retried once.
+    """Retries a command until a deadline, with growing pauses. A command is retried at least once.
 
-    A deadline and not a number of retries ends them: redis-py nests retries, and a command that times out should end
-    after the same time as a command that is refused at once.
+    The limit is a deadline and not a number of retries, because redis-py nests retries. A command that times out should
+    also end after the same time as a command that is refused at once.
     """
 
     def __init__(self, longest_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Redis Sentinel: connections that find the master when they connect, and leave it when it is replaced.
+"""Redis Sentinel: connections that find the master when they connect, and disconnect when another server replaces it.
 
 Sentinel closes the connections to a demoted master some seconds after it has named the new master. Data that is written
 to the old master until then is lost. Therefore a connection in use asks the Sentinels again every second, and an idle
@@ -20,7 +20,7 @@ from llamaq.common.redis.url import RedisUrl
 
 C = TypeVar("C", bound=AbstractConnection)
 
-# After this time without an answer the next Sentinel is asked.
+# A Sentinel that does not answer within this time is skipped, and the next one is asked.
 SENTINEL_TIMEOUT_S = 1.0
 ASK_EVERY_S = 1.0
 # A command waits for a new answer if the last one is older.

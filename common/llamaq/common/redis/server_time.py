@@ -1,4 +1,4 @@
-"""The clock of the Redis server, which every time that llamaq stores or compares across hosts is read from."""
+"""Reads the clock of the Redis server. llamaq uses this clock for times that several hosts compare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ async def server_time_ms(redis: Redis) -> int:
     The Lua scripts read the same clock with `now_ms` of `_lib.lua`.
 
     Raises:
-        RedisError: the server cannot be reached.
+        RedisError: The server cannot be reached.
     """
     seconds, microseconds = await redis.time()
     return int(seconds) * 1000 + int(microseconds) // 1000

@@ -92,13 +92,13 @@ def _read_sentinel(url: str, scheme: str) -> RedisUrl:
     query = dict(parse_qsl(text))
     login = {name: query.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     options = _options(scheme, netloc, db, query)
-    own = {name: value for name, value in options.items() if name.startswith("ssl_")} | {"ssl": scheme == "rediss"}
+    tls = {name: value for name, value in options.items() if name.startswith("ssl_")} | {"ssl": scheme == "rediss"}
     return RedisUrl(
         Topology.SENTINEL,
         options,
         _hosts(netloc, SENTINEL_PORT),
         unquote(service),
-        own | {name: value for name, value in login.items() if value is not None},
+        tls | {name: value for name, value in login.items() if value is not None},
     )
 
 
@@ -112,10 +112,10 @@ def _read_cluster(url: str, scheme: str) -> RedisUrl:
 
 def _hosts(netloc: str, port: int) -> tuple[tuple[str, int], ...]:
     found = []
-    for one in netloc.rpartition("@")[2].split(","):
-        address = urlsplit(f"//{one}")
+    for host in netloc.rpartition("@")[2].split(","):
+        address = urlsplit(f"//{host}")
         if not address.hostname:
-            raise ValueError(f"{one!r} is not a host")
+            raise ValueError(f"{host!r} is not a host")
         found.append((address.hostname, address.port or port))
     return tuple(found)
 

@@ -95,8 +95,8 @@ class Vocab:
 
         Args:
             text: The text.
-            max_tokens: Refuse a text that is certain to have more tokens, judged by its length in characters. A shorter
-                text with more tokens is still tokenized.
+            max_tokens: Refuse a text without tokenizing it if its number of characters proves that it has more tokens.
+                Other texts are tokenized, and the result may have more tokens.
 
         Raises:
             JobRejected: The text is too long, or llama.cpp cannot tokenize it.
@@ -129,7 +129,7 @@ class Vocab:
 
     @cached_property
     def special_tokens(self) -> SpecialTokenFinder:
-        """Finds the texts that llama.cpp turns into special tokens with `parse_special`."""
+        """The finder of the texts that llama.cpp turns into special tokens with `parse_special`."""
         return SpecialTokenFinder(
             self._token_text(token)
             for token in range(self.n_tokens)
@@ -152,7 +152,8 @@ class Vocab:
     def encode_chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> list[int]:
         """Return the tokens of a chat. A special token's text inside the content of a message stays text.
 
-        Where no content contains or touches such a text, these are the tokens of the rendered chat as a whole.
+        If no content contains such a text, or forms one with the text next to it, the result equals the tokens of the
+        whole rendered chat.
 
         Args:
             messages: The messages, from the oldest to the newest.
@@ -169,7 +170,8 @@ class Vocab:
             found_special |= bool(spans)
             hidden.append(self._hide(message, spans, placeholders))
         rendered = self.render_chat(hidden)
-        # Only edges are hidden. If they complete no special text in the plain rendering, no content needs protection.
+        # No content contains a special text; placeholders hide only edges. If the plain rendering has no additional
+        # special text, then no edge became part of one, and the chat is tokenized as a whole.
         if placeholders.originals and not found_special:
             plain = self.render_chat(messages)
             if len(self.special_tokens.find(plain)) == len(self.special_tokens.find(rendered)):

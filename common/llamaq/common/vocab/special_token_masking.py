@@ -1,4 +1,4 @@
-"""Finds the texts of special tokens in user input, so that the content of a chat message never becomes one."""
+"""Finds the texts of special tokens in chat messages, so that message content never becomes a special token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SpecialTokenFinder:
     """Finds the texts of a model's special tokens in other texts.
 
     Args:
-        texts: The texts of the special tokens, such as `<|im_end|>`. Empty ones are ignored.
+        texts: The texts of the special tokens, such as `<|im_end|>`. Empty texts are ignored.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:

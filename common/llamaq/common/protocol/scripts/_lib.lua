@@ -31,7 +31,8 @@ local function emit(events, channel, payload)
   return redis.call('PUBLISH', channel, payload)
 end
 
--- Acknowledges and deletes an entry. Both belong together: a deleted entry that stays pending can never be claimed.
+-- Acknowledges and deletes an entry. A deleted entry that is not acknowledged would stay pending and could never be
+-- claimed.
 local function drop_entry(stream, group, entry)
   redis.pcall('XACK', stream, group, entry)
   redis.call('XDEL', stream, entry)
@@ -58,7 +59,7 @@ end
 
 -- Returns whether this entry was made for the job. The id alone does not prove it: entries of two streams have the same
 -- id when they were added in the same millisecond.
-local function is_its_entry(own_entry, priority, stream, entry)
+local function is_entry_of_job(own_entry, priority, stream, entry)
   return own_entry == entry and string.sub(stream, -#priority - 1) == ':' .. priority
 end
 
@@ -79,10 +80,11 @@ local function add_death(job, attempt, worker)
   return deaths
 end
 
--- Removes the death of this attempt, because its worker is alive: it was only stopped or disconnected. Without `worker`
--- the attempt alone decides; after a failover of Redis two workers may have had the same attempt number.
--- This function never fails: the job's keys may have another type by now, and a full Redis refuses the write.
-local function forgive(job, attempt, worker)
+-- Removes the death of this attempt, because its worker is alive: it was only paused or disconnected. If `worker` is
+-- given, the death is removed only if it is of this worker: after a failover of Redis two workers may have the same
+-- attempt number. This function never fails, although another client may have changed the type of the job's keys, and a
+-- full Redis refuses the write.
+local function remove_death(job, attempt, worker)
   local deaths, remaining = deaths_of(job), {}
   for _, death in ipairs(deaths) do
     local number, dead_worker = string.match(death, '^([^=]*)=(.*)')

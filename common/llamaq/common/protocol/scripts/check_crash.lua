@@ -1,15 +1,15 @@
--- Checks whether the last worker of a job died of the job. A worker calls it after it has claimed the job's entry from
--- another worker, and before it starts the job.
+-- Checks whether the last worker of a job died while it ran the job. A worker calls this script after it has claimed
+-- the job's entry from another worker, and before it starts the job.
 --
 -- The death counts if all of this holds: the job is 'running' (a worker that requeues a job sets it to 'queued'),
 -- another worker claimed the entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes`
 -- and `deaths` record it. After too many deaths the job ends here with the error `poison`.
 --
--- In every case but 'stale' a running job becomes 'queued', so that no worker writes to it before the next start. The
--- status also makes a repeated call count a death only once.
+-- A running job becomes 'queued', so that no worker writes to it before the next start, and so that a repeated call
+-- does not count the death again. The exceptions are the result 'stale' and a cancelled job, which start.lua ends.
 --
--- A worker that is only stopped or disconnected looks like a dead one, and its death counts. When it comes back, its
--- first call for this attempt is answered 'lost' and removes the death (see `forgive` in _lib.lua).
+-- A worker that is only paused or disconnected looks like a dead worker, and its death counts. When it continues, its
+-- first call for this attempt returns 'lost' and removes the death (see `remove_death` in _lib.lua).
 --
 -- KEYS[1]   job             hash of the job
 -- KEYS[2]   events          stream of the job's events
@@ -38,11 +38,11 @@ local suspect_deaths = tonumber(ARGV[9])
 
 local state = redis.call('HMGET', job,
   'status', 'worker', 'entry', 'priority', 'cancel', 'attempt', 'generated', 'generated_at_start', 'ttl_ms')
-if not state[1] or has_ended(state[1]) or not is_its_entry(state[3], state[4], stream, entry) or state[5] then
+if not state[1] or has_ended(state[1]) or not is_entry_of_job(state[3], state[4], stream, entry) or state[5] then
   return 'ok' -- start.lua drops such an entry, or ends the job
 end
 
--- Unproven: the newest attempt has stored no token, so the job may be what its worker died of.
+-- Unproven: the newest attempt has stored no token, so the job may have crashed its worker.
 local deaths, is_unproven = deaths_of(job), state[7] and state[7] == state[8]
 if state[1] == 'running' then
   if state[2] ~= last_worker then

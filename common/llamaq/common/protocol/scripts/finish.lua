@@ -25,12 +25,12 @@ local offset, count, payload = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
 
 local state = redis.call('HMGET', job, 'status', 'attempt', 'generated')
 if state[1] ~= 'running' or state[2] ~= attempt then
-  forgive(job, attempt)
+  remove_death(job, attempt)
   return {'lost'}
 end
 local kind = redis.call('TYPE', events).ok
 if kind ~= 'stream' and kind ~= 'none' then
-  -- Another client wrote over the key. The worker has all tokens, and sends them again from the first one.
+  -- Another client overwrote the key. The worker has all tokens, and sends them again from the first token.
   redis.call('DEL', events)
   redis.call('HSET', job, 'generated', 0)
   return {'resend', 0}

@@ -32,7 +32,7 @@
 local group, worker, renew = ARGV[1], ARGV[2], ARGV[3] == '1'
 local values = cmsgpack.unpack(ARGV[4])
 
--- Stores one event. Returns the number of stored tokens and the error text of Redis. An error concerns only this job.
+-- Stores one event. Returns the number of stored tokens and the error text of Redis. An error affects only this job.
 local function store(job, events, stored, count, payload)
   local added = redis.pcall('XADD', events, '*', 'e', payload)
   if type(added) ~= 'table' then
@@ -40,7 +40,7 @@ local function store(job, events, stored, count, payload)
     return stored + count, ''
   end
   if string.find(added.err, 'WRONGTYPE', 1, true) or string.find(added.err, 'exhausted', 1, true) then
-    -- Another client wrote over the key. The worker has all tokens, and sends them again from the first one.
+    -- Another client overwrote the key. The worker has all tokens, and sends them again from the first token.
     redis.call('DEL', events)
     redis.call('HSET', job, 'generated', 0)
     return 0, ''
@@ -52,7 +52,7 @@ local function flush(job, events, attempt, channel, offset, count, payload, is_p
   local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker')
   -- Compare the worker too: if a failover lost the start of an attempt, another worker may have the same number.
   if state.err or state[1] ~= 'running' or tonumber(state[2]) ~= attempt or state[5] ~= worker then
-    forgive(job, attempt, worker)
+    remove_death(job, attempt, worker)
     return 'lost', tonumber(not state.err and state[3] or '0') or 0, 0, ''
   end
   local before = tonumber(state[3] or '0') or 0
@@ -77,8 +77,8 @@ for i = 0, #KEYS / 3 - 1 do
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
   end
 end
--- Renew after the events are stored: a full Redis refuses the first write of a script, and no later one. It never
--- refuses XCLAIM, so a lease that was renewed first would let the events pass the memory limit.
+-- Renew after the events are stored. A full Redis refuses a command only if it is the first write of the script, and it
+-- never refuses XCLAIM. After an XCLAIM it would therefore store the events above its memory limit.
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     if reply[4 * i + 1] ~= 'lost' then

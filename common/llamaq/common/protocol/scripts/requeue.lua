@@ -17,7 +17,7 @@ local state = redis.call('HMGET', KEYS[1], 'status', 'attempt', 'generated', 'ge
 if ARGV[1] ~= '' then
   if state[1] ~= 'running' or state[2] ~= ARGV[1] then
     if ARGV[6] == '' then
-      forgive(KEYS[1], ARGV[1])
+      remove_death(KEYS[1], ARGV[1])
     end
     return 'lost'
   end

@@ -15,7 +15,7 @@
 --                    after submit
 --         {'gone'}   the job does not exist; the caller makes a dead letter of the entry
 --         {'done'}   the job has ended, or this is not its entry; the entry was dropped
---         {'ended'}  the job was cancelled or too late before its start; it has ended here
+--         {'ended'}  the job was cancelled, or its queue deadline has passed; it has ended here
 
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
 local entry, group, worker, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -26,7 +26,7 @@ local state = redis.call('HMGET', job,
 if not state[1] then
   return {'gone'}
 end
-if has_ended(state[1]) or not is_its_entry(state[2], state[7], stream, entry) then
+if has_ended(state[1]) or not is_entry_of_job(state[2], state[7], stream, entry) then
   drop_entry(stream, group, entry)
   return {'done'}
 end
@@ -44,7 +44,7 @@ end
 
 local attempt = redis.call('HINCRBY', job, 'attempt', 1)
 if state[9] and state[8] ~= state[9] then
-  redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so the job is not what kills workers
+  redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so the job does not crash its workers
 end
 redis.call('HSET', job, 'status', 'running', 'worker', worker, 'generated_at_start', state[8])
 redis.call('HSETNX', job, 'started_ms', now)

@@ -31,8 +31,8 @@ if keyed then
   end
 end
 
--- Returns the number of entries that no worker has claimed: all entries without the pending ones. Before the first
--- worker has come, the group does not exist and XPENDING is an error.
+-- Returns the number of entries that no worker has claimed: all entries minus the pending entries. Until the first
+-- worker has created the group, XPENDING returns an error.
 local function waiting(key)
   local pending = redis.pcall('XPENDING', key, group)
   return redis.call('XLEN', key) - ((type(pending) == 'table' and not pending.err and pending[1]) or 0)
