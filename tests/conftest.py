@@ -1,4 +1,4 @@
-"""A real redis-server for the whole session, a queue of its own for each test, and `async def` tests."""
+"""Fixtures of all tests: one redis-server for the session, a new queue for each test. Also runs `async def` tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.support.distribution import distribute
-from tests.support.quick import held_quick, install_audit_hook, is_quick
+from tests.support.quick import guard_quick_test, install_audit_hook, is_quick
 
 import llamaq.worker
 from llamaq.common.vocab.llama_vocab import Vocab
@@ -24,8 +24,8 @@ from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 ASYNC_TEST_TIMEOUT_S = 120
 
-# A busy machine exceeds the times that Hypothesis allows. All else is its choice: in CI it draws the same examples each
-# time. `make test-quick` tries fewer of them.
+# No time limits for Hypothesis, because a busy machine exceeds them. The other settings are its defaults: in CI it
+# draws the same examples each time. `make test-quick` tries fewer examples.
 unlimited = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", unlimited)
 settings.register_profile("quick", unlimited, max_examples=20)
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an `async def` test in an event loop of its own; closing it checks that no task is left behind badly."""
+    """Run an `async def` test in a new event loop, with a time limit."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
@@ -66,13 +66,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     if item.get_closest_marker("quick") is None:
         return (yield)
-    with held_quick(item.nodeid):
+    with guard_quick_test(item.nodeid):
         return (yield)
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
-    """A redis-server in memory. Raises where there is no binary: tests on Redis never skip themselves."""
+    """A redis-server in memory. Fails if no redis-server is installed: tests that need Redis are never skipped."""
     with EmbeddedRedis() as server:
         yield server
 
@@ -84,7 +84,7 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 
 @pytest.fixture
 def queue() -> str:
-    """A queue that no other test knows: tests share one Redis and need no flush."""
+    """A queue name that no other test uses, because all tests share one Redis."""
     return f"test-{secrets.token_hex(6)}"
 
 
@@ -98,19 +98,19 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """The small trained model."""
+    """The path of the shipped demo model."""
     return Path(next(iter(llamaq.worker.__path__))) / "model" / "llamaq-demo.gguf"
 
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, and a template that neither writes BOS nor trims contents."""
+    """The path of a random-weight model whose chat template neither writes BOS nor trims contents."""
     return write_model(tmp_path_factory.mktemp("chat") / "chat.gguf", replace(PLAIN, chat_template=CHATML))
 
 
 @pytest.fixture(scope="session", params=sorted(MEMORY_KINDS))
 def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, once for each kind of memory."""
+    """The path of a random-weight model, one for each memory kind of llama.cpp."""
     kind: str = request.param
     return write_model(tmp_path_factory.mktemp("kinds") / f"{kind}.gguf", MEMORY_KINDS[kind], seed=3)
 

@@ -1,7 +1,7 @@
 """llamaq's commands as real processes, which tests signal, kill and restart. No process may outlive its test.
 
-Every process of a test has the test's folder as its working directory. A process that is left behind is found by that,
-also when its parent has ended.
+Every process of a test has the test's folder as its working directory. So the test finds a process that is left behind,
+even if its parent has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
 TIMEOUT_S = 60.0
-"""Far more than any step takes on a machine that is not busy."""
+"""Much longer than any step takes on an idle machine."""
 POLL_S = 0.01
 LEASE_S = 1
 OUTPUT_TAIL_CHARS = 6000
@@ -48,12 +48,12 @@ class Paced(DecodeMaximal):
         time.sleep(float(os.environ.get("TICK_S", "0.01")))
         return super().build_batch(*args, **kwargs)
 """
-"""A strategy of about 100 ticks a second, or one tick each TICK_S: a job then lasts as long on a fast machine as on a
-slow one."""
+"""A strategy with a minimum time per tick: TICK_S seconds, 0.01 by default. So a job takes about as long on a fast
+machine as on a slow one."""
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
-    """Wait until `condition` returns something true, and return that."""
+    """Wait until `condition` returns a true value, and return this value."""
     deadline = time.monotonic() + timeout_s
     while not (seen := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
@@ -78,7 +78,7 @@ class Command:
         return self.file.read_text(errors="replace")
 
     def await_output(self, pattern: str, count: int = 1) -> re.Match[str]:
-        """Wait until the output has `count` matches of a pattern; return the last of these."""
+        """Wait until the output has `count` matches of a pattern, and return match number `count`."""
 
         def matches() -> list[re.Match[str]]:
             found = list(re.finditer(pattern, self.output))
@@ -97,7 +97,7 @@ class Command:
         os.kill(self.pid, number)
 
     def end(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Wait until the command ends; return its exit code."""
+        """Wait until the command ends, and return its exit code."""
         return self.process.wait(timeout_s)
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class Environment:
     commands: list[Command] = field(default_factory=list)
 
     def start(self, *arguments: str, **variables: str) -> Command:
-        """Run `llamaq` with these arguments; `variables` are added to its environment."""
+        """Run `llamaq` with these arguments. `variables` are added to its environment variables."""
         return self.run([str(LLAMAQ), *arguments], **variables)
 
     def run(self, arguments: list[str], **variables: str) -> Command:
@@ -154,7 +154,7 @@ class Environment:
         return own | variables
 
     def start_worker(self, *arguments: str, wait: bool = True, supervised: bool = False, **variables: str) -> Command:
-        """Start a worker with the settings of `worker_variables`; return when it is ready, unless `wait` is false."""
+        """Start a worker with the settings of `worker_variables`. If `wait` is true, wait until the worker is ready."""
         supervision = "--supervise" if supervised else "--no-supervise"
         worker = self.start("worker", supervision, *arguments, **self.worker_variables(**variables))
         if wait:
@@ -165,7 +165,7 @@ class Environment:
         return Client(self.redis_url, self.queue, timeout_s=TIMEOUT_S)
 
     def events_of(self, job: Job) -> list[Event]:
-        """Return the stored events of a job that has ended, after `check_events`."""
+        """Return the stored events of a job that has ended. `check_events` has checked them."""
         entries = asyncio.run(self._read_stream(Keys().of_job(job.id).events))
         events = [codec.decode_event(fields[b"e"]) for _, fields in entries]
         check_events(events)
@@ -179,7 +179,7 @@ class Environment:
         finally:
             await redis.aclose()
 
-    def living(self) -> dict[int, str]:
+    def running_processes(self) -> dict[int, str]:
         """Return the command line of every process in this folder, by process id."""
         found = {}
         for entry in Path("/proc").iterdir():
@@ -191,12 +191,14 @@ class Environment:
                 continue
         return found
 
-    def await_silence(self, timeout_s: float = TIMEOUT_S) -> None:
+    def await_no_process(self, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until no process is left in this folder."""
-        wait_until(lambda: not self.living(), f"no process left, but there is {self.living()}", timeout_s)
+        wait_until(
+            lambda: not self.running_processes(), f"no process is left; left were {self.running_processes()}", timeout_s
+        )
 
     def end_commands(self) -> None:
-        """Stop the commands that still run, and wait for their ends."""
+        """Stop the commands that still run, and wait until all commands have ended."""
         for command in self.commands:
             if command.process.poll() is None:
                 command.signal(signal.SIGTERM)
@@ -208,14 +210,14 @@ class Environment:
         """Stop the commands that still run, and fail if a process outlives them."""
         try:
             self.end_commands()
-            self.await_silence()
+            self.await_no_process()
         finally:
-            for pid in self.living():
+            for pid in self.running_processes():
                 os.kill(pid, signal.SIGKILL)
 
 
 def check_events(events: Sequence[Event]) -> None:
-    """Assert that offsets have no gap and no repeat, and that the last event, and no other, is a terminal one."""
+    """Assert that offsets have no gap and no repeat, and that exactly the last event is a terminal event."""
     n_tokens = n_chars = 0
     for event in events:
         if isinstance(event, Tokens):
@@ -252,12 +254,12 @@ class Reader(threading.Thread):
         return "".join(chunk.text for chunk in self.chunks)
 
     def await_tokens(self, count: int) -> None:
-        """Wait until it has read `count` tokens."""
-        wait_until(lambda: self.n_tokens >= count, f"{count} tokens of {self.job.id}, there are {self.n_tokens}")
-        assert self.is_alive(), "the job ended before anything could happen to it"
+        """Wait until the reader has read `count` tokens."""
+        wait_until(lambda: self.n_tokens >= count, f"{count} tokens of {self.job.id} are read")
+        assert self.is_alive(), "the job ended before the test could disturb it"
 
     def finish(self) -> Result:
-        """Wait until the job ends; return its result, after a comparison with every chunk that was read."""
+        """Wait until the job ends, compare its result with all chunks that were read, and return the result."""
         self.join(TIMEOUT_S)
         assert not self.is_alive()
         if self.error is not None:
@@ -300,7 +302,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def environment(redis_server: EmbeddedRedis, folder: Path) -> Iterator[Environment]:
-    """Starts commands. After the test it stops them, and fails if a process is left behind."""
+    """The environment of one test. Its commands are stopped after the test, which fails if a process is left."""
     opened = Environment(folder, redis_server.url, f"life-{secrets.token_hex(4)}")
     _environments.append(opened)
     try:

@@ -1,4 +1,4 @@
-"""A Redis user that may do no more than llamaq needs."""
+"""A Redis user with only the permissions that llamaq needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment
 
 RULES = ["~llamaq:*", "resetchannels", "&llamaq:*", "+@all", "-@admin", "-@dangerous", "+client|setname"]
-"""As docs/protocol.md gives them."""
+"""The rules of docs/protocol.md."""
 
 
 def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(

@@ -22,7 +22,7 @@ DURABLE = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
 
 
 class Submitter(threading.Thread):
-    """A thread that submits jobs, also while Redis is down, and keeps the acknowledged ones."""
+    """A thread that submits jobs, also while Redis is down, and records the acknowledged jobs."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(daemon=True)
@@ -44,7 +44,9 @@ class Submitter(threading.Thread):
         return self.jobs
 
 
-def test_every_acknowledged_job_ends_though_redis_is_killed_under_load(environment: Environment, folder: Path) -> None:
+def test_every_acknowledged_job_finishes_although_redis_is_killed_under_load(
+    environment: Environment, folder: Path
+) -> None:
     server = Server(folder, free_ports(1)[0], DURABLE)
     server.start()
     environment.redis_url = f"redis://{HOST}:{server.port}/0"

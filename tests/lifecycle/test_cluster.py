@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis.crc import key_slot
-from tests.support.redis_servers import Nodes, await_that
+from tests.support.redis_servers import ClusterServers, wait_until
 
 from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import JobState
@@ -30,25 +30,25 @@ PARTITIONS = 4
 PROMPT = "Once upon a time"
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
 LEASE_S = "6"
-"""Longer than a failover: no worker loses its jobs to it."""
+"""Longer than a failover, so that no lease expires during one."""
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    with Nodes(tmp_path_factory.mktemp("nodes")) as servers:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterServers]:
+    with ClusterServers(tmp_path_factory.mktemp("nodes")) as servers:
         yield servers
 
 
 @pytest.fixture
-def clustered(nodes: Nodes, environment: Environment) -> Iterator[Environment]:
+def cluster_environment(nodes: ClusterServers, environment: Environment) -> Iterator[Environment]:
     environment.redis_url = nodes.url
     yield environment
     environment.end_commands()
 
 
 @pytest.fixture
-def replicated(folder: Path, environment: Environment) -> Iterator[Nodes]:
-    with Nodes(folder, n_replicas=1) as servers:
+def replicated_cluster(folder: Path, environment: Environment) -> Iterator[ClusterServers]:
+    with ClusterServers(folder, n_replicas=1) as servers:
         environment.redis_url = servers.url
         yield servers
         environment.end_commands()
@@ -71,7 +71,7 @@ def slot_of(job: Job) -> int:
 
 
 def submit_to_each(client: Client, **options: Any) -> list[Job]:
-    """A job in every partition."""
+    """Submit one job to every partition, and return the jobs."""
     jobs: dict[int, Job] = {}
     number = 0
     while len(jobs) < PARTITIONS:
@@ -83,8 +83,10 @@ def submit_to_each(client: Client, **options: Any) -> list[Job]:
     return list(jobs.values())
 
 
-def test_fifty_jobs_over_four_partitions_and_all_that_a_client_asks(clustered: Environment, read: Read) -> None:
-    with client_of(clustered) as client:
+def test_jobs_in_four_partitions_finish_and_every_query_counts_them(
+    cluster_environment: Environment, read: Read
+) -> None:
+    with client_of(cluster_environment) as client:
         keyed = [client.submit(PROMPT, max_tokens=8, idempotency_key="one") for _ in range(2)]
         assert keyed[0].id == keyed[1].id
         with ThreadPoolExecutor(16) as pool:
@@ -95,41 +97,42 @@ def test_fifty_jobs_over_four_partitions_and_all_that_a_client_asks(clustered: E
         assert never.cancel()
         assert never.result().finish_reason == "cancelled"
 
-        worker = start_worker(clustered, "--n-parallel", "8")
+        worker = start_worker(cluster_environment, "--n-parallel", "8")
         with ThreadPoolExecutor(50) as pool:
             readers = list(pool.map(read, jobs))
             results = list(pool.map(lambda reader: reader.finish(), readers))
         assert [len(result.tokens) for result in results] == [8] * 49
         assert keyed[0].result().tokens
         for job in jobs:
-            clustered.events_of(job)
+            cluster_environment.events_of(job)
         running = read(client.submit(PROMPT, max_tokens=1000, ignore_eos=True))
         running.await_tokens(3)
         assert client.queue_depth().running == 1
         assert running.job.cancel()
         assert running.finish().finish_reason == "cancelled"
-        await_that(lambda: len(client.stats().recent) == 51, "the stats of all")
+        wait_until(lambda: len(client.stats().recent) == 51, "the stats of all 51 finished jobs")
         stats = client.stats()
         assert [one.card.worker for one in stats.workers] == [worker.worker_id]
         assert (stats.depth.waiting, stats.depth.running) == (0, 0)
         assert client.tokenizer().encode(PROMPT)
 
 
-def test_the_commands_know_a_cluster(clustered: Environment) -> None:
-    start_worker(clustered)
-    settings = clustered.worker_variables(LLAMAQ_PARTITIONS=str(PARTITIONS))
+def test_commands_work_with_a_cluster(cluster_environment: Environment) -> None:
+    start_worker(cluster_environment)
+    settings = cluster_environment.worker_variables(LLAMAQ_PARTITIONS=str(PARTITIONS))
     commands = [
-        clustered.start(*arguments, **settings)
+        cluster_environment.start(*arguments, **settings)
         for arguments in (["generate", PROMPT, "--max-tokens", "5"], ["stats"], ["health"])
     ]
     assert [command.end() for command in commands] == [0] * len(commands), [one.output for one in commands]
 
 
-def test_a_job_that_lost_its_reader_is_noticed_on_every_node(clustered: Environment) -> None:
-    start_worker(clustered, "--disconnect-s", "1")
+def test_jobs_without_a_reader_are_cancelled_on_every_node(cluster_environment: Environment) -> None:
+    start_worker(cluster_environment, "--disconnect-s", "1")
 
-    async def leave_half() -> None:
-        async with AsyncClient(clustered.redis_url, clustered.queue, partitions=PARTITIONS) as client:
+    async def close_half_of_the_streams() -> None:
+        url, queue = cluster_environment.redis_url, cluster_environment.queue
+        async with AsyncClient(url, queue, partitions=PARTITIONS) as client:
             jobs: dict[int, Any] = {}
             while len(jobs) < PARTITIONS:
                 key = secrets.token_hex(4)
@@ -147,12 +150,12 @@ def test_a_job_that_lost_its_reader_is_noticed_on_every_node(clustered: Environm
             reasons = [(await jobs[partition].result()).finish_reason for partition in range(PARTITIONS)]
             assert reasons == ["cancelled", "cancelled", "length", "length"]
 
-    asyncio.run(leave_half())
+    asyncio.run(close_half_of_the_streams())
 
 
-def test_an_idle_worker_hears_of_a_job_in_any_partition_at_once(clustered: Environment) -> None:
-    start_worker(clustered)
-    with client_of(clustered) as client:
+def test_an_idle_worker_starts_a_job_of_any_partition_at_once(cluster_environment: Environment) -> None:
+    start_worker(cluster_environment)
+    with client_of(cluster_environment) as client:
         client.generate(PROMPT, max_tokens=1)
         waits_ms = []
         for _ in range(2):
@@ -161,8 +164,8 @@ def test_an_idle_worker_hears_of_a_job_in_any_partition_at_once(clustered: Envir
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-def test_streams_go_on_when_a_node_is_replaced(
-    environment: Environment, replicated: Nodes, read: Read, is_planned: bool
+def test_streams_continue_when_a_replica_becomes_master(
+    environment: Environment, replicated_cluster: ClusterServers, read: Read, is_planned: bool
 ) -> None:
     start_worker(environment, "--n-parallel", "8", "--disconnect-s", "1")
     with client_of(environment) as client:
@@ -170,31 +173,33 @@ def test_streams_go_on_when_a_node_is_replaced(
         for reader in readers:
             reader.await_tokens(20)
         slot = slot_of(readers[0].job)
-        old = replicated.master_of(slot)
+        old = replicated_cluster.master_of(slot)
         if is_planned:
-            with replicated.replicas[old][0].client() as replica:
+            with replicated_cluster.replicas[old][0].client() as replica:
                 execute: Any = replica.execute_command
                 execute("CLUSTER FAILOVER")
         else:
             old.kill()
-            later = submit_to_each(client, max_tokens=5, ignore_eos=True)  # waits for the next master
+            later = submit_to_each(client, max_tokens=5, ignore_eos=True)  # the submit waits for the new master
             assert [len(job.result().tokens) for job in later] == [5] * PARTITIONS
         for reader in readers:
             result = reader.finish()
             assert (result.finish_reason, len(result.tokens)) == ("length", LONG["max_tokens"])
             assert sum(isinstance(event, Started) for event in environment.events_of(reader.job)) == 1
-        assert replicated.master_of(slot) is not old
+        assert replicated_cluster.master_of(slot) is not old
         assert client.queue_depth().running == 0
 
 
-async def test_no_more_is_claimed_than_asked_for_and_every_partition_has_its_turn(nodes: Nodes, queue: str) -> None:
+async def test_a_read_claims_at_most_the_requested_number_of_jobs_by_priority_over_all_partitions(
+    nodes: ClusterServers, queue: str
+) -> None:
     redis, keys = connect(nodes.url, name="test"), Keys()
     streams = JobStreams(redis, keys, queue=queue, partitions=PARTITIONS, consumer="one")
     await streams.open()
     async with AsyncClient(nodes.url, queue, partitions=PARTITIONS) as client:
         await asyncio.gather(*(client.submit(PROMPT, priority="bulk" if n % 4 else "interactive") for n in range(60)))
         n_left = {False: 45, True: 15}
-        while n_left[True]:  # interactive jobs come first, from every partition
+        while n_left[True]:  # interactive jobs of every partition come before bulk jobs
             entries = await streams.read(5)
             n_read = sum(len(some) for _, some in entries)
             n_interactive = sum(len(some) for stream, some in entries if stream.endswith("interactive"))

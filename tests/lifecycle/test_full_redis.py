@@ -1,4 +1,4 @@
-"""A Redis that has reached its `maxmemory`: running jobs wait, and continue when it has free memory."""
+"""Running jobs wait while Redis has reached its `maxmemory`, and continue when Redis has free memory again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BALLAST_BYTES = 20_000_000
 
 @pytest.fixture
 def redis(environment: Environment) -> Iterator[Redis]:
-    """A Redis for one test, which limits its memory."""
+    """A Redis for one test, whose memory the test limits."""
     with EmbeddedRedis() as server:
         environment.redis_url = server.url
         with Redis.from_url(server.url) as redis:
@@ -36,12 +36,12 @@ def redis(environment: Environment) -> Iterator[Redis]:
 
 
 def fill(redis: Redis) -> None:
-    """Fill Redis, so that no write fits, also after client buffers have shrunk."""
+    """Fill Redis, so that it refuses every write, even after its client buffers have shrunk."""
     redis.setrange("ballast", BALLAST_BYTES, b"x")
     redis.config_set("maxmemory", redis.info("memory")["used_memory"] - BALLAST_BYTES // 2)
 
 
-def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were(
+def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
     environment: Environment, read: Read, redis: Redis
 ) -> None:
     options = ("--n-parallel", "2", "--inbox-window", "0", "--lease-s", str(LEASE_S))
@@ -50,7 +50,7 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
         quiet = client.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=False)
         reader.await_tokens(10)
-        other = environment.start_worker(*options)  # claims every job that the first worker loses
+        other = environment.start_worker(*options)  # would claim a job whose lease expires
         other.signal(signal.SIGSTOP)
         waiting = [client.submit(PROMPT, max_tokens=5, ignore_eos=True) for _ in range(12)]
         fill(redis)
@@ -60,9 +60,9 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         with pytest.raises(RedisFull):
             client.submit(PROMPT)
         n_stalled = reader.n_tokens
-        time.sleep(3 * LEASE_S)  # longer than the lease, which must be renewed
+        time.sleep(3 * LEASE_S)  # the leases of running jobs must be renewed meanwhile
         assert reader.n_tokens == n_stalled
-        # Though every start fails, no more are claimed than there are slots; two jobs may have left theirs meanwhile.
+        # Every start fails, so at most one job per slot is claimed; two more jobs may have left their slots meanwhile.
         assert client.queue_depth().running <= 2 + 2 + 2
         redis.delete("ballast")
 
@@ -71,8 +71,10 @@ def test_running_jobs_wait_while_redis_is_full_and_go_on_exactly_where_they_were
         for job in waiting:
             assert len(job.result().tokens) == 5
         attempts = [event.worker for event in environment.events_of(reader.job) if isinstance(event, Started)]
-        assert attempts == [worker.worker_id], "its lease was renewed all the time"
+        assert attempts == [worker.worker_id], "the lease of the job expired"
         for one in (worker, other):
-            assert len(re.findall(r"WARNING .*redis_full", one.output)) <= 3, "one of each: outbox, heartbeat, intake"
+            assert len(re.findall(r"WARNING .*redis_full", one.output)) <= 3, (
+                "more than one warning each of outbox, heartbeat and intake"
+            )
             one.signal(signal.SIGTERM)
             assert one.end() == 0

@@ -1,4 +1,4 @@
-"""An engine that hangs loses its jobs and is replaced; one that is merely slow keeps them."""
+"""A worker whose engine hangs loses its jobs and is replaced. A worker with slow ticks keeps its jobs."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ PROMPT = "Once upon a time"
 HANG_S = 1.0
 LEASE_S = 1.0
 SLACK_S = 4.0
-"""Allows for the search for lost jobs, for the liveness pipe, and for a busy machine."""
+"""Extra time for the search for lost jobs, for the liveness pipe, and for a busy machine."""
 
-TROUBLED = """
+FAULTS_STRATEGY = """
 import ctypes
 import time
 from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
-from paced import Paced as Troubled
+from paced import Paced as WithFaults
 
-ORDERS = Path("orders")
+FAULTS = Path("faults")
 run = Engine.run
 
-def troubled(self, batch):
-    if batch and ORDERS.exists():
-        order, _, later = ORDERS.read_text().partition(" ")
+def run_with_faults(self, batch):
+    if batch and FAULTS.exists():
+        fault, _, later = FAULTS.read_text().partition(" ")
         if later:
-            ORDERS.write_text(later)
+            FAULTS.write_text(later)
         else:
-            ORDERS.unlink()
-        if order == "stuck":
+            FAULTS.unlink()
+        if fault == "stuck":
             ctypes.PyDLL(None).sleep(3600)
-        time.sleep(3600 if order == "hang" else float(order))
+        time.sleep(3600 if fault == "hang" else float(fault))
     return run(self, batch)
 
-Engine.run = troubled
+Engine.run = run_with_faults
 """
-"""The file `orders` has one word for each of the next ticks: the seconds to sleep; `hang`, which sleeps without the
-interpreter's lock, as llama_decode runs; or `stuck`, which sleeps and holds the lock."""
+"""A strategy that disturbs ticks. The file `faults` has one word for each of the next ticks: a number of seconds to
+sleep; `hang`, which sleeps forever without the GIL, like llama_decode; or `stuck`, which holds the GIL forever."""
 
 
-def start_troubled(environment: Environment, *, supervised: bool = False) -> Command:
-    (environment.folder / "troubled.py").write_text(TROUBLED)
+def start_worker_with_faults(environment: Environment, *, supervised: bool = False) -> Command:
+    (environment.folder / "faults_strategy.py").write_text(FAULTS_STRATEGY)
     return environment.start_worker(
-        supervised=supervised, LLAMAQ_BATCH_STRATEGY="troubled:Troubled", LLAMAQ_HANG_S=str(HANG_S)
+        supervised=supervised, LLAMAQ_BATCH_STRATEGY="faults_strategy:WithFaults", LLAMAQ_HANG_S=str(HANG_S)
     )
 
 
-def order(environment: Environment, *words: str) -> None:
-    written = environment.folder / "orders.new"
+def set_faults(environment: Environment, *words: str) -> None:
+    """Disturb the next ticks of the worker, one tick for each word."""
+    written = environment.folder / "faults.new"
     written.write_text(" ".join(words))
-    written.rename(environment.folder / "orders")
+    written.rename(environment.folder / "faults")
 
 
 def workers_of(environment: Environment, job: Job) -> list[str]:
@@ -70,21 +71,21 @@ def workers_of(environment: Environment, job: Job) -> list[str]:
     return [event.worker for event in environment.events_of(job) if isinstance(event, Started)]
 
 
-def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(environment: Environment, read: Read) -> None:
-    first = start_troubled(environment)
+def test_another_worker_continues_the_jobs_of_a_worker_whose_engine_hangs(environment: Environment, read: Read) -> None:
+    first = start_worker_with_faults(environment)
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
         reader.await_tokens(10)
         second = environment.start_worker()
-        order(environment, "hang")
-        ordered_s = time.monotonic()
+        set_faults(environment, "hang")
+        fault_s = time.monotonic()
         while reader.job.status().worker != second.worker_id:
             time.sleep(0.02)
-        took_s = time.monotonic() - ordered_s
+        took_s = time.monotonic() - fault_s
         print(f"hang to the next attempt: {took_s:.2f} s")  # noqa: T201  # a figure for `pytest -s`
         assert HANG_S < took_s < HANG_S + LEASE_S + SLACK_S
         first.await_output("job.lost")
-        while [worker.card.worker for worker in client.workers()] != [second.worker_id]:  # no more liveness beats
+        while [worker.card.worker for worker in client.workers()] != [second.worker_id]:  # its heartbeat has expired
             time.sleep(0.02)
         reader.await_tokens(reader.n_tokens + 10)
         reader.job.cancel()
@@ -93,14 +94,15 @@ def test_a_worker_whose_engine_hangs_loses_its_jobs_to_another(environment: Envi
     first.signal(signal.SIGKILL)
 
 
-def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(environment: Environment, read: Read) -> None:
-    first = start_troubled(environment)
+def test_a_worker_with_slow_ticks_keeps_its_jobs(environment: Environment, read: Read) -> None:
+    first = start_worker_with_faults(environment)
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
         reader.await_tokens(5)
         environment.start_worker()  # claims the job if its lease expires
-        order(environment, "0.8", "2.5", "0.0")  # longer than hang_s and the lease, and less than four of the slowest
-        while (environment.folder / "orders").exists():
+        # Together longer than `hang_s` and the lease. A tick counts as hung only after four times the slowest tick.
+        set_faults(environment, "0.8", "2.5", "0.0")
+        while (environment.folder / "faults").exists():
             time.sleep(0.02)
         reader.await_tokens(reader.n_tokens + 5)
         reader.job.cancel()
@@ -108,22 +110,22 @@ def test_a_worker_whose_ticks_are_merely_slow_keeps_its_jobs(environment: Enviro
         assert workers_of(environment, reader.job) == [first.worker_id]
 
 
-@pytest.mark.parametrize("what", ["hang", "stuck"])
-def test_a_child_whose_engine_hangs_is_killed_and_another_goes_on(
-    environment: Environment, read: Read, what: str
+@pytest.mark.parametrize("fault", ["hang", "stuck"])
+def test_the_supervisor_replaces_a_child_whose_engine_hangs_and_the_job_continues(
+    environment: Environment, read: Read, fault: str
 ) -> None:
-    supervisor = start_troubled(environment, supervised=True)
+    supervisor = start_worker_with_faults(environment, supervised=True)
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=200, ignore_eos=True))
         reader.await_tokens(10)
-        order(environment, what)
-        ordered_s = time.monotonic()
+        set_faults(environment, fault)
+        fault_s = time.monotonic()
         supervisor.await_output("child.hung")
-        hung_s = time.monotonic() - ordered_s
+        hung_s = time.monotonic() - fault_s
         supervisor.await_output("worker.ready", 2)
-        ready_s = time.monotonic() - ordered_s
+        ready_s = time.monotonic() - fault_s
         assert len(reader.finish().tokens) == 200
-        print(f"{what}: killed after {hung_s:.2f} s, ready after {ready_s:.2f} s")  # noqa: T201  # figures
+        print(f"{fault}: killed after {hung_s:.2f} s, ready after {ready_s:.2f} s")  # noqa: T201  # figures
         assert HANG_S < hung_s < HANG_S + SLACK_S
         one, other = workers_of(environment, reader.job)
         assert one != other

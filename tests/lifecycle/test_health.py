@@ -1,4 +1,4 @@
-"""`llamaq health`, as a container asks it."""
+"""`llamaq health`, called as the health check of a container calls it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment
 
 MAX_AGE_S = 3.0
-"""More than a heartbeat and an idle engine's second together."""
+"""Longer than a heartbeat interval and the one second between two ticks of an idle engine together."""
 
 
-def test_health_is_green_while_the_worker_ticks_and_red_when_it_does_not(environment: Environment) -> None:
+def test_health_succeeds_while_the_worker_ticks_and_fails_when_it_stops(environment: Environment) -> None:
     options = ["--queue", environment.queue, "--redis-url", environment.redis_url, "--max-age-s", str(MAX_AGE_S)]
 
     def health() -> int:
         return environment.start("health", *options).end()
 
-    assert health() == 1, "no worker serves the queue"
+    assert health() == 1, "a queue without a worker is healthy"
     worker = environment.start_worker(LLAMAQ_HEARTBEAT_S="0.2")
     assert health() == 0
     time.sleep(1.1 * MAX_AGE_S)
-    assert health() == 0, "an idle engine ticks too"
+    assert health() == 0, "an idle worker is not healthy"
     os.kill(worker.pid, signal.SIGSTOP)
     stopped_s = time.monotonic()
     while health() == 0:

@@ -32,28 +32,30 @@ PROMPTS = (
 COUNTING = 'root ::= ("one " "two " "three ")+ "go"'
 MAX_TOKENS = 110
 NOISE = 0.025
-"""A fraction of the standard deviation of the logits. The gap between the best two may change by this much when the
-batch has another shape."""
+"""How much the gap between the two best logits may change with the shape of the batch, in standard deviations of the
+logits."""
 LEASE_S = 1.0
 SLACK_S = 5.0
-"""Allows for the search for lost jobs, once a second, and for the tokens that are left to generate."""
+"""Extra time for the search for lost jobs, once a second, and for generating the remaining tokens."""
 
 
 def submit_stories(client: Client, *, stream: bool = True) -> list[Job]:
     return [client.submit(prompt, max_tokens=MAX_TOKENS, temperature=0, stream=stream) for prompt in PROMPTS]
 
 
-def assert_equal_where_it_is_no_close_call(client: Client, prompt: str, result: Result, undisturbed: Result) -> None:
+def assert_equal_up_to_near_ties(client: Client, prompt: str, result: Result, undisturbed: Result) -> None:
+    """Assert that the first different token, if any, is at a position where two tokens are almost equally likely."""
     pairs = zip(result.tokens, undisturbed.tokens, strict=False)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
     if place is None:
         assert len(result.tokens) == len(undisturbed.tokens)
         return
     tokens = [*client.tokenizer().encode(prompt), *result.tokens[:place]]
-    assert gap_of_best_two(tokens) < NOISE, f"{prompt!r} differs at token {place}"
+    assert gap_between_best_two(tokens) < NOISE, f"{prompt!r} differs at token {place}"
 
 
-def gap_of_best_two(tokens: list[int]) -> float:
+def gap_between_best_two(tokens: list[int]) -> float:
+    """Return the gap between the two best logits after these tokens, in standard deviations of the logits."""
     llama = llama_cpp.Llama(str(demo_model_path()), n_ctx=1024, n_threads=1, logits_all=True, verbose=False)
     llama.eval(tokens)
     logits = np.array(llama.scores[len(tokens) - 1])
@@ -68,12 +70,16 @@ def kill_process(worker: Command) -> None:
 
 
 def attempts_of(environment: Environment, job: Job) -> list[str]:
-    """The workers that started the job, in order."""
+    """Return the workers that started the job, in order."""
     return [event.worker for event in environment.events_of(job) if isinstance(event, Started)]
 
 
-def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(environment: Environment, read: Read) -> None:
-    first = environment.start_worker("--n-parallel", "8", TICK_S="0.04")  # it is killed before any job has finished
+def test_another_worker_continues_the_streams_of_a_killed_worker_at_the_next_token(
+    environment: Environment, read: Read
+) -> None:
+    first = environment.start_worker(
+        "--n-parallel", "8", TICK_S="0.04"
+    )  # slow ticks: no job may finish before the kill
     with environment.client() as client:
         readers = [read(job) for job in submit_stories(client)]
         drawn = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True))
@@ -95,10 +101,12 @@ def test_streams_of_a_killed_worker_go_on_at_the_next_token_with_another(environ
         assert ("one two three " * 60 + "go").startswith(counted.text.removesuffix("go"))
         undisturbed = [job.result() for job in submit_stories(client)]
         for prompt, result, other in zip(PROMPTS, results, undisturbed, strict=True):
-            assert_equal_where_it_is_no_close_call(client, prompt, result, other)
+            assert_equal_up_to_near_ties(client, prompt, result, other)
 
 
-def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(environment: Environment, read: Read) -> None:
+def test_jobs_without_per_token_events_continue_after_their_last_checkpoint(
+    environment: Environment, read: Read
+) -> None:
     checkpoints = ("--checkpoint-tokens", "20", "--checkpoint-s", "1000")
     first = environment.start_worker(*checkpoints)
     with environment.client() as client:
@@ -109,7 +117,7 @@ def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(environ
         kill_process(first)
         second = environment.start_worker(*checkpoints)
         results = [job.result() for job in jobs]
-        assert reader.finish() == results[0], "its reader gets every token once"
+        assert reader.finish() == results[0], "the reader did not receive every token exactly once"
         for job, result in zip(jobs, results, strict=True):
             assert attempts_of(environment, job) == [first.worker_id, second.worker_id]
             events = environment.events_of(job)
@@ -119,13 +127,13 @@ def test_jobs_without_per_token_events_go_on_after_their_last_checkpoint(environ
             stored = [event.tokens for event in events[:again] if isinstance(event, Tokens)]
             assert sum(stored, ()) == result.tokens[: sum(map(len, stored))]
             assert 40 <= sum(map(len, stored)) < len(result.tokens)
-            assert all(len(tokens) >= 20 for tokens in stored), "nothing is stored between the checkpoints"
+            assert all(len(tokens) >= 20 for tokens in stored), "tokens were stored between two checkpoints"
         undisturbed = [job.result() for job in submit_stories(client)]
         for prompt, result, other in zip(PROMPTS, results, undisturbed, strict=True):
-            assert_equal_where_it_is_no_close_call(client, prompt, result, other)
+            assert_equal_up_to_near_ties(client, prompt, result, other)
 
 
-def test_a_job_survives_one_worker_after_another(environment: Environment, read: Read) -> None:
+def test_a_job_survives_the_kill_of_three_workers_in_a_row(environment: Environment, read: Read) -> None:
     with environment.client() as client:
         workers = [environment.start_worker()]
         reader = read(client.submit(PROMPTS[0], max_tokens=150, ignore_eos=True, temperature=0))
@@ -137,7 +145,9 @@ def test_a_job_survives_one_worker_after_another(environment: Environment, read:
         assert attempts_of(environment, reader.job) == [worker.worker_id for worker in workers]
 
 
-def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(environment: Environment, read: Read) -> None:
+def test_a_worker_that_lost_its_lease_while_stopped_writes_nothing_after_it_continues(
+    environment: Environment, read: Read
+) -> None:
     first = environment.start_worker()
     with environment.client() as client:
         reader = read(client.submit(PROMPTS[0], max_tokens=250, ignore_eos=True, temperature=0))
@@ -148,18 +158,20 @@ def test_a_worker_that_was_thought_dead_writes_nothing_when_it_comes_back(enviro
         reader.await_tokens(n_before + 20)
         first.signal(signal.SIGCONT)
         first.await_output("job.lost")
-        assert reader.job.status().state is JobState.RUNNING, "the first one came back too late to be refused"
+        assert reader.job.status().state is JobState.RUNNING, "the job ended before the first worker continued"
         result = reader.finish()
 
         assert result.stats.worker == second.worker_id
         assert attempts_of(environment, reader.job) == [first.worker_id, second.worker_id]
         assert client.workers() != ()
         kill_process(second)
-        assert client.generate(PROMPTS[0], max_tokens=5).stats.worker == first.worker_id, "it is of use again"
+        assert client.generate(PROMPTS[0], max_tokens=5).stats.worker == first.worker_id, (
+            "the first worker does not run jobs again"
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_streams_go_on_after_redis_was_restarted(
+def test_streams_continue_after_a_restart_of_redis(
     environment: Environment, read: Read, folder: Path, free_port: int, number: signal.Signals
 ) -> None:
     server = EmbeddedRedis(port=free_port, data_dir=folder / "data")
@@ -188,7 +200,7 @@ def test_streams_go_on_after_redis_was_restarted(
             assert worker.end() == 0
 
 
-def test_worker_and_client_live_on_when_redis_forgot_everything(
+def test_worker_and_client_keep_working_after_redis_lost_all_data(
     environment: Environment, read: Read, free_port: int
 ) -> None:
     server = EmbeddedRedis(port=free_port)
@@ -208,14 +220,14 @@ def test_worker_and_client_live_on_when_redis_forgot_everything(
             assert worker.end() == 0
 
 
-def test_a_job_keeps_its_lease_while_its_grammar_is_tried(environment: Environment, read: Read) -> None:
+def test_the_lease_of_a_job_is_renewed_while_its_grammar_is_compiled(environment: Environment, read: Read) -> None:
     worker = environment.start_worker()
     with environment.client() as client:
         client.generate("Count:", max_tokens=4, grammar=COUNTING)
-        (child,) = (pid for pid, line in environment.living().items() if "grammar.sandbox_process" in line)
+        (child,) = (pid for pid, line in environment.running_processes().items() if "grammar.sandbox_process" in line)
         os.kill(child, signal.SIGSTOP)
         reader = read(client.submit("Count:", max_tokens=10, grammar='root ::= "four " "five"'))
-        time.sleep(2.5 * LEASE_S)  # the lease runs out
+        time.sleep(2.5 * LEASE_S)  # longer than the lease
         os.kill(child, signal.SIGCONT)
         assert reader.finish().text == "four five"
         assert attempts_of(environment, reader.job) == [worker.worker_id]

@@ -31,7 +31,7 @@ Engine.run = run_or_die
 class Poisoned(DecodeMaximal):
     pass
 """
-"""Importing this strategy makes the engine die of certain jobs, as when llama.cpp aborts."""
+"""A strategy whose import makes the engine die when it computes a job with the metadata `kills`."""
 N_JOBS = 20
 
 
@@ -40,7 +40,9 @@ def attempts_of(environment: Environment, job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize("die", ["os.kill(os.getpid(), signal.SIGKILL)", "raise RuntimeError('a defect')"])
-def test_one_poison_job_among_20_is_given_up_alone_and_the_others_finish(environment: Environment, die: str) -> None:
+def test_one_poison_job_among_20_becomes_a_dead_letter_and_the_others_finish(
+    environment: Environment, die: str
+) -> None:
     (environment.folder / "poisoned.py").write_text(POISONED.replace("DIE", die))
     with environment.client() as client:
         jobs = [client.submit("Once upon a time", max_tokens=20, ignore_eos=True, seed=seed) for seed in range(N_JOBS)]
@@ -62,6 +64,6 @@ def test_one_poison_job_among_20_is_given_up_alone_and_the_others_finish(environ
         assert worker.output.count("child.died") == 3
 
         assert tuple(attempts_of(environment, poison)) == letter.workers
-        # Other jobs may have run in the last worker before this job, but none in the same batch.
+        # Jobs that ran in the last worker before the poison job also finished there: none was in its batch.
         last = [job for job in jobs if letter.workers[-1] == attempts_of(environment, job)[-1]]
         assert all(job is poison or job.result(timeout=60).stats.worker == letter.workers[-1] for job in last)

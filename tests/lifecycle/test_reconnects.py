@@ -1,4 +1,4 @@
-"""Connections that are cut or fall silent under load cost no token, and no job its worker."""
+"""When connections are cut or become silent under load, no token is lost and every job stays with its worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def proxy(environment: Environment) -> Iterator[Proxy]:
         environment.end_commands()
 
 
-def test_connections_cut_again_and_again_cost_no_token(environment: Environment, proxy: Proxy, read: Read) -> None:
+def test_no_token_is_lost_when_connections_are_cut_repeatedly(
+    environment: Environment, proxy: Proxy, read: Read
+) -> None:
     environment.start_worker("--n-parallel", "8", LLAMAQ_LEASE_S="4")
     pause = random.Random(7)
     with environment.client() as client:
@@ -44,7 +46,7 @@ def test_connections_cut_again_and_again_cost_no_token(environment: Environment,
         whole = client.submit(PROMPT, stream=False, **LONG)
         readers[0].await_tokens(5)
         for _ in range(N_CUTS):
-            time.sleep(pause.uniform(0.02, 0.3))  # at any moment of the work
+            time.sleep(pause.uniform(0.02, 0.3))  # a random moment
             proxy.cut()
         assert any(reader.is_alive() for reader in readers), "the jobs ended before the last cut"
         for reader in readers:
@@ -55,15 +57,13 @@ def test_connections_cut_again_and_again_cost_no_token(environment: Environment,
         assert client.queue_depth().running == 0
 
 
-def test_connections_that_fall_silent_are_noticed_and_made_again(
-    environment: Environment, proxy: Proxy, read: Read
-) -> None:
+def test_silent_connections_are_noticed_and_replaced(environment: Environment, proxy: Proxy, read: Read) -> None:
     environment.start_worker("--n-parallel", "4", LLAMAQ_LEASE_S=str(WorkerSettings.model_fields["lease_s"].default))
     with environment.client() as client:
         readers = [read(client.submit(PROMPT, max_tokens=1200, ignore_eos=True)) for _ in range(3)]
         for reader in readers:
             reader.await_tokens(20)
-        assert proxy.silence() >= 3, "those of the worker, and two of the client"
+        assert proxy.silence() >= 3, "fewer connections than those of the worker and two of the client"
         silent_s = time.monotonic()
         n_before = [reader.n_tokens for reader in readers]
         for reader, n in zip(readers, n_before, strict=True):
@@ -72,11 +72,13 @@ def test_connections_that_fall_silent_are_noticed_and_made_again(
         for reader in readers:
             reader.job.cancel()
             reader.finish()
-            # The silence was noticed before the lease expired: the job stayed with its worker.
+            # One start only: the silence was noticed before the lease of the job expired.
             assert sum(isinstance(event, Started) for event in environment.events_of(reader.job)) == 1
 
 
-def test_a_client_goes_on_when_redis_was_away_for_a_while(environment: Environment, proxy: Proxy, read: Read) -> None:
+def test_a_client_continues_after_redis_was_unreachable_for_a_while(
+    environment: Environment, proxy: Proxy, read: Read
+) -> None:
     environment.start_worker()
     with environment.client() as client:
         reader = read(client.submit(PROMPT, cancel_on_disconnect=True, **LONG))

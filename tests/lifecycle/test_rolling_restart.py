@@ -22,11 +22,11 @@ MAX_TOKENS = 1900
 N_JOBS = 3
 STALL_S = 2.0
 SLACK = 3.0
-"""Factor by which a test machine may be slower than the promised figure."""
+"""Factor by which a stall may exceed `STALL_S` on a slow test machine."""
 
 
 class Stalls(threading.Thread):
-    """Measures, inside the block, the longest time without a token of each reader."""
+    """Measures the longest time without a new token, for each reader, while the context is entered."""
 
     def __init__(self, readers: list[Reader]) -> None:
         super().__init__(daemon=True)
@@ -53,10 +53,10 @@ class Stalls(threading.Thread):
                 self.longest_s[index] = max(self.longest_s[index], now - since_s)
 
 
-def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for_long(
+def test_a_rolling_restart_of_two_workers_loses_no_token_and_stalls_streams_only_briefly(
     environment: Environment, read: Read
 ) -> None:
-    # The lease is long: a job that continues soon was requeued by its worker.
+    # With a long lease, a job continues soon only if its worker requeued it.
     def start() -> Command:
         return environment.start_worker(supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2")
 
@@ -83,4 +83,4 @@ def test_a_rolling_restart_of_two_workers_drops_nothing_and_stalls_no_stream_for
             assert 2 <= len(started_by) <= 3
         n_before = quiet.status().generated_tokens
         quiet.cancel()
-        assert len(quiet.result().tokens) >= n_before > 0, "its tokens were stored when it was requeued"
+        assert len(quiet.result().tokens) >= n_before > 0, "the requeue did not store the tokens"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
-from tests.support.redis_servers import HOST, IN_MEMORY, SERVICE, Server, Watched, await_that, free_ports
+from tests.support.redis_servers import HOST, IN_MEMORY, SERVICE, SentinelServers, Server, free_ports, wait_until
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.common.protocol.job_events import Started
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 PROMPTS = ("Once upon a time", "Once upon a time there was a girl named Mia.", "One day a little fox")
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
-N_PLANNED = 600
-"""Tokens of a job that lasts longer than a failover and its detection."""
+MAX_TOKENS_PLANNED = 600
+"""Number of tokens of a job that lasts longer than a planned failover and its detection."""
 LEASE_S = "6"
-"""Longer than a failover: no worker loses its jobs to it."""
+"""Longer than a failover, so that no lease expires during one."""
 
 
 @pytest.fixture
-def watched(folder: Path, environment: Environment) -> Iterator[Watched]:
-    with Watched(folder) as servers:
+def sentinel_servers(folder: Path, environment: Environment) -> Iterator[SentinelServers]:
+    with SentinelServers(folder) as servers:
         environment.redis_url = servers.url
         yield servers
         environment.end_commands()  # while Redis still runs
@@ -42,15 +42,19 @@ def attempts_of(environment: Environment, job: Job) -> int:
     return sum(isinstance(event, Started) for event in environment.events_of(job))
 
 
-def test_streams_go_on_when_the_master_died(environment: Environment, watched: Watched, read: Read) -> None:
+def test_streams_continue_after_the_master_died(
+    environment: Environment, sentinel_servers: SentinelServers, read: Read
+) -> None:
     worker = environment.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
     with environment.client() as client:
         readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
         whole = client.submit(PROMPTS[0], stream=False, **LONG)
         for reader in readers:
             reader.await_tokens(20)
-        watched.master.kill()
-        meanwhile = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))  # waits for the next master
+        sentinel_servers.master.kill()
+        meanwhile = read(
+            client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True)
+        )  # the submit waits for the new master
         for reader in readers:
             assert len(reader.finish().tokens) == LONG["max_tokens"]
             assert attempts_of(environment, reader.job) == 1
@@ -60,32 +64,34 @@ def test_streams_go_on_when_the_master_died(environment: Environment, watched: W
         assert client.queue_depth().running == 0
 
 
-def test_streams_go_on_when_another_was_made_master(environment: Environment, watched: Watched, read: Read) -> None:
+def test_streams_continue_after_a_planned_failover(
+    environment: Environment, sentinel_servers: SentinelServers, read: Read
+) -> None:
     environment.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
     with environment.client() as client:
-        readers = [read(client.submit(prompt, max_tokens=N_PLANNED, ignore_eos=True)) for prompt in PROMPTS]
+        readers = [read(client.submit(prompt, max_tokens=MAX_TOKENS_PLANNED, ignore_eos=True)) for prompt in PROMPTS]
         for reader in readers:
             reader.await_tokens(20)
-        old = watched.master
-        with watched.sentinels[0].client() as sentinel:
+        old = sentinel_servers.master
+        with sentinel_servers.sentinels[0].client() as sentinel:
             execute: Any = sentinel.execute_command
             execute("SENTINEL FAILOVER", SERVICE)
-        await_that(lambda: watched.master is not old, "another master")
-        await_that(lambda: watched.agree_on(watched.master), "Sentinels that agree")
+        wait_until(lambda: sentinel_servers.master is not old, "the replica is the master")
+        wait_until(lambda: sentinel_servers.agree_on(sentinel_servers.master), "all Sentinels name the new master")
         time.sleep(MAX_ANSWER_AGE_S)  # until then a write to the old master may be lost
-        assert all(reader.is_alive() for reader in readers), "the jobs ended before they could move"
+        assert all(reader.is_alive() for reader in readers), "the jobs ended before the failover"
         later = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))
         for reader in readers:
-            assert len(reader.finish().tokens) == N_PLANNED
+            assert len(reader.finish().tokens) == MAX_TOKENS_PLANNED
         later.finish()
-        with watched.master.client() as new:
+        with sentinel_servers.master.client() as new:
             for reader in (*readers, later):
                 assert new.hget(Keys().of_job(reader.job.id).job, "status") == b"finished"
                 assert attempts_of(environment, reader.job) == 1
 
 
-class Switched:
-    """A master, a replica that lags on demand, and a proxy that leads to the current master."""
+class ManualFailover:
+    """A master and a replica without Sentinels. `self.address` is a proxy to the current master."""
 
     def __init__(self, folder: Path) -> None:
         one, other = free_ports(2)
@@ -99,7 +105,7 @@ class Switched:
         self.replication.__enter__()
         self.replica.start("--replicaof", HOST, self.replication.url.rpartition(":")[2].partition("/")[0])
         with self.replica.client() as client:
-            await_that(lambda: client.info("replication")["master_link_status"] == "up", "a replica in step")
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica is in sync")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,43 +114,43 @@ class Switched:
         self.master.kill()
         self.replica.kill()
 
-    def lag(self) -> None:
-        """From now on the replica receives no writes."""
+    def stop_replication(self) -> None:
+        """Stop the replication: the replica receives no more writes."""
         self.replication.silence()
 
-    def fail_over(self) -> None:
+    def promote_replica(self) -> None:
         """Make the replica the master. Writes that it has not received are lost."""
         self.master.kill()
         with self.replica.client() as client:
             client.replicaof("NO", "ONE")
-        self.address.lead_to(f"redis://{HOST}:{self.replica.port}")
+        self.address.redirect_to(f"redis://{HOST}:{self.replica.port}")
 
 
 @pytest.fixture
-def switched(folder: Path, environment: Environment) -> Iterator[Switched]:
-    with Switched(folder) as servers:
+def manual_failover(folder: Path, environment: Environment) -> Iterator[ManualFailover]:
+    with ManualFailover(folder) as servers:
         environment.redis_url = servers.address.url
         yield servers
         environment.end_commands()
 
 
-def test_what_a_failover_lost_is_written_again_and_no_reader_sees_it_twice(
-    environment: Environment, switched: Switched, read: Read
+def test_tokens_that_a_failover_lost_are_stored_again_and_no_reader_receives_them_twice(
+    environment: Environment, manual_failover: ManualFailover, read: Read
 ) -> None:
     environment.start_worker("--n-parallel", "6", LLAMAQ_LEASE_S=LEASE_S)
     with environment.client() as client:
         readers = [read(client.submit(prompt, **LONG)) for prompt in PROMPTS]
         for reader in readers:
             reader.await_tokens(20)
-        switched.lag()
+        manual_failover.stop_replication()
         for reader in readers:
             reader.await_tokens(reader.n_tokens + 40)
         lost = client.submit(PROMPTS[0], **LONG)
         before = [reader.n_tokens for reader in readers]
-        switched.fail_over()
+        manual_failover.promote_replica()
         for reader, n_before in zip(readers, before, strict=True):
             stored = reader.job.status().generated_tokens
-            assert stored < n_before, "nothing was lost that could be written again"
+            assert stored < n_before, "the failover lost no token"
         for reader in readers:
             assert len(reader.finish().tokens) == LONG["max_tokens"]
             assert attempts_of(environment, reader.job) == 1
@@ -152,17 +158,19 @@ def test_what_a_failover_lost_is_written_again_and_no_reader_sees_it_twice(
             lost.status()
 
 
-def test_a_start_that_a_failover_lost_is_made_again(environment: Environment, switched: Switched, read: Read) -> None:
+def test_a_job_whose_start_a_failover_lost_starts_again_on_the_new_master(
+    environment: Environment, manual_failover: ManualFailover, read: Read
+) -> None:
     environment.start_worker("--n-parallel", "1", "--inbox-window", "0", LLAMAQ_LEASE_S="2")
     with environment.client() as client:
         first = client.submit(PROMPTS[0], **LONG)
-        await_that(lambda: first.status().state is JobState.RUNNING, "the first job running")
+        wait_until(lambda: first.status().state is JobState.RUNNING, "the first job runs")
         reader = read(client.submit(PROMPTS[1], **LONG))
-        time.sleep(0.3)  # the replica has received it
-        switched.lag()
+        time.sleep(0.3)  # until the replica has received the submit
+        manual_failover.stop_replication()
         first.cancel()
         reader.await_tokens(30)
-        switched.fail_over()
+        manual_failover.promote_replica()
         assert len(reader.finish().tokens) == LONG["max_tokens"]
-        assert attempts_of(environment, reader.job) == 1  # the other attempt was lost in the failover
-        assert first.result().finish_reason == "length"  # so is its cancellation forgotten
+        assert attempts_of(environment, reader.job) == 1  # the failover lost the first start
+        assert first.result().finish_reason == "length"  # the failover lost the cancellation

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 PROMPT = "Once upon a time"
 SOON_S = 3.0
-"""Far less than the drain takes, and far more than an immediate stop takes."""
+"""Much shorter than a drain, and much longer than an immediate stop."""
 
 
-def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest(
+def test_a_draining_worker_finishes_its_running_jobs_and_leaves_the_others_in_the_queue(
     environment: Environment, read: Read
 ) -> None:
     first = environment.start_worker("--n-parallel", "2", "--inbox-window", "0")
@@ -45,7 +45,7 @@ def test_a_worker_that_is_told_to_stop_finishes_what_it_runs_and_leaves_the_rest
         environment.events_of(job)
 
 
-def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(
+def test_another_worker_continues_a_job_that_outlasts_the_drain_at_the_next_token(
     environment: Environment, read: Read
 ) -> None:
     first = environment.start_worker("--drain-s", "0.2")
@@ -57,7 +57,7 @@ def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(
         first.signal(signal.SIGTERM)
         assert first.end() == 0
         result = reader.finish()
-    assert time.monotonic() - stopped_s < 10, "it was requeued: no worker waited for its lease to expire"
+    assert time.monotonic() - stopped_s < 10, "the job was not requeued: it waited for its lease to expire"
     assert "job.requeued" in first.output
     assert "accepted=True" in first.output
     assert result.stats.generated_tokens == 400
@@ -66,7 +66,7 @@ def test_a_job_that_outlasts_the_drain_goes_on_at_the_next_token_elsewhere(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_a_worker_at_once_and_hands_its_jobs_back(
+def test_a_second_signal_stops_a_worker_at_once_and_its_jobs_are_requeued(
     environment: Environment, read: Read, number: signal.Signals
 ) -> None:
     first = environment.start_worker()
@@ -76,35 +76,35 @@ def test_a_second_signal_ends_a_worker_at_once_and_hands_its_jobs_back(
         first.signal(number)
         first.await_output("worker.stopping")
         reader.await_tokens(reader.n_tokens + 10)
-        told_s = time.monotonic()
+        signalled_s = time.monotonic()
         first.signal(number)
         assert first.end() == 130
-        assert time.monotonic() - told_s < SOON_S
+        assert time.monotonic() - signalled_s < SOON_S
         assert client.workers() == ()
-        assert client.queue_depth().running == 1, "requeued, and not claimed"
+        assert client.queue_depth().running == 1, "a requeued job keeps its pending entry until a worker claims it"
         assert reader.job.status().state is JobState.QUEUED
         assert reader.job.cancel()
         assert reader.finish().finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_that_waits_for_redis_can_be_told_to_stop(
+def test_a_signal_stops_a_worker_that_waits_for_redis(
     environment: Environment, free_port: int, number: signal.Signals
 ) -> None:
     worker = environment.start_worker(wait=False, LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
     worker.await_output("redis.unreachable")
-    told_s = time.monotonic()
+    signalled_s = time.monotonic()
     worker.signal(number)
     assert worker.end() == 0
-    assert time.monotonic() - told_s < SOON_S
+    assert time.monotonic() - signalled_s < SOON_S
     assert "Traceback" not in worker.output
 
 
 def test_an_idle_worker_stops_at_once(environment: Environment) -> None:
     worker = environment.start_worker()
-    told_s = time.monotonic()
+    signalled_s = time.monotonic()
     worker.signal(signal.SIGTERM)
     assert worker.end() == 0
-    assert time.monotonic() - told_s < SOON_S
+    assert time.monotonic() - signalled_s < SOON_S
     with environment.client() as client:
         assert client.workers() == ()

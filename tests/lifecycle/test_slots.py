@@ -8,7 +8,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.redis_servers import Nodes
+from tests.support.redis_servers import ClusterServers
 
 from llamaq.producer import Client, InvalidRequest, SlotCommandRefused
 
@@ -60,7 +60,7 @@ def test_a_saved_slot_restored_by_the_next_worker_gives_the_same_text(environmen
             client.save_slot(2, "../fox")
 
 
-def test_impossible_commands_are_refused_and_the_worker_continues(environment: Environment) -> None:
+def test_commands_that_cannot_be_executed_are_refused_and_the_worker_continues(environment: Environment) -> None:
     start_worker(environment)
     with environment.client() as client:
         with pytest.raises(SlotCommandRefused, match="slot 0 has no state"):
@@ -101,7 +101,7 @@ def test_impossible_commands_are_refused_and_the_worker_continues(environment: E
 
 
 def test_slot_commands_reach_their_worker_in_a_cluster(environment: Environment) -> None:
-    with Nodes(environment.folder) as nodes:
+    with ClusterServers(environment.folder) as nodes:
         environment.redis_url = nodes.url
         try:
             start_worker(environment, LLAMAQ_PARTITIONS="4")

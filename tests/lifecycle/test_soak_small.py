@@ -1,4 +1,4 @@
-"""Every scenario of `make soak` in a small form: the same code, by a fixed seed, in a few seconds each."""
+"""Every scenario of `make soak` at a small size: the same code with a fixed seed, in a few seconds each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quiet(done: int, total: int, what: str) -> None:
         pytest.param(subscribers, {"n_subscribers": 60, "n_jobs": 6, "n_tokens": 60}, id="subscribers come and go"),
     ],
 )
-async def test_a_small_soak_finds_nothing_wrong(
+async def test_a_small_soak_finds_no_violation(
     scenario: Callable[..., Awaitable[Outcome]], sizes: dict[str, float]
 ) -> None:
     outcome = await scenario(SEED, quiet, **sizes)

@@ -1,4 +1,4 @@
-"""One worker process for each device. It is restarted when it dies, and never outlives its supervisor."""
+"""The supervisor runs one worker process per device, restarts it when it dies, and leaves no worker behind."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from llamaq.worker.process.supervisor import Supervisor
 configure_logging("info")
 sys.exit(Supervisor([load_settings() for _ in range(int(sys.argv[1]))]).run())
 """
-"""A supervisor of several workers on the CPU. `--devices` needs one GPU for each worker."""
+"""Runs a supervisor of several workers on the CPU. With `--devices`, each worker would need a GPU."""
 
 
 def supervise(environment: Environment, n_children: int, **variables: str) -> Command:
-    """Start it, and wait until its workers are ready."""
+    """Start a supervisor of `n_children` workers, and wait until the workers are ready."""
     supervisor = environment.run(
         [sys.executable, "-c", SUPERVISE, str(n_children)], **environment.worker_variables(**variables)
     )
@@ -49,7 +49,7 @@ def supervise(environment: Environment, n_children: int, **variables: str) -> Co
 
 
 def children_of(pid: int) -> dict[int, str]:
-    """The children of a process, zombies too: id and state."""
+    """Return the state of each child of a process, by process id. Zombies are included."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -61,7 +61,7 @@ def children_of(pid: int) -> dict[int, str]:
     return found
 
 
-def test_a_killed_child_is_started_again_after_a_while_that_doubles(environment: Environment) -> None:
+def test_a_killed_child_is_restarted_after_a_delay_that_doubles(environment: Environment) -> None:
     supervisor = supervise(environment, 2)
     untouched, victim = sorted(children_of(supervisor.pid))
     for round_number in range(2):
@@ -81,7 +81,7 @@ def test_a_killed_child_is_started_again_after_a_while_that_doubles(environment:
     assert supervisor.end() == 0
 
 
-def test_a_worker_is_supervised_unless_it_is_told_otherwise(environment: Environment) -> None:
+def test_a_worker_is_supervised_by_default(environment: Environment) -> None:
     worker = environment.start("worker", **environment.worker_variables())
     worker.await_output("worker.ready")
     (child,) = children_of(worker.pid)
@@ -90,12 +90,12 @@ def test_a_worker_is_supervised_unless_it_is_told_otherwise(environment: Environ
     worker.signal(signal.SIGTERM)
     assert worker.end() == 0
     alone = environment.start_worker()
-    assert not [line for line in environment.living().values() if "llamaq.worker.process.child_main" in line]
+    assert not [line for line in environment.running_processes().values() if "llamaq.worker.process.child_main" in line]
     alone.signal(signal.SIGTERM)
     assert alone.end() == 0
 
 
-def test_a_job_of_a_killed_child_goes_on(environment: Environment, read: Read) -> None:
+def test_the_job_of_a_killed_child_continues(environment: Environment, read: Read) -> None:
     supervisor = supervise(environment, 1)
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=100, ignore_eos=True))
@@ -106,7 +106,7 @@ def test_a_job_of_a_killed_child_goes_on(environment: Environment, read: Read) -
         environment.events_of(reader.job)
 
 
-def test_sigterm_lets_every_child_finish_what_it_runs(environment: Environment, read: Read) -> None:
+def test_after_sigterm_every_child_finishes_its_running_jobs(environment: Environment, read: Read) -> None:
     supervisor = supervise(environment, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0")
     with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=80, ignore_eos=True) for _ in range(3)]
@@ -119,26 +119,26 @@ def test_sigterm_lets_every_child_finish_what_it_runs(environment: Environment, 
         assert supervisor.end() == 0
         assert client.workers() == ()
         assert jobs[2].status().state is JobState.QUEUED
-        assert not environment.living()
+        assert not environment.running_processes()
 
 
-def test_a_second_signal_ends_all_children_at_once(environment: Environment, read: Read) -> None:
+def test_a_second_signal_stops_all_children_at_once(environment: Environment, read: Read) -> None:
     supervisor = supervise(environment, 2)
     with environment.client() as client:
         reader = read(client.submit(PROMPT, max_tokens=1500, ignore_eos=True))
         reader.await_tokens(3)
         supervisor.signal(signal.SIGINT)
         supervisor.await_output("worker.stopping", 2)
-        told_s = time.monotonic()
+        signalled_s = time.monotonic()
         supervisor.signal(signal.SIGINT)
         assert supervisor.end() == 130
-        assert time.monotonic() - told_s < 5
+        assert time.monotonic() - signalled_s < 5
         assert client.workers() == ()
-        assert reader.job.status().state is JobState.QUEUED, "its worker requeued it"
-        assert not environment.living()
+        assert reader.job.status().state is JobState.QUEUED, "the worker did not requeue its job"
+        assert not environment.running_processes()
 
 
-def test_children_end_when_their_supervisor_is_killed_and_hand_their_jobs_back(
+def test_children_requeue_their_jobs_and_end_when_their_supervisor_is_killed(
     environment: Environment, read: Read
 ) -> None:
     supervisor = supervise(environment, 2)
@@ -147,12 +147,12 @@ def test_children_end_when_their_supervisor_is_killed_and_hand_their_jobs_back(
         reader.await_tokens(3)
         supervisor.signal(signal.SIGKILL)
         supervisor.end()
-        environment.await_silence(timeout_s=5)
+        environment.await_no_process(timeout_s=5)
         assert client.workers() == ()
         assert reader.job.status().state is JobState.QUEUED
 
 
-def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(
+def test_children_that_wait_for_redis_end_when_their_supervisor_is_killed(
     environment: Environment, free_port: int
 ) -> None:
     variables = environment.worker_variables(LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
@@ -160,27 +160,27 @@ def test_children_end_when_their_supervisor_is_killed_while_they_wait_for_redis(
     supervisor.await_output("redis.unreachable")
     supervisor.signal(signal.SIGKILL)
     supervisor.end()
-    environment.await_silence(timeout_s=5)
+    environment.await_no_process(timeout_s=5)
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("LLAMAQ_MODEL", "no-such-file.gguf", "--model: there is no file 'no-such-file.gguf'"),
         ("LLAMAQ_REDIS_URL", "http://localhost", "--redis-url (LLAMAQ_REDIS_URL): Redis URL must specify"),
     ],
 )
 def test_a_child_that_cannot_start_ends_its_supervisor_with_one_line(
-    environment: Environment, variable: str, value: str, said: str
+    environment: Environment, variable: str, value: str, message: str
 ) -> None:
     variables = environment.worker_variables(**{variable: value})
     supervisor = environment.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
     assert supervisor.end() == 2
     (line,) = (line for line in supervisor.output.splitlines() if " ERROR " in line)
-    assert said in line
+    assert message in line
     assert "Traceback" not in supervisor.output
     assert "child.died" not in supervisor.output
-    assert not environment.living()
+    assert not environment.running_processes()
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def settings(environment: Environment) -> WorkerSettings:
     return WorkerSettings(redis_url=environment.redis_url, queue=environment.queue, n_threads=1)
 
 
-def test_devices_are_given_one_child_each(settings: WorkerSettings) -> None:
+def test_each_device_has_one_child(settings: WorkerSettings) -> None:
     several = Supervisor.of_devices(settings.model_copy(update={"devices": (0, 3), "model": "x.gguf"}))
     assert [child.settings.device for child in several.children] == [0, 3]
     assert [child.settings.devices for child in several.children] == [(), ()]
@@ -196,7 +196,9 @@ def test_devices_are_given_one_child_each(settings: WorkerSettings) -> None:
     assert [child.settings.device for child in Supervisor.of_devices(settings).children] == [None]
 
 
-def test_a_supervisor_may_also_be_used_without_signals(settings: WorkerSettings, environment: Environment) -> None:
+def test_a_supervisor_can_be_started_checked_and_stopped_by_calls(
+    settings: WorkerSettings, environment: Environment
+) -> None:
     with (environment.folder / "log").open("w+b") as log:
         supervisor = Supervisor([settings], log)
         supervisor.start()
@@ -210,7 +212,7 @@ def test_a_supervisor_may_also_be_used_without_signals(settings: WorkerSettings,
         assert b"worker.stopped" in (environment.folder / "log").read_bytes()
 
 
-def test_a_password_in_the_url_shows_in_no_process_list(environment: Environment) -> None:
+def test_a_password_in_the_redis_url_is_not_in_the_process_list(environment: Environment) -> None:
     with EmbeddedRedis() as server:
         with Redis.from_url(server.url) as redis:
             redis.config_set("requirepass", "hunter2")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def up(environment: Environment, free_port: int) -> Command:
-    """`llamaq up` on a port of its own, when its worker is ready."""
+    """A running `llamaq up` on a free port, whose worker is ready."""
     started = environment.start("up", "--port", str(free_port), "--queue", environment.queue)
     started.await_output("worker.ready")
     return started
@@ -44,14 +44,14 @@ def generate(environment: Environment, url: str) -> str:
     return command.output
 
 
-def test_up_serves_another_process_and_tells_how(environment: Environment, up: Command) -> None:
-    told = up.await_output(r"Try: +(llamaq generate .*)")[1]
-    command = environment.run(["bash", "-c", f"PATH={Path(sys.executable).parent}:$PATH; {told} --max-tokens 8"])
+def test_up_serves_another_process_and_prints_an_example_command(environment: Environment, up: Command) -> None:
+    example = up.await_output(r"Try: +(llamaq generate .*)")[1]
+    command = environment.run(["bash", "-c", f"PATH={Path(sys.executable).parent}:$PATH; {example} --max-tokens 8"])
     assert command.end() == 0, command.output
     assert len(command.output.strip()) > 5
     assert "No --model given" in up.output
     assert "in memory only; --data-dir stores it on disk" in up.output
-    assert any("redis-server" in line for line in environment.living().values())
+    assert any("redis-server" in line for line in environment.running_processes().values())
 
 
 @pytest.mark.parametrize(
@@ -59,24 +59,24 @@ def test_up_serves_another_process_and_tells_how(environment: Environment, up: C
     [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM)],
     ids=["a terminal's Ctrl-C", "SIGINT", "SIGTERM"],
 )
-def test_up_ends_with_all_it_started(
+def test_up_ends_all_processes_that_it_started(
     environment: Environment, up: Command, send_signal: Callable[[int, int], None], number: signal.Signals
 ) -> None:
     send_signal(up.pid, number)
     assert up.end() == 0
-    assert not environment.living()
+    assert not environment.running_processes()
     assert "worker.stopped" in up.output
     assert "Traceback" not in up.output
 
 
-def test_nothing_outlives_an_up_that_is_killed(environment: Environment, up: Command) -> None:
-    assert len(environment.living()) >= 3
+def test_no_process_outlives_an_up_that_is_killed(environment: Environment, up: Command) -> None:
+    assert len(environment.running_processes()) >= 3
     up.signal(signal.SIGKILL)
     up.end()
-    environment.await_silence(timeout_s=10)
+    environment.await_no_process(timeout_s=10)
 
 
-def test_up_keeps_its_data_where_it_is_told_to(environment: Environment, free_port: int) -> None:
+def test_up_stores_its_data_in_the_data_dir(environment: Environment, free_port: int) -> None:
     arguments = ("up", "--port", str(free_port), "--queue", environment.queue, "--data-dir", "data")
     url = f"redis://127.0.0.1:{free_port}/0"
     first = environment.start(*arguments)
@@ -93,7 +93,7 @@ def test_up_keeps_its_data_where_it_is_told_to(environment: Environment, free_po
 
 
 @pytest.mark.parametrize("by", ["flag", "variable"])
-def test_up_starts_no_redis_where_one_is_named(environment: Environment, by: str) -> None:
+def test_up_starts_no_redis_if_a_redis_url_is_given(environment: Environment, by: str) -> None:
     arguments, variables = (
         (["--redis-url", environment.redis_url], {})
         if by == "flag"
@@ -102,7 +102,7 @@ def test_up_starts_no_redis_where_one_is_named(environment: Environment, by: str
     up = environment.start("up", "--queue", environment.queue, *arguments, **variables)
     up.await_output("worker.ready")
     assert generate(environment, environment.redis_url).strip()
-    assert not any("redis-server" in line for line in environment.living().values())
+    assert not any("redis-server" in line for line in environment.running_processes().values())
     assert "embedded" not in up.output
     up.signal(signal.SIGINT)
     assert up.end() == 0
@@ -110,7 +110,7 @@ def test_up_starts_no_redis_where_one_is_named(environment: Environment, by: str
         assert redis.ping()
 
 
-def test_a_port_that_is_in_use_is_said_in_one_line(environment: Environment, free_port: int) -> None:
+def test_a_port_in_use_is_reported_in_one_line(environment: Environment, free_port: int) -> None:
     with EmbeddedRedis(port=free_port):
         up = environment.start("up", "--port", str(free_port))
         assert up.end() == 1
@@ -119,19 +119,19 @@ def test_a_port_that_is_in_use_is_said_in_one_line(environment: Environment, fre
     assert f"--redis-url redis://127.0.0.1:{free_port}/0" in line
 
 
-def test_up_ends_with_its_worker_when_that_cannot_start(environment: Environment, free_port: int) -> None:
+def test_up_ends_when_its_worker_cannot_start(environment: Environment, free_port: int) -> None:
     up = environment.start("up", "--port", str(free_port), "--model", "no-such-file.gguf")
     assert up.end() == 2
     assert "--model: there is no file 'no-such-file.gguf'" in up.output
-    assert not environment.living()
+    assert not environment.running_processes()
 
 
-def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(environment: Environment) -> None:
+def test_the_demo_prints_lines_and_stats_if_its_output_is_not_a_terminal(environment: Environment) -> None:
     began_s = time.monotonic()
     demo = environment.start("demo", COLUMNS="80")
     assert demo.end(timeout_s=60) == 0
     assert time.monotonic() - began_s < 60
-    assert not environment.living()
+    assert not environment.running_processes()
     lines = demo.output.splitlines()
     assert max(map(len, lines)) <= 100
     assert "\x1b" not in demo.output
@@ -141,13 +141,13 @@ def test_the_demo_prints_lines_and_stats_where_there_is_no_terminal(environment:
         row = next(line.split() for line in lines if line.strip().startswith(title) and " | " not in line)
         assert row[-1] in ("stop", "length")
         assert int(row[-7]) > 0, "new tokens"
-    told = [line.partition(" | ")[2] for line in lines if line.strip().startswith("A girl named Mia |")]
-    assert len(" ".join(told)) > 100
+    story = [line.partition(" | ")[2] for line in lines if line.strip().startswith("A girl named Mia |")]
+    assert len(" ".join(story)) > 100
     assert re.search(r"8 jobs together: \d+ tokens", demo.output)
 
 
 class Terminal:
-    """A command in a pseudo-terminal, and everything that it draws."""
+    """A command in a pseudo-terminal, and all output that it draws."""
 
     def __init__(self, environment: Environment, arguments: list[str], columns: int, lines: int) -> None:
         self._ours, theirs = pty.openpty()
@@ -173,11 +173,11 @@ class Terminal:
         return self._drawn.decode(errors="replace")
 
     def _read(self) -> None:
-        with suppress(OSError):  # Linux raises it when the other end is closed
+        with suppress(OSError):  # Linux raises this error when the other end is closed
             while data := os.read(self._ours, 65536):
                 self._drawn += data
 
-    def await_drawing(self, text: str) -> None:
+    def await_drawn(self, text: str) -> None:
         deadline = time.monotonic() + 30
         while text not in self.drawn:
             assert time.monotonic() < deadline, self.drawn
@@ -201,46 +201,46 @@ def test_the_demo_draws_panels_that_fit_a_small_terminal(
 ) -> None:
     terminal = demo_in_terminal()
     assert terminal.end() == 0
-    assert not environment.living()
+    assert not environment.running_processes()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.drawn)
     tops = [line for line in drawn.splitlines() if line.startswith("╭")]
-    assert len(tops) >= 3 * 4, "several frames of two panels in four rows"
+    assert len(tops) >= 3 * 4, "too few frames of two panels in four rows"
     assert {len(line) for line in tops} == {80}
     for title in ("A girl named Mia", "Who has what?"):
         assert any(title in line for line in tops)
     assert re.search(r"\d+ tokens/s · \d/8 slots", drawn)
     assert "8 jobs together" in drawn
     ups = re.findall(r"(?:\x1b\[2K\x1b\[1A)+", terminal.drawn)
-    assert max(up.count("\x1b[1A") for up in ups) < 24, "a frame that does not fit would leave its top behind"
+    assert max(up.count("\x1b[1A") for up in ups) < 24, "a frame was higher than the terminal"
 
 
-def test_an_interrupted_demo_leaves_nothing_behind(
+def test_an_interrupted_demo_leaves_no_process_behind(
     environment: Environment, demo_in_terminal: Callable[..., Terminal]
 ) -> None:
     terminal = demo_in_terminal("--jobs", "64")
-    terminal.await_drawing("tokens/s")
+    terminal.await_drawn("tokens/s")
     os.killpg(terminal.process.pid, signal.SIGINT)
     assert terminal.end() == 130
-    assert not environment.living()
+    assert not environment.running_processes()
     assert "Redis and the worker have been stopped" in terminal.drawn
     assert "Traceback" not in terminal.drawn
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_a_demo_that_is_stopped_from_outside(environment: Environment, number: signal.Signals) -> None:
+def test_no_process_outlives_a_demo_that_receives_a_signal(environment: Environment, number: signal.Signals) -> None:
     demo = environment.start("demo", "--jobs", "64")
     demo.await_output(r" \| ")
     demo.signal(number)
     assert demo.end() == (130 if number == signal.SIGTERM else -9)
-    environment.await_silence(timeout_s=10)
+    environment.await_no_process(timeout_s=10)
     assert "Traceback" not in demo.output
 
 
-def test_a_demo_whose_model_cannot_be_loaded_says_why(environment: Environment) -> None:
+def test_a_demo_whose_model_cannot_be_loaded_prints_the_reason(environment: Environment) -> None:
     (environment.folder / "broken.gguf").write_bytes(b"this is no model")
     demo = environment.start("demo", "--model", "broken.gguf")
     assert demo.end() == 1
-    printed = " ".join(demo.output.split())  # the lines of the log are wrapped at any word
+    printed = " ".join(demo.output.split())  # the console wraps the lines of the log between words
     assert "the worker cannot start; its log:" in printed
     assert "llama.cpp cannot load broken.gguf" in printed
-    assert not environment.living()
+    assert not environment.running_processes()

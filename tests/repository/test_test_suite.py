@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 import pytest
 from tests.support.distribution import distribute, group_of
-from tests.support.quick import NotQuick, held_quick, is_quick
+from tests.support.quick import NotQuick, guard_quick_test, is_quick
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +67,7 @@ def test_a_fixture_a_folder_or_a_mark_makes_a_test_one_that_is_not_quick(test: A
 
 
 def test_a_quick_test_can_neither_start_a_process_nor_load_a_model(demo_model: Path) -> None:
-    with held_quick("test_name"):
+    with guard_quick_test("test_name"):
         with pytest.raises(NotQuick, match="test_name starts a process"):
             subprocess.run(["true"], check=True)
         with pytest.raises(NotQuick, match="test_name loads a model"):

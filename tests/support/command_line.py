@@ -1,4 +1,4 @@
-"""Runs commands of `llamaq` in this process."""
+"""Runs `llamaq` commands in the test process."""
 
 from __future__ import annotations
 

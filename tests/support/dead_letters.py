@@ -11,7 +11,7 @@ from llamaq.worker.broker.job_claims import JobClaims
 
 
 async def add_dead_letters(url: str, queue: str) -> list[str]:
-    """Add one dead job and one entry that is not a job. Returns the ids of their dead letters, in this order."""
+    """Add one dead job and one entry that is not a job. Returns the ids of the two dead letters in this order."""
     async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
         await add_dead_job(client, worker, "what kills")
         await add_garbage_entry(worker)

@@ -1,7 +1,7 @@
-"""Which tests run in the same pytest-xdist worker, and which of them start first.
+"""Groups the tests for pytest-xdist: the tests of a group run in one xdist worker, and long groups start first.
 
-`make test` runs `pytest -n N --dist loadgroup --no-loadscope-reorder`: a group of tests goes to one xdist worker, as a
-whole, and groups start in the order in which the tests were collected. Without xdist nothing here changes anything.
+`make test` runs `pytest -n N --dist loadgroup --no-loadscope-reorder`: each group runs in one xdist worker, and groups
+start in the order in which the tests were collected. Without xdist, tests are neither grouped nor sorted.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import pytest
 
 SERVED_QUEUES = ("slow", "narrow", "demo")
-"""Session fixtures of `tests/e2e`, each of which starts a worker. Their tests form one group for each, so that every
-worker is started once, and no test finds the jobs of another one in its queue."""
+"""Session fixtures of `tests/e2e`, each of which starts a worker. The tests of each fixture form a group, so that its
+worker is started once, and no test finds the jobs of another test in its queue."""
 
 SEPARATE = ("tests/lifecycle/", "tests/repository/test_bench.py", "tests/cli/test_gpu_host_commands.py")
-"""Folders and files whose tests start their own processes and share nothing: each may run in any xdist worker."""
+"""Folders and files whose tests share no process: each of these tests may run in any xdist worker."""
 
 LONG_GROUPS = ("tests/tools/test_demo_model.py", "tests/repository/test_packaging.py", "queue-")
-"""The groups that take longest, by the beginning of their name. They start first, so that all xdist workers end at
-about the same time."""
+"""Prefixes of the names of the longest groups. These groups start first, so that all xdist workers end at about the
+same time."""
 
 
 def group_of(item: pytest.Item) -> str | None:
-    """Return the name of the group of a test; None for a test that is a group by itself.
+    """Return the name of the group of a test, or None if the test needs no group.
 
-    Tests that share a fixture of a module or a worker process stay together. Of the others, those of one file do: an
-    xdist worker then asks for work once for each file, not once for each of 1,800 tests.
+    Tests that share a worker process or a module fixture form a group. All other tests of one file form a group too,
+    so that an xdist worker requests work once per file and not once per test.
     """
     fixtures = getattr(item, "fixturenames", ())
     queue = next((name for name in SERVED_QUEUES if name in fixtures), None)
@@ -37,13 +37,13 @@ def group_of(item: pytest.Item) -> str | None:
 
 
 def has_module_fixture(item: pytest.Item) -> bool:
-    """Whether the test uses a fixture that its file creates once for several tests."""
+    """Whether the test uses a fixture of module scope."""
     info = getattr(item, "_fixtureinfo", None)
     definitions = info.name2fixturedefs if info is not None else {}
     return any(each[-1].scope == "module" for each in definitions.values())
 
 
-def place_of(item: pytest.Item) -> int:
+def start_rank(item: pytest.Item) -> int:
     """Return the sort key of a test: long groups come first, then tests that start processes, then all others."""
     group = group_of(item)
     if group is None:
@@ -52,8 +52,8 @@ def place_of(item: pytest.Item) -> int:
 
 
 def distribute(items: list[pytest.Item]) -> None:
-    """Mark each test with its group, and sort the tests by `place_of`."""
-    items.sort(key=place_of)
+    """Mark each test with its group, and sort the tests by `start_rank`."""
+    items.sort(key=start_rank)
     for item in items:
         if (group := group_of(item)) is not None:
             item.add_marker(pytest.mark.xdist_group(group))

@@ -1,7 +1,7 @@
-"""A Redis in the process of the tests: fakeredis with a Lua interpreter and the `cmsgpack` that our scripts call.
+"""A fake Redis in the test process: fakeredis with a Lua interpreter and the `cmsgpack` that llamaq's scripts call.
 
-It serves tests of client and script logic in milliseconds. `tests/common/protocol/test_scripts.py` is the contract:
-the same cases run on this server and on a real one.
+It makes tests of client and script logic fast. `tests/common/protocol/test_scripts.py` runs the same cases on this
+fake server and on a real one.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import pytest
 from llamaq.common.redis import connect as connect_module
 
 URL = "redis://fakeredis:6379/0"
-"""What a client connects to. The connection is replaced, so the name of the host is not resolved."""
+"""The URL of the fake server. Its host name is never resolved, because the connection class is replaced."""
 
 
 def replace_redis(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make `connect` reach a new, empty fake server until the test ends. Returns the URL to connect to."""
+    """Let `connect` use a new, empty fake server until the test ends, and return its URL."""
     server = fakeredis.FakeServer(version=(7,), server_type="redis")
 
     class InProcess(fakeredis.FakeAsyncRedisConnection):
         def __init__(self, **options: Any) -> None:
-            # With health checks, redis-py waits for ever for an answer of fakeredis 2.40.
+            # With health checks, redis-py waits forever for a reply of fakeredis 2.40.
             super().__init__(server=server, **(options | {"health_check_interval": 0}))
 
     add_cmsgpack(server)
@@ -34,13 +34,15 @@ def replace_redis(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def add_cmsgpack(server: fakeredis.FakeServer) -> None:
-    """Give the server's Lua interpreter the global `cmsgpack`, which fakeredis does not have."""
+    """Define the global `cmsgpack` in the server's Lua interpreter, because fakeredis does not provide it."""
     fakeredis.FakeRedis(server=server).eval("return 1", 0)  # creates the interpreter
     internals: Any = server
     lua = internals._lua_runtime
 
     def pack(value: Any) -> bytes:
-        packed: bytes = msgpack.packb(to_python(value), use_bin_type=False)  # as Redis packs a string of Lua
+        packed: bytes = msgpack.packb(
+            to_python(value), use_bin_type=False
+        )  # Redis packs Lua strings in the same format
         return packed
 
     def unpack(packed: bytes) -> Any:
@@ -51,7 +53,7 @@ def add_cmsgpack(server: fakeredis.FakeServer) -> None:
 
 
 def to_python(value: Any) -> Any:
-    """Return a Lua value as Python has it: a table with the keys 1, 2, 3 ... is a list, any other table is a dict."""
+    """Convert a Lua value to Python. A table with the keys 1, 2, 3, ... becomes a list, any other table a dict."""
     if lupa.lua51.lua_type(value) != "table":
         return value
     items = {key: to_python(each) for key, each in value.items()}
@@ -60,7 +62,7 @@ def to_python(value: Any) -> Any:
 
 
 def to_lua(lua: Any, value: Any) -> Any:
-    """Return a Python value as Lua has it: a list and a dict become tables."""
+    """Convert a Python value to Lua. A list and a dict become tables."""
     if isinstance(value, list):
         return lua.table_from([to_lua(lua, each) for each in value])
     if isinstance(value, dict):

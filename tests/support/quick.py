@@ -1,7 +1,7 @@
 """The quick tests: they start no process and load no model. `make test-quick` runs them in the inner loop.
 
 A test is quick unless its folder, one of its fixtures or the mark `starts_processes` excludes it, so a new test of pure
-logic needs no mark. While a quick test runs, to start a process or to load a model is an error, also in `make test`.
+logic needs no mark. Starting a process or loading a model in a quick test is an error, also in `make test`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ STARTING_FOLDERS = (
     "tests/worker/slot_files/test_slots_on_llama.py",
 )
 STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "chat_model", "any_model"})
-"""Each of them starts a Redis or is a model for llama.cpp."""
+"""Fixtures that start a Redis or return a model file for llama.cpp."""
 STARTING_EVENTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"})
-"""Audit events of the interpreter: https://docs.python.org/3/library/audit_events.html"""
+"""Audit events that the interpreter raises when it starts a process: https://docs.python.org/3/library/audit_events.html"""
 
 _quick_test: str | None = None
 
 
 class NotQuick(Exception):
-    """A quick test starts a process or loads a model."""
+    """Raised when a quick test starts a process or loads a model."""
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -51,14 +51,14 @@ def _refuse_process(event: str, _: object) -> None:
 
 
 def install_audit_hook() -> None:
-    """Watch what the interpreter starts. A hook cannot be removed: it stays until the interpreter ends."""
+    """Install the hook that refuses new processes in quick tests. Python cannot remove an audit hook."""
     sys.addaudithook(_refuse_process)
 
 
 @contextmanager
-def held_quick(test: str) -> Iterator[None]:
-    """Inside the block, starting a process and loading a model raise `NotQuick`. `test` is named in the message."""
-    global _quick_test  # noqa: PLW0603  # an audit hook has no other state
+def guard_quick_test(test: str) -> Iterator[None]:
+    """Raise `NotQuick`, with the name of the test, if this context starts a process or loads a model."""
+    global _quick_test  # noqa: PLW0603  # an audit hook has no argument for state
 
     def refuse_model(*_: object) -> NoReturn:
         raise NotQuick(f"{test} loads a model: it needs a fixture of STARTING_FIXTURES")

@@ -1,6 +1,6 @@
-"""Real redis-servers in the arrangements that people run: a master with a replica and Sentinels, and a cluster.
+"""Groups of real redis-servers: a master with a replica and Sentinels, and a cluster.
 
-All of one arrangement run in one folder, on free ports of 127.0.0.1, and end with it.
+The servers of a group run in one folder, on free ports of 127.0.0.1, and are killed when the group's context ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERVICE = "llamaq-master"
 
 
 def free_ports(count: int, highest: int = 55_000) -> list[int]:
-    """Return free ports, at most `highest`: the bus of a cluster uses the ports that are 10,000 higher."""
+    """Return free ports up to `highest`. A cluster also uses, for each port, the port that is 10,000 higher."""
     found: list[int] = []
     while len(found) < count:
         with socket.socket() as probe:
@@ -41,8 +41,8 @@ def free_ports(count: int, highest: int = 55_000) -> list[int]:
     return found
 
 
-def await_that(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait until `condition` returns something true. An error of Redis counts as false."""
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Wait until `condition` returns a true value. An error of Redis counts as false."""
     deadline = time.monotonic() + timeout_s
     while True:
         with suppress(RedisError):
@@ -54,26 +54,26 @@ def await_that(condition: Callable[[], Any], what: str, timeout_s: float = START
 
 @dataclass(eq=False)
 class Server:
-    """One process of redis-server. It may be killed and started again with its data."""
+    """One process of redis-server. After `kill`, `start` runs it again with the same data."""
 
     folder: Path
     port: int
     options: tuple[str, ...] = ()
     config: str | None = None
-    """Given to Sentinels, which want a file of their own to write to."""
+    """The configuration file of a Sentinel, which the Sentinel rewrites. None for other servers."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Added to ours."""
+    """Environment variables that are added to those of this process."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
-    def start(self, *more: str) -> None:
-        """Start the server and wait until it answers. `more` are options of this start."""
+    def start(self, *extra_options: str) -> None:
+        """Start the server and wait until it replies. `extra_options` apply to this start only."""
         home = self.folder / str(self.port)
         home.mkdir(exist_ok=True)
         command = [str(find_server())]
         if self.config is not None:
             (home / "server.conf").write_text(self.config)
             command += [str(home / "server.conf"), "--sentinel"]
-        command += ["--port", str(self.port), "--bind", HOST, "--dir", str(home), *self.options, *more]
+        command += ["--port", str(self.port), "--bind", HOST, "--dir", str(home), *self.options, *extra_options]
         with (home / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -84,7 +84,7 @@ class Server:
                 stderr=subprocess.STDOUT,
             )
         with self.client() as client:
-            await_that(client.ping, f"an answer of {self}")
+            wait_until(client.ping, f"{self} replies")
 
     def client(self) -> Redis:
         return Redis(host=HOST, port=self.port, socket_timeout=5.0)
@@ -104,19 +104,19 @@ class Server:
         return f"<Server port={self.port} pid={self.process.pid if self.process else None}>"
 
 
-class Arrangement(ABC):
+class ServerGroup(ABC):
     """Servers that start and end together."""
 
     servers: list[Server]
     url: str
-    """What llamaq connects to."""
+    """The URL of the group for llamaq."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start all of them, and return when they serve."""
+        """Start all servers, and wait until they serve."""
 
     def stop(self) -> None:
-        """End all of them at once."""
+        """Kill all servers."""
         for server in self.servers:
             server.kill()
 
@@ -142,28 +142,28 @@ sentinel failover-timeout {service} 2000
 IN_MEMORY = ("--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0")
 
 
-class Watched(Arrangement):
-    """A master and a replica, watched by Sentinels, which agree in a majority that one is down."""
+class SentinelServers(ServerGroup):
+    """A master and a replica that Sentinels watch. A majority of the Sentinels must agree that a server is down."""
 
     def __init__(self, folder: Path, *, n_sentinels: int = 3, down_ms: int = 500) -> None:
-        one, other, *rest = free_ports(2 + n_sentinels)
-        self.data = [Server(folder, one, IN_MEMORY), Server(folder, other, IN_MEMORY)]
+        master_port, replica_port, *sentinel_ports = free_ports(2 + n_sentinels)
+        self.data = [Server(folder, master_port, IN_MEMORY), Server(folder, replica_port, IN_MEMORY)]
         config = SENTINEL_CONFIG.format(
-            service=SERVICE, host=HOST, port=one, quorum=n_sentinels // 2 + 1, down_ms=down_ms
+            service=SERVICE, host=HOST, port=master_port, quorum=n_sentinels // 2 + 1, down_ms=down_ms
         )
-        self.sentinels = [Server(folder, port, config=config) for port in rest]
+        self.sentinels = [Server(folder, port, config=config) for port in sentinel_ports]
         self.servers = [*self.data, *self.sentinels]
-        self.url = f"redis+sentinel://{','.join(f'{HOST}:{port}' for port in rest)}/{SERVICE}"
+        self.url = f"redis+sentinel://{','.join(f'{HOST}:{port}' for port in sentinel_ports)}/{SERVICE}"
 
     def start(self) -> None:
-        """See `Arrangement.start`."""
+        """See `ServerGroup.start`."""
         self.data[0].start()
         self.data[1].start("--replicaof", HOST, str(self.data[0].port))
         with self.data[1].client() as client:
-            await_that(lambda: client.info("replication")["master_link_status"] == "up", "a replica in step")
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica is in sync")
         for sentinel in self.sentinels:
             sentinel.start()
-        await_that(self._know_each_other, "Sentinels that know of each other and of the replica")
+        wait_until(self._know_each_other, "all Sentinels know each other and the replica")
 
     def _know_each_other(self) -> bool:
         for sentinel in self.sentinels:
@@ -175,7 +175,7 @@ class Watched(Arrangement):
 
     @property
     def master(self) -> Server:
-        """The master, according to the first Sentinel."""
+        """The master that the first Sentinel names."""
         with self.sentinels[0].client() as client:
             place: Any = client.sentinel_get_master_addr_by_name(SERVICE)
         return next(server for server in self.data if server.port == int(place[1]))
@@ -192,12 +192,12 @@ class Watched(Arrangement):
     def await_master(self, server: Server) -> None:
         """Wait until the first Sentinel names this server as the master, and the server has that role."""
 
-        def leads() -> bool:
+        def is_master() -> bool:
             with server.client() as client:
                 role: Any = client.role()
             return self.master is server and role[0] in (b"master", "master")
 
-        await_that(leads, f"{server} as the master")
+        wait_until(is_master, f"{server} is the master")
 
 
 CLUSTER_OPTIONS = (
@@ -206,8 +206,8 @@ CLUSTER_OPTIONS = (
 )
 
 
-class Nodes(Arrangement):
-    """A cluster of masters with equal shares of the slots, each with some replicas."""
+class ClusterServers(ServerGroup):
+    """A cluster whose masters have equal shares of the hash slots. Each master has `n_replicas` replicas."""
 
     def __init__(self, folder: Path, *, n_masters: int = 3, n_replicas: int = 0) -> None:
         ports = free_ports(n_masters * (1 + n_replicas))
@@ -220,7 +220,7 @@ class Nodes(Arrangement):
         self.url = "redis+cluster://" + ",".join(f"{HOST}:{server.port}" for server in self.servers)
 
     def start(self) -> None:
-        """See `Arrangement.start`."""
+        """See `ServerGroup.start`."""
         for server in self.servers:
             server.start()
         for place, master in enumerate(self.masters):
@@ -239,16 +239,16 @@ class Nodes(Arrangement):
     def _attach(self, replica: Server, master_name: str) -> None:
         _cluster(replica, "REPLICATE", master_name)
         with replica.client() as client:
-            await_that(lambda: client.info("replication")["master_link_status"] == "up", f"{replica} in step")
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", f"{replica} is in sync")
 
     def _await_everywhere(self, name: str, value: str) -> None:
-        await_that(
+        wait_until(
             lambda: all(_cluster(server, "INFO")[name] == value for server in self.servers),
-            f"{name} {value} everywhere",
+            f"{name} is {value} on every server",
         )
 
     def master_of(self, slot: int) -> Server:
-        """Return the server that has the slot, according to the first living server."""
+        """Return the master of a hash slot, according to the first running server."""
         for server in self.servers:
             if server.process is None:
                 continue
@@ -259,7 +259,7 @@ class Nodes(Arrangement):
 
 
 def _cluster(server: Server, command: str, *arguments: object) -> Any:
-    """Return the answer of the server to `CLUSTER command`."""
+    """Return the server's reply to `CLUSTER command`."""
     with server.client() as client:
         execute: Any = client.execute_command
         return execute(f"CLUSTER {command}", *arguments)

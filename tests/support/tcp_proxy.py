@@ -3,12 +3,12 @@
     with Proxy(server.url) as proxy:
         client = Client(proxy.url)
         ...
-        proxy.cut()        # every connection is reset; new ones pass
-        proxy.silence()    # every connection stays open and passes nothing more, without an error; new ones pass
-        proxy.refuse()     # new connections are refused until `accept()`; the present ones stay
-        proxy.lead_to(url) # new connections go to another server
+        proxy.cut()             # resets every open connection
+        proxy.silence()         # every open connection stays open, but transfers no more data
+        proxy.refuse()          # refuses new connections until `accept()`; open connections stay
+        proxy.redirect_to(url)  # new connections go to another server
 
-All methods may be called from any thread, and have happened when they return.
+All methods may be called from any thread. Their effect is complete when they return.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 CHUNK_BYTES = 64 * 1024
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-"""SO_LINGER of zero seconds: closing sends RST, as a crashed host or a firewall does."""
+"""SO_LINGER of zero seconds: closing the socket sends RST, like a restarted host or a firewall."""
 
 
 class Proxy:
-    """Listens on a port of 127.0.0.1 and passes everything on to one server."""
+    """Listens on a port of 127.0.0.1 and forwards all data to one server."""
 
     def __init__(self, url: str, *, port: int = 0) -> None:
-        """`url` is the server's, `redis://host:port/0` or `unix:///path`; port 0 takes a free one."""
+        """Create a proxy to the server at `url`, `redis://host:port/0` or `unix:///path`. Port 0: any free port."""
         self._target = urlsplit(url)
         self._port = port
         self._loop = asyncio.new_event_loop()
-        self._pairs: dict[_Pair, asyncio.Task[object] | None] = {}
+        self._pairs: dict[_ProxiedConnection, asyncio.Task[object] | None] = {}
         self._server: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self.n_cut = 0
-        """Connections that `cut` has reset so far."""
+        """Number of connections that `cut` has reset."""
         self.n_silenced = 0
-        """Connections that `silence` has silenced so far."""
+        """Number of connections that `silence` has silenced."""
 
     def __repr__(self) -> str:
         return f"<Proxy {self.url} connections={len(self._pairs)} cut={self.n_cut} silenced={self.n_silenced}>"
 
     @property
     def url(self) -> str:
-        """What a client connects to instead of the server."""
+        """The URL of this proxy for clients."""
         return f"redis://{HOST}:{self._port}/0"
 
     @property
     def n_connections(self) -> int:
-        """Connections that pass through now, silent ones included."""
+        """Number of open connections, silent ones included."""
         return len(self._pairs)
 
     def cut(self) -> int:
-        """Reset all connections; returns how many there were."""
+        """Reset all open connections, and return their number."""
         n_cut = self._run(self._cut)
         self.n_cut += n_cut
         return n_cut
 
     def silence(self) -> int:
-        """From now on nothing passes through the present connections, though they stay open; returns how many."""
+        """Stop the transfer on all open connections without closing them, and return their number."""
         n_silenced = self._run(self._silence)
         self.n_silenced += n_silenced
         return n_silenced
@@ -80,8 +80,8 @@ class Proxy:
         """Accept new connections again."""
         self._await(self._open_port())
 
-    def lead_to(self, url: str) -> None:
-        """Connect new connections to this server."""
+    def redirect_to(self, url: str) -> None:
+        """Forward new connections to the server at `url`."""
         self._target = urlsplit(url)
 
     def _cut(self) -> int:
@@ -91,10 +91,10 @@ class Proxy:
         return len(pairs)
 
     def _silence(self) -> int:
-        talking = [pair for pair in self._pairs if not pair.is_silent]
-        for pair in talking:
+        transferring = [pair for pair in self._pairs if not pair.is_silent]
+        for pair in transferring:
             pair.is_silent = True
-        return len(talking)
+        return len(transferring)
 
     async def _open_port(self) -> None:
         self._server = await asyncio.start_server(self._serve, HOST, self._port)
@@ -107,14 +107,14 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await self._connect()
-        except OSError:  # the server is away: so is its proxy
+            server_reader, server_writer = await self._connect()
+        except OSError:  # the server cannot be reached
             _reset(writer)
             return
-        pair = _Pair(writer, far_writer)
+        pair = _ProxiedConnection(writer, server_writer)
         self._pairs[pair] = asyncio.current_task()
         try:
-            await asyncio.gather(pair.pump(reader, far_writer), pair.pump(far_reader, writer))
+            await asyncio.gather(pair.pump(reader, server_writer), pair.pump(server_reader, writer))
         finally:
             del self._pairs[pair]
 
@@ -152,15 +152,15 @@ class Proxy:
         await asyncio.gather(*tasks)
 
 
-class _Pair:
-    """One connection: its near end, towards the client, and its far end, towards the server."""
+class _ProxiedConnection:
+    """One connection of a client, and the proxy's connection to the server for it."""
 
-    def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
-        self._ends = (near, far)
+    def __init__(self, to_client: asyncio.StreamWriter, to_server: asyncio.StreamWriter) -> None:
+        self._ends = (to_client, to_server)
         self.is_silent = False
 
     async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass on what comes until either end closes; then the other one closes too, unless the pair is silent."""
+        """Forward data until one end closes, then close the other end. If silent, read the data without forwarding it."""
         with suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
                 if not self.is_silent:
@@ -168,7 +168,7 @@ class _Pair:
                     await writer.drain()
         if not self.is_silent:
             writer.close()
-        elif writer is self._ends[1]:  # the client has closed: only now the server learns of it
+        elif writer is self._ends[1]:  # the client has closed a silent connection: reset the server's end
             self.reset()
 
     def reset(self) -> None:
