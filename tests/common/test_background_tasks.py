@@ -1,4 +1,4 @@
-"""Background tasks are kept until they end, and end with their owner."""
+"""Background tasks are referenced until they end, and their owner can wait for them or cancel them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from llamaq.common.background_tasks import BackgroundTasks
 
 
-async def test_a_started_task_is_kept_until_it_has_ended() -> None:
+async def test_a_started_task_is_referenced_until_it_has_ended() -> None:
     tasks = BackgroundTasks()
     release = asyncio.Event()
     task = tasks.start(release.wait())

@@ -1,7 +1,7 @@
-"""Each Lua script: its fence, and that running it twice does no more than running it once.
+"""Each Lua script refuses writes of old attempts, and a second call with the same arguments changes nothing.
 
-Every case runs on a real server and on the fake one of `tests.support.fake_redis`. This is the contract that lets other
-tests use the fake one.
+Every test runs on a real server and on the fake server of `tests.support.fake_redis`. So other tests may use the fake
+server.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ async def test_cancelling_a_claimed_job_before_its_start_ends_it(redis_url: str,
         assert (await client.queue_depth()).running == 0
 
 
-async def test_the_worker_of_a_cancelled_job_learns_of_it_from_its_flush(redis_url: str, queue: str) -> None:
+async def test_the_flush_of_a_cancelled_job_returns_cancel(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         assert await worker.scripts.cancel(job.id) == "requested"

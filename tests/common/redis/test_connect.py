@@ -90,7 +90,7 @@ async def test_after_a_timeout_all_older_connections_reconnect(redis_url: str) -
         await redis.aclose()
 
 
-async def test_retries_end_at_the_deadline_but_not_before_the_second_try() -> None:
+async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice() -> None:
     tries = 0
 
     async def fail_slowly() -> None:

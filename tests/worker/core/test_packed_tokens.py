@@ -30,7 +30,7 @@ def test_a_common_prefix_is_counted_in_whole_tokens(start: list[int], one: list[
 
 
 @pytest.mark.parametrize("at", [0, 1, 63, 64, 4095, 7998, 7999])
-def test_the_one_token_that_differs_in_a_long_prefix_is_found(at: int) -> None:
+def test_the_first_different_token_of_long_prefixes_is_found(at: int) -> None:
     tokens = list(range(8000))
     other = tokens.copy()
     other[at] += 1 << 24
@@ -38,7 +38,7 @@ def test_the_one_token_that_differs_in_a_long_prefix_is_found(at: int) -> None:
     assert common_prefix(pack(tokens), pack(tokens[:at])) == at
 
 
-def test_packed_tokens_are_four_bytes_each_and_nothing_larger_is_cut_down() -> None:
+def test_a_packed_token_has_four_bytes_and_a_larger_number_is_refused() -> None:
     assert (len(pack([1, -1, 151_935])), pack([])) == (12, b"")
     with pytest.raises(OverflowError):
         pack([2**31])

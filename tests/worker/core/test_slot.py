@@ -11,7 +11,7 @@ from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.testing import make_job
 
 
-def test_a_slot_obeys_the_table_of_transitions_and_no_state_goes_to_itself() -> None:
+def test_a_slot_obeys_the_table_of_transitions_which_has_no_transition_to_the_same_state() -> None:
     for before, after in itertools.product(SlotState, SlotState):
         slot = Slot(0, before)
         if after in TRANSITIONS[before]:

@@ -247,7 +247,7 @@ def test_a_sequence_that_lost_its_cells_is_prefilled_again(engine: Engine) -> No
     assert_equal_output(slots[1], generate_alone(engine, prompt(50, seed=2), 10))
 
 
-def test_without_room_the_parts_that_fit_continue_and_the_others_may_be_decoded_later(
+def test_without_room_for_all_parts_those_that_fit_continue_and_the_others_may_be_decoded_later(
     chat_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(Model(chat_model, n_gpu_layers=0), ContextOptions(256, 128, 32, 3, 1, 1))

@@ -384,7 +384,7 @@ def test_without_room_a_block_is_refused_and_the_sequence_is_unchanged(make_engi
 
 
 @pytest.mark.parametrize("name", ["plain", "grouped"])
-def test_saving_needs_no_free_cell_and_keeps_none(make_engine: MakeEngine, name: str) -> None:
+def test_saving_needs_no_free_cell_and_leaves_no_cell_used(make_engine: MakeEngine, name: str) -> None:
     engine, tokens = make_engine(name, n_ctx=256), prompt(256)
     compute(engine, 0, tokens)
     blocks = [engine.sequences.save(0, start, start + 64) for start in range(0, 256, 64)]

@@ -248,7 +248,7 @@ def test_a_step_that_takes_too_long_rejects_the_job(vocab: Vocab, monkeypatch: p
         grammar.accept([vocab.encode("a")[1]] * 100)
 
 
-def test_a_dead_process_is_replaced(blob: bytes) -> None:
+def test_a_grammar_process_that_died_is_replaced(blob: bytes) -> None:
     sandbox = GrammarSandbox(blob)
     sandbox.compile(JobParams(grammar='root ::= "a"'))
     process = sandbox._process

@@ -92,7 +92,7 @@ def test_top_k_of_a_large_vocabulary_keeps_what_llama_cpp_keeps(k: int) -> None:
 
 
 @pytest.mark.parametrize("n", [10, 1000, 100_000])
-def test_of_equal_logits_top_k_keeps_the_smaller_ids(n: int) -> None:
+def test_top_k_keeps_the_smaller_ids_among_equal_logits(n: int) -> None:
     assert top_k(np.zeros(n, np.float32), 7).tokens.tolist() == list(range(7))
 
 

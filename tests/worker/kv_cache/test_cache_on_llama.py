@@ -76,7 +76,7 @@ class Rig:
 
 
 @pytest.fixture
-def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
+def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Rig]]:
     engines: list[Engine] = []
     folder = tmp_path_factory.getbasetemp() / "cache-kinds"
     folder.mkdir(exist_ok=True)
@@ -144,9 +144,9 @@ def assert_alike(rig: Rig, reference: Rig) -> None:
 
 @pytest.mark.parametrize(("model", "unified"), KINDS)
 def test_a_second_turn_computes_its_new_tokens_and_at_most_one_more(
-    make: Callable[..., Rig], model: str, unified: bool
+    make_rig: Callable[..., Rig], model: str, unified: bool
 ) -> None:
-    rig, reference = make(model, unified), make(model, unified, cache=False)
+    rig, reference = make_rig(model, unified), make_rig(model, unified, cache=False)
     rig.run(make_job(prompt(150, 1), job_id="turn1", max_tokens=6))
     second = [*rig.history("turn1"), *prompt(30, 2)]
     stats = rig.run(make_job(second, job_id="turn2", max_tokens=6))["turn2"]
@@ -159,9 +159,9 @@ def test_a_second_turn_computes_its_new_tokens_and_at_most_one_more(
 
 @pytest.mark.parametrize(("model", "unified"), KINDS)
 def test_jobs_submitted_together_compute_their_common_prefix_once(
-    make: Callable[..., Rig], model: str, unified: bool
+    make_rig: Callable[..., Rig], model: str, unified: bool
 ) -> None:
-    rig, reference = make(model, unified), make(model, unified, cache=False)
+    rig, reference = make_rig(model, unified), make_rig(model, unified, cache=False)
 
     def jobs() -> list[Job]:
         return [make_job(prompt(170, 1) + prompt(9, 10 + at), job_id=f"j{at}", max_tokens=5) for at in range(4)]
@@ -174,8 +174,8 @@ def test_jobs_submitted_together_compute_their_common_prefix_once(
 
 
 @pytest.mark.parametrize(("model", "unified"), KINDS)
-def test_an_evicted_prefix_is_loaded_from_host_memory(make: Callable[..., Rig], model: str, unified: bool) -> None:
-    rig, reference = make(model, unified, host=True), make(model, unified, cache=False)
+def test_an_evicted_prefix_is_loaded_from_host_memory(make_rig: Callable[..., Rig], model: str, unified: bool) -> None:
+    rig, reference = make_rig(model, unified, host=True), make_rig(model, unified, cache=False)
     rig.run(*(make_job(prompt(150, at), job_id=f"turn1-{at}", max_tokens=6) for at in range(4)))
     rig.run(make_job(prompt(3, 99), max_tokens=8, cache_prompt=False))  # entries are evicted while other jobs run
     assert (rig.scheduler.cache_snapshot().entries, rig.scheduler.cache_snapshot().used_cells) == (0, 0)
@@ -191,9 +191,9 @@ def test_an_evicted_prefix_is_loaded_from_host_memory(make: Callable[..., Rig], 
 
 @pytest.mark.parametrize("model", ["recurrent", "hybrid"])
 def test_a_state_is_cached_at_the_end_of_the_system_prompt_of_the_prompt_and_of_every_chunk(
-    make: Callable[..., Rig], model: str
+    make_rig: Callable[..., Rig], model: str
 ) -> None:
-    rig, reference = make(model, True), make(model, True, cache=False)
+    rig, reference = make_rig(model, True), make_rig(model, True, cache=False)
     system = prompt(50, 1)
     orders = {
         "first": system + prompt(100, 2),

@@ -69,7 +69,7 @@ def tokens_of(outputs: list[Output], job_id: str) -> list[int]:
 # ---- the cache alone
 
 
-def a_run(tokens: list[int], order: int = 1, n_past: int = 0, scope: Scope | None = None) -> Run:
+def make_run(tokens: list[int], order: int = 1, n_past: int = 0, scope: Scope | None = None) -> Run:
     job = make_job(tokens)
     job.scope = scope or Scope()
     return Run(job, 40 + order, tokens, n_past=n_past, admission_number=order, packed=pack(tokens))
@@ -87,7 +87,7 @@ def test_a_match_is_the_longest_prefix_among_entries_and_runs() -> None:
     cache = RadixPrefixCache()
     cache.insert(1, pack([1, 2, 3]), Scope())
     cache.insert(2, pack([1, 2, 9, 9, 9]), Scope())
-    cache.add_run(run := a_run([1, 2, 3, 4, 5, 6], n_past=5))
+    cache.add_run(run := make_run([1, 2, 3, 4, 5, 6], n_past=5))
     found = cache.match(pack([1, 2, 9, 9, 7]), Scope())
     assert isinstance(found.source, Entry)
     assert (found.n_held, found.source.seq_id) == (4, 2)
@@ -102,7 +102,7 @@ def test_a_match_is_the_longest_prefix_among_entries_and_runs() -> None:
 def test_only_runs_admitted_before_can_be_leaders() -> None:
     cache = RadixPrefixCache()
     for order in (1, 2):
-        cache.add_run(a_run([7] * 20, order=order))
+        cache.add_run(make_run([7] * 20, order=order))
     found = cache.match(pack([7] * 20), Scope(), admitted_before=2)
     assert found.leader is not None
     assert found.leader.admission_number == 1
@@ -126,7 +126,7 @@ def test_a_state_that_cannot_be_cut_matches_only_with_all_its_tokens() -> None:
     assert cache.match(pack([1, 2, 3]), Scope()).n_held == 2
     assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_held == 4
     assert cache.match(pack([1, 9]), Scope()).n_held == 0
-    cache.add_run(a_run([1, 2, 3, 4, 5, 6, 7], n_past=6))
+    cache.add_run(make_run([1, 2, 3, 4, 5, 6, 7], n_past=6))
     assert cache.match(pack([1, 2, 3, 4, 5, 6]), Scope()).n_held == 6
     assert cache.match(pack([1, 2, 3, 4, 5]), Scope()).n_held == 4
 
@@ -174,7 +174,9 @@ PROMPTS = ["Once upon a time", "Once upon a midnight", "Once upon a time there w
 @pytest.mark.parametrize("n_ctx", [80, 120, 400])
 @pytest.mark.parametrize("host_bytes", [0, 3_000, 10**6])
 @pytest.mark.parametrize("held_cells", [0, 30, None])
-def test_jobs_generate_the_same_with_and_without_a_cache(n_ctx: int, host_bytes: int, held_cells: int | None) -> None:
+def test_jobs_generate_the_same_tokens_with_and_without_a_cache(
+    n_ctx: int, host_bytes: int, held_cells: int | None
+) -> None:
     texts = []
     for cache in (NullPrefixCache(), RadixPrefixCache()):
         scheduler, engine = scheduler_with(cache, n_ctx, host_bytes=host_bytes, held_cells=held_cells)
@@ -237,7 +239,7 @@ def test_entries_are_evicted_when_a_job_needs_their_cells() -> None:
     assert scheduler.cache_snapshot().entries == 0
 
 
-def test_entries_are_not_evicted_when_that_would_not_make_enough_room() -> None:
+def test_no_entry_is_evicted_if_the_room_would_still_be_too_small() -> None:
     cache = RadixPrefixCache()
     scheduler, engine = scheduler_with(cache, n_ctx=100)
     scheduler.submit(make_job([1] * 20, max_tokens=5))
@@ -307,7 +309,7 @@ def test_a_follower_can_follow_another_follower() -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "release", "fail"])
 @pytest.mark.parametrize("ticks", [1, 3])
-def test_when_the_leader_leaves_a_follower_computes_the_rest(how: str, ticks: int) -> None:
+def test_when_the_leader_leaves_its_slot_a_follower_computes_the_rest(how: str, ticks: int) -> None:
     scheduler, engine = scheduler_with(n_ctx=4000, n_slots=4, n_seq_max=32)
     jobs = [make_job([1] * 100 + [at], job_id=f"j{at}", max_tokens=2) for at in range(4)]
     for job in jobs:
@@ -326,7 +328,7 @@ def test_when_the_leader_leaves_a_follower_computes_the_rest(how: str, ticks: in
     assert engine.computed - n_before <= 100 - n_cached + 3 + 3
 
 
-def test_a_job_does_not_follow_another_for_a_few_tokens() -> None:
+def test_a_job_does_not_wait_for_another_job_to_save_only_a_few_tokens() -> None:
     scheduler, engine = scheduler_with(n_ctx=4000)
     scheduler.submit(make_job([1] * 5 + [2] * 50))
     scheduler.submit(make_job([1] * 5 + [3] * 50))

@@ -115,7 +115,7 @@ def fork_of_three() -> CellLedger:
     return ledger
 
 
-def test_the_picture_in_the_docstring_is_true() -> None:
+def test_the_counts_equal_those_in_the_picture_of_the_docstring() -> None:
     ledger = fork_of_three()
     assert repr(ledger) == "<CellLedger 19/100 cells used, 14 shared, 3 sequences>"
     assert ledger.owned(7) == 4
@@ -156,7 +156,7 @@ def test_the_source_of_a_copy_may_itself_be_a_copy() -> None:
 
 
 @pytest.mark.parametrize("n_kept", [0, 3])
-def test_an_heir_still_shares_cells_with_the_sequence_above(n_kept: int) -> None:
+def test_the_heir_of_a_cut_sequence_still_shares_its_first_cells(n_kept: int) -> None:
     ledger = CellLedger(100)
     ledger.grow(0, 10)
     ledger.share(0, 1, 6)

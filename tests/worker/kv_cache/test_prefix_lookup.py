@@ -1,4 +1,4 @@
-"""Each admission looks a prompt up once and uses that hit to its end, except where an eviction makes the hit stale."""
+"""Each admission looks a prompt up once. The lookup is repeated only if an eviction makes its hit stale."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_job_that_waits_for_room_is_looked_up_once_per_tick() -> None:
     assert [rig.lookups_of_a_tick() for _ in range(3)] == [1, 1, 1]
 
 
-def test_while_all_slots_are_busy_nothing_is_looked_up() -> None:
+def test_while_all_slots_are_busy_no_prefix_is_looked_up() -> None:
     rig = Rig(n_slots=1)
     rig.submit(make_job([1] * 20, max_tokens=40), make_job([2] * 20, max_tokens=40))
     assert rig.lookups_of_a_tick() == 2
@@ -82,7 +82,7 @@ def test_the_eviction_of_other_entries_does_not_repeat_the_lookup() -> None:
     assert end.stats.prefix_cache_tokens == 40
 
 
-def test_a_hit_whose_entry_is_evicted_is_stale_and_its_cells_are_not_counted() -> None:
+def test_the_cells_of_a_stale_hit_do_not_count_as_room() -> None:
     rig = Rig(n_slots=2, n_ctx=100)
     rig.submit(make_job([1] * 44, max_tokens=2))
     rig.finish()

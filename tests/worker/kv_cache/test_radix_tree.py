@@ -65,7 +65,7 @@ def test_after_every_step_a_lookup_finds_the_same_as_a_comparison_with_all_holde
 
 @settings(max_examples=40, deadline=None)
 @given(STEPS)
-def test_nothing_is_left_of_what_was_removed(steps: list[tuple[bool, list[int], str]]) -> None:
+def test_without_holders_only_the_root_remains(steps: list[tuple[bool, list[int], str]]) -> None:
     index, held = Tree(), set[tuple[tuple[int, ...], str]]()
     for index, held in apply_steps(steps):  # noqa: B007 - only the last pair is used
         pass
@@ -106,7 +106,7 @@ def test_a_holder_under_two_strings_is_found_at_the_longer_one_and_removed_from_
     assert (len(index), list(index.matches(letters("abcx")))) == (1, [(2, "a")])
 
 
-def test_a_holder_without_tokens_is_held_and_never_matched() -> None:
+def test_a_holder_without_tokens_is_stored_and_never_matched() -> None:
     index = index_of(a="", b="b")
     assert (len(index), list(index.matches(letters("b"))), list(index.matches(b""))) == (2, [(1, "b")], [])
     index.remove(b"", "a")
@@ -181,7 +181,7 @@ PATTERNS: dict[str, Callable[[], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_lookup_takes_far_less_than_its_bound_and_copies_nothing(pattern: str) -> None:
+def test_a_lookup_in_a_large_tree_is_fast_and_copies_no_tokens(pattern: str) -> None:
     strings = PATTERNS[pattern]()
     index: RadixTree[int] = RadixTree()
     for holder, tokens in enumerate(strings):

@@ -1,6 +1,7 @@
 """The demo model recalls facts in eight slots while sequences are evicted, loaded, preempted and cancelled around it.
 
-An answer out of another job's cells would be a wrong one. `RECALL_JOBS=500` is the long form (`make soak-cache`).
+If a job used the cells of another job, its answer would be wrong. `RECALL_JOBS=500` selects the long form
+(`make soak-cache`).
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def apply_pressure(rig: Rig, vocab: Vocab, asked: Sequence[Question]) -> set[str
 
 
 @pytest.mark.timeout(1800)
-def test_every_answer_is_the_one_given_alone(rigs: tuple[Rig, Rig], vocab: Vocab) -> None:
+def test_every_answer_equals_that_of_a_job_that_runs_alone(rigs: tuple[Rig, Rig], vocab: Vocab) -> None:
     pressed, alone = rigs
     asked = questions(1)
     bystanders = apply_pressure(pressed, vocab, asked)

@@ -24,7 +24,7 @@ def test_a_job_is_acquired_only_when_prompt_and_answer_can_be_reserved() -> None
     assert pool.missing_cells(make_job([7] * 10, max_tokens=25).reservation) == 5
 
 
-def test_without_an_idle_slot_nothing_is_acquired() -> None:
+def test_without_an_idle_slot_no_job_is_acquired() -> None:
     pool = SlotPool(1, 1000, 4)
     pool.acquire(make_job(max_tokens=1), 0.0)
     assert not can_acquire(pool, make_job(max_tokens=1))
@@ -54,7 +54,7 @@ def test_more_slots_than_sequences_are_refused() -> None:
         SlotPool(4, 100, 3)
 
 
-def damaged(pool: SlotPool, slot: Slot, how: str) -> None:
+def damage(pool: SlotPool, slot: Slot, how: str) -> None:
     match how:
         case "two owners":
             pool.slots[1].run = slot.run
@@ -88,10 +88,10 @@ def damaged(pool: SlotPool, slot: Slot, how: str) -> None:
         "beyond the limit",
     ],
 )
-def test_the_integrity_check_finds(how: str) -> None:
+def test_the_integrity_check_finds_damage(how: str) -> None:
     pool = SlotPool(2, 100, 3)
     slot = pool.acquire(make_job([7] * 8, max_tokens=4), 0.0)
     pool.check_integrity()
-    damaged(pool, slot, how)
+    damage(pool, slot, how)
     with pytest.raises(AssertionError):
         pool.check_integrity()

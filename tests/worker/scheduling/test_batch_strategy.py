@@ -71,7 +71,7 @@ def test_balanced_gives_the_unused_part_of_one_half_to_the_other() -> None:
     assert planned(Balanced(), slots_of(0, 0, 0, 1), 4, 64) == ([0, 1, 2], {3: 1})
 
 
-def test_streams_that_have_generated_least_come_first_when_not_all_fit() -> None:
+def test_streams_with_the_fewest_generated_tokens_come_first_when_the_budget_is_too_small() -> None:
     slots = slots_of(0, 0, 0)
     slots[0].active.tokens.insert(0, 7)
     slots[0].active.n_past += 1

@@ -1,4 +1,4 @@
-"""An interactive job need not wait for bulk jobs: the bulk job admitted last is preempted, and resumes later."""
+"""An interactive job does not wait for bulk jobs: the bulk job admitted last is preempted, and resumes later."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_job_is_preempted_for_cells_only_after_entries_are_evicted() -> None:
     assert all(end.reason is FinishReason.LENGTH for end in ends.values())
 
 
-def test_no_job_is_preempted_in_vain_or_for_a_job_of_equal_priority() -> None:
+def test_no_job_is_preempted_if_the_room_is_still_too_small_or_for_a_job_of_equal_priority() -> None:
     rig = Rig(n_ctx=200)
     rig.submit("interactive", [1] * 60, max_tokens=60)
     rig.submit("bulk", [2] * 20, bulk=True, max_tokens=40)

@@ -117,7 +117,7 @@ def test_an_end_token_as_first_token_gives_an_empty_result() -> None:
     assert (end.reason, end.stats.generated_tokens, end.stats.ttft_ms) == (FinishReason.STOP, 0, 0.0)
 
 
-def test_a_stop_string_split_over_tokens_ends_the_job_and_is_never_shown() -> None:
+def test_a_stop_string_split_over_tokens_ends_the_job_and_is_never_in_the_text() -> None:
     rig = Rig(next_token=model_that_generates("good END and more", after=6))
     rig.submit(make_job("Hello", max_tokens=50, stop=["END"]))
     outputs = rig.finish()
@@ -125,7 +125,7 @@ def test_a_stop_string_split_over_tokens_ends_the_job_and_is_never_shown() -> No
     assert text_of(outputs) == "good "
 
 
-def test_the_start_of_a_stop_string_that_is_never_completed_is_shown_with_the_end() -> None:
+def test_the_start_of_an_incomplete_stop_string_is_in_the_text_of_the_end() -> None:
     rig = Rig(next_token=model_that_generates("good EN", after=6))
     rig.submit(make_job("Hello", max_tokens=50, stop=["END"]))
     outputs = rig.finish()
@@ -150,7 +150,9 @@ def test_no_context_limit_is_larger_than_the_pool() -> None:
 
 
 @pytest.mark.parametrize(("n_prompt", "fails"), [(63, False), (64, True), (5000, True)])
-def test_a_prompt_that_fills_the_context_fails_alone_and_its_error_has_the_numbers(n_prompt: int, fails: bool) -> None:
+def test_a_prompt_that_fills_the_context_fails_only_its_job_with_both_lengths_in_the_error(
+    n_prompt: int, fails: bool
+) -> None:
     rig = Rig(n_ctx=64)
     rig.submit(make_job([7] * n_prompt, job_id="large"), make_job("ok", job_id="small", max_tokens=3))
     ends = ends_of(rig.finish())
@@ -166,7 +168,7 @@ def test_a_prompt_that_fills_the_context_fails_alone_and_its_error_has_the_numbe
     assert "--n-ctx" in error.message
 
 
-def test_a_prompt_without_tokens_fails_alone() -> None:
+def test_a_prompt_without_tokens_fails_only_its_job() -> None:
     rig = Rig()
     rig.submit(make_job([]))
     error = only_end(rig.finish()).error
@@ -174,7 +176,7 @@ def test_a_prompt_without_tokens_fails_alone() -> None:
     assert error.code is ErrorCode.INVALID_REQUEST
 
 
-def test_a_sampler_that_refuses_fails_its_job_alone() -> None:
+def test_an_error_of_a_sampler_fails_only_its_job() -> None:
     rig = Rig()
     rig.submit(make_job(job_id="bad", max_tokens=9, sampler=GreedySampler(fails_at=3)))
     rig.submit(make_job(job_id="good", max_tokens=9))
@@ -187,7 +189,7 @@ def test_a_sampler_that_refuses_fails_its_job_alone() -> None:
     assert rig.engine.sequences.memory == {}
 
 
-def test_an_error_of_the_engine_fails_its_job_alone() -> None:
+def test_an_error_of_the_engine_for_one_job_fails_only_that_job() -> None:
     rig = Rig()
     rig.engine.fail_job("bad")
     rig.submit(make_job(job_id="bad"), make_job(job_id="good", max_tokens=3))
@@ -299,13 +301,13 @@ def test_a_newer_attempt_replaces_the_older_one() -> None:
     assert old.sampler.closed
 
 
-def test_the_same_attempt_twice_runs_once() -> None:
+def test_a_second_submit_of_the_same_attempt_is_dropped() -> None:
     rig = Rig()
     rig.submit(make_job(job_id="j", max_tokens=3), make_job(job_id="j", max_tokens=3))
     assert only_end(rig.finish()).stats.generated_tokens == 3
 
 
-def test_releasing_older_attempts_leaves_the_newest() -> None:
+def test_a_release_of_older_attempts_does_not_remove_a_newer_one() -> None:
     rig = Rig()
     rig.submit(make_job(job_id="j", attempt=2))
     assert not rig.scheduler.release("j", before_attempt=2)
@@ -428,7 +430,7 @@ def test_a_job_whose_cells_were_lost_is_prefilled_again_and_generates_the_same_t
     assert tokens_of(outputs, "j") == expected
 
 
-def test_where_the_engine_finds_no_room_the_job_admitted_last_is_preempted_and_resumes() -> None:
+def test_when_the_engine_finds_no_room_the_job_admitted_last_is_preempted_and_resumes() -> None:
     rig = Rig()
     rig.submit(*(make_job(job_id=f"j{number}", max_tokens=9) for number in range(2)))
     outputs = rig.tick(3)
@@ -443,7 +445,7 @@ def test_where_the_engine_finds_no_room_the_job_admitted_last_is_preempted_and_r
     assert len(tokens_of(outputs, "j1")) == 9
 
 
-def test_a_job_fails_when_the_engine_finds_no_room_for_it_alone() -> None:
+def test_a_job_fails_when_the_engine_finds_no_room_although_no_other_job_runs() -> None:
     rig = Rig()
     rig.submit(make_job(max_tokens=9))
     rig.tick(2)

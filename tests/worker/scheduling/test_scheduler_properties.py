@@ -153,7 +153,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(job_id=submitted)
     def cancel(self, job_id: str) -> None:
-        gone = job_id in self.released or job_id in self.ends or self.has_ended_unseen(job_id)
+        gone = job_id in self.released or job_id in self.ends or self.has_uncollected_end(job_id)
         assert self.scheduler.cancel(job_id) is not gone
 
     @rule(job_id=submitted)
@@ -164,7 +164,7 @@ class Jobs(RuleBasedStateMachine):
     @rule(job_id=submitted)
     def claim_again(self, job_id: str) -> None:
         """The lease was lost, and this worker claims the job again as the next attempt."""
-        if job_id in self.ends or job_id in self.released or self.has_ended_unseen(job_id):
+        if job_id in self.ends or job_id in self.released or self.has_uncollected_end(job_id):
             return
         old = self.jobs[job_id]
         self.jobs[job_id] = job = make_job(
@@ -186,16 +186,16 @@ class Jobs(RuleBasedStateMachine):
         self.engine.refuse()
 
     @rule(job_id=submitted)
-    def break_a_job(self, job_id: str) -> None:
+    def fail_a_job(self, job_id: str) -> None:
         self.engine.fail_job(job_id)
 
     @rule(seconds=st.floats(0, 4))
-    def time_goes_by(self, seconds: float) -> None:
+    def advance_the_clock(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
     # ---- invariants
 
-    def has_ended_unseen(self, job_id: str) -> bool:
+    def has_uncollected_end(self, job_id: str) -> bool:
         return any(isinstance(output, JobEnded) and output.job.id == job_id for output in self.scheduler._outputs)
 
     def collect_outputs(self) -> None:

@@ -40,7 +40,9 @@ def split_text(text: str, specials: Sequence[Span], *, splits_runs: bool) -> lis
     if splits_runs and len(text) > MAX_RUN_CHARS:
         for run in _RUN.finditer(text):
             if run.end() - run.start() > MAX_RUN_CHARS:
-                splits.update(_before_special(at, specials) for at in _split_run(text, run.start(), run.end()))
+                splits.update(
+                    _before_special(position, specials) for position in _split_run(text, run.start(), run.end())
+                )
     if not splits:
         return [text]
     return [text[start:end] for start, end in pairwise(sorted({0, len(text), *splits}))]
@@ -50,15 +52,15 @@ def _split_run(text: str, start: int, end: int) -> Iterator[int]:
     """Yield the indices at which a run is split: at the last end of a word, at most `MAX_RUN_CHARS` apart."""
     while end - start > MAX_RUN_CHARS:
         candidates = range(start + MAX_RUN_CHARS, start + MAX_RUN_CHARS // 2, -1)
-        start = next((at for at in candidates if _ends_word(text, at)), start + MAX_RUN_CHARS)
+        start = next((position for position in candidates if _ends_word(text, position)), start + MAX_RUN_CHARS)
         yield start
 
 
-def _ends_word(text: str, at: int) -> bool:
-    return text[at - 1].isalnum() and not text[at].isalnum() and text[at] not in "'\u2019"
+def _ends_word(text: str, position: int) -> bool:
+    return text[position - 1].isalnum() and not text[position].isalnum() and text[position] not in "'\u2019"
 
 
-def _before_special(at: int, specials: Sequence[Span]) -> int:
+def _before_special(position: int, specials: Sequence[Span]) -> int:
     """Return the index, moved to the start of the special token that it would split."""
-    index = bisect_left(specials, (at, 0)) - 1  # the last special token that starts before the index
-    return specials[index].start if index >= 0 and at < specials[index].end else at
+    index = bisect_left(specials, (position, 0)) - 1  # the last special token that starts before the index
+    return specials[index].start if index >= 0 and position < specials[index].end else position

@@ -22,18 +22,18 @@ def common_prefix(a: bytes, b: bytes) -> int:
     return agreeing_bytes(a, b, 0) // TOKEN_BYTES
 
 
-def agreeing_bytes(edge: bytes, tokens: bytes, at: int) -> int:
-    """Return the length of the common prefix of `edge` and `tokens[at:]`, in bytes of whole tokens.
+def agreeing_bytes(edge: bytes, tokens: bytes, offset: int) -> int:
+    """Return the length of the common prefix of `edge` and `tokens[offset:]`, in bytes of whole tokens.
 
     The compared length doubles until the strings differ, because most prompts differ early. A binary search then
     finds the exact length. Each step compares only the part that is still unknown, on views, so no byte is copied.
     """
     view = memoryview(edge)
-    low, high, step = 0, min(len(edge), len(tokens) - at) // TOKEN_BYTES + 1, 1
+    low, high, step = 0, min(len(edge), len(tokens) - offset) // TOKEN_BYTES + 1, 1
     while high - low > 1:  # invariant: the first `low` tokens agree, the first `high` do not
         middle = low + step if low + step < high else (low + high) // 2
         start = low * TOKEN_BYTES
-        if tokens.startswith(view[start : middle * TOKEN_BYTES], at + start):
+        if tokens.startswith(view[start : middle * TOKEN_BYTES], offset + start):
             low, step = middle, 2 * step
         else:
             high = middle

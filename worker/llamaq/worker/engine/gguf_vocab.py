@@ -48,8 +48,8 @@ class _Reader:
         self._data = data
         self._path = path
         self._end = min(len(data), MAX_BLOB_BYTES)
-        self._at = 0
-        self._split_count_at: int | None = None
+        self._offset = 0
+        self._split_count_offset: int | None = None
 
     def extract(self) -> bytes:
         try:
@@ -58,27 +58,27 @@ class _Reader:
                 raise ModelError(f"{self._path} is not a GGUF file of version 2 or 3")
             if n_keys > MAX_KEYS:
                 raise ModelError(f"{self._path} has {n_keys} metadata keys, more than {MAX_KEYS}")
-            self._at = _HEADER.size
+            self._offset = _HEADER.size
             for _ in range(n_keys):
                 self._skip_key()
         except struct.error as exc:
             raise ModelError(
                 f"{self._path} ends inside its metadata, or its metadata have more than {MAX_BLOB_BYTES} bytes"
             ) from exc
-        blob = bytearray(self._data[: self._at])
+        blob = bytearray(self._data[: self._offset])
         _HEADER.pack_into(blob, 0, magic, version, 0, n_keys)
-        if self._split_count_at is not None:
-            struct.pack_into("<H", blob, self._split_count_at, 0)  # otherwise llama.cpp opens the other files
+        if self._split_count_offset is not None:
+            struct.pack_into("<H", blob, self._split_count_offset, 0)  # otherwise llama.cpp opens the other files
         return bytes(blob)
 
     def _skip_key(self) -> None:
-        start = self._at + _LENGTH.size
+        start = self._offset + _LENGTH.size
         self._skip_string()
-        key = self._data[start : self._at] if self._at - start <= len(_SPLIT_COUNT) else b""
+        key = self._data[start : self._offset] if self._offset - start <= len(_SPLIT_COUNT) else b""
         kind = self._read(_TYPE)
         if key == _SPLIT_COUNT:
-            self._split_count_at = self._at
-        elif key == _SPLIT_INDEX and struct.unpack_from("<H", self._data, self._at)[0] != 0:
+            self._split_count_offset = self._offset
+        elif key == _SPLIT_INDEX and struct.unpack_from("<H", self._data, self._offset)[0] != 0:
             raise ModelError(
                 f"{self._path} is not the first file of a split model: give the file whose name ends in -00001-of-…"
             )
@@ -97,23 +97,23 @@ class _Reader:
         if kind != _STRING:
             self._skip_bytes(n * self._scalar_bytes(kind))
             return
-        unpack, data, at, end = _LENGTH.unpack_from, self._data, self._at, self._end
+        unpack, data, offset, end = _LENGTH.unpack_from, self._data, self._offset, self._end
         for _ in range(n):
-            at += 8 + unpack(data, at)[0]
-            if at > end:
+            offset += 8 + unpack(data, offset)[0]
+            if offset > end:
                 raise struct.error("a value exceeds the end")
-        self._at = at
+        self._offset = offset
 
     def _skip_string(self) -> None:
         self._skip_bytes(self._read(_LENGTH))
 
     def _skip_bytes(self, n: int) -> None:
-        if self._at + n > self._end:
+        if self._offset + n > self._end:
             raise struct.error("a value exceeds the end")
-        self._at += n
+        self._offset += n
 
     def _read(self, form: struct.Struct) -> int:
-        value: int = form.unpack_from(self._data, self._at)[0]
+        value: int = form.unpack_from(self._data, self._offset)[0]
         self._skip_bytes(form.size)
         return value
 

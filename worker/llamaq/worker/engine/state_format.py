@@ -39,7 +39,7 @@ _MAX_STREAMS = 256
 _MAX_LAYERS = 4096
 _INTS_PER_CELL = (3, 6)
 """Number of 32-bit integers per cell: without x, y and token, and with them."""
-_SECTIONS_AT = 8
+_FIRST_SECTION_OFFSET = 8
 """Offset of the first section in a part."""
 
 _new_bytes: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -90,8 +90,8 @@ class SequenceState:
         base = _address(data)
         whole = memoryview(data)
         for part in parts:
-            at = part.address - base
-            if not _PartChecker(whole[at : at + part.n_bytes], part.start, part.end, is_recurrent).is_valid():
+            offset = part.address - base
+            if not _PartChecker(whole[offset : offset + part.n_bytes], part.start, part.end, is_recurrent).is_valid():
                 return None
         return cls(data, parts)
 
@@ -153,79 +153,79 @@ class _PartChecker:
 
     def is_valid(self) -> bool:
         try:
-            return self._has_sections(_SECTIONS_AT, _MAX_SECTIONS)
+            return self._has_sections(_FIRST_SECTION_OFFSET, _MAX_SECTIONS)
         except (struct.error, ValueError):
             return False
 
-    def _has_sections(self, at: int, n_left: int) -> bool:
-        """Return whether the bytes from `at` to the end are at most `n_left` sections.
+    def _has_sections(self, offset: int, n_left: int) -> bool:
+        """Return whether the bytes from `offset` to the end are at most `n_left` sections.
 
         The end of a section depends on whether it contains V. The format does not store this, so both ends are tried.
         """
-        if self._is_recurrent and self._has_recurrent_section(at):
+        if self._is_recurrent and self._has_recurrent_section(offset):
             return True
-        if at == len(self._data):
-            return at > _SECTIONS_AT and not self._is_recurrent
-        return n_left > 0 and any(self._has_sections(end, n_left - 1) for end in self._attention_ends(at))
+        if offset == len(self._data):
+            return offset > _FIRST_SECTION_OFFSET and not self._is_recurrent
+        return n_left > 0 and any(self._has_sections(end, n_left - 1) for end in self._attention_ends(offset))
 
-    def _has_recurrent_section(self, at: int) -> bool:
-        return at + 12 <= len(self._data) and self._ints(at, 3) == (1, self._end - 1, 0)
+    def _has_recurrent_section(self, offset: int) -> bool:
+        return offset + 12 <= len(self._data) and self._ints(offset, 3) == (1, self._end - 1, 0)
 
-    def _attention_ends(self, at: int) -> set[int]:
-        """Return the possible ends of an attention section at `at`."""
-        [n_streams] = self._ints(at, 1)
+    def _attention_ends(self, offset: int) -> set[int]:
+        """Return the possible ends of an attention section at `offset`."""
+        [n_streams] = self._ints(offset, 1)
         if not 1 <= n_streams <= _MAX_STREAMS:
             return set()
-        ends = {at + 4}
+        ends = {offset + 4}
         for _ in range(n_streams):
             ends = {after for end in ends if end + 4 <= len(self._data) for after in self._stream_ends(end)}
         return ends
 
-    def _stream_ends(self, at: int) -> set[int]:
-        """Return the possible ends of a stream at `at`."""
-        [n_cells] = self._ints(at, 1)
+    def _stream_ends(self, offset: int) -> set[int]:
+        """Return the possible ends of a stream at `offset`."""
+        [n_cells] = self._ints(offset, 1)
         if n_cells == 0:
-            return {at + 4}
+            return {offset + 4}
         if not 1 <= n_cells <= self._end - self._start:
             return set()
         for n_ints in _INTS_PER_CELL:
-            rows = at + 4 + n_cells * n_ints * 4
-            if rows <= len(self._data) and self._has_cells(at + 4, n_cells, n_ints):
+            rows = offset + 4 + n_cells * n_ints * 4
+            if rows <= len(self._data) and self._has_cells(offset + 4, n_cells, n_ints):
                 return set(self._rows_ends(rows, n_cells))
         return set()
 
-    def _has_cells(self, at: int, n_cells: int, n_ints: int) -> bool:
-        """Return whether the cells at `at` are the last `n_cells` cells, in any order, each of one sequence."""
-        cells = np.frombuffer(self._data, "<i4", n_cells * n_ints, at).reshape(n_cells, n_ints)
+    def _has_cells(self, offset: int, n_cells: int, n_ints: int) -> bool:
+        """Return whether the cells at `offset` are the last `n_cells` cells, in any order, each of one sequence."""
+        cells = np.frombuffer(self._data, "<i4", n_cells * n_ints, offset).reshape(n_cells, n_ints)
         positions = np.sort(cells[:, 0])
         return bool((cells[:, 1] == 1).all() and (positions == np.arange(self._end - n_cells, self._end)).all())
 
-    def _rows_ends(self, at: int, n_cells: int) -> Iterator[int]:
-        """Yield the possible ends of the rows at `at`: without V, then with V."""
-        is_transposed, n_layers = self._ints(at, 2)
+    def _rows_ends(self, offset: int, n_cells: int) -> Iterator[int]:
+        """Yield the possible ends of the rows at `offset`: without V, then with V."""
+        is_transposed, n_layers = self._ints(offset, 2)
         if is_transposed not in (0, 1) or not 1 <= n_layers <= _MAX_LAYERS:
             return
-        at += 8
+        offset += 8
         for _ in range(n_layers):
-            at = self._after_rows(at, n_cells)
-        yield at
+            offset = self._after_rows(offset, n_cells)
+        yield offset
         with suppress(struct.error, ValueError):  # the bytes after K are not V
             for _ in range(n_layers):
-                at = self._after_elements(at, n_cells) if is_transposed else self._after_rows(at, n_cells)
-            yield at
+                offset = self._after_elements(offset, n_cells) if is_transposed else self._after_rows(offset, n_cells)
+            yield offset
 
-    def _after_rows(self, at: int, n_cells: int) -> int:
-        _, row = struct.unpack_from("<iQ", self._data, at)
-        return self._within(at + 12 + n_cells * row)
+    def _after_rows(self, offset: int, n_cells: int) -> int:
+        _, row = struct.unpack_from("<iQ", self._data, offset)
+        return self._within(offset + 12 + n_cells * row)
 
-    def _after_elements(self, at: int, n_cells: int) -> int:
-        _, size, n = struct.unpack_from("<iII", self._data, at)
-        return self._within(at + 12 + n_cells * size * n)
+    def _after_elements(self, offset: int, n_cells: int) -> int:
+        _, size, n = struct.unpack_from("<iII", self._data, offset)
+        return self._within(offset + 12 + n_cells * size * n)
 
-    def _within(self, at: int) -> int:
-        if at > len(self._data):
+    def _within(self, offset: int) -> int:
+        if offset > len(self._data):
             raise ValueError("the rows exceed the part")
-        return at
+        return offset
 
-    def _ints(self, at: int, n: int) -> tuple[int, ...]:
-        return struct.unpack_from(f"<{n}i", self._data, at)
+    def _ints(self, offset: int, n: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"<{n}i", self._data, offset)

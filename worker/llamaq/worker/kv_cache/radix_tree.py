@@ -148,11 +148,11 @@ class RadixTree(Generic[H]):
             self._remove_redundant(parent)
 
 
-def _split(parent: _Node[H], child: _Node[H], at: int) -> _Node[H]:
-    """Split the child's edge after `at` bytes, and return the new node between parent and child."""
-    middle = _Node[H](child.edge[:at], parent)
+def _split(parent: _Node[H], child: _Node[H], offset: int) -> _Node[H]:
+    """Split the child's edge after `offset` bytes, and return the new node between parent and child."""
+    middle = _Node[H](child.edge[:offset], parent)
     parent.adopt(middle)
-    child.edge = child.edge[at:]
+    child.edge = child.edge[offset:]
     middle.adopt(child)
     return middle
 
