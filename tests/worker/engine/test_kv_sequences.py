@@ -43,7 +43,7 @@ class Kind:
 
     @property
     def shape(self) -> tuple[str, bool]:
-        """Saved states of an equal shape are loadable in each other's place, even if the models differ."""
+        """Identifies the format of saved state. llama.cpp loads a state of equal shape even from another model."""
         model = "plain" if self.model == "grouped" else self.model
         return model, self.kv_unified or model == "recurrent"
 
@@ -320,7 +320,7 @@ def test_a_stream_is_saved_as_a_whole_and_loaded_partly(make_engine: MakeEngine,
     data = engine.sequences.save(0, 0, 150)
     assert engine.sequences.load(1, 0, 100, data, 0) is (
         name == "plain streams"
-    )  # of sliding-window layers, only the last window is saved
+    )  # sliding-window layers save only the last window
     assert lengths(engine, 1) == [100 if name == "plain streams" else 0]
     if lengths(engine, 1) == [100]:
         assert_as_recomputed(make_engine, name, [*tokens[:100], *TAIL], compute(engine, 1, [*tokens[:100], *TAIL]))

@@ -65,7 +65,7 @@ def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def away_from(values: npt.NDArray[Any], border: float) -> bool:
-    """Return whether no value is so close to the border that rounding could move it across."""
+    """Return whether every value is so far from the border that a rounding error cannot move it to the other side."""
     return bool(np.abs(values - border).min() > 1e-4)
 
 

@@ -130,7 +130,7 @@ def prompt(n_tokens: int, seed: int) -> list[int]:
 
 
 def assert_alike(rig: Rig, reference: Rig) -> None:
-    """Assert that each token was drawn from the logits of a run without cache after the same history."""
+    """Assert that the logits of each draw equal those of a run without cache, after the same history."""
     n_compared = 0
     for job_id, sampler in rig.samplers.items():
         expected = dict(reference.samplers[job_id].draws)

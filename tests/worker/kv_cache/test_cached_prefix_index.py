@@ -209,7 +209,9 @@ def test_rates_count_only_computed_tokens() -> None:
     scheduler.submit(make_job([1] * 20 + [2] * 6, resumed=[97, 98], max_tokens=5))
     scheduler.admit()
     clock.now_s += 2
-    outputs = run_tick(scheduler, engine)  # 8 tokens were not cached; then the first token of this attempt
+    outputs = run_tick(
+        scheduler, engine
+    )  # computes the 8 tokens that are not cached, and samples the first token of this attempt
     for _ in range(2):
         clock.now_s += 0.5
         outputs += run_tick(scheduler, engine)
@@ -324,7 +326,8 @@ def test_when_the_leader_leaves_its_slot_a_follower_computes_the_rest(how: str, 
     ends = ended(run_to_end(scheduler, engine))
     assert sum(end.reason is FinishReason.LENGTH for end in ends) == 3
     n_cached = n_before if how == "cancel" else 0
-    # The others compute the rest of the shared prefix once. Each also computes its last prompt token and one more.
+    # The remaining jobs compute the rest of the shared prefix once. Each of them also computes its last prompt token
+    # and one generated token.
     assert engine.computed - n_before <= 100 - n_cached + 3 + 3
 
 

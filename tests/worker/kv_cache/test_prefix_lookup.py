@@ -88,7 +88,7 @@ def test_the_cells_of_a_stale_hit_do_not_count_as_room() -> None:
     rig.finish()
     rig.submit(make_job([2] * 20, job_id="running", max_tokens=30))
     run_tick(rig.scheduler, rig.engine)
-    # There would be room for the job if it reused 21 tokens of the entry, but that room needs the entry's own cells.
+    # The job would fit if it reused 21 tokens of the entry. But to make the room, this entry must be evicted.
     rig.submit(make_job([1] * 21 + [3] * 20, job_id="waiting", max_tokens=20))
     assert rig.lookups_of_a_tick() == 2
     assert rig.running == [None, "running"]

@@ -51,7 +51,7 @@ class Question:
 
 
 def questions(seed: int) -> list[Question]:
-    """Return random questions. Several share the facts of a world, and each world belongs to one of two tenants."""
+    """Return random questions. A world is a set of facts for several questions, and belongs to one of two tenants."""
     frame, drawn = FRAMES[1], random.Random(seed)
     asked = []
     for world in range(N_WORLDS):

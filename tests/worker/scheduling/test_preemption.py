@@ -78,7 +78,7 @@ def test_the_bulk_job_admitted_last_is_preempted_and_generates_the_same_tokens_a
     assert rig.tokens("young") == generate_alone([2] * 20, 30)
     assert ends["young"].stats.generated_tokens == 30
     assert rig.preemptions == 1
-    # Its cells are in the cache: only the last token of its history is computed again.
+    # The cells of the preempted job are cached, so only the last token of its history is computed again.
     assert rig.engine.computed == 3 * 20 + 29 + 4 + 29
 
 
@@ -88,7 +88,7 @@ def test_a_job_is_preempted_for_cells_only_after_entries_are_evicted() -> None:
     rig.tick(6)
     rig.submit("small", [2] * 30, max_tokens=10)
     rig.tick(20)
-    rig.submit("fits", [3] * 30, max_tokens=30)  # once the entry of the small job is evicted
+    rig.submit("fits", [3] * 30, max_tokens=30)  # there is room after the eviction of the small job's entry
     rig.tick(5)
     assert (rig.running, rig.preemptions) == (["bulk", "fits"], 0)
     rig.finish()

@@ -63,7 +63,7 @@ class Rig:
 
 
 def model_that_generates(text: str, after: int) -> NextToken:
-    """Return a model that generates `text` and an end token after a prompt of `after` tokens."""
+    """Return a model that generates `text` and then an end token, for a prompt of `after` tokens."""
     tokens = [*text.encode(), EOS]
     return lambda history: tokens[len(history) - after]
 

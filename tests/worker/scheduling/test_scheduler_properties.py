@@ -39,7 +39,7 @@ def letter_or_end(history: Sequence[int]) -> int:
 
 
 class FaultyStrategy:
-    """A strategy whose batches break the rules in changing ways, and are sometimes correct."""
+    """A strategy whose batches break different rules, and are sometimes correct."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -66,7 +66,7 @@ STRATEGIES: dict[str, type[BatchStrategy]] = {**BUILT_IN, "faulty": FaultyStrate
 
 
 def generated_alone(job: Job, n_tokens: int) -> list[int]:
-    """Return the first tokens that a plain loop generates for the job's prompt, including an end token."""
+    """Return the tokens that a loop without a scheduler generates: `n_tokens`, or fewer up to an end token."""
     history = list(job.prompt)
     while len(history) < len(job.prompt) + n_tokens:
         history.append(letter_or_end(history))
@@ -163,7 +163,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(job_id=submitted)
     def claim_again(self, job_id: str) -> None:
-        """The lease was lost, and this worker claims the job again as the next attempt."""
+        """Submit the next attempt of the job, as after a lost lease that this worker claims again."""
         if job_id in self.ends or job_id in self.released or self.has_uncollected_end(job_id):
             return
         old = self.jobs[job_id]
@@ -201,7 +201,7 @@ class Jobs(RuleBasedStateMachine):
     def collect_outputs(self) -> None:
         for output in run_tick(self.scheduler, self.engine):
             job_id = output.job.id
-            assert job_id not in self.ends, "an output follows the job's end"
+            assert job_id not in self.ends, "an output comes after the end of its job"
             if isinstance(output, NewToken):
                 self.generated[job_id].append(output.token)
             else:
