@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +33,13 @@ def test_the_page_quotes_the_sentence_of_every_package() -> None:
         assert docstring is not None, package
         sentences[str(package)] = docstring.splitlines()[0]
     assert rows == sentences
+
+
+def test_every_arrow_between_the_packages_of_the_worker_is_an_import() -> None:
+    picture = re.findall(r"```mermaid\nflowchart TD\n(.*?)```", PAGE, re.DOTALL)[1]
+    arrows = re.findall(r"^\s+(\w+)(?:\[.*?\])? --> (\w+)", picture, re.MULTILINE)
+    assert len(arrows) > 10
+    graph = grimp.build_graph("llamaq.worker", "llamaq.common", cache_dir=None)
+    for importer, imported in arrows:
+        packages = {"importer": f"llamaq.worker.{importer}", "imported": f"llamaq.worker.{imported}"}
+        assert graph.direct_import_exists(**packages, as_packages=True), packages
