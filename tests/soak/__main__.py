@@ -1,4 +1,4 @@
-"""`make soak`: runs scenarios of failures, drawn from a seed, and writes a report."""
+"""`make soak`: runs scenarios whose failures are drawn from a seed, and writes a report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.soak.scenarios.takeover import stopped, takeover
 
 EXIT_STOPPED = 130
 LINE_EVERY_S = 5.0
-"""Seconds between two lines of progress without a terminal."""
+"""Seconds between two lines of progress if the output is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ SCENARIOS = {
 
 @contextmanager
 def progress_line(console: Console, name: str) -> Iterator[ProgressReport]:
-    """Shows the progress of a scenario: as a bar on a terminal, else as a line from time to time."""
+    """Show the progress of a scenario: as a bar on a terminal, otherwise as a line every `LINE_EVERY_S`."""
     if console.is_terminal:
         columns = (TextColumn(f"{name:12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -77,7 +77,7 @@ def progress_line(console: Console, name: str) -> Iterator[ProgressReport]:
 
 
 async def soak(seed: int, chosen: dict[str, dict[str, int]], console: Console) -> list[Outcome]:
-    """Run the scenarios of this size in turn. A scenario that raises has failed; the next one runs nevertheless."""
+    """Run the chosen scenarios in turn. A scenario that raises an error has failed, and the next one runs."""
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -91,24 +91,28 @@ async def soak(seed: int, chosen: dict[str, dict[str, int]], console: Console) -
                 outcome = await SCENARIOS[name].run(seed, report, **sizes)
         except Exception as exc:  # noqa: BLE001  # the report shows every error of a scenario
             console.print_exception()
-            outcome = Outcome(name, Verdict(others=[f"broke off: {exc!r}"]), wall_s=time.monotonic() - started_s)
+            outcome = Outcome(
+                name, Verdict(others=[f"the scenario raised {exc!r}"]), wall_s=time.monotonic() - started_s
+            )
         outcomes.append(outcome)
         console.print(str(outcome), markup=False, highlight=False)
     return outcomes
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument(
-        "scenarios", nargs="*", metavar="SCENARIO", help=f"all when none is named: {', '.join(SCENARIOS)}"
+        "scenarios", nargs="*", metavar="SCENARIO", help=f"scenarios to run; default: all of {', '.join(SCENARIOS)}"
     )
-    parser.add_argument("--seed", type=int, help="draws what goes wrong, where and when; a new one when not given")
-    parser.add_argument("--scale", type=float, default=1.0, help="how much of everything: 1 is the whole soak")
+    parser.add_argument("--seed", type=int, help="seed of all failures and jobs; default: a random seed")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of all sizes; 1 is the whole soak")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SCENARIO.SIZE=N", help="one size, e.g. kills.n_jobs=1000"
+        "--set", action="append", default=[], metavar="SCENARIO.SIZE=N", help="set one size, e.g. kills.n_jobs=1000"
     )
-    parser.add_argument("--report", type=Path, default=ROOT / "build" / "soak", help="where .txt and .json go")
+    parser.add_argument(
+        "--report", type=Path, default=ROOT / "build" / "soak", help="path of the report without .txt and .json"
+    )
     options = parser.parse_args()
     if unknown := set(options.scenarios) - SCENARIOS.keys():
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}")
@@ -133,14 +137,14 @@ def sizes_of(names: list[str], scale: float, changes: list[str]) -> dict[str, di
 
 
 def main() -> int:
-    """Run, report; returns 0 when the checker found nothing wrong."""
+    """Run the soak and write the report. Returns 0 if the checker found no violation."""
     options = parse()
     console = Console(soft_wrap=True)
     logging.getLogger("llamaq").addHandler(logging.NullHandler())
     seed = random.randrange(10**6) if options.seed is None else options.seed
     about_s = sum(SCENARIOS[name].about_s for name in options.sizes) * options.scale
     console.print(
-        f"seed {seed}, scale {options.scale:g}: about {max(1, round(about_s / 60))} minutes on two quiet cores"
+        f"seed {seed}, scale {options.scale:g}: about {max(1, round(about_s / 60))} minutes on two idle cores"
     )
     try:
         outcomes = asyncio.run(soak(seed, options.sizes, console))

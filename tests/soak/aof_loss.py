@@ -1,12 +1,12 @@
-"""Measures what a Redis with an append-only file loses when it is killed, and when the power fails.
+"""Measures how many jobs a Redis with an append-only file loses when it is killed, and when the power fails.
 
     python -m tests.soak.aof_loss            # one line of JSON for each mode; some seconds
 
-Jobs are submitted as fast as one client can, and SIGKILL hits the server at a random moment. Lost is a job whose submit
-was answered and which the restarted server does not know. A killed process leaves what it has written to the kernel; a
-power cut does not. So the server runs with a shim in front of `fdatasync` that notes how long the file was each time
-it was synced, and for the power cut the file is cut to that length before the restart. Not measured: disks that
-acknowledge a sync that they have not made.
+One client submits jobs as fast as possible until the server is killed by SIGKILL at a random moment. A job is lost if
+its submit was acknowledged but the restarted server does not have it. After a kill, the kernel still writes the data
+that the process has written; after a power cut, it does not. So a shim around `fdatasync` records the length of the
+file at each sync, and for a power cut the file is truncated to this length before the restart. Disks that acknowledge
+a sync before it is complete are not simulated.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class Acknowledged:
     def __init__(self) -> None:
         self.at_s: dict[str, float] = {}
 
-    async def submit_until_gone(self, client: AsyncClient) -> None:
-        """Submit one job after the other until Redis does not answer."""
+    async def submit_until_unreachable(self, client: AsyncClient) -> None:
+        """Submit one job after the other until Redis does not reply."""
         with suppress(RedisError, OSError):
             while True:
                 job = await client.submit("x" * 200, max_tokens=1)
                 self.at_s[job.id] = time.monotonic()
 
 
-async def missing(url: str, acknowledged: Acknowledged) -> list[str]:
+async def lost_jobs(url: str, acknowledged: Acknowledged) -> list[str]:
     """Return the acknowledged jobs that Redis has lost."""
     async with AsyncClient(url, "aof") as client, client.redis.pipeline(transaction=False) as pipe:
         for job_id in acknowledged.at_s:
@@ -81,8 +81,8 @@ async def missing(url: str, acknowledged: Acknowledged) -> list[str]:
     return [job_id for job_id, is_known in zip(acknowledged.at_s, known, strict=True) if not is_known]
 
 
-def one_round(folder: Path, mode: str, shim: Path, *, power_cut: bool, run_s: float) -> dict[str, float]:
-    """Submit, kill, start again, count."""
+def run_round(folder: Path, mode: str, shim: Path, *, power_cut: bool, run_s: float) -> dict[str, float]:
+    """Submit jobs, kill the server, restart it, and return the figures of this round."""
     synced_to = folder / "synced"
     options = ("--save", "", "--appendonly", "yes", "--appendfsync", mode, "--aof-load-truncated", "yes")
     environment = {"LD_PRELOAD": str(shim), "SYNCED_TO": str(synced_to)}
@@ -93,7 +93,7 @@ def one_round(folder: Path, mode: str, shim: Path, *, power_cut: bool, run_s: fl
 
     async def load() -> None:
         async with AsyncClient(url, "aof") as client:
-            submitters = [asyncio.create_task(acknowledged.submit_until_gone(client)) for _ in range(SUBMITTERS)]
+            submitters = [asyncio.create_task(acknowledged.submit_until_unreachable(client)) for _ in range(SUBMITTERS)]
             await asyncio.sleep(run_s)
             await asyncio.to_thread(server.kill)
             await asyncio.gather(*submitters)
@@ -104,7 +104,7 @@ def one_round(folder: Path, mode: str, shim: Path, *, power_cut: bool, run_s: fl
         with (folder / str(server.port) / AOF).open("r+b") as file:
             file.truncate(int.from_bytes(synced_to.read_bytes(), sys.byteorder))
     server.start()
-    lost = asyncio.run(missing(url, acknowledged))
+    lost = asyncio.run(lost_jobs(url, acknowledged))
     server.kill()
     ages_s = [killed_s - acknowledged.at_s[job_id] for job_id in lost]
     return {"n": len(acknowledged.at_s), "per_s": len(acknowledged.at_s) / run_s, "lost": len(lost),
@@ -112,8 +112,8 @@ def one_round(folder: Path, mode: str, shim: Path, *, power_cut: bool, run_s: fl
 
 
 def main() -> None:
-    """All modes, each with both ways to go."""
-    dice = random.Random(1)
+    """Measure each mode of `appendfsync`, with a kill and with a power cut."""
+    seeded_random = random.Random(1)
     folder = Path(tempfile.mkdtemp(prefix="aof-"))
     try:
         (folder / "shim.c").write_text(SHIM)
@@ -122,7 +122,7 @@ def main() -> None:
         for mode in ("always", "everysec"):
             for power_cut in (False, True):
                 rounds = [
-                    one_round(folder, mode, shim, power_cut=power_cut, run_s=dice.uniform(*RUN_S))
+                    run_round(folder, mode, shim, power_cut=power_cut, run_s=seeded_random.uniform(*RUN_S))
                     for _ in range(ROUNDS)
                 ]
                 figures: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Which failure happens where and when, and the shapes of the jobs: all drawn from the seed."""
+"""Draws the failures of workers and the shapes of jobs from the seed."""
 
 from __future__ import annotations
 
@@ -16,72 +16,76 @@ POINTS: dict[str, dict[str, int]] = {
     "publish": {"publish.flushed": 40, "publish.finished": 12},
     "decode": {"decode.before": 60, "decode.after": 60},
 }
-"""Of each phase the points where a worker kills itself, and the latest pass at which it does.
+"""Maps each phase to the points where a worker kills itself, and each point to the largest number of its pass.
 
-`publish`: Redis has stored tokens or an end, and the worker has not heeded the answer. `reclaim`: it has just taken
-over the jobs of another one that died, before or after it started them.
+`publish`: Redis has stored tokens or a terminal event, but the worker has not processed the reply. `reclaim`: the
+worker has just claimed jobs of a dead worker, or has just started one of them.
 """
 VOCABULARY = range(3, 500)
-"""Plain tokens of a random-weight model."""
+"""Ids of ordinary tokens of a random-weight model."""
 
 
-def dice(seed: int, name: str) -> random.Random:
-    """Random numbers of one purpose: what others draw does not change them."""
+def seeded_random(seed: int, name: str) -> random.Random:
+    """Return a random generator for one purpose. It does not depend on the draws of other generators."""
     return random.Random(f"{seed}:{name}")
 
 
-def shares(total: int, names: list[str]) -> Counter[str]:
-    """`total` things spread evenly over the names; what is left over goes to the last ones."""
+def split_evenly(total: int, names: list[str]) -> Counter[str]:
+    """Return `total` split over the names as evenly as possible. The last names get the remainder."""
     return Counter({name: (total + place) // len(names) for place, name in enumerate(names)})
 
 
 @dataclass(eq=False)
 class KillPlan:
-    """How many workers die in which phase. Each worker is given one phase; where it did die counts."""
+    """The number of workers to kill in each phase. A worker is planned for one phase, but counts where it died."""
 
     rng: random.Random
     n_kills: int
     left: Counter[str] = field(init=False)
-    """Deaths that a phase still lacks."""
+    """Number of deaths still to come, by phase."""
     done: Counter[str] = field(default_factory=Counter)
-    """Deaths by phase."""
+    """Number of deaths, by phase."""
     points: Counter[str] = field(default_factory=Counter)
-    """Deaths by point."""
+    """Number of deaths, by point."""
 
     def __post_init__(self) -> None:
-        self.left = shares(self.n_kills, list(POINTS))
+        self.left = split_evenly(self.n_kills, list(POINTS))
 
     @property
     def is_done(self) -> bool:
-        """Whether every phase has its share, and so all kills are done."""
+        """Whether every phase has all its deaths."""
         return not +self.left
 
     @property
     def n_done(self) -> int:
-        """How many of the kills that were asked for are done."""
+        """Number of planned kills that are done. Surplus deaths of a phase do not count."""
         return self.n_kills - (+self.left).total()
 
-    def arms(self, given: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the arms of the next worker, empty if nothing kills it. `given` are the arms of the living workers."""
-        armed = Counter(phase_of(arms["point"]) for arms in given if "point" in arms)
-        lacking = self.left - armed
+    def faults(self, running: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the faults of the next worker, or an empty dict if no more kills are planned.
+
+        Args:
+            running: The faults of the running workers.
+        """
+        planned = Counter(phase_of(faults["point"]) for faults in running if "point" in faults)
+        lacking = self.left - planned
         if not lacking:
             return {}
         phase = self.rng.choices(list(lacking), list(lacking.values()))[0]
-        if lacking[RECLAIM] and not armed[RECLAIM]:
-            phase = RECLAIM  # it comes to pass when another worker dies: that must not be the last of all
+        if lacking[RECLAIM] and not planned[RECLAIM]:
+            phase = RECLAIM  # planned early: a worker reclaims jobs only if another worker dies later
         point, latest = self.rng.choice(list(POINTS[phase].items()))
         return {"point": point, "passes": self.rng.randint(1, latest)}
 
     def note(self, point: str) -> None:
-        """A worker died there."""
+        """Record that a worker died at this point."""
         self.points[point] += 1
         self.done[phase_of(point)] += 1
         self.left[phase_of(point)] -= 1
 
 
 def phase_of(point: str) -> str:
-    """The phase that a point belongs to; a point outside the plan is its own."""
+    """Return the phase of a point. For a point that no phase has, return the point itself."""
     return next((phase for phase, points in POINTS.items() if point in points), point)
 
 
@@ -90,10 +94,10 @@ class JobShape:
     """A job before it is submitted, and the number of its readers."""
 
     options: dict[str, Any]
-    """What `submit` takes."""
+    """Arguments of `AsyncClient.submit`."""
     n_readers: int = 1
     demands: dict[str, Any] = field(default_factory=dict)
-    """What the checker demands of it (`Accepted`)."""
+    """Requirements for the checker: fields of `Accepted`."""
 
     @property
     def streams(self) -> bool:
@@ -101,7 +105,7 @@ class JobShape:
 
 
 def draw_job(rng: random.Random, *, prompt_tokens: int = 200, max_tokens: int = 32) -> JobShape:
-    """A job of random tokens: most stream to one reader, some to two, some have a result alone, some are bulk."""
+    """Return a job with a random prompt. Some jobs have two readers, no stream, or the priority bulk."""
     n_tokens = rng.randint(1, max_tokens)
     options: dict[str, Any] = {
         "tokens": rng.choices(VOCABULARY, k=rng.randint(8, prompt_tokens)),

@@ -1,7 +1,7 @@
-"""The checker: it records what every reader of every job received, and finds what was wrong.
+"""Records all events that the readers of jobs received, and finds the violations.
 
-It knows nothing of llamaq's own bookkeeping: it compares what was seen with what was accepted, token by token. One
-reader of each job is the store, `STORED`: every other reader must have received what is stored in Redis at the end.
+The checker uses no state of llamaq: it compares the received events with the accepted jobs, token by token. The reader
+`STORED` of each job has the events that are stored in Redis at the end. Every other reader must have received these.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from llamaq.common.protocol.job_events import Event, Failed, Finished, Started, 
 from llamaq.common.protocol.job_outcome import Result
 
 STORED = "stored"
-"""The reader that is the job's event stream in Redis."""
+"""Name of the reader that has the job's event stream in Redis."""
 RESULT = "result"
-"""The reader that is the job's result."""
+"""Name of the reader that has the job's result."""
 SHOWN = 5
-"""This many violations of each kind are reported in full."""
+"""Number of violations of each kind that are reported in full."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Accepted:
     """A job whose submit was acknowledged."""
 
     n_tokens: int | None = None
-    """Tokens that it must generate; None where the model decides."""
+    """Required number of generated tokens. None: any number."""
     text: str | None = None
-    """Text that it must generate; None where the model decides."""
+    """Required text. None: any text."""
     ending: str | None = None
-    """Required end: a finish reason, or `failed CODE`; None for any finish reason."""
+    """Required ending: a finish reason, or `failed CODE`. None: any finish reason."""
     may_be_short: bool = False
     """The job may be cancelled, so `n_tokens` is an upper bound."""
     streams: bool = True
-    """False: its events need not have its tokens, and readers are compared with its result."""
+    """Whether the job has per-token events. If not, its readers are compared with its result."""
 
 
 @dataclass
@@ -43,36 +43,36 @@ class Reading:
 
     events: list[Event] = field(default_factory=list)
     is_whole: bool = True
-    """False for a reader that may miss events: it left early, or reads messages that may be lost."""
+    """Whether the reader must have received all events. False if it left early or read pub/sub messages."""
 
 
 @dataclass
 class Verdict:
-    """The violations by kind, one line each. All lists are empty when nothing was wrong."""
+    """The violations by kind, one line each. Without violations, all lists are empty."""
 
     lost: list[str] = field(default_factory=list)
-    """Accepted jobs without an end, and ends that a reader never saw."""
+    """Accepted jobs without a terminal event, and terminal events that a reader did not receive."""
     second_ends: list[str] = field(default_factory=list)
-    """A second terminal event, or anything after the first."""
+    """Events after the first terminal event."""
     gaps: list[str] = field(default_factory=list)
-    """A token or a character is missing, in the middle or at the end."""
+    """Missing tokens or characters, in the middle or at the end."""
     repeats: list[str] = field(default_factory=list)
-    """A token or a character was received twice."""
+    """Tokens or characters that were received twice."""
     changed: list[str] = field(default_factory=list)
-    """Two readers saw different tokens or texts at the same place."""
+    """Different tokens or texts at the same position for two readers."""
     wrong_ends: list[str] = field(default_factory=list)
-    """The job had another end than required."""
+    """Jobs with another ending than required."""
     others: list[str] = field(default_factory=list)
-    """Faults that a scenario found: a missed target, an entry left in the queue."""
+    """Violations that a scenario found, such as a missed target or an entry left in the queue."""
     n_jobs: int = 0
     n_readings: int = 0
     n_events: int = 0
     n_tokens: int = 0
-    """Distinct tokens of all jobs."""
+    """Number of generated tokens of all jobs, repeats excluded."""
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many violations there are of each kind."""
+        """Number of violations of each kind."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: len(lines) for name, lines in found.items() if isinstance(lines, list)}
 
@@ -81,7 +81,7 @@ class Verdict:
         return not any(self.counts.values())
 
     def lines(self) -> Iterator[str]:
-        """The violations, the first ones of each kind."""
+        """Yield the first violations of each kind."""
         for name in self.counts:
             found: list[str] = getattr(self, name)
             yield from (f"{name}: {line}" for line in found[:SHOWN])
@@ -95,33 +95,33 @@ class Checker:
     def __init__(self) -> None:
         self.accepted: dict[str, Accepted] = {}
         self._readings: dict[tuple[str, str], Reading] = defaultdict(Reading)
-        self.complaints: list[str] = []
-        """Faults that a scenario reported."""
+        self.scenario_violations: list[str] = []
+        """Violations that a scenario found."""
 
     def accept(self, job_id: str, **demands: int | str | bool | None) -> None:
-        """Record an acknowledged submit; `demands` are fields of `Accepted`."""
+        """Record an acknowledged submit. `demands` are fields of `Accepted`."""
         self.accepted[job_id] = Accepted(**demands)  # type: ignore[arg-type]
 
-    def saw(self, reader: str, job_id: str, event: Event) -> None:
+    def record_event(self, reader: str, job_id: str, event: Event) -> None:
         """Record an event that a reader received."""
         self._readings[reader, job_id].events.append(event)
 
-    def began(self, reader: str, job_id: str, *, is_whole: bool = True) -> None:
-        """Record that a reader has started. Without this, a reader of no events would not be checked."""
+    def record_start(self, reader: str, job_id: str, *, is_whole: bool = True) -> None:
+        """Record that a reader has started, so that a reader without any event is checked too."""
         self._readings[reader, job_id].is_whole = is_whole
 
-    def saw_result(self, job_id: str, result: Result) -> None:
-        """Record the result of a job, as one more reader of all its tokens."""
+    def record_result(self, job_id: str, result: Result) -> None:
+        """Record the result of a job as a reader that has received all tokens at once."""
         reading = self._readings[RESULT, job_id]
         reading.events.append(Tokens(offset=0, tokens=result.tokens, text_offset=0, text=result.text))
         reading.events.append(Finished(finish_reason=result.finish_reason, stats=result.stats))
 
-    def complain(self, text: str) -> None:
-        """Record a fault that is not in a stream."""
-        self.complaints.append(text)
+    def add_violation(self, text: str) -> None:
+        """Record a violation that a scenario found."""
+        self.scenario_violations.append(text)
 
     def n_readers(self, job_id: str) -> int:
-        """Return the number of readers of a job, without the store and the result."""
+        """Return the number of readers of a job, without `STORED` and `RESULT`."""
         return sum(job == job_id and reader not in (STORED, RESULT) for reader, job in self._readings)
 
     def ends_of(self, job_id: str) -> list[Finished | Failed]:
@@ -135,8 +135,10 @@ class Checker:
         return reading.events if reading else []
 
     def judge(self) -> Verdict:
-        """Compare all readers of all accepted jobs; return the violations."""
-        verdict = Verdict(others=list(self.complaints), n_jobs=len(self.accepted), n_readings=len(self._readings))
+        """Compare all readers of all accepted jobs, and return the violations."""
+        verdict = Verdict(
+            others=list(self.scenario_violations), n_jobs=len(self.accepted), n_readings=len(self._readings)
+        )
         truths = {job_id: _truth(self._truthful(job_id, of.streams)) for job_id, of in self.accepted.items()}
         for (reader, job_id), reading in self._readings.items():
             if job_id in truths:
@@ -154,7 +156,7 @@ class Checker:
     def _judge_job(self, verdict: Verdict, job_id: str, accepted: Accepted, truth: tuple[list[int], str]) -> None:
         ends = [_ending(event) for event in self.ends_of(job_id)]
         if not ends:
-            verdict.lost.append(f"{job_id}: accepted, and no terminal event is stored")
+            verdict.lost.append(f"{job_id}: was accepted, but no terminal event is stored")
             return
         if accepted.ending is None and ends[0].startswith("failed"):
             verdict.wrong_ends.append(f"{job_id}: {ends[0]}")
@@ -165,7 +167,7 @@ class Checker:
         n_tokens, wanted = len(truth[0]), accepted.n_tokens
         if wanted is not None and (n_tokens > wanted or (n_tokens < wanted and not accepted.may_be_short)):
             kind = verdict.gaps if n_tokens < wanted else verdict.repeats
-            kind.append(f"{job_id}: {n_tokens} tokens in all, there should be {wanted}")
+            kind.append(f"{job_id}: {n_tokens} tokens instead of {wanted}")
 
 
 def _ending(event: Finished | Failed) -> str:
@@ -173,7 +175,7 @@ def _ending(event: Finished | Failed) -> str:
 
 
 def _truth(events: list[Event]) -> tuple[list[int], str]:
-    """Return the tokens and the text of these events, as far as they fit together."""
+    """Return the joined tokens and the joined text of these events. A later event overwrites repeated output."""
     tokens: list[int] = []
     text = ""
     for event in events:
@@ -190,25 +192,25 @@ def _judge_reading(verdict: Verdict, name: str, reading: Reading, truth: tuple[l
         if n_ends and not isinstance(event, Finished | Failed):
             verdict.second_ends.append(f"{name}: {event.type} after the end")
         if isinstance(event, Tokens):
-            _judge_place(verdict, name, event, (n_tokens, n_chars), is_whole=reading.is_whole)
+            _judge_offset(verdict, name, event, (n_tokens, n_chars), is_whole=reading.is_whole)
             past, past_text = event.offset + len(event.tokens), event.text_offset + len(event.text)
             if tokens[event.offset : past] != list(event.tokens) or text[event.text_offset : past_text] != event.text:
-                verdict.changed.append(f"{name}: not what is stored from token {event.offset} on")
+                verdict.changed.append(f"{name}: differs from the stored events from token {event.offset} on")
             n_tokens, n_chars = max(n_tokens, past), max(n_chars, past_text)
         elif not isinstance(event, Started):
             n_ends += 1
     if n_ends > 1:
         verdict.second_ends.append(f"{name}: {n_ends} terminal events")
     if reading.is_whole and not n_ends:
-        verdict.lost.append(f"{name}: the reader saw no end after token {n_tokens}")
+        verdict.lost.append(f"{name}: the reader received no terminal event after token {n_tokens}")
     if n_ends and reading.is_whole and (n_tokens < len(tokens) or n_chars < len(text)):
         verdict.gaps.append(f"{name}: ended at token {n_tokens} of {len(tokens)}, character {n_chars} of {len(text)}")
 
 
-def _judge_place(verdict: Verdict, name: str, event: Tokens, past: tuple[int, int], *, is_whole: bool) -> None:
-    """Whether an event continues where the last one ended. `past` counts the tokens and characters seen so far."""
+def _judge_offset(verdict: Verdict, name: str, event: Tokens, past: tuple[int, int], *, is_whole: bool) -> None:
+    """Check that an event starts where the previous one ended. `past`: tokens and characters read so far."""
     n_tokens, n_chars = past
     if is_whole and (event.offset > n_tokens or event.text_offset > n_chars):
         verdict.gaps.append(f"{name}: token {event.offset} follows token {n_tokens - 1}")
     if (event.tokens and event.offset < n_tokens) or (event.text and event.text_offset < n_chars):
-        verdict.repeats.append(f"{name}: token {event.offset} came again, {n_tokens} were seen")
+        verdict.repeats.append(f"{name}: token {event.offset} was repeated after {n_tokens} tokens")

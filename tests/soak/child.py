@@ -1,6 +1,6 @@
-"""An ordinary worker process that kills itself at a given point: `python child.py ARMS`, with its settings on stdin.
+"""A worker process that kills itself at a given point: `python child.py FAULTS`, with its settings on stdin.
 
-It runs the product's own code from its entry point on. Wrappers around some methods count their passes from SIGUSR1 on.
+It runs llamaq's real code from the entry point on. After SIGUSR1, wrappers around some methods count their passes.
 At the last count a wrapper sends SIGKILL to this process, so no further instruction runs. The last line on stderr names
 that point. At the same points a worker can slow down its ticks, or record the cost of a
 cancelled job.
@@ -26,15 +26,22 @@ from llamaq.worker.process import child_main
 from llamaq.worker.scheduling.scheduler import Scheduler
 
 MARK = "soak"
-"""A job with this metadata field is poisoned."""
+"""Metadata field of a job. Its value `POISON` makes the worker die when it computes the job."""
 POISON = "poison"
 
 
-class Arms:
-    """The failures that this worker simulates."""
+class Faults:
+    """The faults that this worker simulates, and its record of events."""
 
     def __init__(self, *, point: str = "", passes: int = 1, tick_s: float = 0.0, record: str = "") -> None:
-        """Die at the `passes`th pass of `point` after SIGUSR1; ticks take at least `tick_s`; write to file `record`."""
+        """Prepare the faults.
+
+        Args:
+            point: The point where the worker kills itself. Empty: it does not.
+            passes: Number of the pass of `point`, counted from SIGUSR1 on, at which the worker dies.
+            tick_s: Minimum time of a tick in seconds.
+            record: File for the record of events. Empty: no record.
+        """
         self.point = point
         self.is_live = False
         self.tick_s = tick_s
@@ -42,7 +49,7 @@ class Arms:
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if record else None
 
     def reach(self, *points: str) -> None:
-        """Count a pass of these points; die at the last one."""
+        """Count a pass of these points, and die if it is the last one."""
         if self.is_live and self.point in points:
             self._passes -= 1
             if self._passes <= 0:
@@ -57,13 +64,13 @@ class Arms:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def note(self, what: str, **values: object) -> None:
-        """Write a line about an event. Lines from all threads are whole and in order."""
+        """Write an event to the record as one line. Each line is one write call, so lines of threads do not mix."""
         if self._record is not None:
             os.write(self._record, json.dumps({"what": what, **values}).encode() + b"\n")
 
 
 def after_async(owner: type, name: str, callback: Callable[..., object]) -> None:
-    """Call `callback` with the result and the arguments of a coroutine method, before its caller gets the result."""
+    """Call `callback` with the result and the arguments of each call of a coroutine method, before it returns."""
     original: Callable[..., Awaitable[Any]] = getattr(owner, name)
 
     @wraps(original)
@@ -75,28 +82,28 @@ def after_async(owner: type, name: str, callback: Callable[..., object]) -> None
     setattr(owner, name, watched)
 
 
-def arm_io(arms: Arms) -> None:
-    """Add the points of the I/O thread: Redis has executed a command, and the worker has no answer yet."""
+def add_io_points(faults: Faults) -> None:
+    """Add the points of the I/O thread: Redis has executed a command, but the worker has not processed the reply."""
 
     def claimed(claims: Sequence[object], *_: object) -> None:
         if claims:
-            arms.reach("admit.claimed")
+            faults.reach("admit.claimed")
 
     def reclaimed(claims: Sequence[object], *_: object) -> None:
         if claims:
-            arms.reach("reclaim.claimed")
+            faults.reach("reclaim.claimed")
 
     def started(outcome: object, *_: object) -> None:
         if isinstance(outcome, Attempt):
-            arms.reach("admit.started", "reclaim.started" if outcome.number > 1 else "")
+            faults.reach("admit.started", "reclaim.started" if outcome.number > 1 else "")
 
     def flushed(_: object, worker: str, increments: Sequence[Increment], *__: object) -> None:
         if any(increment.payload for increment in increments):
-            arms.reach("publish.flushed")
+            faults.reach("publish.flushed")
 
     def finished(outcome: object, *_: object) -> None:
         if outcome == "ok":
-            arms.reach("publish.finished")
+            faults.reach("publish.finished")
 
     after_async(JobClaims, "claim", claimed)
     after_async(JobClaims, "reclaim", reclaimed)
@@ -108,65 +115,65 @@ def arm_io(arms: Arms) -> None:
     @wraps(original)
     def admit(self: TickLoop, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        arms.reach("admit.handed")
+        faults.reach("admit.handed")
 
     TickLoop.admit = admit  # type: ignore[method-assign]
 
 
-def kinds_of(batch: Batch) -> set[str]:
+def phases_of(batch: Batch) -> set[str]:
     """Return the phases in a batch: `prefill` for a chunk that is not the last of its prompt, else `decode`."""
     return {"prefill" if isinstance(part, PrefillChunk) and not part.is_last else "decode" for part in batch.parts}
 
 
-def arm_engine(arms: Arms) -> None:
+def add_engine_points(faults: Faults) -> None:
     """Add the points of the engine thread, before and after a batch is computed."""
     original = Engine.run
 
     @wraps(original)
     def run(self: Engine, batch: Batch, *args: Any, **kwargs: Any) -> Any:
-        kinds = kinds_of(batch)
+        phases = phases_of(batch)
         runs = {part.slot.active.job.id: part.slot.active for part in batch.parts}
         if any(one.job.request.metadata.get(MARK) == POISON for one in runs.values()):
-            arms.die("poison")
-        arms.note("tick", jobs={job_id: one.n_past for job_id, one in runs.items()}, at=time.monotonic())
-        arms.reach(*(f"{kind}.before" for kind in kinds))
-        time.sleep(arms.tick_s)
+            faults.die("poison")
+        faults.note("tick", jobs={job_id: one.n_past for job_id, one in runs.items()}, at=time.monotonic())
+        faults.reach(*(f"{phase}.before" for phase in phases))
+        time.sleep(faults.tick_s)
         results = original(self, batch, *args, **kwargs)
-        arms.reach(*(f"{kind}.after" for kind in kinds))
+        faults.reach(*(f"{phase}.after" for phase in phases))
         return results
 
     Engine.run = run  # type: ignore[method-assign]
 
 
-def record_cancels(arms: Arms) -> None:
-    """Record when each cancel arrives at the engine and when the scheduler applies it, with the slots' states then."""
-    arrive, take = TickLoop.cancel, Scheduler.cancel
+def record_cancels(faults: Faults) -> None:
+    """Record when each cancel arrives at the engine thread, and the slot's state when the scheduler applies it."""
+    original_loop_cancel, original_scheduler_cancel = TickLoop.cancel, Scheduler.cancel
 
-    @wraps(arrive)
+    @wraps(original_loop_cancel)
     def cancel(self: TickLoop, job_id: str) -> None:
-        arms.note("cancel.arrived", job=job_id, at=time.monotonic())
-        arrive(self, job_id)
+        faults.note("cancel.arrived", job=job_id, at=time.monotonic())
+        original_loop_cancel(self, job_id)
 
-    @wraps(take)
-    def taken(self: Scheduler, job_id: str) -> bool:
+    @wraps(original_scheduler_cancel)
+    def applied(self: Scheduler, job_id: str) -> bool:
         before = {slot.job_id: slot.state for slot in self.snapshot()}
-        found = take(self, job_id)
+        found = original_scheduler_cancel(self, job_id)
         after = {slot.job_id for slot in self.snapshot()}
         state = before.get(job_id, "waiting" if found else "gone")
-        arms.note("cancel.taken", job=job_id, state=state, freed=job_id not in after, at=time.monotonic())
+        faults.note("cancel.applied", job=job_id, state=state, freed=job_id not in after, at=time.monotonic())
         return found
 
     TickLoop.cancel = cancel  # type: ignore[method-assign]
-    Scheduler.cancel = taken  # type: ignore[method-assign]
+    Scheduler.cancel = applied  # type: ignore[method-assign]
 
 
 def main() -> int:
-    """Run the worker with its arms; return its exit code, unless it is killed before."""
-    arms = Arms(**json.loads(sys.argv[1]))
-    signal.signal(signal.SIGUSR1, arms.go_live)
-    arm_io(arms)
-    arm_engine(arms)
-    record_cancels(arms)
+    """Run the worker with its faults, and return its exit code if no fault kills it."""
+    faults = Faults(**json.loads(sys.argv[1]))
+    signal.signal(signal.SIGUSR1, faults.go_live)
+    add_io_points(faults)
+    add_engine_points(faults)
+    record_cancels(faults)
     return child_main.main()
 
 

@@ -1,4 +1,4 @@
-"""The processes of a soak: workers that are started, killed and replaced, in a folder of their own, and their Redis."""
+"""The processes of a soak: a Redis, and workers that are started, killed and replaced."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CHILD = Path(__file__).with_name("child.py")
 POLL_S = 0.02
 START_TIMEOUT_S = 60.0
 CLIENT_TIMEOUT_S = 90.0
-"""A stream without an event for this long has lost its job."""
+"""Timeout of the clients. A stream without an event for this long counts as lost."""
 READY = re.compile(r"worker\.ready id=(\S+)")
 KILLED = re.compile(r"^soak\.killed point=(\S+)$", re.MULTILINE)
 
 
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
-    """Wait until `condition` returns something true, and return that. Raises `TimeoutError`."""
+async def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
+    """Wait until `condition` returns a true value, and return this value. Raises `TimeoutError`."""
     deadline_s = time.monotonic() + timeout_s
     while not (seen := condition()):
         if time.monotonic() > deadline_s:
@@ -49,7 +49,7 @@ class WorkerProcess:
 
     process: subprocess.Popen[bytes]
     log_file: Path
-    arms: dict[str, Any]
+    faults: dict[str, Any]
     killed_from_outside: bool = False
 
     @property
@@ -62,24 +62,24 @@ class WorkerProcess:
 
     @property
     def worker_id(self) -> str | None:
-        """The id of the worker; None before it is ready."""
+        """The id of the worker, None until the worker is ready."""
         found = READY.search(self.log)
         return found[1] if found else None
 
     async def ready(self) -> str:
-        """Wait until the worker is ready; return its id. Raises `RuntimeError` when it ends before."""
+        """Wait until the worker is ready, and return its id. Raises `RuntimeError` if the worker ends before."""
 
         def id_when_ready() -> str | None:
             if (worker_id := self.worker_id) is None and not self.is_running and not self.killed_at:
                 raise RuntimeError(f"a worker ended with {self.process.returncode}:\n{self.log[-3000:]}")
             return worker_id
 
-        ready: str = await until(id_when_ready, f"ready:\n{self.log[-3000:]}")
+        ready: str = await wait_until(id_when_ready, f"ready:\n{self.log[-3000:]}")
         return ready
 
     @property
     def killed_at(self) -> str | None:
-        """The point at which the worker killed itself; None if it did not."""
+        """The point at which the worker killed itself, None if it did not."""
         found = KILLED.search(self.log[-200:])
         return found[1] if found else None
 
@@ -101,24 +101,24 @@ class WorkerProcess:
         self.process.wait()
 
     def __repr__(self) -> str:
-        return f"<WorkerProcess pid={self.process.pid} returncode={self.process.poll()} arms={self.arms}>"
+        return f"<WorkerProcess pid={self.process.pid} returncode={self.process.poll()} faults={self.faults}>"
 
 
 @dataclass(eq=False)
 class Environment:
-    """A folder, a Redis, a queue, and the workers on it. Closing it ends every process and removes the folder.
+    """A folder, a Redis, a queue, and the queue's workers. At exit, all processes end and the folder is removed.
 
-    Without `redis_url` it starts a Redis in memory.
+    Without `redis_url`, it starts a Redis in memory.
     """
 
     redis_url: str = ""
     model: Path | None = None
-    """None: the model that ships."""
+    """The model file. None: the demo model."""
     queue: str = field(default_factory=lambda: f"soak-{secrets.token_hex(4)}")
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of every worker."""
     workers: list[WorkerProcess] = field(default_factory=list)
-    """All workers that were started, also ended ones."""
+    """All workers that were started, including those that have ended."""
     folder: Path = field(init=False)
     _redis: EmbeddedRedis | None = None
 
@@ -140,11 +140,11 @@ class Environment:
         shutil.rmtree(self.folder)
 
     def use_random_model(self) -> None:
-        """Serve a tiny, fast model of random weights from now on. It never generates an end token."""
+        """Let workers started later serve a tiny random-weight model, which never generates an end token."""
         self.model = write_model(self.folder / "random.gguf", PLAIN, seed=1)
 
-    def start(self, arms: dict[str, Any] | None = None, **more: Any) -> WorkerProcess:
-        """Start a worker; `more` are additional settings of this worker."""
+    def start(self, faults: dict[str, Any] | None = None, **extra_settings: Any) -> WorkerProcess:
+        """Start a worker. `extra_settings` apply to this worker only."""
         chosen: dict[str, Any] = {
             "redis_url": self.redis_url,
             "queue": self.queue,
@@ -152,12 +152,12 @@ class Environment:
             "n_threads": 1,
             "heartbeat_s": 0.5,
             **self.settings,
-            **more,
+            **extra_settings,
         }
         log_file = self.folder / f"worker-{len(self.workers)}.log"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(CHILD), json.dumps(arms or {})],
+                [sys.executable, "-P", str(CHILD), json.dumps(faults or {})],
                 cwd=self.folder,
                 env={name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")},
                 stdin=subprocess.PIPE,
@@ -165,7 +165,7 @@ class Environment:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        worker = WorkerProcess(process, log_file, arms or {})
+        worker = WorkerProcess(process, log_file, faults or {})
         self.workers.append(worker)
         if process.stdin is None:
             raise RuntimeError("a worker without a standard input")
@@ -173,9 +173,11 @@ class Environment:
         process.stdin.flush()
         return worker
 
-    async def start_ready(self, count: int = 1, arms: dict[str, Any] | None = None, **more: Any) -> list[WorkerProcess]:
+    async def start_ready(
+        self, count: int = 1, faults: dict[str, Any] | None = None, **extra_settings: Any
+    ) -> list[WorkerProcess]:
         """Start workers and wait until they are ready."""
-        started = [self.start(arms, **more) for _ in range(count)]
+        started = [self.start(faults, **extra_settings) for _ in range(count)]
         for worker in started:
             await worker.ready()
         return started
@@ -185,7 +187,7 @@ class Environment:
         return [worker for worker in self.workers if worker.is_running]
 
     def worker(self, worker_id: str) -> WorkerProcess:
-        """The process of this id, whose middle part is its pid."""
+        """Return the worker with this id. The middle part of a worker id is the process id."""
         pid = int(worker_id.rsplit("-", 2)[1])
         return next(worker for worker in self.workers if worker.process.pid == pid)
 

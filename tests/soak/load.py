@@ -1,4 +1,4 @@
-"""The load: jobs that are submitted and read as a web backend does. The checker records all of it."""
+"""The load of a soak: submits and reads jobs as a web backend does, and records all events in the checker."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.producer import AsyncClient, AsyncJob
 
 WIRE = "wire"
-"""The reader that listens to what is published, of all jobs, without the product's client."""
-JOBS_A_LOOK = 200
+"""Name of the reader that receives the pub/sub messages of all jobs without llamaq's client."""
+JOBS_PER_READ = 200
 DRAIN_S = 20.0
 
 
@@ -36,24 +36,24 @@ async def submit(client: AsyncClient, checker: Checker, shape: JobShape) -> Asyn
 
 async def read(job: AsyncJob, checker: Checker, reader: str) -> None:
     """Read the whole stream of a job, and record each event and error in the checker."""
-    checker.began(reader, job.id)
+    checker.record_start(reader, job.id)
     n_chars = 0
     try:
         async for chunk in job.stream():
             event = Tokens(offset=chunk.offset, tokens=chunk.tokens, text_offset=n_chars, text=chunk.text)
-            checker.saw(reader, job.id, event)
+            checker.record_event(reader, job.id, event)
             n_chars += len(chunk.text)
     except JobFailed as exc:
-        checker.saw(reader, job.id, Failed(code=exc.code, message=exc.message))
+        checker.record_event(reader, job.id, Failed(code=exc.code, message=exc.message))
     except (LlamaqError, RedisError, OSError) as exc:
-        checker.complain(f"{job.id} {reader}: {exc!r}")
+        checker.add_violation(f"{job.id} {reader}: {exc!r}")
     else:
-        # A stream that ends without an error has received the terminal event, of any finish reason.
-        checker.saw(reader, job.id, Finished(finish_reason=FinishReason.STOP, stats=JobStats()))
+        # A stream ends without an error only after a terminal event. Its finish reason is not compared.
+        checker.record_event(reader, job.id, Finished(finish_reason=FinishReason.STOP, stats=JobStats()))
 
 
 async def run_job(client: AsyncClient, checker: Checker, shape: JobShape) -> AsyncJob:
-    """Submit a job and read it to its end with all its readers."""
+    """Submit a job, and let all its readers read it to the end."""
     job = await submit(client, checker, shape)
     handles = [job, *(client.job(job.id) for _ in range(shape.n_readers - 1))]
     await asyncio.gather(*(read(one, checker, f"reader {number}") for number, one in enumerate(handles)))
@@ -63,9 +63,12 @@ async def run_job(client: AsyncClient, checker: Checker, shape: JobShape) -> Asy
 async def run_jobs(
     begin: Callable[[], Coroutine[Any, Any, object]], *, width: int, wants_more: Callable[[int, int], bool]
 ) -> None:
-    """Keep up to `width` jobs open until none is open and `wants_more`, asked with the numbers begun and open, says no.
+    """Keep up to `width` jobs open. Returns when no job is open and `wants_more` returns False.
 
-    It is asked again whenever a job ends.
+    Args:
+        begin: Submits a job and returns when the job has ended.
+        width: Largest number of open jobs.
+        wants_more: Called with the numbers of begun and of open jobs. Returns whether to begin one more job.
     """
     open_jobs: set[asyncio.Task[object]] = set()
     n_begun = 0
@@ -83,8 +86,8 @@ async def run_jobs(
         await cancel_tasks(*open_jobs)
 
 
-async def beside(background: Coroutine[Any, Any, object], work: Coroutine[Any, Any, object]) -> None:
-    """Run `work` until it ends, while `background` runs. Raises the error of either."""
+async def run_with_background(background: Coroutine[Any, Any, object], work: Coroutine[Any, Any, object]) -> None:
+    """Run `work` to its end while `background` runs. Raises the error of either coroutine."""
     tasks = [asyncio.create_task(background), asyncio.create_task(work)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -95,8 +98,8 @@ async def beside(background: Coroutine[Any, Any, object], work: Coroutine[Any, A
 
 
 @asynccontextmanager
-async def tapped(client: AsyncClient, checker: Checker) -> AsyncIterator[None]:
-    """Record every message that is published on the queue inside the block in the checker."""
+async def record_published(client: AsyncClient, checker: Checker) -> AsyncIterator[None]:
+    """Record all messages that the queue's jobs publish within this context in the checker."""
     channel = client.keys.of_job(f"{client.queue}.0.{32 * '0'}").channel
     pattern = channel.rpartition(":")[0] + ":*"
     tap: Any = client.redis.pubsub()
@@ -106,8 +109,8 @@ async def tapped(client: AsyncClient, checker: Checker) -> AsyncIterator[None]:
         async for message in tap.listen():
             if message["type"] == "pmessage":
                 job_id = message["channel"].decode().rpartition(":")[2]
-                checker.began(WIRE, job_id, is_whole=False)
-                checker.saw(WIRE, job_id, codec.decode_event(message["data"]))
+                checker.record_start(WIRE, job_id, is_whole=False)
+                checker.record_event(WIRE, job_id, codec.decode_event(message["data"]))
 
     listening = asyncio.create_task(listen())
     try:
@@ -118,23 +121,23 @@ async def tapped(client: AsyncClient, checker: Checker) -> AsyncIterator[None]:
 
 
 async def collect(client: AsyncClient, checker: Checker) -> None:
-    """Record in the checker what is stored of every accepted job, and entries that were left in the queue."""
+    """Record the stored events and results of all accepted jobs, and the entries that remain in the queue."""
     job_ids = list(checker.accepted)
     left = await _left_in_queue(client)
-    for start in range(0, len(job_ids), JOBS_A_LOOK):
-        some = job_ids[start : start + JOBS_A_LOOK]
+    for start in range(0, len(job_ids), JOBS_PER_READ):
+        some = job_ids[start : start + JOBS_PER_READ]
         async with client.redis.pipeline(transaction=False) as pipe:
             for job_id in some:
                 pipe.xrange(client.keys.of_job(job_id).events)
             for job_id, entries in zip(some, await pipe.execute(), strict=True):
-                _take_stored(checker, job_id, entries)
-        await asyncio.gather(*(_take_result(client, checker, job_id) for job_id in some))
+                _record_stored_events(checker, job_id, entries)
+        await asyncio.gather(*(_record_result(client, checker, job_id) for job_id in some))
     if left:
-        checker.complain(f"{left} entries are left in the queue")
+        checker.add_violation(f"{left} entries remain in the queue")
 
 
 async def _left_in_queue(client: AsyncClient) -> int:
-    """Count the entries in the job streams, after a wait: jobs whose submission was not acknowledged may still run."""
+    """Return the number of entries in the job streams. Waits first: unacknowledged jobs may still run."""
     deadline_s = time.monotonic() + DRAIN_S
     while True:
         lengths = [await client.redis.xlen(client.keys.jobs(client.queue, 0, priority)) for priority in Priority]
@@ -143,20 +146,20 @@ async def _left_in_queue(client: AsyncClient) -> int:
         await asyncio.sleep(POLL_S)
 
 
-def _take_stored(checker: Checker, job_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
-    checker.began(STORED, job_id, is_whole=checker.accepted[job_id].streams)
+def _record_stored_events(checker: Checker, job_id: str, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+    checker.record_start(STORED, job_id, is_whole=checker.accepted[job_id].streams)
     for entry_id, fields in entries:
         try:
-            checker.saw(STORED, job_id, codec.decode_event(fields[b"e"]))
+            checker.record_event(STORED, job_id, codec.decode_event(fields[b"e"]))
         except ProtocolError as exc:
-            checker.complain(f"{job_id}: event {entry_id.decode()}: {exc}")
+            checker.add_violation(f"{job_id}: event {entry_id.decode()}: {exc}")
 
 
-async def _take_result(client: AsyncClient, checker: Checker, job_id: str) -> None:
+async def _record_result(client: AsyncClient, checker: Checker, job_id: str) -> None:
     if not any(isinstance(end, Finished) for end in checker.ends_of(job_id)):
         return
     with suppress(JobFailed):
         try:
-            checker.saw_result(job_id, await client.job(job_id).result())
+            checker.record_result(job_id, await client.job(job_id).result())
         except JobNotFound:
-            checker.complain(f"{job_id}: it has finished, and has no result")
+            checker.add_violation(f"{job_id}: has finished, but has no result")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("llama-cpp-python", "llamaq", "redis")
 
 ProgressReport = Callable[[int, int, str], None]
-"""Called with the done and the total number of steps of a scenario, and a description."""
+"""Called with the number of finished steps of a scenario, the number of all steps, and a description."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ def _plain(value: object) -> str:
 
 
 def percentiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
-    """p50, p99 and the greatest; p99 of fewer than 100 values is the greatest."""
+    """Return count, p50, p99 and maximum. The p99 of fewer than 100 values is the maximum."""
     ranked = sorted(values)
     if not ranked:
         return {"count": 0}
@@ -71,7 +71,7 @@ def percentiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 
 
 def write_report(path: Path, seed: int, scale: float, outcomes: Sequence[Outcome]) -> str:
-    """Write `path`.json and `path`.txt; returns the text."""
+    """Write `path`.json and `path`.txt, and return the text."""
     facts = {
         "seed": seed,
         "scale": scale,

@@ -1,4 +1,4 @@
-"""Long jobs on several workers that are killed or stopped, and which worker runs which job."""
+"""Runs long jobs on several workers that are killed or stopped, and finds out which worker runs which job."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from tests.soak.chaos import VOCABULARY, JobShape
 from tests.soak.checker import Checker
 from tests.soak.environment import POLL_S, Environment, WorkerProcess
-from tests.soak.load import collect, run_job, run_jobs, tapped
+from tests.soak.load import collect, record_published, run_job, run_jobs
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Started
 from llamaq.producer import AsyncClient
 
 MAX_TOKENS = 1000
-"""A job takes about ten seconds with the tick below. Each finished job is followed by another."""
+"""A job takes about ten seconds with ticks of `TICK_S`. A new job follows each finished job."""
 TICK_S = 0.01
 N_SLOTS = 8
-"""Slots of each worker. Half of them stay free for the jobs of another worker."""
+"""Slots of each worker. Half of them stay free, for the jobs of a dead worker."""
 
 
 @dataclass(eq=False)
 class Runners:
-    """A constant number of jobs, each with one reader."""
+    """Keeps a constant number of jobs running, each with one reader."""
 
     environment: Environment
     client: AsyncClient
@@ -53,7 +53,7 @@ class Runners:
         for job_id in list(self.checker.accepted):
             await self.client.cancel(job_id)
 
-    async def held_by(self, worker: WorkerProcess) -> dict[str, int]:
+    async def attempts_of(self, worker: WorkerProcess) -> dict[str, int]:
         """Return the attempt number of each running job of a worker."""
         worker_id = await worker.ready()
         hashes = await self._hashes(list(self.checker.accepted))
@@ -64,16 +64,16 @@ class Runners:
         }
 
     async def busiest(self) -> WorkerProcess:
-        """Wait until a living worker runs a job; return the worker that runs most."""
+        """Wait until all jobs run, and return the running worker with the most jobs."""
         while True:
-            held = {worker: len(await self.held_by(worker)) for worker in self.environment.living}
+            held = {worker: len(await self.attempts_of(worker)) for worker in self.environment.living}
             most = max(held.values(), default=0)
             if most and sum(held.values()) >= self.width:
                 return self.rng.choice([worker for worker, count in held.items() if count == most])
             await asyncio.sleep(POLL_S)
 
-    async def await_next(self, held: dict[str, int], timeout_s: float) -> set[str]:
-        """Wait until each attempt has a successor; return the jobs without one after the time limit."""
+    async def await_next_attempts(self, held: dict[str, int], timeout_s: float) -> set[str]:
+        """Wait until each of these jobs has a newer attempt. Returns the jobs that have none after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             hashes = await self._hashes(list(held))
@@ -83,7 +83,7 @@ class Runners:
             await asyncio.sleep(POLL_S)
 
     async def _hashes(self, job_ids: list[str]) -> dict[str, tuple[str, int, str]]:
-        """Status, attempt and worker of each job."""
+        """Return status, attempt and worker of each job."""
         async with self.client.redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hmget(self.client.keys.of_job(job_id).job, "status", "attempt", "worker")
@@ -92,10 +92,10 @@ class Runners:
         return {job_id: (text[0], int(text[1]), text[2]) for job_id, text in zip(job_ids, texts, strict=True)}
 
     async def started_s(self, job_id: str, after_attempt: int) -> float | None:
-        """Return when the next attempt started, in seconds of the clock of Redis."""
+        """Return the start time of the next attempt, by the clock of Redis, or None."""
         entries: Any = await self.client.redis.xrange(self.client.keys.of_job(job_id).events)
         for entry_id, fields in entries:
-            if b"started" in fields[b"e"]:  # decoding the tokens of all jobs would take long
+            if b"started" in fields[b"e"]:  # avoids decoding all `tokens` events, which takes long
                 event = codec.decode_event(fields[b"e"])
                 if isinstance(event, Started) and event.attempt > after_attempt:
                     return int(entry_id.split(b"-")[0]) / 1000
@@ -106,10 +106,10 @@ class Runners:
 async def long_jobs(
     environment: Environment, checker: Checker, rng: random.Random, width: int
 ) -> AsyncIterator[Runners]:
-    """Long jobs on a worker's random model until the context ends; then what is stored of them is collected."""
+    """Run long jobs on a random-weight model until the context ends, then record all stored events in the checker."""
     environment.use_random_model()
     environment.settings |= {"n_parallel": N_SLOTS, "n_ctx": 2 * N_SLOTS * MAX_TOKENS, "max_crashes": 1000}
-    async with environment.client() as client, tapped(client, checker):
+    async with environment.client() as client, record_published(client, checker):
         runners = Runners(environment, client, checker, rng, width)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(runners.keep_running())

@@ -1,4 +1,4 @@
-"""A pool of a fixed number of workers. Each dies as planned, and is replaced at once."""
+"""A pool of a fixed number of workers. The pool kills workers by a plan and replaces each dead worker at once."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.soak.chaos import OUTSIDE, KillPlan
 from tests.soak.environment import POLL_S, Environment, WorkerProcess
 
 OVERDUE_S = 20.0
-"""Seconds after which a worker that has not reached its point is killed from outside."""
-SOON_S = (0.0, 0.5)
-"""When a worker that is to be killed from outside dies, after its turn has come."""
+"""Seconds after its signal in which a worker must reach its point. Then the pool kills it."""
+OUTSIDE_DELAY_S = (0.0, 0.5)
+"""Range of the seconds after which the pool kills a worker that is planned to die from outside."""
 MAX_ACCIDENTS = 3
 
 
 @dataclass(eq=False)
-class Post:
-    """A place in the pool and the worker that fills it."""
+class PoolMember:
+    """A place in the pool and its current worker."""
 
     worker: WorkerProcess
     due_s: float | None = None
-    """When it is killed from outside at the latest; None until its turn to die has come."""
+    """Time at which the pool kills the worker. None until the worker is selected to die."""
 
 
 @dataclass(eq=False)
@@ -37,44 +37,50 @@ class WorkerPool:
     size: int
     pace: Callable[[], float]
     tick_s: float = 0.0
-    posts: list[Post] = field(default_factory=list)
+    members: list[PoolMember] = field(default_factory=list)
     accidents: list[str] = field(default_factory=list)
-    """Ends of workers that were not planned."""
+    """Descriptions of workers that ended without being planned to."""
 
     async def run(self) -> None:
-        """Until cancelled; raises `RuntimeError` when workers end that should not."""
+        """Keep the pool running until cancelled.
+
+        Raises:
+            RuntimeError: `MAX_ACCIDENTS` workers ended without being planned to.
+        """
         for _ in range(self.size):
-            self.posts.append(Post(self._hire()))
+            self.members.append(PoolMember(self._start_worker()))
         while True:
-            for post in self.posts:
-                self._look_after(post)
+            for member in self.members:
+                self._replace_or_kill(member)
             if len(self.accidents) >= MAX_ACCIDENTS:
                 raise RuntimeError("; ".join(self.accidents))
             await asyncio.sleep(POLL_S)
 
-    def _hire(self) -> WorkerProcess:
-        arms: dict[str, Any] = self.plan.arms([post.worker.arms for post in self.posts if post.worker.is_running])
-        return self.environment.start(arms | {"tick_s": self.tick_s})
+    def _start_worker(self) -> WorkerProcess:
+        faults: dict[str, Any] = self.plan.faults(
+            [member.worker.faults for member in self.members if member.worker.is_running]
+        )
+        return self.environment.start(faults | {"tick_s": self.tick_s})
 
-    def _look_after(self, post: Post) -> None:
-        worker = post.worker
+    def _replace_or_kill(self, member: PoolMember) -> None:
+        worker = member.worker
         if not worker.is_running:
             self._note_end(worker)
-            post.worker, post.due_s = self._hire(), None
-        elif "point" not in worker.arms:
+            member.worker, member.due_s = self._start_worker(), None
+        elif "point" not in worker.faults:
             return
-        elif post.due_s is None:
-            if self._is_time_for_another() and worker.worker_id is not None:
+        elif member.due_s is None:
+            if self._is_behind_plan() and worker.worker_id is not None:
                 worker.signal(signal.SIGUSR1)
-                patience_s = self.plan.rng.uniform(*SOON_S) if worker.arms["point"] == OUTSIDE else OVERDUE_S
-                post.due_s = time.monotonic() + patience_s
-        elif time.monotonic() > post.due_s:
+                delay_s = self.plan.rng.uniform(*OUTSIDE_DELAY_S) if worker.faults["point"] == OUTSIDE else OVERDUE_S
+                member.due_s = time.monotonic() + delay_s
+        elif time.monotonic() > member.due_s:
             worker.kill()
 
-    def _is_time_for_another(self) -> bool:
-        """Whether one more worker must die at the current pace."""
-        n_doomed = self.plan.n_done + sum(post.due_s is not None for post in self.posts)
-        return n_doomed <= self.plan.n_kills * self.pace()
+    def _is_behind_plan(self) -> bool:
+        """Whether one more worker must die to keep up with `pace`."""
+        n_begun = self.plan.n_done + sum(member.due_s is not None for member in self.members)
+        return n_begun <= self.plan.n_kills * self.pace()
 
     def _note_end(self, worker: WorkerProcess) -> None:
         point = worker.killed_at or (OUTSIDE if worker.killed_from_outside else None)

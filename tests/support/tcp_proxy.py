@@ -160,7 +160,7 @@ class _ProxiedConnection:
         self.is_silent = False
 
     async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward data until one end closes, then close the other end. If silent, read the data without forwarding it."""
+        """Forward data until one end closes, then close the other end. A silent connection drops the data."""
         with suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
                 if not self.is_silent:

@@ -10,40 +10,40 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.soak.chaos import VOCABULARY, JobShape, dice
+from tests.soak.chaos import VOCABULARY, JobShape, seeded_random
 from tests.soak.checker import Checker
 from tests.soak.environment import POLL_S, Environment
-from tests.soak.load import collect, read, run_jobs, submit, tapped
+from tests.soak.load import collect, read, record_published, run_jobs, submit
 from tests.soak.report import Outcome, ProgressReport, percentiles
 
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob
 
 QUEUED, WAITING, PREFILL, DECODE = STATES = ("queued", "waiting", "prefill", "decode")
-"""In the queue; claimed without a slot; and the two states of a busy slot."""
+"""States of a job: in the queue, claimed without a slot, and the two states of its slot."""
 GONE = "gone"
 TICK_S = 0.01
 SETTINGS: dict[str, Any] = {"n_parallel": 3, "inbox_window": 2, "chunk_size": 16, "n_ctx": 4096}
 WIDTH = 12
-"""More than slots and window, so that some jobs are in the queue."""
+"""Number of open jobs. It exceeds the slots and the inbox window, so that some jobs wait in the queue."""
 PROMPT_TOKENS = 400
-"""A prefill of 25 ticks."""
+"""Length of the prompts: 25 ticks of prefill."""
 MAX_TOKENS = 60
 PREFILL_S = 0.4
 
 
 @dataclass(eq=False)
 class Record:
-    """The record of the worker."""
+    """The events that the worker recorded, and the figures computed from them."""
 
     lines: list[dict[str, Any]]
     computed: Counter[str] = field(default_factory=Counter)
-    """Ticks of each job, by job id."""
+    """Number of ticks that computed the job, by job id."""
     ticks_to_free: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     """Ticks between the arrival of a cancel at the engine and the release of the slot, by state."""
     not_freed: list[str] = field(default_factory=list)
     computed_after: list[str] = field(default_factory=list)
-    """Jobs that were computed after they had been released."""
+    """Jobs that were computed after their cancel was applied."""
     states: dict[str, str] = field(default_factory=dict)
     """State of each cancelled job when the scheduler applied the cancel."""
 
@@ -67,31 +67,31 @@ class Record:
 
 @dataclass(eq=False)
 class Canceller:
-    """Submits jobs and cancels each of them when it is about in the state that was drawn for it."""
+    """Submits jobs and cancels each of them in approximately its target state. The states take turns."""
 
     client: AsyncClient
     checker: Checker
     rng: random.Random
     n_each: int
-    aims: Counter[str] = field(default_factory=Counter)
+    target_states: Counter[str] = field(default_factory=Counter)
     never_claimed: set[str] = field(default_factory=set)
-    """Jobs that the client's cancel ended in the queue."""
+    """Jobs that were cancelled in the queue."""
     ended_s: list[float] = field(default_factory=list)
-    """Seconds from each cancel to the end of the stream."""
+    """Seconds from each cancel to the end of the job's stream."""
 
     def wants_more(self, n_begun: int, n_open: int) -> bool:
         return n_begun < self.n_each * len(STATES)
 
     async def one_job(self) -> None:
-        aim = STATES[self.aims.total() % len(STATES)]
-        self.aims[aim] += 1
+        target = STATES[self.target_states.total() % len(STATES)]
+        self.target_states[target] += 1
         tokens = self.rng.choices(VOCABULARY, k=PROMPT_TOKENS)
         options = {"tokens": tokens, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 1}
         job = await submit(
             self.client, self.checker, JobShape(options, demands={"n_tokens": MAX_TOKENS, "may_be_short": True})
         )
         reading = asyncio.create_task(read(job, self.checker, "reader"))
-        await self._await_state(job, aim)
+        await self._await_state(job, target)
         cancelled_s = time.monotonic()
         await job.cancel()
         await reading
@@ -100,27 +100,27 @@ class Canceller:
         if status.attempt == 0:
             self.never_claimed.add(job.id)
 
-    async def _await_state(self, job: AsyncJob, aim: str) -> None:
-        """Wait until the job is about in this state. The record of the worker has the exact state."""
-        if aim == QUEUED:
+    async def _await_state(self, job: AsyncJob, target: str) -> None:
+        """Wait until the job is approximately in this state. The worker records the exact state."""
+        if target == QUEUED:
             return
-        least_tokens = 1 if aim == DECODE else 0
+        min_tokens = 1 if target == DECODE else 0
         while (status := await job.status()).state in (JobState.QUEUED, JobState.RUNNING):
-            if status.state is JobState.RUNNING and status.generated_tokens >= least_tokens:
+            if status.state is JobState.RUNNING and status.generated_tokens >= min_tokens:
                 break
             await asyncio.sleep(POLL_S)
-        if aim == PREFILL:
+        if target == PREFILL:
             await asyncio.sleep(self.rng.uniform(0, PREFILL_S))
 
 
 async def cancels(seed: int, report: ProgressReport, *, n_each: int = 40) -> Outcome:
-    """About `n_each` cancels of jobs in each of the four states."""
-    checker, rng, started_s = Checker(), dice(seed, "cancels"), time.monotonic()
+    """Cancel about `n_each` jobs in each of the four states."""
+    checker, rng, started_s = Checker(), seeded_random(seed, "cancels"), time.monotonic()
     async with Environment(settings=SETTINGS) as environment:
         environment.use_random_model()
         file = environment.folder / "record.jsonl"
         await environment.start_ready(1, {"tick_s": TICK_S, "record": str(file)})
-        async with environment.client() as client, tapped(client, checker):
+        async with environment.client() as client, record_published(client, checker):
             canceller = Canceller(client, checker, rng, n_each)
 
             async def one_job() -> None:
@@ -139,19 +139,19 @@ def _judge(checker: Checker, canceller: Canceller, record: Record) -> Checker:
     idle = canceller.never_claimed | {job_id for job_id, state in record.states.items() if state == WAITING}
     for job_id in idle:
         if record.computed[job_id] or any(event.type == "tokens" for event in checker.events_of(job_id)):
-            checker.complain(
-                f"{job_id}: cancelled before it had a slot, and computed in {record.computed[job_id]} ticks"
+            checker.add_violation(
+                f"{job_id}: cancelled before it had a slot, but computed in {record.computed[job_id]} ticks"
             )
     for job_id in record.not_freed:
-        checker.complain(f"{job_id}: still in its slot after its cancel")
+        checker.add_violation(f"{job_id}: still in its slot after its cancel")
     for job_id in record.computed_after:
-        checker.complain(f"{job_id}: computed after its cancel was taken")
+        checker.add_violation(f"{job_id}: computed after its cancel was applied")
     for state in (PREFILL, DECODE):
         if max(record.ticks_to_free[state], default=0) > 1:
-            checker.complain(f"{state}: a slot was free only after {max(record.ticks_to_free[state])} ticks")
+            checker.add_violation(f"{state}: a slot was free only after {max(record.ticks_to_free[state])} ticks")
     for state, count in _counts(canceller, record).items():
         if not count:
-            checker.complain(f"nothing was cancelled in state {state}")
+            checker.add_violation(f"no job was cancelled in state {state}")
     return checker
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.soak.chaos import JobShape, KillPlan, dice, draw_job
+from tests.soak.chaos import JobShape, KillPlan, draw_job, seeded_random
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment
-from tests.soak.load import beside, collect, run_job, run_jobs, tapped
+from tests.soak.load import collect, record_published, run_job, run_jobs, run_with_background
 from tests.soak.report import Outcome, ProgressReport
 from tests.soak.worker_pool import WorkerPool
 
@@ -21,24 +21,24 @@ SETTINGS: dict[str, Any] = {
     "n_parallel": 4,
     "n_ctx": 4096,
     "chunk_size": 32,
-    "max_crashes": 1000,  # workers die here, and jobs are not to blame
+    "max_crashes": 1000,  # the workers die by kills, so no job may become a dead letter
 }
-WIDTH, FEWEST = 40, 12
-"""At most and at least this many jobs are open while kills are left."""
+WIDTH, MIN_OPEN_JOBS = 40, 12
+"""Largest and smallest number of open jobs while kills remain."""
 DISTANCE_WORDS = 90
 ANSWER_TOKENS = 16
 TICK_S = 0.01
-"""Minimum time of a tick of the demo model, so that a kill can hit an answer."""
+"""Minimum time of a tick of the demo model, so that kills happen while answers are generated."""
 
 
 async def kills(
     seed: int, report: ProgressReport, *, n_kills: int = 200, n_jobs: int = 5000, n_workers: int = 3
 ) -> Outcome:
-    """Small random jobs; kills spread evenly over admit, prefill, decode, publish, reclaim, and from outside."""
-    rng, checker, started_s = dice(seed, "jobs"), Checker(), time.monotonic()
+    """Run small random jobs, and kill workers equally often in each phase and from outside."""
+    rng, checker, started_s = seeded_random(seed, "jobs"), Checker(), time.monotonic()
     async with Environment(settings=SETTINGS) as environment:
         environment.use_random_model()
-        plan = KillPlan(dice(seed, "kills"), n_kills)
+        plan = KillPlan(seeded_random(seed, "kills"), n_kills)
         await _under_kills(environment, plan, checker, lambda: draw_job(rng), n_jobs, n_workers, report)
     return Outcome("kills", checker.judge(), figures_of(plan, checker, started_s), time.monotonic() - started_s)
 
@@ -52,12 +52,12 @@ async def recall(
     n_workers: int = 3,
     n_probes: int = 40,
 ) -> Outcome:
-    """Ask the demo model questions that have one right answer. The answers equal those of an undisturbed run."""
-    rng, checker, started_s = dice(seed, "recall"), Checker(), time.monotonic()
+    """Ask the demo model questions during kills. The answers must equal those of an undisturbed run."""
+    rng, checker, started_s = seeded_random(seed, "recall"), Checker(), time.monotonic()
     probes = [recall_probe(rng.getrandbits(32), DISTANCE_WORDS, INLINE_FRAMES[1]) for _ in range(n_probes)]
     async with Environment(settings=SETTINGS) as environment:
         undisturbed = await _undisturbed(environment, probes)
-        plan = KillPlan(dice(seed, "kills"), n_kills)
+        plan = KillPlan(seeded_random(seed, "kills"), n_kills)
         shapes = [replace(shape_of(probe), demands={"text": undisturbed[probe.prompt]}) for probe in probes]
         await _under_kills(
             environment, plan, checker, lambda: rng.choice(shapes), n_jobs, n_workers, report, tick_s=TICK_S
@@ -68,12 +68,12 @@ async def recall(
 
 
 def shape_of(probe: Probe) -> JobShape:
-    """The job that asks this question."""
+    """Return the job that asks the question of a probe."""
     return JobShape({"prompt": probe.prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "stop": ["\n"]})
 
 
 async def _undisturbed(environment: Environment, probes: list[Probe]) -> dict[str, str]:
-    """Return the answer to each prompt by an undisturbed worker."""
+    """Return the answers of an undisturbed worker, by prompt."""
     (worker,) = await environment.start_ready()
     async with environment.client() as client:
         results = [await client.generate(**{"timeout": 60, **shape_of(probe).options}) for probe in probes]
@@ -92,13 +92,13 @@ async def _under_kills(
     *,
     tick_s: float = 0.0,
 ) -> None:
-    """Run at least `n_jobs` jobs during all planned kills, until every job has ended."""
+    """Run jobs until all planned kills are done and at least `n_jobs` jobs have ended."""
     n_ended, n_kills = 0, max(1, plan.n_kills)
 
     def wants_more(n_begun: int, n_open: int) -> bool:
         if plan.is_done:
             return n_begun < n_jobs
-        return n_open < FEWEST or n_begun < 2 * WIDTH + n_jobs * plan.n_done / n_kills
+        return n_open < MIN_OPEN_JOBS or n_begun < 2 * WIDTH + n_jobs * plan.n_done / n_kills
 
     async def one_job() -> None:
         nonlocal n_ended
@@ -107,11 +107,11 @@ async def _under_kills(
         report(plan.n_done, plan.n_kills, f"kills, {n_ended} jobs")
 
     pool = WorkerPool(environment, plan, n_workers, pace=lambda: n_ended / n_jobs, tick_s=tick_s)
-    async with environment.client() as client, tapped(client, checker):
-        await beside(pool.run(), run_jobs(one_job, width=WIDTH, wants_more=wants_more))
+    async with environment.client() as client, record_published(client, checker):
+        await run_with_background(pool.run(), run_jobs(one_job, width=WIDTH, wants_more=wants_more))
         await collect(client, checker)
     if not plan.is_done:
-        checker.complain(f"kills that did not happen: {+plan.left}")
+        checker.add_violation(f"planned kills that did not happen: {+plan.left}")
 
 
 def figures_of(plan: KillPlan, checker: Checker, started_s: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redis.exceptions import RedisError
-from tests.soak.chaos import dice, draw_job
+from tests.soak.chaos import draw_job, seeded_random
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment
 from tests.soak.load import collect, read, run_jobs, submit
@@ -29,21 +29,21 @@ TICK_S = 0.005
 MAX_TOKENS = 64
 SUBMIT_AGAIN_S = 0.05
 UP_S, DOWN_S = (0.5, 1.5), (0.0, 0.6)
-"""Ranges of the seconds that Redis is up and down around a restart."""
+"""Ranges of the seconds that Redis runs before a restart, and that it is down during a restart."""
 CALM_S = (0.05, 0.3)
-"""Seconds between two cuts."""
+"""Range of the seconds between two cuts."""
 
 
 @dataclass(eq=False)
 class Load:
-    """Jobs that are submitted and read until `is_over`, also when the connection fails."""
+    """Submits and reads jobs until `is_over` is true, even while the connection fails."""
 
     client: AsyncClient
     checker: Checker
     rng: random.Random
     is_over: bool = False
     n_refused: int = 0
-    """Submits that were not acknowledged."""
+    """Number of submits that were not acknowledged."""
 
     async def run(self) -> None:
         await run_jobs(self._one_job, width=WIDTH, wants_more=lambda *_: not self.is_over)
@@ -61,7 +61,7 @@ class Load:
 
 @asynccontextmanager
 async def loaded(environment: Environment, checker: Checker, rng: random.Random, url: str) -> AsyncIterator[Load]:
-    """Workers, and a load that runs until the context ends; all of it reaches Redis by `url`."""
+    """Start workers, and run a load until the context ends. Workers and load connect to Redis at `url`."""
     environment.use_random_model()
     await environment.start_ready(N_WORKERS, {"tick_s": TICK_S}, redis_url=url)
     async with environment.client(url) as client, environment.client() as undisturbed:
@@ -74,8 +74,8 @@ async def loaded(environment: Environment, checker: Checker, rng: random.Random,
 
 
 async def restarts(seed: int, report: ProgressReport, *, n_restarts: int = 20) -> Outcome:
-    """Redis is killed and restarted under load. It writes to disk before it acknowledges."""
-    checker, rng, started_s = Checker(), dice(seed, "restarts"), time.monotonic()
+    """Kill and restart Redis under load. Redis syncs every write to disk before it acknowledges it."""
+    checker, rng, started_s = Checker(), seeded_random(seed, "restarts"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
         server = Server(Path(folder), free_ports(1)[0], DURABLE)
         server.start()
@@ -83,7 +83,7 @@ async def restarts(seed: int, report: ProgressReport, *, n_restarts: int = 20) -
             url = f"redis://127.0.0.1:{server.port}/0"
             async with (
                 Environment(redis_url=url, settings={"lease_s": 2.0}) as environment,
-                loaded(environment, checker, dice(seed, "jobs"), url) as load,
+                loaded(environment, checker, seeded_random(seed, "jobs"), url) as load,
             ):
                 for number in range(n_restarts):
                     await asyncio.sleep(rng.uniform(*UP_S))
@@ -98,11 +98,11 @@ async def restarts(seed: int, report: ProgressReport, *, n_restarts: int = 20) -
 
 
 async def cuts(seed: int, report: ProgressReport, *, n_cuts: int = 200) -> Outcome:
-    """All connections of workers and clients are reset again and again."""
-    checker, rng, started_s = Checker(), dice(seed, "cuts"), time.monotonic()
+    """Reset all connections of workers and clients repeatedly."""
+    checker, rng, started_s = Checker(), seeded_random(seed, "cuts"), time.monotonic()
     async with Environment(settings={"lease_s": 2.0}) as environment:
         with Proxy(environment.redis_url) as proxy:
-            async with loaded(environment, checker, dice(seed, "jobs"), proxy.url) as load:
+            async with loaded(environment, checker, seeded_random(seed, "jobs"), proxy.url) as load:
                 n_done = 0
                 while n_done < n_cuts:
                     await asyncio.sleep(rng.uniform(*CALM_S))

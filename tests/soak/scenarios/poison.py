@@ -8,11 +8,11 @@ from asyncio import Task
 from dataclasses import replace
 from typing import Any
 
-from tests.soak.chaos import VOCABULARY, JobShape, KillPlan, dice, draw_job
+from tests.soak.chaos import VOCABULARY, JobShape, KillPlan, draw_job, seeded_random
 from tests.soak.checker import Checker
 from tests.soak.child import MARK, POISON
 from tests.soak.environment import Environment
-from tests.soak.load import beside, collect, read, submit, tapped
+from tests.soak.load import collect, read, record_published, run_with_background, submit
 from tests.soak.report import Outcome, ProgressReport
 from tests.soak.worker_pool import WorkerPool
 
@@ -25,8 +25,8 @@ TICK_S = 0.005
 
 
 async def poison(seed: int, report: ProgressReport, *, n_jobs: int = 100, lease_s: float = 1.0) -> Outcome:
-    """`n_jobs` good jobs, all at once, and a poisonous one among them."""
-    checker, rng, started_s = Checker(), dice(seed, "poison"), time.monotonic()
+    """Submit `n_jobs` good jobs and one poisonous job at the same time."""
+    checker, rng, started_s = Checker(), seeded_random(seed, "poison"), time.monotonic()
     shapes = [replace(draw_job(rng), n_readers=1) for _ in range(n_jobs)]
     poisonous = JobShape(
         {"tokens": rng.choices(VOCABULARY, k=40), "max_tokens": 8, "seed": 1, "metadata": {MARK: POISON}},
@@ -37,23 +37,23 @@ async def poison(seed: int, report: ProgressReport, *, n_jobs: int = 100, lease_
     plan = KillPlan(rng, 0)
     async with Environment(settings=settings) as environment:
         environment.use_random_model()
-        async with environment.client() as client, tapped(client, checker):
+        async with environment.client() as client, record_published(client, checker):
             pool = WorkerPool(environment, plan, N_WORKERS, pace=lambda: 0.0, tick_s=TICK_S)
-            await beside(pool.run(), _run_all(client, checker, shapes, report))
+            await run_with_background(pool.run(), _run_all(client, checker, shapes, report))
             await collect(client, checker)
             dead_letters: Any = await client.redis.xrange(client.keys.dead(client.queue, 0))
     guilty = [job_id for job_id, accepted in checker.accepted.items() if accepted.ending == poisonous.demands["ending"]]
     if (dead := [fields[b"job"].decode() for _, fields in dead_letters]) != guilty:
-        checker.complain(f"in the dead letters there are {dead} instead of {guilty}")
+        checker.add_violation(f"the dead letters are {dead} instead of {guilty}")
     n_deaths = plan.done[POISON]
     if n_deaths != MAX_CRASHES:
-        checker.complain(f"{n_deaths} workers died of it, not {MAX_CRASHES}")
+        checker.add_violation(f"{n_deaths} workers died of the poisonous job instead of {MAX_CRASHES}")
     figures = {"good jobs": n_jobs, "workers that died": n_deaths, "max_crashes": MAX_CRASHES}
     return Outcome("poison", checker.judge(), figures, time.monotonic() - started_s)
 
 
 async def _run_all(client: AsyncClient, checker: Checker, shapes: list[JobShape], report: ProgressReport) -> None:
-    """Submit them in their order, and read each to its end."""
+    """Submit jobs of these shapes in order, and read each job to its end."""
     readings: list[Task[None]] = []
     async with asyncio.TaskGroup() as tasks:
         for shape in shapes:

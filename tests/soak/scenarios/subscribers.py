@@ -7,21 +7,21 @@ import random
 import time
 from contextlib import aclosing
 
-from tests.soak.chaos import VOCABULARY, JobShape, dice
+from tests.soak.chaos import VOCABULARY, JobShape, seeded_random
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment
-from tests.soak.load import beside, collect, read, submit
+from tests.soak.load import collect, read, run_with_background, submit
 from tests.soak.report import Outcome, ProgressReport
 
 from llamaq.common.protocol.job_events import Tokens
 from llamaq.producer import AsyncClient, AsyncJob
 
 N_CLIENTS = 10
-"""Each has one pub/sub connection for its share of the subscribers."""
+"""Number of clients. Each has one pub/sub connection, which its subscribers share."""
 TICK_S = 0.03
 LATE_S = 2.0
-"""Some subscribers join up to this many seconds after the last token."""
-SHARE_AGAIN = 0.2
+"""Subscribers join until this many seconds after the expected last token."""
+SHARE_RETURNING = 0.2
 """Share of the subscribers that leave before the end and return."""
 KILL_EVERY_S = (0.2, 0.8)
 
@@ -29,8 +29,8 @@ KILL_EVERY_S = (0.2, 0.8)
 async def subscribers(
     seed: int, report: ProgressReport, *, n_subscribers: int = 1000, n_jobs: int = 20, n_tokens: int = 150
 ) -> Outcome:
-    """Each of `n_subscribers` reads one whole stream exactly once, or a part and then the whole."""
-    checker, rng, started_s = Checker(), dice(seed, "subscribers"), time.monotonic()
+    """Let `n_subscribers` read a whole stream each. Some of them read a part of it first, and leave."""
+    checker, rng, started_s = Checker(), seeded_random(seed, "subscribers"), time.monotonic()
     cut: list[int] = []
     async with Environment(settings={"n_parallel": n_jobs, "n_ctx": 8192}) as environment:
         environment.use_random_model()
@@ -46,10 +46,10 @@ async def subscribers(
                 n_done += 1
                 report(n_done, n_subscribers, "subscribers have read to the end")
 
-            async def everybody() -> None:
+            async def all_subscribers() -> None:
                 await asyncio.gather(*(one(number) for number in range(n_subscribers)))
 
-            await beside(_kill_connections(direct, rng, cut), everybody())
+            await run_with_background(_kill_connections(direct, rng, cut), all_subscribers())
             await collect(direct, checker)
         for client in clients:
             await client.aclose()
@@ -65,27 +65,27 @@ async def _submit(client: AsyncClient, checker: Checker, rng: random.Random, n_t
 
 async def _subscribe(job: AsyncJob, checker: Checker, rng: random.Random, number: int, n_tokens: int) -> None:
     await asyncio.sleep(rng.uniform(0, n_tokens * TICK_S + LATE_S))
-    if rng.random() < SHARE_AGAIN:
-        await _read_some(job, checker, f"subscriber {number} at first", rng.randint(1, n_tokens // 2))
+    if rng.random() < SHARE_RETURNING:
+        await _read_some(job, checker, f"subscriber {number}, first part", rng.randint(1, n_tokens // 2))
         await asyncio.sleep(rng.uniform(0, LATE_S))
     await read(job, checker, f"subscriber {number}")
 
 
 async def _read_some(job: AsyncJob, checker: Checker, reader: str, n_chunks: int) -> None:
-    """Read the first chunks, then leave."""
-    checker.began(reader, job.id, is_whole=False)
+    """Read the first chunks of a stream, then close it."""
+    checker.record_start(reader, job.id, is_whole=False)
     n_chars = 0
     async with aclosing(job.stream()) as chunks:
         async for chunk in chunks:
             event = Tokens(offset=chunk.offset, tokens=chunk.tokens, text_offset=n_chars, text=chunk.text)
-            checker.saw(reader, job.id, event)
+            checker.record_event(reader, job.id, event)
             n_chars += len(chunk.text)
             if chunk.index >= n_chunks:
                 return
 
 
 async def _kill_connections(client: AsyncClient, rng: random.Random, cut: list[int]) -> None:
-    """Cut some pub/sub connections from time to time."""
+    """Kill a third of the pub/sub connections at random intervals."""
     while True:
         await asyncio.sleep(rng.uniform(*KILL_EVERY_S))
         connections = await client.redis.client_list(_type="pubsub")
