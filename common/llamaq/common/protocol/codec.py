@@ -1,6 +1,6 @@
 """Encodes messages as msgpack and decodes them. No other module of llamaq uses msgpack, and nothing is unpickled.
 
-The size of everything that comes from Redis is checked before it is decoded.
+The size of all data from Redis is checked before the data are decoded.
 """
 
 from __future__ import annotations

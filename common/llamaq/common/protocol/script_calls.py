@@ -222,7 +222,7 @@ class Scripts:
 
         Args:
             claim: The entry, which `worker` has claimed from another worker.
-            worker: Id of the worker that wants to start the job.
+            worker: Id of the worker that will start the job.
             last_worker: Id of the worker that ran the job last; empty: none.
             heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
             dead_after_s: Age of a heartbeat, in seconds, from which its worker counts as dead.

@@ -8,8 +8,8 @@
 | `redis+cluster://[user:password@]host[:6379],host,...`             | a Redis Cluster, given by some of its nodes |
 
 `rediss` in place of `redis` turns on TLS. The query may contain options of redis-py's connections
-(`?ssl_ca_certs=/path`). User and password are those of the data servers; `sentinel_username` and `sentinel_password` in
-the query are those of the Sentinels. Special characters are written as %XX.
+(`?ssl_ca_certs=/path`). User and password are for the data servers; `sentinel_username` and `sentinel_password` in the
+query are for the Sentinels. Special characters are written as %XX.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Run:
         return self.n_generated >= self.job.protected_tokens
 
     def add_cached(self, n_tokens: int, tier: CacheTier) -> None:
-        """Record that the sequence now holds `n_tokens`, the new ones copied or loaded from `tier`."""
+        """Record that the sequence now holds `n_tokens`, and that the new tokens were copied or loaded from `tier`."""
         self.cached_tokens += n_tokens - self.n_past
         self.n_past = n_tokens
         self.tier = tier if self.tier is None else max(self.tier, tier, key=TIERS_BY_DISTANCE.index)

@@ -43,7 +43,7 @@ _CONTEXT_DEFAULTS = {
 
 @cache
 def check_abi() -> None:
-    """Compare the version, the struct sizes and the default parameters of llama_cpp with the expected ones.
+    """Compare the version, the struct sizes and the default parameters of llama_cpp with the expected values.
 
     Raises:
         EngineError: The version is not supported, or a size or a parameter differs.

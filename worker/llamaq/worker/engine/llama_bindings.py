@@ -42,7 +42,7 @@ _FLASH_ATTENTION: dict[FlashAttention, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ContextOptions:
-    """Options of a llama_context. Counts are in tokens unless their name says otherwise."""
+    """Options of a llama_context. Each field states its unit."""
 
     n_ctx: int
     """KV cells, shared by all sequences."""
@@ -243,7 +243,7 @@ class Context:
         return written
 
     def read_state(self, seq_id: int, address: int, size: int) -> int:
-        """Replace a sequence's cells by those that `write_state` wrote to `size` bytes at `address`.
+        """Replace a sequence's cells by the cells that `write_state` wrote to `size` bytes at `address`.
 
         Returns:
             The number of bytes read, 0 if llama.cpp fails. After a failure the cells of the sequence are undefined:

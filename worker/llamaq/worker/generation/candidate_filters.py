@@ -3,7 +3,7 @@
 Each filter keeps the same candidates as the sampler of that name in llama.cpp (src/llama-sampler.cpp) with `min_keep`
 1. No filter sorts a whole vocabulary, because sorting 151,936 logits takes about 20 ms.
 
-Arrays have one dimension: (n_vocab,) for logits of the whole vocabulary, (n_candidates,) for those of candidates.
+Arrays have one dimension: (n_vocab,) for logits of the whole vocabulary, (n_candidates,) for logits of candidates.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class StreamDetokenizer:
 class StopMatcher:
     """Finds stop strings in a text that is read in parts, with the automaton of Aho and Corasick (1975).
 
-    A state stands for the longest suffix of the text that is a prefix of a stop string.
+    A state represents the longest suffix of the text that is a prefix of a stop string.
 
     Args:
         stop: The stop strings, none of them empty.

@@ -1,4 +1,4 @@
-"""The KV memory of a worker: it admits and releases jobs, and lets later jobs reuse the cells of earlier ones."""
+"""The KV memory of a worker: it admits and releases jobs, and lets later jobs reuse the cells of earlier jobs."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class SlotPool:
     # ---- room for a job
 
     def missing_cells(self, n_cells: int) -> int:
-        """Return how many cells are missing for `n_cells` new ones, 0 when there are enough."""
+        """Return how many cells are missing to reserve `n_cells` more cells, 0 when enough cells are free."""
         return max(0, self.ledger.used + self.promised_cells + n_cells - self.n_cells)
 
     def has_slot(self, job: Job) -> bool:

@@ -3,10 +3,10 @@
 A strategy decides on plain data and owns none of it. The built-in strategies differ in the tokens that they serve first
 when a tick cannot hold all of them: the next tokens of running streams, or the prompts in prefill.
 
-Prompts in prefill share a tick equally, and the part that one does not need goes to the others. A short prompt is
-therefore finished in the next tick or two, and a long one still progresses in every tick. If the oldest prompt were
-served first instead, all others would wait behind one long prompt. The price is that several long prompts finish
-together rather than one after another.
+Prompts in prefill get equal shares of a tick, and the unused part of a share goes to the other prompts. A short prompt
+is therefore finished in the next tick or two, and a long prompt still progresses in every tick. If the oldest prompt
+were served first instead, all other prompts would wait behind one long prompt. The price is that several long prompts
+finish together rather than one after another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BatchStrategy(Protocol):
         is logged, and `DecodeMaximal` plans the tick instead.
 
         Args:
-            slots: All slots of the worker, idle ones too. They are live: do not change them.
+            slots: All slots of the worker, also idle slots. They are not copies: do not change them.
             budget: Upper bound on the tokens of the batch.
             chunk_size: Upper bound on the tokens that one slot's chunk should have.
             queue_depth: Number of jobs that wait for a slot, in Redis and in this worker.

@@ -42,9 +42,9 @@ class Preemption:
         return True
 
     def free_cells(self) -> bool:
-        """Free cells at once: those of the coldest entry, otherwise those of the job that was admitted last.
+        """Free cells at once: drop the coldest entry, or else preempt the job that was admitted last.
 
-        Bulk jobs are preempted before interactive ones.
+        Bulk jobs are preempted before interactive jobs.
 
         Returns:
             False when there is no entry and at most one running job.

@@ -9,10 +9,9 @@ The scheduler decides on plain data, and the engine computes. One tick of a work
     results = engine.run(batch)
     outputs = scheduler.apply(batch, results)
 
-All calls come from one thread, and no other method is called between `plan` and `apply`. Every event of a job leaves
-through `apply`, in order: its tokens first, its end last. Every job that `submit` accepts ends in one of two ways:
-`apply` returns exactly one `JobEnded` for it, or `release`, `withdraw`, `shed` or `close` removes it without a
-`JobEnded`.
+All calls come from one thread, and no other method is called between `plan` and `apply`. `apply` returns all outputs
+of a job in order: its tokens first, its end last. Every job that `submit` accepts ends in one of two ways: `apply`
+returns exactly one `JobEnded` for it, or `release`, `withdraw`, `shed` or `close` removes it without a `JobEnded`.
 """
 
 from __future__ import annotations
@@ -325,7 +324,7 @@ class Scheduler:
         return found is not None
 
     def _finish(self, found: Slot | Job, finish: JobFinish) -> None:
-        """Remove the job and add its `JobEnded` to the outputs. Every end of a job goes through here."""
+        """Remove the job and add its `JobEnded` to the outputs. Only this method ends jobs."""
         slot, job = (found, found.active.job) if isinstance(found, Slot) else (None, found)
         stats = measure(job, slot, self._clock(), self._worker)
         if isinstance(finish, JobRejected):

@@ -63,7 +63,7 @@ class FakeMemory:
         return [cell.token for cell in self._cells.get(seq_id, ())]
 
     def n_held(self, seq_id: int) -> int:
-        """Return the number of cells of one sequence, including shared ones."""
+        """Return the number of cells of one sequence, including shared cells."""
         self._check_id(seq_id)
         return len(self._cells.get(seq_id, ()))
 

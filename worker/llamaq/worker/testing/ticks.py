@@ -17,7 +17,7 @@ from llamaq.worker.testing.fake_engine import FakeEngine
 
 
 class ManualClock:
-    """A monotonic clock that stands still until a test changes `now_s`."""
+    """A monotonic clock whose time changes only when a test sets `now_s`."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s

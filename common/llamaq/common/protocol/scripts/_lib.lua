@@ -15,7 +15,7 @@
 --   idempotency           key of the job's idempotency record; '': none
 --   submitted_ms, started_ms, finished_ms    times in ms since the epoch
 --   crashes               number of workers in a row that died with the job before they stored a token of it
---   deaths                those workers, oldest first: "ATTEMPT=WORKER ATTEMPT=WORKER"
+--   deaths                attempts and workers of these crashes, oldest first: "ATTEMPT=WORKER ATTEMPT=WORKER"
 --   finish_reason, stats (msgpack), output (msgpack)    of a finished job
 --   error (msgpack)       of a failed job
 

@@ -8,7 +8,7 @@
 -- A running job becomes 'queued', so that no worker writes to it before the next start, and so that a repeated call
 -- does not count the death again. The exceptions are the result 'stale' and a cancelled job, which start.lua ends.
 --
--- A worker that is only paused or disconnected looks like a dead worker, and its death counts. When it continues, its
+-- A worker that is only paused or disconnected appears dead, and its death counts. When it continues, its
 -- first call for this attempt returns 'lost' and removes the death (see `remove_death` in _lib.lua).
 --
 -- KEYS[1]   job             hash of the job

@@ -1,7 +1,7 @@
 """Compiles grammars in another process before the engine uses them.
 
-llama_sampler_init_grammar and llama_sampler_apply abort, recurse, hang or allocate without end on some grammars. In the
-sandbox process, that costs only this process and the job with the grammar.
+On some grammars llama_sampler_init_grammar and llama_sampler_apply abort, recurse, hang or allocate without end. Such a
+grammar ends only the sandbox process, and only the job with the grammar fails.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GrammarSandbox:
         with self._lock:
             result = self._results.get(trial)
             if result is None:
-                result = self._results[trial] = self._try(trial)
+                result = self._results[trial] = self._run_trial(trial)
                 if len(self._results) > MAX_CACHED_RESULTS:
                     self._results.popitem(last=False)
             self._results.move_to_end(trial)
@@ -75,7 +75,7 @@ class GrammarSandbox:
                 self._process.close()
                 self._process = None
 
-    def _try(self, trial: str) -> str | JobRejected:
+    def _run_trial(self, trial: str) -> str | JobRejected:
         """Return the result of a trial. A process that fails is replaced in the next trial."""
         process = self._process = self._process or _SandboxProcess(self._blob)
         try:

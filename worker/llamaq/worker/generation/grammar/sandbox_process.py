@@ -2,7 +2,7 @@
 
 VOCAB_FD is the descriptor of a file with the model's vocabulary. The process reads requests from stdin and writes
 answers to stdout, both as a length (four bytes, big-endian) followed by JSON. It ends when stdin is closed. If
-llama.cpp aborts or hangs on a grammar, it does so here.
+llama.cpp aborts or hangs on a grammar, only this process is affected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llamaq.worker.generation.grammar.static_checks import check_grammar
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
 """Memory that the process may use in addition to the vocabulary."""
 N_RANDOM_TOKENS, N_LONGEST_TOKENS = 2048, 256
-"""Numbers of tokens that a walk chooses from first: random ones, and the longest ones. A walk is one short output."""
+"""A walk generates one short output. It first chooses from these numbers of random tokens and of longest tokens."""
 WALK_TOKENS = 40
 """Upper bound on the tokens of a walk."""
 WALK_S = 0.06
@@ -62,7 +62,7 @@ class GrammarTrial:
         """Try the grammar or JSON schema of a request, and return it as GBNF.
 
         Raises:
-            ValueError, JobRejected: It cannot be used. The message has the reason.
+            ValueError, JobRejected: The grammar or schema cannot be used. The message gives the reason.
         """
         text, root = request["grammar"], request["root"]
         if text is None:
@@ -87,7 +87,7 @@ class GrammarTrial:
     def _walk_all(self, text: str, root: str) -> None:
         """Generate short outputs with random tokens, with repeated tokens, and with the longest tokens.
 
-        A grammar that crashes or hangs llama.cpp usually does so within these outputs.
+        If llama.cpp crashes or hangs on a grammar, it usually does so within these short outputs.
         """
         rng = random.Random(0)
         grammar = Grammar(self._vocab, text, root)
@@ -120,7 +120,7 @@ class GrammarTrial:
             grammar.accept(generated)
 
     def _allowed(self, grammar: Grammar, tokens: np.ndarray[Any, Any]) -> list[int]:
-        """Return those of `tokens` that the grammar allows, without end tokens."""
+        """Return the tokens of `tokens` that the grammar allows, without end tokens."""
         allowed: list[int] = tokens[grammar.allowed_mask(tokens)].tolist()
         return [token for token in allowed if token not in self._vocab.end_tokens]
 

@@ -1,9 +1,9 @@
 """Checks a grammar without running it: size, nesting depth, left recursion and token references.
 
-llama_sampler_init_grammar recurses once for each level of nesting, so a deep grammar overflows the stack. It misses
-left recursion behind a rule that can be empty through another rule, and then allocates memory without end. And
-llama_sampler_accept ends the process on some grammars that refer to tokens by id. GBNF, the language of the grammars,
-is described in grammars/README.md of llama.cpp.
+llama_sampler_init_grammar recurses once for each level of nesting, so a deep grammar overflows the stack. It does not
+detect left recursion after a rule that can be empty only because another rule can be empty. Then it allocates memory
+without end. llama_sampler_accept ends the process on some grammars that refer to tokens by id. GBNF, the language of
+the grammars, is described in grammars/README.md of llama.cpp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
 MAX_NESTING = 64
 """Upper bound on the levels of groups in a grammar, and of values in a JSON schema."""
 MAX_GBNF_BYTES = 4 * MAX_GRAMMAR_BYTES
-"""Upper bound on a grammar in GBNF. It is larger than that of a request, because a JSON schema becomes longer GBNF."""
+"""Upper bound on a grammar in GBNF. It is larger than the bound of a request, because a JSON schema grows as GBNF."""
 
 _SYMBOL = re.compile(
     r"""(?P<space> \s+ | \#[^\r\n]* )
@@ -96,9 +96,9 @@ class _RuleReader:
                 case "token":
                     raise _rejected(f"it refers to a token, {symbol[:40]}: write the token's text instead")
                 case "repeat":
-                    self._repeat(symbol)
+                    self._read_repetition(symbol)
                 case "other":
-                    self._punctuate(symbol)
+                    self._read_punctuation(symbol)
         return self.rules
 
     def _begin_rule(self, name: str) -> None:
@@ -109,11 +109,11 @@ class _RuleReader:
     def _add(self, item: _Item) -> None:
         self._current[-1].append(item)
 
-    def _repeat(self, symbol: str) -> None:
+    def _read_repetition(self, symbol: str) -> None:
         if self._current[-1] and _OPTIONAL.fullmatch(symbol):
             self._current[-1][-1].is_optional = True
 
-    def _punctuate(self, symbol: str) -> None:
+    def _read_punctuation(self, symbol: str) -> None:
         if symbol == "|":
             self._current.append([])
         elif symbol == ".":
