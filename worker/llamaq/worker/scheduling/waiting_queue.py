@@ -28,8 +28,8 @@ class WaitingQueue:
       this way at most `MAX_OVERTAKEN` times.
     - After `MAX_OVERTAKEN` interactive jobs were admitted while a bulk job waited, the next job is a bulk job.
 
-    `next` does not consider whether the job finds room. The scheduler admits no other job of the same priority instead,
-    because small jobs would starve a large one.
+    `next` does not consider whether the job finds room. If the job finds no room, the scheduler admits no other job in
+    this tick, because small jobs would otherwise starve a large job.
     """
 
     def __init__(self) -> None:
