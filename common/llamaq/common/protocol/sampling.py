@@ -70,7 +70,7 @@ class SamplingParams(StrictModel):
 
 
 class SamplingDefaults(BaseModel):
-    """Sampling defaults of a worker. A job may override each of them."""
+    """Sampling defaults. A job may override each of them."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
