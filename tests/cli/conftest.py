@@ -1,4 +1,4 @@
-"""A queue with a fake worker, named by the environment."""
+"""A queue with a fake worker. The environment variables select it for the commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamaq.producer.testing import serving
 
 @pytest.fixture
 def served(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A queue that the environment names. Its worker answers with the prompt or the messages."""
+    """A queue that the commands use by default. Its fake worker answers with the prompt or the messages."""
 
     def answer(request: JobRequest) -> list[str]:
         if request.messages:

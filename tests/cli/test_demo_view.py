@@ -51,7 +51,7 @@ def test_running_jobs_are_shown_before_ended_ones() -> None:
     assert all(f"Job {index} " in shown for index in range(60, 64))
 
 
-def test_generated_text_is_never_read_as_markup() -> None:
+def test_generated_text_is_not_parsed_as_markup() -> None:
     made = demo_jobs(1)
     made[0].title, made[0].text, made[0].ending = "[bold]x[/]", "[red]hot[/red] [/nothing]", "[stop]"
     shown = "\n".join(render(DemoView(made), 80, 24))

@@ -45,7 +45,7 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
     assert "--config" in shown
 
 
-def test_a_bad_setting_is_one_line_and_no_traceback() -> None:
+def test_an_invalid_setting_prints_one_line_without_a_traceback() -> None:
     ended = run("worker", "--n-parallel", "0", LLAMAQ_LEASE_S="soon")
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()

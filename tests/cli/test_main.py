@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("args", "complaint"),
+    ("args", "message"),
     [
         (["generate", "x", "--max-tokens", "0"], "max_tokens"),
         (["generate", "x", "--metadata", "{"], "--metadata: not JSON"),
@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_an_error_is_one_line(
-    args: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert complaint in failing(monkeypatch, capsys, *args)
+    assert message in failing(monkeypatch, capsys, *args)
 
 
 def test_wrong_arguments_print_the_usage_and_exit_with_2() -> None:

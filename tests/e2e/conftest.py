@@ -41,12 +41,12 @@ _file = open("measurements.jsonl", "a", buffering=1)
 def on_measurement(name, measurements):
     _file.write(json.dumps({"name": name, **measurements}) + "\\n")
 """
-"""A user's hook in the working directory of the worker. It writes each measurement to a file there."""
+"""A hook module in the worker's working directory. It appends each measurement to a file in this folder."""
 
 
 @dataclass(frozen=True)
 class ServedQueue:
-    """A queue with a worker process of its own."""
+    """A queue and the worker process that serves it."""
 
     settings: WorkerSettings
     process: subprocess.Popen[bytes]
@@ -72,23 +72,25 @@ class ServedQueue:
 
     @contextmanager
     def recording(self) -> Iterator[list[dict[str, Any]]]:
-        """Fills a list with the ticks of all jobs that run inside the block, and with no others."""
+        """Yield a list. At exit, it gets the tick measurements of exactly the jobs that ran within the context."""
         ticks: list[dict[str, Any]] = []
-        begin = self._place_of_a_job()
+        begin = self._run_marker_job()
         yield ticks
-        end = self._place_of_a_job()
-        told = self.measurements()[begin + 1 : end]
-        ticks += [one for one in told if one["name"] == "tick"][:-1]  # the last tick is of the job that marks the end
+        end = self._run_marker_job()
+        measured = self.measurements()[begin + 1 : end]
+        ticks += [each for each in measured if each["name"] == "tick"][
+            :-1
+        ]  # the last tick belongs to the second marker job
 
-    def _place_of_a_job(self) -> int:
-        """Run a job of one tick; return the index of its measurement. Earlier measurements precede it."""
+    def _run_marker_job(self) -> int:
+        """Run a job of one tick, and return the index of its measurement. All earlier jobs have lower indexes."""
         with self.client() as client:
             stats = client.generate_tokens([1], max_tokens=1).stats.model_dump(mode="json")
         deadline = time.monotonic() + AWAIT_TIMEOUT_S
-        while (report := {"name": "request.done", **stats}) not in (told := self.measurements()):
+        while (report := {"name": "request.done", **stats}) not in (measured := self.measurements()):
             assert time.monotonic() < deadline, f"no measurement of {stats}"
             time.sleep(POLL_S)
-        return told.index(report)
+        return measured.index(report)
 
     def measurements(self) -> list[dict[str, Any]]:
         """Return the measurements that the worker's hook has received so far."""
@@ -117,7 +119,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartWorker]:
-    """Starts a worker process on a queue of its own, and returns when it is listed."""
+    """A function that starts a worker process on a new queue, and waits until the queue lists the worker."""
     started: list[ServedQueue] = []
 
     def start(queue: str, model: Path, **settings: Any) -> ServedQueue:
@@ -182,8 +184,8 @@ def _stop(served: ServedQueue) -> None:
 
 
 @pytest.fixture(autouse=True)
-def cancel_what_is_left() -> Iterator[None]:
-    """Cancels the jobs that a failed test has left, so that they take no slots from the next test."""
+def cancel_remaining_jobs() -> Iterator[None]:
+    """Cancel the jobs that a failed test has not ended, so that they occupy no slots in the next test."""
     yield
     for served in _served:
         with Redis.from_url(served.url) as redis:
@@ -198,7 +200,7 @@ def cancel_what_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo(start_worker: StartWorker) -> ServedQueue:
-    """A worker with four slots on the model that ships."""
+    """A worker with four slots and the demo model."""
     return start_worker("demo", DEMO_MODEL)
 
 
@@ -212,7 +214,7 @@ def narrow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def slow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
-    """A worker that reads long prompts in hundreds of small chunks, so that a test meets them in prefill."""
+    """A worker that prefills long prompts in hundreds of small chunks, so that a test can observe the prefill."""
     spec = ModelSpec(Architecture.LLAMA, n_layers=4, n_embd=256, n_ff=512, n_heads=8, n_kv_heads=2, n_ctx=32_768)
     model = write_model(tmp_path_factory.mktemp("models") / "slow.gguf", spec, seed=2)
     return start_worker("slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=0.8, heartbeat_s=0.2, lease_s=2.0)
@@ -239,7 +241,7 @@ def slow_client(slow: ServedQueue) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def wait_for() -> Await:
-    """Waits until a function returns something true, and returns that."""
+    """A function that waits until `condition` returns a true value, and returns this value."""
 
     def wait(condition: Callable[[], Any], timeout_s: float = AWAIT_TIMEOUT_S) -> Any:
         deadline = time.monotonic() + timeout_s

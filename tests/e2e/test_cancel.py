@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue
 
 LONG_PROMPT = [7] * 6000
-"""Some seconds of prefill on the slow worker."""
+"""A prompt whose prefill takes some seconds on the slow worker."""
 LONG = 8000
-"""This many tokens take tens of seconds on the slow worker."""
+"""Number of tokens whose generation takes tens of seconds on the slow worker."""
 
 
 @pytest.fixture(autouse=True)
-def no_job_left_behind(slow_client: Client, wait_for: Await) -> Iterator[None]:
-    """Waits after each test until the worker is idle: cancelled jobs have left slots, cells and queue."""
+def wait_until_idle(slow_client: Client, wait_for: Await) -> Iterator[None]:
+    """Wait after each test until no job is in the queue or in a slot, and no KV cell is reserved."""
     yield
     wait_for(lambda: is_idle(slow_client))
 
@@ -44,19 +44,19 @@ def job_ids(slots: tuple[SlotSnapshot, ...]) -> list[str]:
 
 
 def slot_of(client: Client, job: Job) -> SlotSnapshot | None:
-    """The job's slot, as the last heartbeat showed it."""
+    """Return the job's slot of the last heartbeat, or None."""
     return next((slot for slot in client.workers()[0].slots if slot.job_id == job.id), None)
 
 
 def newest_job(client: Client, served: ServedQueue) -> Job:
-    """The job that was submitted last, by the ids of the stream entries."""
+    """Return the job that was submitted last, by the field `submitted_ms` of the job hashes."""
     with Redis.from_url(served.url) as redis:
         hashes = redis.scan_iter(Keys().of_job(str(JobId.new(served.queue))).job.rpartition(served.queue)[0] + "*")
         newest: Any = max(hashes, key=lambda key: int(redis.hget(key, "submitted_ms") or 0))
     return client.job(newest.decode().rpartition(":")[2])
 
 
-def test_a_job_that_waits_ends_at_once_and_never_starts(
+def test_a_cancelled_job_in_the_queue_ends_at_once_and_never_starts(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
     n_claimed = slow.settings.n_parallel + slow.settings.inbox_window
@@ -72,9 +72,7 @@ def test_a_job_that_waits_ends_at_once_and_never_starts(
         assert blocker.cancel()
 
 
-def test_a_job_that_was_claimed_but_has_no_slot_is_cancelled_too(
-    slow: ServedQueue, slow_client: Client, wait_for: Await
-) -> None:
+def test_a_claimed_job_without_a_slot_is_cancelled(slow: ServedQueue, slow_client: Client, wait_for: Await) -> None:
     running = [slow_client.submit("the world", max_tokens=LONG) for _ in range(slow.settings.n_parallel)]
     wait_for(lambda: all(slot_of(slow_client, job) for job in running))
     claimed = slow_client.submit("the world", max_tokens=5)
@@ -97,7 +95,7 @@ def test_a_job_in_prefill_is_cancelled_without_a_token(slow_client: Client, wait
     assert result.stats.ttft_ms is None
 
 
-def test_a_job_in_decode_is_cancelled_with_what_it_has(slow_client: Client) -> None:
+def test_a_job_in_decode_is_cancelled_and_keeps_its_tokens(slow_client: Client) -> None:
     job = slow_client.submit("the world", max_tokens=LONG)
     chunks = job.stream()
     seen = list(islice(chunks, 5))
@@ -110,7 +108,7 @@ def test_a_job_in_decode_is_cancelled_with_what_it_has(slow_client: Client) -> N
     assert result.tokens == tuple(token for chunk in seen for token in chunk.tokens)
 
 
-def test_the_neighbours_of_a_cancelled_job_go_on(slow_client: Client) -> None:
+def test_other_jobs_of_the_batch_continue_after_a_cancel(slow_client: Client) -> None:
     doomed = slow_client.submit("the world", max_tokens=LONG, temperature=0)
     neighbour = slow_client.submit("the world", max_tokens=120, temperature=0)
     next(doomed.stream())
@@ -138,15 +136,15 @@ def test_cancelling_twice_ends_a_job_once(slow_client: Client, slow: ServedQueue
     assert sum(b"finished" in fields[b"e"] for _, fields in entries) == 1
 
 
-def test_cancelling_a_job_that_nobody_knows_is_an_error(slow_client: Client, slow: ServedQueue) -> None:
+def test_cancelling_an_unknown_job_is_an_error(slow_client: Client, slow: ServedQueue) -> None:
     with pytest.raises(JobNotFound):
         slow_client.cancel(str(JobId.new(slow.queue)))
 
 
-# ---- readers that go away
+# ---- readers that disconnect
 
 
-def test_a_job_whose_reader_goes_away_is_cancelled(slow_client: Client, wait_for: Await) -> None:
+def test_a_job_whose_reader_disconnects_is_cancelled(slow_client: Client, wait_for: Await) -> None:
     job = slow_client.submit("the world", max_tokens=LONG, cancel_on_disconnect=True)
     chunks = job.stream()
     next(chunks)
@@ -156,7 +154,7 @@ def test_a_job_whose_reader_goes_away_is_cancelled(slow_client: Client, wait_for
     assert status.finish_reason is FinishReason.CANCELLED
 
 
-def test_a_job_that_nobody_ever_listened_to_is_cancelled(slow_client: Client, wait_for: Await) -> None:
+def test_a_job_that_never_had_a_reader_is_cancelled(slow_client: Client, wait_for: Await) -> None:
     job = slow_client.submit("the world", max_tokens=LONG, cancel_on_disconnect=True)
     status = wait_for(lambda: (status := job.status()).state is JobState.FINISHED and status)
     assert status.finish_reason is FinishReason.CANCELLED
@@ -167,18 +165,18 @@ def test_a_job_without_cancel_on_disconnect_needs_no_reader(slow_client: Client,
     watched = slow_client.submit("the world", max_tokens=LONG, cancel_on_disconnect=True)
     begun_ms = None
     for chunk in watched.stream():
-        now_ms = watched.status()
-        begun_ms = begun_ms or now_ms.started_ms
+        status = watched.status()
+        begun_ms = begun_ms or status.started_ms
         if chunk.offset > 0 and elapsed_s(slow, begun_ms) > 3 * slow.settings.disconnect_s:
             break
-    assert job.status().state is JobState.RUNNING, "it has no reader and needs none"
-    assert watched.status().state is JobState.RUNNING, "its reader was there all the time"
+    assert job.status().state is JobState.RUNNING, "a job without cancel_on_disconnect was cancelled"
+    assert watched.status().state is JobState.RUNNING, "a job with a reader was cancelled"
     assert job.cancel()
     assert watched.cancel()
 
 
 def elapsed_s(served: ServedQueue, since_ms: int | None) -> float:
-    """By the clock of Redis."""
+    """Return the seconds since `since_ms`, by the clock of Redis."""
     assert since_ms is not None
     with Redis.from_url(served.url) as redis:
         seconds, microseconds = redis.time()
@@ -188,7 +186,7 @@ def elapsed_s(served: ServedQueue, since_ms: int | None) -> float:
 # ---- callers that stop waiting
 
 
-def test_generate_that_gives_up_cancels_its_job(slow_client: Client, wait_for: Await) -> None:
+def test_a_generate_call_that_times_out_cancels_its_job(slow_client: Client, wait_for: Await) -> None:
     with pytest.raises(ResultTimeout) as given_up:
         slow_client.generate("the world", max_tokens=LONG, timeout=0.3)
     named = re.search(r"\S+\.0\.[0-9a-f]{32}", str(given_up.value))
@@ -197,7 +195,7 @@ def test_generate_that_gives_up_cancels_its_job(slow_client: Client, wait_for: A
     wait_for(lambda: job.status().finish_reason is FinishReason.CANCELLED)
 
 
-def test_a_result_that_gives_up_leaves_its_job_alone(slow_client: Client) -> None:
+def test_a_result_call_that_times_out_does_not_cancel_its_job(slow_client: Client) -> None:
     job = slow_client.submit("the world", max_tokens=LONG)
     with pytest.raises(ResultTimeout):
         job.result(timeout=0.2)
@@ -206,7 +204,7 @@ def test_a_result_that_gives_up_leaves_its_job_alone(slow_client: Client) -> Non
     job.cancel()
 
 
-def test_an_abandoned_stream_cancels_its_job(slow: ServedQueue, slow_client: Client, wait_for: Await) -> None:
+def test_a_stream_closed_early_cancels_its_job(slow: ServedQueue, slow_client: Client, wait_for: Await) -> None:
     chunks = slow_client.stream("the world", max_tokens=LONG)
     next(chunks)
     job = newest_job(slow_client, slow)
@@ -215,7 +213,7 @@ def test_an_abandoned_stream_cancels_its_job(slow: ServedQueue, slow_client: Cli
     wait_for(lambda: job.status().finish_reason is FinishReason.CANCELLED)
 
 
-def test_a_stream_of_a_job_may_be_left_and_joined_again(slow_client: Client) -> None:
+def test_a_stream_of_a_job_can_be_closed_and_opened_again(slow_client: Client) -> None:
     job = slow_client.submit("the world", max_tokens=150)
     first = list(islice(job.stream(), 3))
     again = list(slow_client.job(job.id).stream())
@@ -237,7 +235,7 @@ async def test_a_cancelled_task_cancels_its_job_on_the_async_client(
     wait_for(lambda: job.status().finish_reason is FinishReason.CANCELLED)
 
 
-async def test_an_abandoned_stream_cancels_its_job_on_the_async_client(
+async def test_a_stream_closed_early_cancels_its_job_on_the_async_client(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
     async with AsyncClient(slow.url, slow.queue) as client:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import ServedQueue
 
 NOISE = 0.025
-"""A fraction of the standard deviation of the logits. The gap between the best two may change by this much when the
-batch has another shape."""
-AT_ONCE = 8
-COVERED = 0.9
-"""At least this share of the tokens must have been compared, or the test has shown nothing."""
+"""How much the gap between the two best logits may change with the shape of the batch, in standard deviations of the
+logits."""
+JOBS_AT_ONCE = 8
+MIN_EQUAL_SHARE = 0.9
+"""Smallest share of the tokens that must be equal. The rest follows a position with two nearly equal logits."""
 
 OPENINGS = (
     "Once upon a time",
@@ -45,10 +45,10 @@ CHATS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, as both `Llama` and llamaq accept it."""
+    """A prompt in the form that both `Llama` and llamaq accept."""
 
     arguments: dict[str, Any]
-    """`prompt` or `messages`."""
+    """The argument `prompt` or `messages`."""
     max_tokens: int
 
 
@@ -65,8 +65,8 @@ PROMPTS = (
 
 
 @dataclass
-class Alone:
-    """Greedy decoding by `Llama`: at each position the best token, and how far the second is below it."""
+class Reference:
+    """Greedy decoding by `Llama`: the best token at each position, and its gap to the second-best token."""
 
     end_tokens: frozenset[int]
     chosen: list[int] = field(default_factory=list)
@@ -74,11 +74,11 @@ class Alone:
 
     @property
     def tokens(self) -> list[int]:
-        """What was generated, without the end token."""
+        """The generated tokens without the end token."""
         return self.chosen[:-1] if self.chosen[-1] in self.end_tokens else self.chosen
 
-    def watch(self, _: object, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """A logits processor that changes nothing."""
+    def record(self, _: object, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Record the logits of one position. A logits processor of `Llama` that changes nothing."""
         second, best = np.partition(logits, -2)[-2:]
         self.chosen.append(int(logits.argmax()))
         self.margins.append(float((best - second) / logits.std()))
@@ -95,16 +95,16 @@ def llama(demo: ServedQueue) -> Iterator[llama_cpp.Llama]:
     opened.close()
 
 
-def generate_alone(llama: llama_cpp.Llama, prompt: Prompt) -> tuple[Alone, int]:
-    """The reference, and how many tokens its prompt had."""
-    alone = Alone(frozenset(token for token in range(llama.n_vocab()) if is_end(llama, token)))
+def generate_alone(llama: llama_cpp.Llama, prompt: Prompt) -> tuple[Reference, int]:
+    """Return the reference for a prompt, and the number of prompt tokens."""
+    alone = Reference(frozenset(token for token in range(llama.n_vocab()) if is_end(llama, token)))
     complete = llama.create_chat_completion if "messages" in prompt.arguments else llama.create_completion
     answer: Any = complete(
         **prompt.arguments,
         max_tokens=prompt.max_tokens,
         temperature=0.0,
         repeat_penalty=1.0,
-        logits_processor=llama_cpp.LogitsProcessorList([alone.watch]),
+        logits_processor=llama_cpp.LogitsProcessorList([alone.record]),
     )
     return alone, answer["usage"]["prompt_tokens"]
 
@@ -119,18 +119,18 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
     return next(unequal, None if len(left) == len(right) else min(len(left), len(right)))
 
 
-def test_jobs_in_one_batch_say_what_their_prompts_say_alone(
+def test_jobs_in_a_shared_batch_generate_the_tokens_of_llama_cpp_python(
     client: Client, demo: ServedQueue, llama: llama_cpp.Llama
 ) -> None:
     results = []
     with demo.recording() as ticks:
-        for start in range(0, len(PROMPTS), AT_ONCE):
+        for start in range(0, len(PROMPTS), JOBS_AT_ONCE):
             jobs = [
                 client.submit(**prompt.arguments, max_tokens=prompt.max_tokens, temperature=0)
-                for prompt in PROMPTS[start : start + AT_ONCE]
+                for prompt in PROMPTS[start : start + JOBS_AT_ONCE]
             ]
             results += [job.result(timeout=60) for job in jobs]
-    assert max(tick["decode_tokens"] for tick in ticks) == demo.settings.n_parallel, "nothing was batched"
+    assert max(tick["decode_tokens"] for tick in ticks) == demo.settings.n_parallel, "no tick decoded with all slots"
 
     n_tokens = n_compared = 0
     for prompt, result in zip(PROMPTS, results, strict=True):
@@ -143,4 +143,4 @@ def test_jobs_in_one_batch_say_what_their_prompts_say_alone(
             assert alone.margins[place] < NOISE, f"{prompt.arguments} differs at token {place}"
     assert len(PROMPTS) == 20
     assert n_tokens > 500
-    assert n_compared >= COVERED * n_tokens
+    assert n_compared >= MIN_EQUAL_SHARE * n_tokens

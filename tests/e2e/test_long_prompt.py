@@ -1,4 +1,4 @@
-"""A long prompt is read in chunks between the decode tokens of others; `bench/long_prompt.py` measures their wait."""
+"""A long prompt is prefilled in chunks while other jobs decode. `bench/long_prompt.py` measures their delay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT_TOKENS = 1600
 N_STREAMS = 3
 
 
-def test_every_tick_that_reads_the_long_prompt_also_serves_every_stream(
+def test_every_tick_that_prefills_the_long_prompt_also_decodes_every_stream(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
     chunk_size = slow.settings.chunk_size
@@ -28,7 +28,7 @@ def test_every_tick_that_reads_the_long_prompt_also_serves_every_stream(
         long = slow_client.submit(tokens=[7] * PROMPT_TOKENS, max_tokens=1, cache_prompt=False)
         stats = long.result(timeout=50).stats
         for job in streams:
-            assert job.cancel(), "a stream was over before the long prompt was read: nothing was shown"
+            assert job.cancel(), "a stream ended before the prefill of the long prompt"
             job.result(timeout=10)
     assert stats.prompt_tokens == PROMPT_TOKENS
     first = next(index for index, tick in enumerate(ticks) if tick["decode_tokens"] == N_STREAMS)
@@ -40,7 +40,7 @@ def test_every_tick_that_reads_the_long_prompt_also_serves_every_stream(
     assert all(tick["batch_size"] == tick["decode_tokens"] + tick["prefill_tokens"] for tick in ticks)
 
 
-def test_a_prompt_that_is_read_for_longer_than_a_lease_keeps_its_lease(
+def test_a_job_keeps_its_lease_during_a_prefill_that_is_longer_than_the_lease(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
     lease_ms = slow.settings.lease_s * 1000
@@ -58,7 +58,7 @@ def test_a_prompt_that_is_read_for_longer_than_a_lease_keeps_its_lease(
             started_ms = job.status().started_ms
             seconds, microseconds = redis.time()
             now_ms = int(seconds) * 1000 + int(microseconds) // 1000
-            assert slot is None or slot.state == "prefill", "it was read too soon: nothing was shown"
+            assert slot is None or slot.state == "prefill", "the prefill was shorter than the lease"
             return started_ms is not None and now_ms - started_ms > 2 * lease_ms
 
         wait_for(read_for_two_leases)

@@ -1,7 +1,8 @@
 """10,000 malformed submissions: each ends in a clear error, and the worker serves its other jobs as before.
 
-5,000 are refused by the client, 3,000 are job hashes with mutated requests behind valid entries, 2,000 are entries of
-the job streams that name no job at all. Good jobs run in between.
+5,000 are
+refused by the client. 3,000 are valid stream entries whose job hash has a mutated request. 2,000 are stream entries
+that name no job. Good jobs run in between.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 N_BAD_PARAMETERS, N_MUTATED, N_GARBAGE = 5000, 3000, 2000
 PER_EXAMPLE = 25
-"""Bad requests for each example: drawing an example takes longer than submitting it."""
+"""Number of bad requests per Hypothesis example, because drawing an example takes longer than a submit."""
 GOOD_EVERY = 250
 KEYS = Keys()
 MAX_REQUEST_BYTES = 64 * 1024
@@ -59,8 +60,10 @@ def redis(sturdy: ServedQueue) -> Iterator[Redis]:
 
 
 @pytest.fixture(autouse=True)
-def the_worker_lives_on(sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await) -> Iterator[None]:
-    """After each test: the same process, empty streams, nothing pending, and a good job gives what it gave before."""
+def check_worker_after_test(
+    sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await
+) -> Iterator[None]:
+    """Check after each test: same process, empty streams, no pending entry, and same output of a good job."""
 
     def good() -> Any:
         return sturdy_client.generate("the world", max_tokens=20, temperature=0).tokens
@@ -154,12 +157,14 @@ BAD_PROMPTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("named", "arguments"), BAD_PROMPTS, ids=range(len(BAD_PROMPTS)))
-def test_a_bad_prompt_is_refused_at_once(sturdy_client: Client, named: str, arguments: dict[str, Any]) -> None:
+def test_an_invalid_prompt_is_refused_by_the_client(
+    sturdy_client: Client, named: str, arguments: dict[str, Any]
+) -> None:
     with pytest.raises(InvalidRequest, match=named):
         sturdy_client.submit(**arguments)
 
 
-def test_a_bad_parameter_is_refused_at_once_by_its_name(sturdy_client: Client, redis: Redis) -> None:
+def test_an_invalid_parameter_is_refused_by_the_client_with_its_name(sturdy_client: Client, redis: Redis) -> None:
     refused: Counter[str] = Counter()
 
     @settings(
@@ -180,22 +185,22 @@ def test_a_bad_parameter_is_refused_at_once_by_its_name(sturdy_client: Client, r
     n_keys = redis.dbsize()
     refuse()
     assert refused.total() >= N_BAD_PARAMETERS
-    assert len(refused) == 24, "some parameter was never tried"
-    assert redis.dbsize() <= n_keys, "something was submitted"
+    assert len(refused) == 24, "a parameter was never tested"
+    assert redis.dbsize() <= n_keys, "a job was submitted"
 
 
-# ---- written past the client
+# ---- written to Redis without the client
 
 PLANT = """
 local entry = redis.call('XADD', KEYS[2], '*', 'id', ARGV[1])
 redis.call('HSET', KEYS[1], 'status', 'queued', 'priority', 'interactive', 'attempt', 0, 'entry', entry,
   'generated', 0, 'ttl_ms', 600000, 'submitted_ms', 1, 'queue_deadline_ms', 0, 'idempotency', '', unpack(ARGV, 2))
 """
-"""Do what `submit.lua` does, with any fields."""
+"""Adds a job like `submit.lua`, with arbitrary fields of its hash."""
 
 
 def plant(redis: Any, served: ServedQueue, **fields: Any) -> str:
-    """Put a job into the queue, with any bytes as its request; returns its id. `redis` may be a pipeline."""
+    """Add a job with these fields to the queue, and return its id. `redis` may be a pipeline."""
     job_id = str(JobId.new(served.queue))
     keys = KEYS.of_job(job_id)
     redis.eval(PLANT, 2, keys.job, keys.interactive, job_id, *(part for pair in fields.items() for part in pair))
@@ -216,14 +221,14 @@ FULL_REQUEST: dict[str, Any] = {
 
 
 def wrong_values(rng: random.Random) -> bytes:
-    """A map in which one parameter has a value of a wrong type or size."""
+    """Return an encoded request in which one parameter has a value of a wrong type or size."""
     name = rng.choice([*FULL_REQUEST, "messages", "tokens", "grammar", "json_schema", "timeout_s", "priority"])
     value = rng.choice([-7, 2**63, float("nan"), "🎉" * 9, b"\xff\x00", [[[[]]]], [-1], {"": {}}, {1: 2}])
     return bytes(msgpack.packb({**REQUEST, name: value}))
 
 
 def wrong_shapes(rng: random.Random) -> bytes:
-    """Msgpack that is no map of parameters, has wrong lengths, or is nested deeply; and bytes that are no msgpack."""
+    """Return bytes that are not msgpack, or msgpack that is no map, has wrong lengths or is nested deeply."""
     huge = rng.choice([b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"]) + b"\xff\xff\xff\xff"
     nested = rng.choice([b"\x91", b"\x81\xa1a", b"\x81\x91"]) * rng.choice([100, 5_000, 20_000])
     value = rng.choice([None, 7, "text", [], [1, 2], True, {}, {1: 2}, {"": ""}, {b"prompt": b"the"}, {"seed": 1}])
@@ -232,7 +237,7 @@ def wrong_shapes(rng: random.Random) -> bytes:
 
 
 def damaged(rng: random.Random) -> bytes:
-    """A good request with some bytes changed, lost, doubled or added."""
+    """Return an encoded valid request with some bytes changed, removed, repeated or added."""
     data = bytearray(msgpack.packb(rng.choice([REQUEST, FULL_REQUEST])))
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(data))
@@ -253,7 +258,7 @@ def too_large(rng: random.Random) -> bytes:
 
 
 def mutated_requests(rng: random.Random, count: int) -> Iterator[bytes]:
-    """Bytes that are not a valid request. Mutations that are valid by chance are left out."""
+    """Yield `count` invalid encoded requests. Mutations that happen to be valid are skipped."""
     kinds = [wrong_values] * 10 + [damaged] * 20 + [wrong_shapes] * 10 + [too_large]
     while count:
         data = rng.choice(kinds)(rng)
@@ -273,7 +278,7 @@ def statuses(redis: Redis, job_ids: list[str]) -> Counter[str]:
         return Counter((status or b"none").decode() for status in pipe.execute())
 
 
-def test_3000_mutated_requests_each_fail_as_invalid_while_good_jobs_go_on(
+def test_3000_mutated_requests_fail_as_invalid_and_good_jobs_finish(
     sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await
 ) -> None:
     rng = random.Random(7)
@@ -312,7 +317,7 @@ def test_3000_mutated_requests_each_fail_as_invalid_while_good_jobs_go_on(
     ],
     ids=lambda value: value.value if isinstance(value, ErrorCode) else "",
 )
-def test_a_request_that_only_the_worker_can_judge_fails_with_a_code_that_says_why(
+def test_a_request_that_only_the_worker_can_check_fails_with_the_matching_code(
     sturdy: ServedQueue, sturdy_client: Client, redis: Redis, code: ErrorCode, request_: dict[str, Any] | None
 ) -> None:
     fields = {} if request_ is None else {"request": msgpack.packb({"seed": 1, **request_})}
@@ -341,7 +346,7 @@ FORGED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", FORGED, ids=str)
-def test_a_forged_job_hash_leaves_the_queue_and_harms_nobody(
+def test_a_forged_job_hash_leaves_the_queue_and_the_worker_continues(
     sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await, fields: dict[str, Any]
 ) -> None:
     job_ids = [plant(redis, sturdy, request=msgpack.packb(REQUEST), **fields) for _ in range(3)]
@@ -352,7 +357,7 @@ def test_a_forged_job_hash_leaves_the_queue_and_harms_nobody(
 
 
 @pytest.mark.parametrize("missing", ["attempt", "generated", "ttl_ms", "submitted_ms", "queue_deadline_ms", "entry"])
-def test_a_job_hash_that_lacks_a_field_leaves_the_queue_and_harms_nobody(
+def test_a_job_hash_without_a_field_leaves_the_queue_and_the_worker_continues(
     sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await, missing: str
 ) -> None:
     with redis.pipeline(transaction=True) as pipe:
@@ -365,7 +370,7 @@ def test_a_job_hash_that_lacks_a_field_leaves_the_queue_and_harms_nobody(
 
 @pytest.mark.parametrize("part", ["job", "events"])
 @pytest.mark.parametrize("kind", ["string", "list", "stream"])
-def test_a_key_of_another_type_harms_nobody(
+def test_a_key_of_a_wrong_type_does_not_stop_the_worker(
     sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await, part: str, kind: str
 ) -> None:
     with redis.pipeline(transaction=True) as pipe:
@@ -385,14 +390,14 @@ def test_a_key_of_another_type_harms_nobody(
     redis.delete(key)
 
 
-# ---- garbage straight on the streams
+# ---- stream entries that name no job
 
 
 def garbage(rng: random.Random, served: ServedQueue) -> dict[Any, Any]:
-    """The fields of an entry that names no job of this queue."""
+    """Return the fields of a stream entry that names no job of this queue."""
     token = secrets.token_hex(16)
     ids = [
-        f"{served.queue}.0.{token}",  # well formed, and of no job
+        f"{served.queue}.0.{token}",  # a well-formed id of no job
         f"another.0.{token}",
         f"{served.queue}.1.{token}",
         f"{served.queue}.0.{token[:-1]}",
@@ -440,7 +445,7 @@ def test_2000_entries_that_name_no_job_become_dead_letters_each_with_its_reason(
         assert letter[b"reason"]
         assert letter[b"stream"].decode() in streams(sturdy)
         assert len(letter[b"held"]) <= 4096
-    assert redis.xlen(KEYS.dead(sturdy.queue, 0)) < 1200, "the dead are not capped"
+    assert redis.xlen(KEYS.dead(sturdy.queue, 0)) < 1200, "not every entry became a dead letter"
 
 
 @pytest.mark.parametrize(
@@ -454,7 +459,7 @@ def test_2000_entries_that_name_no_job_become_dead_letters_each_with_its_reason(
     ],
     ids=["no id", "binary id", "another queue", "another partition", "no such job"],
 )
-def test_a_dead_letter_says_why(
+def test_a_dead_letter_has_the_reason(
     sturdy: ServedQueue, redis: Redis, wait_for: Await, entry: dict[Any, Any], reason: str
 ) -> None:
     entry_id: Any = redis.xadd(streams(sturdy)[0], entry)
@@ -465,9 +470,7 @@ def test_a_dead_letter_says_why(
     assert all(repr(value)[2:-1].encode() in letter[b"held"] for value in entry.values() if isinstance(value, str))
 
 
-def test_an_entry_that_names_a_job_for_the_second_time_is_dropped(
-    sturdy: ServedQueue, sturdy_client: Client, redis: Redis
-) -> None:
+def test_a_second_entry_of_the_same_job_is_dropped(sturdy: ServedQueue, sturdy_client: Client, redis: Redis) -> None:
     job = sturdy_client.submit("the world", max_tokens=100)
     for stream in streams(sturdy):
         redis.xadd(stream, {"id": job.id})

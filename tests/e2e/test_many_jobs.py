@@ -1,4 +1,4 @@
-"""More jobs than slots, and more tokens than cells: order and fairness, and no job reads the KV cells of another."""
+"""More jobs than slots, and more tokens than KV cells: order, fairness, and no mixed-up KV cells."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def started_ms(job: Job) -> int:
 
 
 def window(served: ServedQueue) -> int:
-    """How many jobs a worker has claimed at most."""
+    """Return the largest number of jobs that a worker has claimed at one time."""
     return served.settings.n_parallel + served.settings.inbox_window
 
 
@@ -37,7 +37,7 @@ def is_right(result: Result, probe: Probe) -> bool:
 
 @pytest.fixture(scope="module")
 def probes() -> list[Probe]:
-    """Facts to recall; each job has facts of its own, and no two have the same answer."""
+    """Prompts with facts and a question about them. No two prompts have the same answer."""
     probes: dict[str, Probe] = {}
     seed = 0
     while len(probes) < N_JOBS:
@@ -56,7 +56,7 @@ def test_each_of_32_jobs_over_4_slots_recalls_its_own_facts(
 
     assert {result.finish_reason for result in results} <= {FinishReason.STOP, FinishReason.LENGTH}
     wrong = [result.text for result, probe in zip(results, probes, strict=True) if not is_right(result, probe)]
-    assert not wrong, "at this distance the model recalls everything: a wrong answer is the worker's"
+    assert not wrong, "the model recalls all facts at this distance, so the worker caused a wrong answer"
     of_others = [
         (place, other)
         for place, result in enumerate(results)
@@ -68,7 +68,7 @@ def test_each_of_32_jobs_over_4_slots_recalls_its_own_facts(
     assert max(tick["active_slots"] for tick in ticks) == demo.settings.n_parallel
 
 
-def test_what_a_job_recalls_in_company_it_also_recalls_alone(client: Client, probes: Sequence[Probe]) -> None:
+def test_jobs_in_a_shared_batch_and_alone_give_the_same_answers(client: Client, probes: Sequence[Probe]) -> None:
     crowd = [client.submit(probe.prompt, max_tokens=16, temperature=0) for probe in probes[:8]]
     together = [job.result(timeout=60).text for job in crowd]
     alone = [client.generate(probe.prompt, max_tokens=16, temperature=0).text for probe in probes[:8]]
@@ -87,7 +87,7 @@ def test_jobs_start_in_the_order_in_which_they_were_submitted(client: Client, de
         assert abs(place - submitted.index(job.id)) <= window(demo), f"job {submitted.index(job.id)} started as {place}"
 
 
-def test_interactive_jobs_go_before_bulk_jobs_that_were_there_first(
+def test_interactive_jobs_start_before_bulk_jobs_that_were_submitted_earlier(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
     n_claimed = window(slow)
@@ -106,7 +106,7 @@ def test_interactive_jobs_go_before_bulk_jobs_that_were_there_first(
         job.result(timeout=20)
 
 
-def test_bulk_jobs_run_although_interactive_jobs_keep_coming(client: Client, demo: ServedQueue) -> None:
+def test_a_bulk_job_runs_although_many_interactive_jobs_wait(client: Client, demo: ServedQueue) -> None:
     crowd = [client.submit("Hello", max_tokens=20, ignore_eos=True) for _ in range(2 * window(demo))]
     bulk = client.submit("Hello", max_tokens=2, priority="bulk")
     assert bulk.result(timeout=60).stats.generated_tokens <= 2
@@ -114,7 +114,7 @@ def test_bulk_jobs_run_although_interactive_jobs_keep_coming(client: Client, dem
         assert job.result(timeout=60).finish_reason is FinishReason.LENGTH
 
 
-def test_a_prompt_that_cannot_fit_fails_alone(narrow_client: Client) -> None:
+def test_a_prompt_longer_than_the_context_fails_and_other_jobs_finish(narrow_client: Client) -> None:
     n_ctx = narrow_client.workers()[0].card.n_ctx
     others = [narrow_client.submit("the world", max_tokens=40) for _ in range(3)]
     too_long = narrow_client.submit(tokens=[7] * n_ctx, max_tokens=1)
@@ -127,13 +127,13 @@ def test_a_prompt_that_cannot_fit_fails_alone(narrow_client: Client) -> None:
         assert job.result(timeout=60).stats.generated_tokens == 40
 
 
-def test_the_longest_prompt_that_fits_gives_one_token(narrow_client: Client) -> None:
+def test_the_longest_prompt_that_fits_generates_one_token(narrow_client: Client) -> None:
     n_ctx = narrow_client.workers()[0].card.n_ctx
     result = narrow_client.generate_tokens([7] * (n_ctx - 1), max_tokens=5)
     assert (result.finish_reason, result.stats.generated_tokens) == (FinishReason.LENGTH, 1)
 
 
-def test_a_job_that_reaches_the_context_limit_ends_with_length_and_the_others_go_on(narrow_client: Client) -> None:
+def test_a_job_that_reaches_the_context_limit_ends_with_length_and_the_next_job_finishes(narrow_client: Client) -> None:
     n_ctx = narrow_client.workers()[0].card.n_ctx
     limited = narrow_client.submit(tokens=[7] * (n_ctx - 112), max_tokens=10_000, ignore_eos=True)
     after = narrow_client.submit("the world", max_tokens=30)
@@ -142,9 +142,11 @@ def test_a_job_that_reaches_the_context_limit_ends_with_length_and_the_others_go
     assert after.result(timeout=60).stats.generated_tokens == 30
 
 
-@pytest.mark.parametrize(("n_cells", "at_once"), [(5_000, {1, 2}), (20_000, {1})], ids=["room", "no-room"])
+@pytest.mark.parametrize(
+    ("n_cells", "expected_active_slots"), [(5_000, {1, 2}), (20_000, {1})], ids=["room", "no-room"]
+)
 def test_a_job_waits_until_its_cells_can_be_reserved(
-    slow: ServedQueue, slow_client: Client, wait_for: Await, n_cells: int, at_once: set[int]
+    slow: ServedQueue, slow_client: Client, wait_for: Await, n_cells: int, expected_active_slots: set[int]
 ) -> None:
     with slow.recording() as ticks:
         first = slow_client.submit(tokens=[7] * 10, max_tokens=20_000)
@@ -152,19 +154,19 @@ def test_a_job_waits_until_its_cells_can_be_reserved(
         next(chunks)
         second = slow_client.submit(tokens=[8] * 10, max_tokens=n_cells)
         wait_for(lambda: second.status().state is JobState.RUNNING)
-        if len(at_once) > 1:
+        if len(expected_active_slots) > 1:
             next(second.stream())
         for _ in range(20):
             next(chunks)
-        assert first.cancel(), "it was over too soon: nothing was shown"
+        assert first.cancel(), "the first job ended before the test could observe it"
         first.result(timeout=20)
-        assert next(second.stream()).tokens, "it starts when the first one has left"
+        assert next(second.stream()).tokens, "the second job did not start after the first one"
         second.cancel()
         second.result(timeout=20)
-    assert {tick["active_slots"] for tick in ticks} == at_once
+    assert {tick["active_slots"] for tick in ticks} == expected_active_slots
 
 
-def test_every_line_is_empty_afterwards(
+def test_every_queue_is_empty_afterwards(
     client: Client, narrow_client: Client, slow_client: Client, wait_for: Await
 ) -> None:
     for each in (client, narrow_client, slow_client):

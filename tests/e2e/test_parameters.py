@@ -1,4 +1,4 @@
-"""Every parameter of a job, from the public client to the sampler and back."""
+"""Every parameter of a job has its effect, from the public client to the sampler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def story(client: Client) -> tuple[str, list[str]]:
-    """A greedy continuation of `STORY`: its text, and the text of each of its tokens."""
+    """Return a greedy continuation of `STORY`: its text, and the text of each token."""
     result = client.generate(STORY, max_tokens=60, temperature=0, ignore_eos=True)
     pieces = [client.tokenizer().decode([token]) for token in result.tokens]
     assert "".join(pieces) == result.text
@@ -56,7 +56,7 @@ def test_a_stop_string_split_over_tokens_never_leaks(client: Client, story: tupl
     n_split = 0
     for index in range(2, 40, 4):
         begin = sum(map(len, pieces[:index])) - 2
-        stop = text[begin : begin + 4]  # the end of one token and the beginning of the next
+        stop = text[begin : begin + 4]  # spans two tokens
         n_split += all(stop not in piece for piece in pieces)
         chunks = list(client.stream(STORY, max_tokens=60, temperature=0, ignore_eos=True, stop=[stop]))
         shown = "".join(chunk.text for chunk in chunks)
@@ -74,7 +74,7 @@ def test_the_result_of_a_stopped_job_is_cut_like_its_stream(client: Client, stor
     assert result.text == streamed == text[: min(text.index(text[30:36]), text.index(text[40:45]))]
 
 
-def test_a_stop_string_that_never_comes_holds_nothing_back(client: Client, story: tuple[str, list[str]]) -> None:
+def test_a_stop_string_that_does_not_occur_removes_no_text(client: Client, story: tuple[str, list[str]]) -> None:
     text, _ = story
     result = client.generate(STORY, max_tokens=60, temperature=0, ignore_eos=True, stop=[text[-3:] + "never"])
     assert (result.finish_reason, result.text) == (FinishReason.LENGTH, text)
@@ -83,12 +83,12 @@ def test_a_stop_string_that_never_comes_holds_nothing_back(client: Client, story
 # ---- ends
 
 
-def test_max_tokens_is_kept(client: Client) -> None:
+def test_a_job_generates_at_most_max_tokens(client: Client) -> None:
     result = client.generate(STORY, max_tokens=7, ignore_eos=True)
     assert (len(result.tokens), result.finish_reason) == (7, FinishReason.LENGTH)
 
 
-def test_a_job_ends_with_stop_at_its_end_token_which_it_does_not_show(client: Client) -> None:
+def test_a_job_ends_with_stop_at_an_end_token_without_text(client: Client) -> None:
     messages = [{"role": "user", "content": "Hello! How are you?"}]
     result = client.chat(messages, max_tokens=200, temperature=0)
     assert result.finish_reason is FinishReason.STOP
@@ -96,13 +96,13 @@ def test_a_job_ends_with_stop_at_its_end_token_which_it_does_not_show(client: Cl
     assert "<|" not in result.text
 
 
-def test_ignore_eos_goes_on_to_max_tokens(client: Client) -> None:
+def test_ignore_eos_generates_until_max_tokens(client: Client) -> None:
     messages = [{"role": "user", "content": "Hello! How are you?"}]
     result = client.chat(messages, max_tokens=200, temperature=0, ignore_eos=True)
     assert (len(result.tokens), result.finish_reason) == (200, FinishReason.LENGTH)
 
 
-def test_timeout_s_ends_a_running_job_with_what_there_is(slow_client: Client) -> None:
+def test_timeout_s_ends_a_running_job_which_keeps_its_tokens(slow_client: Client) -> None:
     result = slow_client.generate("the world", max_tokens=8000, timeout_s=0.5)
     assert result.finish_reason is FinishReason.DEADLINE
     assert 0 < len(result.tokens) < 8000
@@ -117,7 +117,7 @@ def test_queue_timeout_s_ends_a_waiting_job_before_it_starts(
     blockers = [slow_client.submit("the world", max_tokens=1000) for _ in range(n_claimed)]
     wait_for(lambda: slow_client.queue_depth().running == n_claimed)
     late = slow_client.submit("the world", max_tokens=5, queue_timeout_s=0.01)
-    time.sleep(0.05)  # longer than its deadline
+    time.sleep(0.05)  # longer than the queue timeout
     for blocker in blockers:
         blocker.cancel()
     result = late.result()
@@ -128,7 +128,7 @@ def test_queue_timeout_s_ends_a_waiting_job_before_it_starts(
 # ---- grammars and schemas
 
 
-def test_a_grammar_is_followed(client: Client) -> None:
+def test_the_text_matches_the_grammar(client: Client) -> None:
     grammar = 'root ::= "The " ("cat" | "dog") " has " [0-9] [0-9] " " things "."\nthings ::= "books" | "kites"'
     for seed in range(5):
         result = client.generate(STORY, max_tokens=60, temperature=2.0, seed=seed, grammar=grammar)
@@ -147,7 +147,7 @@ def test_grammar_root_names_another_rule(client: Client) -> None:
     assert result.text == "yes, no"
 
 
-def test_a_json_schema_gives_json_that_matches(client: Client) -> None:
+def test_the_text_matches_the_json_schema(client: Client) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -187,9 +187,7 @@ def test_a_json_schema_gives_json_that_matches(client: Client) -> None:
     ],
     ids=lambda options: str(options)[:40],
 )
-def test_a_grammar_that_cannot_be_used_fails_its_job_alone(
-    client: Client, demo: ServedQueue, options: dict[str, Any]
-) -> None:
+def test_an_invalid_grammar_fails_only_its_job(client: Client, demo: ServedQueue, options: dict[str, Any]) -> None:
     neighbour = client.submit(STORY, max_tokens=20, ignore_eos=True)
     with pytest.raises(JobFailed) as failed:
         client.generate(STORY, max_tokens=20, **options)
@@ -210,7 +208,7 @@ def test_logit_bias_forces_and_forbids_tokens(client: Client, tokenizer: Tokeniz
     assert other.tokens != free.tokens
 
 
-def test_a_token_id_outside_the_vocabulary_fails_its_job_alone(client: Client, n_vocab: int) -> None:
+def test_a_token_id_outside_the_vocabulary_fails_only_its_job(client: Client, n_vocab: int) -> None:
     neighbour = client.submit(STORY, max_tokens=20, ignore_eos=True)
     for arguments in ({"tokens": [1, n_vocab]}, {"tokens": [2**31 - 1]}, {"prompt": "a", "logit_bias": {n_vocab: 1.0}}):
         with pytest.raises(JobFailed, match=r"vocabulary") as failed:
@@ -220,7 +218,7 @@ def test_a_token_id_outside_the_vocabulary_fails_its_job_alone(client: Client, n
     assert len(client.generate_tokens([n_vocab - 1], max_tokens=2, ignore_eos=True).tokens) == 2
 
 
-def test_the_tokenizer_makes_the_tokens_that_the_worker_makes(client: Client, tokenizer: Tokenizer) -> None:
+def test_the_tokenizer_returns_the_tokens_of_the_worker(client: Client, tokenizer: Tokenizer) -> None:
     for text in (STORY, "", "Ünïcödé 😀🎉 世界", "<|bos|>twice?", "  spaces\n\n\tand tabs ", "<|end|><|user|>hi"):
         tokens = tokenizer.encode(text)
         as_text = client.generate(text, max_tokens=12, temperature=0)
@@ -250,7 +248,7 @@ def test_special_text_in_a_message_does_not_end_its_turn(client: Client, tokeniz
     assert answer.tokens == client.generate_tokens(tokens, max_tokens=10, temperature=0).tokens
 
 
-def test_a_fact_told_in_an_earlier_turn_is_recalled(client: Client) -> None:
+def test_a_fact_of_an_earlier_turn_is_recalled(client: Client) -> None:
     messages = [
         {"role": "user", "content": "Hi! My name is Sam. Anna has a silver bell."},
         {"role": "assistant", "content": "I will remember that."},
@@ -264,16 +262,16 @@ def test_a_fact_told_in_an_earlier_turn_is_recalled(client: Client) -> None:
 # ---- text
 
 
-def test_characters_come_out_whole(client: Client) -> None:
+def test_every_chunk_has_whole_characters(client: Client) -> None:
     wanted = "é世界😀🎉"
     chunks = list(client.stream("😀 é 世界", max_tokens=60, grammar=f'root ::= "{wanted}"'))
     assert "".join(chunk.text for chunk in chunks) == wanted
     assert all(set(chunk.text) <= set(wanted) for chunk in chunks)
-    assert sum(len(chunk.tokens) for chunk in chunks) > len(wanted), "each character was one token: nothing was shown"
+    assert sum(len(chunk.tokens) for chunk in chunks) > len(wanted), "no character was split over tokens"
 
 
-def test_a_stream_of_gibberish_bytes_is_its_result(narrow_client: Client) -> None:
-    # A random model generates bytes that are no UTF-8, and the beginnings of characters.
+def test_a_stream_of_invalid_utf8_equals_its_result(narrow_client: Client) -> None:
+    # A random-weight model generates invalid UTF-8 and incomplete characters.
     job = narrow_client.submit("😀🎉 世界", max_tokens=300, temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
     streamed = "".join(chunk.text for chunk in job.stream())
     result = job.result()
@@ -284,7 +282,7 @@ def test_a_stream_of_gibberish_bytes_is_its_result(narrow_client: Client) -> Non
 # ---- seeds, metadata, forms of output
 
 
-def test_the_same_seed_gives_the_same_text_and_another_one_another_text(narrow_client: Client) -> None:
+def test_equal_seeds_give_equal_texts_and_different_seeds_different_texts(narrow_client: Client) -> None:
     def draw(seed: int) -> str:
         return narrow_client.generate("the world", max_tokens=40, temperature=1.5, top_k=0, seed=seed).text
 
@@ -296,7 +294,7 @@ def is_idle(client: Client) -> bool:
     return all(slot.job_id is None for worker in client.workers() for slot in worker.slots)
 
 
-def test_a_seed_that_was_drawn_is_returned_and_can_be_used_again(client: Client, wait_for: Await) -> None:
+def test_a_drawn_seed_is_returned_and_reproduces_the_text(client: Client, wait_for: Await) -> None:
     # Logits change slightly with the batch, a cached prompt and the cells. So both jobs run alone and without the
     # cache, and with a model and a `top_k` for which a slight change selects no other token.
     params: Any = {"max_tokens": 30, "ignore_eos": True, "top_k": 4, "temperature": 1.5, "cache_prompt": False}
@@ -308,7 +306,7 @@ def test_a_seed_that_was_drawn_is_returned_and_can_be_used_again(client: Client,
     assert client.generate(STORY, max_tokens=1).seed != first.seed
 
 
-def test_metadata_comes_back_as_it_was(client: Client) -> None:
+def test_metadata_is_returned_unchanged(client: Client) -> None:
     metadata = {"user": 42, "tags": ["a", None, 1.5], "nested": {"ü": "😀"}}
     job = client.submit(STORY, max_tokens=2, metadata=metadata)
     assert job.result().metadata == metadata
@@ -324,7 +322,7 @@ def test_a_job_without_a_stream_has_no_token_events(client: Client, demo: Served
     assert events(demo, job.id) == ["started", "finished"]
 
 
-def test_a_job_with_a_stream_has_them_without_a_gap(client: Client, demo: ServedQueue) -> None:
+def test_a_job_with_a_stream_has_token_events_without_a_gap(client: Client, demo: ServedQueue) -> None:
     job = client.submit(STORY, max_tokens=20, temperature=0, ignore_eos=True)
     chunks = list(job.stream())
     result = job.result()
@@ -341,7 +339,7 @@ def test_a_job_with_a_stream_has_them_without_a_gap(client: Client, demo: Served
 
 
 def events(served: ServedQueue, job_id: str) -> list[str]:
-    """The kinds of a job's events, in order."""
+    """Return the types of a job's events, in order."""
     with Redis.from_url(served.url) as redis:
         entries: Any = redis.xrange(Keys().of_job(job_id).events)
     return [codec.decode_event(fields[b"e"]).type for _, fields in entries]
@@ -365,7 +363,7 @@ def test_parameters_out_of_bounds_are_refused_at_submit_by_name(client: Client) 
 # ---- both clients
 
 
-async def test_all_six_calls_say_the_same_on_both_clients(
+async def test_all_six_calls_of_both_clients_return_the_same_text(
     client: Client, demo: ServedQueue, tokenizer: Tokenizer
 ) -> None:
     options: Any = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}

@@ -30,11 +30,11 @@ def test_an_interactive_job_does_not_wait_for_bulk_jobs(
         for at in range(4):
             urgent = client.submit(f"urgent {at}", max_tokens=4, temperature=0)
             assert urgent.result(timeout=20).finish_reason is FinishReason.LENGTH
-            assert not all(job.status().finished_ms for job in bulk), "the bulk jobs were over: nothing was shown"
+            assert not all(job.status().finished_ms for job in bulk), "the bulk jobs ended before the interactive job"
         results = [job.result(timeout=60) for job in bulk]
         assert client.workers()[0].cache.preemptions > 0
         assert {result.finish_reason for result in results} == {FinishReason.LENGTH}
         assert [len(result.tokens) for result in results] == [BULK_TOKENS] * 8
         for job, result in zip(bulk, results, strict=True):
             streamed = [token for chunk in job.stream() for token in chunk.tokens]
-            assert streamed == list(result.tokens), "no gap and no repeat"
+            assert streamed == list(result.tokens), "a bulk job lost or repeated tokens"

@@ -1,4 +1,4 @@
-"""Prefixes between jobs of a real worker: computed once, kept over a restart, and never shared with another tenant."""
+"""Jobs of a real worker share prefixes: computed once, kept over a restart, never shared with another tenant."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = Path(__file__).parents[2] / "worker" / "llamaq" / "worker" / "model" / "llamaq-demo.gguf"
 FACTS = recall_probe(5, 300).prompt
-"""About 330 tokens, then a question."""
+"""A prompt of facts with about 330 tokens, and a question at its end."""
 SYSTEM = "You remember what you are told. Mia has a red ball. Tom has a blue kite. Lily lives in the castle."
 
 
 @pytest.fixture(scope="module")
 def wide(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
-    """Eight slots and a disk tier."""
+    """A worker with eight slots and a disk tier."""
     folder = tmp_path_factory.mktemp("cache")
     return start_worker("wide", DEMO_MODEL, n_parallel=8, n_ctx=4096, cache_dir=folder, heartbeat_s=0.1)
 
@@ -38,7 +38,7 @@ def computed(result: Result) -> int:
     return result.stats.prompt_tokens - result.stats.prefix_cache_tokens
 
 
-def test_jobs_that_come_together_compute_their_shared_prefix_once_and_say_what_they_say_alone(
+def test_simultaneous_jobs_compute_their_shared_prefix_once_and_generate_the_text_that_they_generate_alone(
     client: Client, wide: ServedQueue
 ) -> None:
     prompts = [
@@ -61,7 +61,7 @@ def test_a_conversation_reuses_all_its_earlier_turns(client: Client) -> None:
     for turn in range(3):
         result = client.submit(messages=messages, max_tokens=16, temperature=0, cache_salt="talk").result(timeout=60)
         if turn:
-            # The new question, and what the template puts between an answer and it.
+            # Only the new question and the template text before it are computed.
             assert computed(result) <= 16
         messages += [
             {"role": "assistant", "content": result.text},
@@ -69,7 +69,7 @@ def test_a_conversation_reuses_all_its_earlier_turns(client: Client) -> None:
         ]
 
 
-def test_two_salts_share_no_token_but_what_both_declare_public(client: Client) -> None:
+def test_two_salts_share_only_tokens_that_both_declare_public(client: Client) -> None:
     def ask(salt: str, public: object = 0) -> Result:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What does Tom have?"}]
         job = client.submit(messages=messages, max_tokens=4, cache_salt=salt, cache_public=public)  # type: ignore[arg-type]
@@ -78,18 +78,18 @@ def test_two_salts_share_no_token_but_what_both_declare_public(client: Client) -
     assert ask("tenant a").stats.prefix_cache_tokens == 0
     assert ask("tenant b").stats.prefix_cache_tokens == 0
     assert ask("tenant a").stats.prefix_cache_tokens > 30
-    assert ask("tenant c", "system").stats.prefix_cache_tokens == 0  # the others declared nothing
+    assert ask("tenant c", "system").stats.prefix_cache_tokens == 0  # tenants a and b have no public tokens
     shared = ask("tenant d", "system").stats
-    assert 20 < shared.prefix_cache_tokens < shared.prompt_tokens - 6  # the system message, and not the question
+    assert 20 < shared.prefix_cache_tokens < shared.prompt_tokens - 6  # the system message without the question
 
 
-def test_a_slot_may_be_asked_for(client: Client) -> None:
+def test_a_job_can_request_a_slot(client: Client) -> None:
     assert client.generate("Once", max_tokens=2, slot=5).stats.slot == 5
     with pytest.raises(JobFailed, match="slots 0 to 7"):
         client.generate("Once", max_tokens=2, slot=8)
 
 
-def test_the_worker_shows_its_cache(client: Client) -> None:
+def test_the_snapshot_of_a_worker_shows_its_cache(client: Client) -> None:
     client.generate(FACTS, max_tokens=4)
     (worker,) = client.workers()
     cache = worker.cache

@@ -1,4 +1,4 @@
-"""What is measured: with each result, in the stats stream, in the worker's snapshot, and for hooks in its process."""
+"""The measurements of results, of the stats stream, of the worker's snapshots, and of hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STORY = "Once upon a time"
 
 
-def test_the_stats_of_a_job_are_those_of_what_it_did(client: Client, demo: ServedQueue) -> None:
+def test_the_stats_of_a_job_are_its_token_counts_times_and_rates(client: Client, demo: ServedQueue) -> None:
     begun = time.monotonic()
     result = client.generate(STORY, max_tokens=50, ignore_eos=True)
     elapsed_ms = (time.monotonic() - begun) * 1000
@@ -34,7 +34,7 @@ def test_the_stats_of_a_job_are_those_of_what_it_did(client: Client, demo: Serve
     assert stats.prompt_eval_rate is not None
     n_evaluated = stats.prompt_tokens - stats.prefix_cache_tokens
     assert stats.prompt_eval_rate >= 0.99 * n_evaluated / stats.ttft_ms * 1000, (
-        "reading is a part of the time to first token"
+        "the prefill takes longer than the time to first token"
     )
 
     assert stats.prefix_cache_ratio == pytest.approx(stats.prefix_cache_tokens / stats.prompt_tokens)
@@ -44,7 +44,7 @@ def test_the_stats_of_a_job_are_those_of_what_it_did(client: Client, demo: Serve
     assert stats.mode == "result"
 
 
-def test_a_job_that_waited_says_how_long(slow: ServedQueue, slow_client: Client, wait_for: Await) -> None:
+def test_queue_ms_is_the_time_that_a_job_waited(slow: ServedQueue, slow_client: Client, wait_for: Await) -> None:
     n_claimed = slow.settings.n_parallel + slow.settings.inbox_window
     blockers = [slow_client.submit("the world", max_tokens=5000) for _ in range(n_claimed)]
     wait_for(lambda: slow_client.queue_depth().running == n_claimed)
@@ -60,7 +60,7 @@ def test_a_job_that_waited_says_how_long(slow: ServedQueue, slow_client: Client,
     assert 0 < waited_ms <= late.result().stats.queue_ms
 
 
-def test_a_tick_is_measured_with_the_names_of_the_field(client: Client, demo: ServedQueue) -> None:
+def test_a_tick_measurement_has_the_documented_names(client: Client, demo: ServedQueue) -> None:
     with demo.recording() as ticks:
         job = client.submit(STORY, max_tokens=30, ignore_eos=True)
         stats = job.result().stats
@@ -70,13 +70,13 @@ def test_a_tick_is_measured_with_the_names_of_the_field(client: Client, demo: Se
         assert tick["eval_ms"] > 0
         assert tick["active_slots"] == 1
     assert sum(tick["prefill_tokens"] for tick in ticks) == stats.prompt_tokens - stats.prefix_cache_tokens
-    assert sum(tick["decode_tokens"] for tick in ticks) == 29, "the first of 30 tokens comes with the prompt"
+    assert sum(tick["decode_tokens"] for tick in ticks) == 29, (
+        "the number of decode tokens is wrong: the first of 30 tokens comes from the prefill"
+    )
     assert sum(tick["eval_ms"] for tick in ticks) <= stats.duration_ms
 
 
-def test_a_hook_is_told_of_each_finished_job_what_its_result_says(
-    client: Client, demo: ServedQueue, wait_for: Await
-) -> None:
+def test_a_hook_receives_the_stats_of_each_finished_job(client: Client, demo: ServedQueue, wait_for: Await) -> None:
     stats = client.generate(STORY, max_tokens=5).stats
     told = wait_for(lambda: [one for one in demo.measurements() if one.get("duration_ms") == stats.duration_ms])
     assert told == [{"name": "request.done", **stats.model_dump(mode="json")}]
@@ -94,7 +94,7 @@ def test_the_stats_stream_has_every_finished_job_newest_first(
     assert codec.decode_model(JobStats, fields[b"stats"]) == mine[-1]
 
 
-def test_a_cancelled_job_is_measured_too(slow_client: Client, wait_for: Await) -> None:
+def test_a_cancelled_job_has_stats(slow_client: Client, wait_for: Await) -> None:
     job = slow_client.submit("the world", max_tokens=5000)
     next(job.stream())
     job.cancel()
@@ -103,7 +103,7 @@ def test_a_cancelled_job_is_measured_too(slow_client: Client, wait_for: Await) -
     wait_for(lambda: slow_client.stats().recent[:1] == (stats,))
 
 
-def test_the_card_says_what_the_worker_is(client: Client, demo: ServedQueue) -> None:
+def test_the_card_describes_the_worker(client: Client, demo: ServedQueue) -> None:
     (worker,) = client.workers()
     card = worker.card
     assert (card.pid, card.queue, card.model) == (demo.process.pid, demo.queue, "llamaq-demo.gguf")
@@ -119,15 +119,15 @@ def test_the_card_says_what_the_worker_is(client: Client, demo: ServedQueue) -> 
     assert card.started_ms <= worker.heartbeat_ms
 
 
-def test_a_snapshot_shows_the_slots_at_work_and_idle_again(slow_client: Client, wait_for: Await) -> None:
+def test_a_snapshot_shows_busy_slots_and_then_idle_slots(slow_client: Client, wait_for: Await) -> None:
     jobs = [slow_client.submit("the world", max_tokens=5000) for _ in range(2)]
 
-    def both_at_work() -> Worker | None:
+    def both_slots_busy() -> Worker | None:
         (worker,) = slow_client.workers()
         at_work = {slot.job_id for slot in worker.slots if slot.generated_tokens}
         return worker if at_work == {job.id for job in jobs} else None
 
-    worker = wait_for(both_at_work)
+    worker = wait_for(both_slots_busy)
     assert [slot.index for slot in worker.slots] == list(range(4))
     busy = [slot for slot in worker.slots if slot.job_id]
     assert {slot.state for slot in busy} == {"decode"}
@@ -147,9 +147,7 @@ def test_a_snapshot_shows_the_slots_at_work_and_idle_again(slow_client: Client, 
     assert after.heartbeat_ms > worker.heartbeat_ms
 
 
-def test_queue_depth_counts_who_waits_and_who_is_with_the_worker(
-    slow: ServedQueue, slow_client: Client, wait_for: Await
-) -> None:
+def test_queue_depth_counts_waiting_and_running_jobs(slow: ServedQueue, slow_client: Client, wait_for: Await) -> None:
     claimed = slow.settings.n_parallel + slow.settings.inbox_window
     jobs = [slow_client.submit("the world", max_tokens=5000) for _ in range(claimed + 3)]
     depth = wait_for(lambda: (depth := slow_client.queue_depth()).running == claimed and depth)
@@ -161,7 +159,7 @@ def test_queue_depth_counts_who_waits_and_who_is_with_the_worker(
     wait_for(lambda: (depth := slow_client.queue_depth()).waiting + depth.running == 0)
 
 
-def test_stats_bring_depth_workers_and_recent_jobs_together(client: Client, demo: ServedQueue) -> None:
+def test_stats_return_depth_workers_and_recent_jobs(client: Client, demo: ServedQueue) -> None:
     client.generate(STORY, max_tokens=2)
     stats = client.stats()
     assert stats.queue == demo.queue
@@ -169,7 +167,7 @@ def test_stats_bring_depth_workers_and_recent_jobs_together(client: Client, demo
     assert stats.recent
 
 
-def test_a_queue_that_nobody_serves_has_no_workers_and_no_tokenizer(demo: ServedQueue, queue: str) -> None:
+def test_a_queue_without_a_worker_has_no_workers_and_no_tokenizer(demo: ServedQueue, queue: str) -> None:
     with Client(demo.url, queue) as client:
         assert client.workers() == ()
         assert (client.queue_depth().waiting, client.queue_depth().running) == (0, 0)
@@ -178,4 +176,4 @@ def test_a_queue_that_nobody_serves_has_no_workers_and_no_tokenizer(demo: Served
             client.tokenizer()
         with pytest.raises(NoWorker, match=queue):
             client.generate(STORY, timeout=0.1)
-        assert client.queue_depth().waiting == 0, "a job whose caller has stopped waiting does not stay in the queue"
+        assert client.queue_depth().waiting == 0, "a job whose caller timed out is still in the queue"

@@ -1,4 +1,4 @@
-"""The asyncio client on a real Redis, with a worker that has no model."""
+"""The asyncio client on a real Redis, with a fake worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from llamaq.producer.testing import FakeAttempt, FakeWorker
 
 
 async def until_cancelled(attempt: FakeAttempt) -> None:
-    """Finish the attempt as cancelled, as a worker does that learns of the cancellation from its next flush."""
+    """Flush until the reply requests cancellation, as a worker does, and finish the attempt as cancelled."""
     while (await attempt.emit([], "")).code != "cancel":  # noqa: ASYNC110  # a worker polls too
         await asyncio.sleep(0.01)
     await attempt.finish(FinishReason.CANCELLED)
@@ -52,7 +52,9 @@ async def test_generate_submits_without_events_and_returns_the_result(redis_url:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_stream_joined_is_the_result_with_and_without_events(redis_url: str, queue: str, stream: bool) -> None:
+async def test_the_joined_chunks_of_a_stream_equal_the_result_with_and_without_events(
+    redis_url: str, queue: str, stream: bool
+) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         serving = asyncio.create_task(worker.serve(lambda _: ["é", "", "ßø", "d"]))
         chunks = [chunk async for chunk in client.stream("x", stream=stream)]
@@ -166,7 +168,7 @@ async def test_the_clients_own_timeout_is_the_default(redis_url: str, queue: str
         assert (await job.status()).state is JobState.QUEUED
 
 
-async def test_a_cancelled_task_cancels_its_job(redis_url: str, queue: str) -> None:
+async def test_a_generate_call_in_a_cancelled_task_cancels_its_job(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         waiting = asyncio.create_task(client.generate("hello"))
         attempt = await worker.start_next()
@@ -258,7 +260,7 @@ async def test_readers_of_a_deleted_job_raise_job_not_found(redis_url: str, queu
     async with AsyncClient(redis_url, queue) as client:
         job = await client.submit("hello")
         waiting = [asyncio.ensure_future(job.result()), asyncio.ensure_future(anext(job.stream()))]
-        await asyncio.sleep(0.05)  # both calls must notice it, whether or not they have subscribed yet
+        await asyncio.sleep(0.05)  # both calls must notice the deletion, before or after they have subscribed
         await client.redis.delete(client.keys.of_job(job.id).job)
         for one in waiting:
             with pytest.raises(JobNotFound):
@@ -376,7 +378,7 @@ async def test_tokenizer_needs_a_worker(redis_url: str, queue: str) -> None:
             await client.tokenizer()
 
 
-async def test_queues_and_prefixes_do_not_see_each_other(redis_url: str, queue: str) -> None:
+async def test_clients_of_other_queues_and_prefixes_share_no_jobs(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, AsyncClient(redis_url, queue, key_prefix="other") as other:
         job = await client.submit("x")
         assert (await other.queue_depth()).waiting == 0
@@ -384,7 +386,7 @@ async def test_queues_and_prefixes_do_not_see_each_other(redis_url: str, queue: 
             await other.job(job.id).status()
 
 
-async def test_a_redis_that_cannot_be_reached_is_an_error_at_once(queue: str, free_port: int) -> None:
+async def test_a_call_to_an_unreachable_redis_fails_at_once(queue: str, free_port: int) -> None:
     async with AsyncClient(f"redis://127.0.0.1:{free_port}", queue) as client:
         some = str(JobId.new(queue))
         calls: list[Any] = [client.submit("x"), client.generate("x"), client.queue_depth(), client.job(some).result()]
@@ -392,7 +394,7 @@ async def test_a_redis_that_cannot_be_reached_is_an_error_at_once(queue: str, fr
         assert [isinstance(outcome, RedisConnectionError) for outcome in outcomes] == [True] * 5, outcomes
 
 
-async def test_hundreds_of_calls_at_once_share_a_few_connections(redis_url: str, queue: str) -> None:
+async def test_hundreds_of_concurrent_calls_share_a_few_connections(redis_url: str, queue: str) -> None:
     async def connections() -> int:
         clients: Any = await client.redis.client_list()
         return len([one for one in clients if one["name"] == "llamaq-client"])

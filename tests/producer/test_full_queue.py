@@ -67,7 +67,7 @@ async def test_a_full_queue_estimates_the_wait(redis_url: str, queue: str) -> No
             await client.submit("hello")
         with pytest.raises(QueueFull) as caught:
             await client.submit("one too many")
-        # The window has one job, and four more in the 20 s after it. Two jobs wait.
+        # Four jobs finished in the 20 s after the oldest job of the window. Two jobs wait.
         assert caught.value.estimated_wait_s == pytest.approx(2 / (4 / 20), rel=0.15)
         assert "one more would wait about" in str(caught.value)
 

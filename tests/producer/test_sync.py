@@ -48,7 +48,7 @@ def served(redis_url: str, queue: str) -> Iterator[Client]:
 
 
 _other_threads: set[threading.Thread] = set()
-"""Threads of clients in fixtures of other tests."""
+"""Client threads that existed before the test, such as those of fixtures of other tests."""
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ def sealed(data: bytes) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize(
-    ("packed", "vocab_hash", "error", "complaint"),
+    ("packed", "vocab_hash", "error", "message"),
     [
         (b"no zlib", "0" * 64, ProtocolError, "does not decompress"),
         (zlib.compress(b"x" * 1000)[:-8], "0" * 64, ProtocolError, "truncated"),
@@ -85,13 +85,13 @@ async def test_a_damaged_vocabulary_is_refused(
     packed: bytes,
     vocab_hash: str,
     error: type[LlamaqError],
-    complaint: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "MAX_VOCAB_BYTES", 4096)
     await publish(redis_url, queue, packed, vocab_hash)
     async with AsyncClient(redis_url, queue) as client:
-        with pytest.raises(error, match=complaint):
+        with pytest.raises(error, match=message):
             await client.tokenizer()
 
 

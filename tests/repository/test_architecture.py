@@ -1,4 +1,4 @@
-"""The packages stay apart: each import contract of pyproject.toml can fail, and light modules load nothing heavy."""
+"""The import contracts of pyproject.toml hold, each of them can fail, and light modules load no heavy dependency."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PORTIONS = ("common", "producer", "worker", "tools")
 LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 DECIDING = ("core", "scheduling", "kv_cache")
-"""Packages of the worker that decide and touch nothing outside."""
+"""Packages of the worker that only decide: they use no I/O and no engine."""
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -83,7 +83,7 @@ def copied_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_contract_has_a_breach_that_is_tried() -> None:
+def test_every_contract_has_an_import_that_breaks_it() -> None:
     assert set(contract_names()) == set(BREACHES)
 
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md: its links lead to files, and each package is described by its own sentence."""
+"""docs/architecture.md: its links lead to files, and it quotes the first docstring sentence of each package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = {
     for path in (ROOT / portion / "llamaq").glob("*/**/__init__.py")
     if len(path.relative_to(ROOT).parts) > 4
 }
-"""Folders of the packages below the portions."""
+"""Folders of the packages inside the portions, relative to the repository."""
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", PAGE))))

@@ -1,4 +1,4 @@
-"""Every benchmark runs to its last line, which is JSON with all that a figure needs to be compared later."""
+"""Every benchmark runs, and its last line is JSON with the figures and the hardware and versions they depend on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 100
 
 
 def run_quickly(name: str) -> dict[str, Any]:
-    """The last line that `bench/<name>.py --quick` prints."""
+    """Run `bench/<name>.py --quick`, and return the figures of the JSON in its last line."""
     command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), "--quick"]
     alone = {name: value for name, value in os.environ.items() if name != "LLAMAQ_BENCH_PEER"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=alone)
@@ -59,7 +59,7 @@ def test_concurrent_jobs_are_all_streamed_to_their_ends() -> None:
             assert_spread(sides[side]["ttft_ms"])
 
 
-def test_every_strategy_meets_the_same_work() -> None:
+def test_every_strategy_runs_the_same_jobs() -> None:
     figures = run_quickly("strategies")
     for mix in ("interactive", "bulk"):
         assert set(figures[mix]) == {"decode-maximal", "prefill-priority", "balanced"}
@@ -91,7 +91,7 @@ def test_a_turn_of_a_chat_computes_its_new_tokens_and_at_most_one_more() -> None
     assert sides["speed_up"]["mean"] > 0
 
 
-def test_what_jobs_at_once_begin_with_is_computed_once() -> None:
+def test_the_shared_prefix_of_simultaneous_jobs_is_computed_once() -> None:
     figures = run_quickly("shared_prefix")
     for number, sides in figures["shared"]["128"].items():
         assert sides["llamaq"]["tokens"] == int(number) * figures["tokens_out"]
@@ -109,7 +109,7 @@ def test_one_prompt_more_than_slots_is_computed_in_the_first_cycle_only() -> Non
         assert figures[pool]["targets"]["reused"]["is_met"]
 
 
-def test_the_cost_of_the_cache_is_measured_where_nothing_is_shared() -> None:
+def test_the_cost_of_the_cache_is_measured_with_prompts_that_share_no_prefix() -> None:
     figures = run_quickly("no_hits")
     sides = figures["sides"]
     assert {"null", "default", "held-0", "held-256"} <= set(sides)
@@ -120,7 +120,7 @@ def test_the_cost_of_the_cache_is_measured_where_nothing_is_shared() -> None:
         assert 0 < one["bookkeeping_share"] < 1
     assert sides["null"]["vs_null"] == 1
     assert sides["null"]["cache"]["entries"] == 0
-    assert sides["held-256"]["cache"]["entries"] > sides["held-0"]["cache"]["entries"]  # what an idle worker keeps
+    assert sides["held-256"]["cache"]["entries"] > sides["held-0"]["cache"]["entries"]  # processes of an idle worker
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
@@ -129,7 +129,7 @@ def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert running.stderr is not None
-        assert "at once" in running.stderr.readline()  # its first progress: everything has been started
+        assert "at once" in running.stderr.readline()  # after its first progress line, all processes run
         children = children_of(running.pid)
         assert len(children) >= 2  # Redis and a worker
         running.send_signal(signal.SIGINT)
@@ -152,7 +152,7 @@ def is_alive(pid: int) -> bool:
 
 
 def stat_of(pid: int) -> list[str] | None:
-    """State, parent and more of a process, None where there is none."""
+    """Return the fields of /proc/PID/stat from the state on, or None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The ways to run llamaq: Makefile, CI, container image and compose file, checked without Docker."""
+"""The Makefile, the CI, the container image and the compose file are consistent. Docker is not needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    """The compose file, with its merge keys resolved."""
+    """The parsed compose file with resolved merge keys."""
     loaded = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     assert isinstance(loaded, dict)
     return loaded
@@ -30,7 +30,7 @@ def compose() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def dockerfile() -> list[list[str]]:
-    """The instructions of the Dockerfile: name and arguments, with continued lines joined."""
+    """The instructions of the Dockerfile as pairs of name and arguments. Continued lines are joined."""
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
     return [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
@@ -38,7 +38,7 @@ def dockerfile() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def llama_requirement() -> str:
-    """The range of llama-cpp-python that the worker extra asks for."""
+    """The version range of llama-cpp-python in the worker extra."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (requirement,) = (name for name in extras["worker"] if name.startswith("llama-cpp-python"))
     assert requirement in extras["tokenizer"]
@@ -51,7 +51,7 @@ def arguments(dockerfile: list[list[str]], instruction: str) -> list[str]:
 
 
 def make(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run make in the checkout, without the variables of a make that runs these tests."""
+    """Run make in the checkout. Variables of a make that runs these tests are removed from its environment."""
     inherited = {"CMAKE_ARGS", "LLAMAQ_WHEEL_CACHE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON"}
     return subprocess.run(
         ["make", "--no-print-directory", *args],
@@ -65,7 +65,7 @@ def make(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedP
 
 
 def wheel_dir(**env: str) -> str:
-    """Where make keeps the built wheel of llama-cpp-python."""
+    """Return the folder in which make stores the built wheel of llama-cpp-python."""
     database = make("--print-data-base", "--question", "help", env=env).stdout
     found = re.search(r"^WHEEL_DIR := (.*)$", database, re.MULTILINE)
     assert found
@@ -133,7 +133,7 @@ def test_compose_passes_only_build_arguments_that_the_dockerfile_takes(
     assert set(compose["services"]["worker-gpu"]["build"]["args"]) <= taken
 
 
-def test_what_the_dockerfile_copies_exists_and_is_not_ignored(dockerfile: list[list[str]]) -> None:
+def test_every_path_that_the_dockerfile_copies_exists_and_is_not_ignored(dockerfile: list[list[str]]) -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copies = [args.split() for args in arguments(dockerfile, "COPY") if not args.startswith("--from")]
     sources = {source for *sources, _ in copies for source in sources}
@@ -142,15 +142,15 @@ def test_what_the_dockerfile_copies_exists_and_is_not_ignored(dockerfile: list[l
     assert [source for source in sources if not (ROOT / source).exists()] == []
 
 
-def test_the_image_is_not_built_for_the_cpu_that_built_it(dockerfile: list[list[str]]) -> None:
+def test_the_image_does_not_depend_on_the_cpu_of_the_build_machine(dockerfile: list[list[str]]) -> None:
     (build,) = (run for run in arguments(dockerfile, "RUN") if "LLAMA_CPP_PYTHON" in run)
     assert "-DGGML_NATIVE=OFF" in build
     assert "GGML_NATIVE=ON" not in build
-    # a user's own arguments come last, so that they win
+    # the arguments of a user come last, so that they override the others
     assert build.index("-DGGML_NATIVE=OFF") < build.index("${CMAKE_ARGS}")
 
 
-def test_the_image_leaves_the_same_parts_of_llama_cpp_out_as_the_makefile(dockerfile: list[list[str]]) -> None:
+def test_image_and_makefile_leave_out_the_same_parts_of_llama_cpp(dockerfile: list[list[str]]) -> None:
     (build,) = (run for run in arguments(dockerfile, "RUN") if "LLAMA_CPP_PYTHON" in run)
     left_out = re.compile(r"-D(LLA[A-Z_]+)=OFF|set\((LLAMA_[A-Z_]+) OFF\)")
     assert set(left_out.findall(build)) == set(left_out.findall((ROOT / "Makefile").read_text())) != set()
@@ -161,7 +161,7 @@ def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[st
         subprocess.run(["sh", "-n", "-c", command], check=True, timeout=10)
 
 
-def test_the_image_builds_the_llama_cpp_python_that_the_worker_asks_for(
+def test_the_image_builds_llama_cpp_python_in_the_range_of_the_worker_extra(
     dockerfile: list[list[str]], llama_requirement: str
 ) -> None:
     (pinned,) = (args for args in arguments(dockerfile, "ARG") if args.startswith("LLAMA_CPP_PYTHON="))
@@ -183,7 +183,7 @@ def test_the_settings_named_in_the_compose_file_exist(compose: dict[str, Any]) -
     assert set(compose["services"]["worker"]["environment"]) <= fields
 
 
-def test_ci_runs_what_a_developer_runs() -> None:
+def test_ci_runs_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert re.search(r"^make test$", script.read_text(), re.MULTILINE)
@@ -208,7 +208,7 @@ def test_the_recipe_of_each_target_expands(target: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_built_wheel_is_kept_apart_for_other_cmake_arguments_and_outside_the_checkout(tmp_path: Path) -> None:
+def test_built_wheels_are_stored_outside_the_checkout_in_one_folder_per_cmake_arguments(tmp_path: Path) -> None:
     plain, again = wheel_dir(), wheel_dir()
     assert plain == again
     assert wheel_dir(CMAKE_ARGS="-DGGML_CUDA=ON") != plain
@@ -216,7 +216,7 @@ def test_a_built_wheel_is_kept_apart_for_other_cmake_arguments_and_outside_the_c
     assert Path(wheel_dir(LLAMAQ_WHEEL_CACHE=str(tmp_path))).parent == tmp_path
 
 
-def test_without_a_compiler_make_says_what_to_install(tmp_path: Path) -> None:
+def test_without_a_compiler_make_names_the_packages_to_install(tmp_path: Path) -> None:
     done = make(
         f"BIN={Path(sys.executable).parent}",
         f"LLAMAQ_WHEEL_CACHE={tmp_path}",
@@ -229,7 +229,7 @@ def test_without_a_compiler_make_says_what_to_install(tmp_path: Path) -> None:
     assert "apt-get install build-essential" in done.stderr
 
 
-def test_without_a_new_enough_python_make_says_so(tmp_path: Path) -> None:
+def test_without_a_new_enough_python_make_names_the_required_version(tmp_path: Path) -> None:
     done = make("PYTHON=/bin/false", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/bin/python")
     assert done.returncode != 0
     assert "python >= 3.11" in done.stderr

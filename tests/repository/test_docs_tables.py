@@ -1,4 +1,4 @@
-"""The tables of the documentation are those that the models generate, and every public field has a description."""
+"""The tables of the documentation are up to date, and every public field has a description."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PUBLIC_MODELS: list[type[BaseModel]] = sorted(public_models(), key=lambda model:
 
 
 def cells_of(model: type[BaseModel]) -> dict[str, dict[str, str]]:
-    """The cells of a model's table, by field and by column."""
+    """Return the cells of a model's table, by field and then by column."""
     header, _, *lines = render_table(model, list(model.model_fields)).splitlines()
     columns = [cell.strip() for cell in header[1:-1].split("|")]
     rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
@@ -58,7 +58,7 @@ def cells_of(model: type[BaseModel]) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("model", PUBLIC_MODELS)
 def test_every_field_of_a_public_model_has_a_description_in_sentences(model: type[BaseModel]) -> None:
-    assert model.__name__ in MODELS, "the tables do not know the model"
+    assert model.__name__ in MODELS, "the model is not in `models.MODELS`"
     for name, field in model.model_fields.items():
         description = field.description or ""
         assert re.match(r"[A-Z`]", description), f"{name}: {description!r} starts with a small letter"
@@ -91,7 +91,7 @@ def test_the_typed_keywords_are_the_fields_of_the_parameters_and_take_their_defa
     assert hints.keys() == JobParams.model_fields.keys()
     for name, field in JobParams.model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data={})
-        if name not in SamplingDefaults.model_fields:  # None is their default, and there is no reason to write it
+        if name not in SamplingDefaults.model_fields:  # their default is None, which no caller needs to write
             TypeAdapter(hints[name]).validate_python(default)
 
 
@@ -133,18 +133,18 @@ def test_a_changed_description_makes_the_check_fail_until_the_tables_are_written
 
 
 @pytest.mark.parametrize(
-    ("marker", "complaint"),
+    ("marker", "message"),
     [
         ("JobRequests", "page.md: there is no model JobRequests"),
         ("JobRequest max_token", "page.md: JobRequest has no field max_token"),
     ],
 )
-def test_a_marker_with_an_unknown_name_is_an_error(marker: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_a_marker_with_an_unknown_name_is_an_error(marker: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fill_in(f"<!-- table: {marker} -->\n<!-- end -->\n", "page.md")
 
 
-def test_every_marker_is_read() -> None:
+def test_every_marker_has_the_form_of_a_table() -> None:
     for name, text in DOCUMENTS.items():
         assert text.count("<!-- table:") == text.count("<!-- end -->") == len(tables_in(text)), name
     assert (ROOT / "docs" / "settings.md").is_file()
@@ -168,7 +168,7 @@ def is_accepted(name: str, value: Any) -> bool:
     return True
 
 
-def test_the_printed_bounds_of_parameters_are_those_that_are_checked() -> None:
+def test_parameters_are_accepted_exactly_within_their_printed_bounds() -> None:
     n_checked = 0
     for name, cells in cells_of(JobParams).items():
         closed, half_open = (

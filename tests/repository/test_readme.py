@@ -34,7 +34,7 @@ START_TIMEOUT_S = 60.0
 
 
 def block(name: str) -> str:
-    """The Python block that the comment `<!-- test: NAME -->` stands before."""
+    """Return the Python block that follows the comment `<!-- test: NAME -->`."""
     (found,) = re.findall(rf"<!-- test: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
     return str(found)
 
@@ -54,7 +54,7 @@ def names_in(cell: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a Redis with a worker of the demo model on the default queue."""
+    """The URL of a Redis whose default queue has a worker with the demo model."""
     folder = tmp_path_factory.mktemp("served")
     with EmbeddedRedis() as redis, (folder / "log").open("wb") as log:
         supervisor = Supervisor([WorkerSettings(redis_url=redis.url, n_threads=1)], log)
@@ -123,7 +123,7 @@ def test_the_example_of_attaching_prints_all_of_a_job(capsys: pytest.CaptureFixt
 def test_the_example_of_the_cache_shares_the_system_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     run_block("cache")
     reused = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
-    # The worker prepares the three jobs at the same time. Whichever it admits first computes the system prompt.
+    # The worker prepares the three jobs at the same time. The job that it admits first computes the system prompt.
     assert reused.count(["0", "None"]) == 1
     reused.remove(["0", "None"])
     assert len(reused) == 2
@@ -144,14 +144,14 @@ def test_the_example_of_a_strategy_runs_in_a_worker(environment: str, tmp_path: 
     finally:
         worker.terminate()
         assert worker.wait(30) == 0
-    assert "strategy.refused" not in (tmp_path / "log").read_text(), "its plans were obeyed"
+    assert "strategy.refused" not in (tmp_path / "log").read_text(), "the worker did not use the plans of the strategy"
 
 
 # ---- the commands
 
 
 def commands_of(text: str) -> list[str]:
-    """Every `llamaq …` in the console blocks, without comments."""
+    """Return every `llamaq …` command of the console blocks, without comments."""
     lines = [line for found in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in found.splitlines()]
     parts = [part for line in lines if line.startswith("$ ") for part in line[2:].partition("  #")[0].split(" ; ")]
     return [part.strip() for part in parts if part.strip().startswith("llamaq ")]

@@ -1,4 +1,4 @@
-"""How the test suite is split: quick tests start nothing, and tests that share a worker process form one group."""
+"""The split of the test suite: quick tests start no process, and tests that share a worker form one group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class CollectedTest:
-    """What the rules ask of a collected test."""
+    """A stand-in for a collected test, with the attributes that the rules read."""
 
     def __init__(self, nodeid: str, *fixtures: str, marks: tuple[str, ...] = ()) -> None:
         self.nodeid = nodeid
@@ -62,7 +62,7 @@ def test_the_quick_tests_are_those_without_server_model_and_process() -> None:
         (CollectedTest("tests/lifecycle/test_a.py::test_b"), False),
     ],
 )
-def test_a_fixture_a_folder_or_a_mark_makes_a_test_one_that_is_not_quick(test: Any, expected: bool) -> None:
+def test_a_test_is_not_quick_because_of_its_folder_fixture_or_mark(test: Any, expected: bool) -> None:
     assert is_quick(test) is expected
 
 
@@ -75,7 +75,7 @@ def test_a_quick_test_can_neither_start_a_process_nor_load_a_model(demo_model: P
     subprocess.run(["true"], check=True)
 
 
-def test_tests_of_one_queue_or_file_are_one_group_and_tests_that_share_nothing_are_several() -> None:
+def test_tests_of_one_queue_or_file_form_a_group_and_tests_that_share_nothing_do_not() -> None:
     served = collected(
         CollectedTest("tests/e2e/test_a.py::test_1", "client", "demo"),
         CollectedTest("tests/e2e/test_b.py::test_1", "demo"),

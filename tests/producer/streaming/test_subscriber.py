@@ -94,7 +94,7 @@ async def test_the_last_reader_of_a_job_unsubscribes(redis_url: str, queue: str)
 
 
 class LossyDispatch:
-    """Drops, repeats and damages some of the pub/sub messages. Confirmations of subscriptions are never dropped."""
+    """Drops, repeats and damages some pub/sub messages, but no confirmations of subscriptions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -141,7 +141,7 @@ async def test_tokens_lost_right_before_the_end_are_yielded_before_the_stream_en
         with monkeypatch.context() as without_messages:
             without_messages.setattr(PubSubConnection, "_dispatch", lambda *_: None)
             await emit(attempt, 3)
-            await asyncio.sleep(0.05)  # so that the messages are lost before the terminal event
+            await asyncio.sleep(0.05)  # the terminal event comes after the lost messages
         await attempt.finish()
         check_output(await reader, 6)
 
@@ -240,7 +240,7 @@ async def test_tokens_that_redis_lost_and_the_worker_sent_again_are_yielded_once
         await client.redis.hset(keys.job, "generated", "6")
         await kill_subscriptions(client)
         await until_confirmed(client)
-        # The worker sends the missing tokens as one event, not in the pieces of before.
+        # The worker sends the missing tokens as one event, not in the same pieces as before.
         attempt.stored, attempt.text = 6, "".join(f"{number} " for number in range(6))
         await attempt.emit(range(6, 12), "".join(f"{number} " for number in range(6, 12)))
         await emit(attempt, 3)
@@ -383,7 +383,7 @@ async def test_a_flood_of_messages_does_not_block_the_event_loop(redis_url: str,
             longest = max(longest, time.perf_counter() - before)
         await attempt.finish()
         check_output(await reader, 1000)
-        assert longest < 0.5  # a bound for the slowest machine: a dispatcher that never yields takes seconds
+        assert longest < 0.5  # a bound for slow machines; a dispatcher that never yields would exceed it by seconds
 
 
 TEXT = "".join(f"{number} " for number in range(40))

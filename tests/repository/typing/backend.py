@@ -78,7 +78,7 @@ async def asynchronous(client: AsyncClient) -> AsyncIterator[str]:
         assert_type(piece.offset, int)
 
 
-async def what_a_type_checker_finds(client: AsyncClient) -> None:
+async def errors_that_a_type_checker_finds(client: AsyncClient) -> None:
     await client.generate("x", max_token=5)  # type: ignore[call-arg]
     await client.generate("x", temperature="hot")  # type: ignore[arg-type]
     await client.generate("x", priority="urgent")  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ async def what_a_type_checker_finds(client: AsyncClient) -> None:
     await client.stream("x")  # type: ignore[misc]
 
 
-def what_a_type_checker_finds_in_blocking_code(client: Client) -> None:
+def errors_that_a_type_checker_finds_in_blocking_code(client: Client) -> None:
     client.generate("x", max_token=5)  # type: ignore[call-arg]
     client.stream_chat([{"role": "user", "content": "hi"}], priority="urgent")  # type: ignore[arg-type]
     client.save_slot("name", 0)  # type: ignore[arg-type]

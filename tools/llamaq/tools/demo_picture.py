@@ -23,7 +23,7 @@ from llamaq.worker.settings import WorkerSettings
 COLUMNS, LINES = 100, 26
 N_JOBS = 8
 SHOWN_TOKENS = 260
-"""Number of generated tokens, of all jobs together, at which the picture is taken: most jobs still run then."""
+"""The picture is drawn when all jobs together have generated this number of tokens. Most jobs still run then."""
 POLL_S = 0.002
 
 

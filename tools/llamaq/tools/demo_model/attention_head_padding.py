@@ -1,14 +1,14 @@
 """Pads attention heads of 32 numbers with zeros to heads of 64 numbers that compute the same.
 
-On a CPU with AVX-512, llama.cpp takes 64 numbers of F16 per step and computes the rest one by one (`GGML_F16_STEP` in
-ggml's `simd-mappings.h`). Heads of 32 never reach its vector code: attention took three quarters of a tick. Models in
-common use have heads of 64 numbers or more. The padding keeps the result:
+On a CPU with AVX-512, llama.cpp processes 64 numbers of F16 per vector step and the rest one by one (`GGML_F16_STEP` in
+ggml's `simd-mappings.h`). With heads of 32 numbers the vector code is never used, and attention takes three quarters of
+a tick. Models in common use have heads of 64 numbers or more. The padding does not change the result:
 
 - A head of d numbers rotates pair i by base^(-2i/d) per position. In a head of 2d numbers, pair 2i has this speed.
   Therefore queries and keys are placed in every other pair.
 - Scores are divided by the square root of the width. Therefore queries are multiplied by the square root of the
   widening.
-- Values only need the same places as the columns of the output matrix.
+- Values only need the same positions as the columns of the output matrix.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def compare(alone: Sequence[Logits], other: Sequence[Logits]) -> Noise:
 
 
 def measure_noise(runner: LlamaRunner) -> dict[str, Noise]:
-    """Decode the same tokens alone, in a batch of `SEQUENCES` sequences, and in chunks. End tokens do not end them."""
+    """Decode the same tokens alone, in a batch of `SEQUENCES` sequences, and in chunks. End tokens do not stop it."""
     prompts = noise_prompts(runner)
     forced, alone = [], []
     for prompt in prompts:

@@ -19,7 +19,7 @@ INLINE_FRAMES: Final[tuple[Frame, ...]] = (
     ("\nQuestion: ", "\nAnswer:", " "),
     ("\nQ: ", "\nA:", " "),
 )
-"""Text before a question, text after it, and text before the answer; here the answer begins with a space."""
+"""Text before a question, after it, and before the answer. In these frames the answer begins with a space."""
 
 LINE_FRAME: Final[Frame] = ("\n", "\n", "")
 """Question and answer on separate lines: the name in the answer has no space before it, as in a chat."""
@@ -28,9 +28,11 @@ FRAMES: Final = (*INLINE_FRAMES, LINE_FRAME)
 
 
 FACT_TOKENS: Final = 7
+"""Approximate length of a fact."""
 QUESTION_TOKENS: Final = 14
+"""Approximate length of a question with its answer."""
 STORY_TOKENS: Final = 150
-"""Approximate lengths of a fact, of a question with its answer, and of a story."""
+"""Approximate length of a story."""
 
 MOST_ASKED_TOKENS: Final = 600
 """Upper bound on the tokens of all questions in a document."""

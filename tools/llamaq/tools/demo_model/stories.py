@@ -20,13 +20,13 @@ from llamaq.tools.demo_model.seeded_choice import (
 from llamaq.tools.demo_model.story_plots import ENDINGS, HOMES, OPENINGS, PLOTS, Beat
 
 HERO_PREFERENCE: Final = 0.4
-"""Preference of a hero. It is weaker than in the plot, so that every kind and name occurs often."""
+"""Probability of the preferred hero. It is lower than `PREFERENCE`, so that every kind and name occurs often."""
 
 OPENING_PREFERENCE: Final = 0.4
-"""Preference of the first sentence. It is weak because users begin stories in many ways."""
+"""Probability of the preferred first sentence. It is low because users begin stories in many ways."""
 
 HERO_DRAWS: Final = 2000
-"""Number of draws after which no hero is found. At least one draw in ten succeeds where the split allows a hero."""
+"""Number of failed draws after which `draw_hero` raises. If the split allows a hero, one draw in ten succeeds."""
 
 
 @dataclass(frozen=True, slots=True)

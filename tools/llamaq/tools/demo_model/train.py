@@ -146,7 +146,7 @@ class Training:
 
     @torch.no_grad()
     def chat_recall(self) -> float:
-        """Return this share for answers in held-out conversations in which all earlier answers are right."""
+        """Return the share of right greedy answers in held-out conversations. All earlier answers in them are right."""
         right = asked = 0
         for seed in range(PROBES):
             ids = self.tokenizer.encode(BOS).ids

@@ -1,6 +1,6 @@
 """The documents with tables, and the markers between which the tables are written.
 
-A table stands between two comments:
+Two comments enclose a table:
 
     <!-- table: WorkerSettings model,n_ctx -->
     <!-- end -->

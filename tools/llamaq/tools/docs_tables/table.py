@@ -100,7 +100,7 @@ def _bounds_of(variant: Schema, show: Callable[[Any], str]) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a number or a truth value as text; a power of two less one is written as a power."""
+    """Return a number or a boolean as text. Large numbers of the form 2^n - 1 are written as a power."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and value >= 2**31 - 1 and (value + 1).bit_count() == 1:

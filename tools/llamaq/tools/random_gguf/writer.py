@@ -28,7 +28,7 @@ from llamaq.tools.random_gguf.tensors import AXIS_STD, Matrix, Role, Tensor, Val
 from llamaq.tools.random_gguf.vocabulary import BOS, EOS, TURN_END, Vocabulary, byte_level_vocabulary
 
 REVISION = 1
-"""Increment this number when the same spec and seed give another file than before. It is part of cache keys."""
+"""Part of cache keys. Increment it with every change that gives another file for the same spec and seed."""
 
 MAX_STEP = 127  # steps are uniform from -MAX_STEP to MAX_STEP, the range of symmetric 8-bit quantization
 STEP_STD = math.sqrt(((2 * MAX_STEP + 1) ** 2 - 1) / 12)
@@ -52,7 +52,7 @@ _FILE_TYPE = {
 def write_model(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
     """Write a model and return `path`. Equal specs and seeds give equal bytes.
 
-    The file gets its name when it is complete. Missing parent folders are created.
+    The file is written under a temporary name and renamed when it is complete. Missing parent folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{uuid4().hex}.part")
