@@ -49,7 +49,7 @@ def test_help_names_every_command_and_loads_no_worker() -> None:
     assert "--max-tokens" in llamaq("generate", "--help")
 
 
-def test_a_command_of_the_worker_has_its_options_when_it_is_called() -> None:
+def test_the_help_of_a_gpu_host_command_lists_its_options() -> None:
     assert "--n-parallel" in llamaq("worker", "--help")
 
 

@@ -78,9 +78,9 @@ def test_a_tick_measurement_has_the_documented_names(client: Client, demo: Serve
 
 def test_a_hook_receives_the_stats_of_each_finished_job(client: Client, demo: ServedQueue, wait_for: Await) -> None:
     stats = client.generate(STORY, max_tokens=5).stats
-    told = wait_for(lambda: [one for one in demo.measurements() if one.get("duration_ms") == stats.duration_ms])
-    assert told == [{"name": "request.done", **stats.model_dump(mode="json")}]
-    assert set(told[0]) == {"name", *JobStats.model_fields}
+    received = wait_for(lambda: [one for one in demo.measurements() if one.get("duration_ms") == stats.duration_ms])
+    assert received == [{"name": "request.done", **stats.model_dump(mode="json")}]
+    assert set(received[0]) == {"name", *JobStats.model_fields}
 
 
 def test_the_stats_stream_has_every_finished_job_newest_first(

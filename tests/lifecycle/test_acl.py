@@ -28,7 +28,7 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
             separator = "&" if "?" in redis_url else "?"
             url = f"{redis_url}{separator}username={name}&password={password}"
             with Redis.from_url(url) as limited, pytest.raises(NoPermissionError):
-                limited.get("somebody-elses")
+                limited.get("key-of-another-application")
             environment.start_worker(LLAMAQ_REDIS_URL=url)
             with Client(url, environment.queue) as client:
                 job = client.submit("Once upon a time", max_tokens=12)

@@ -149,7 +149,9 @@ async def test_a_hundred_concurrent_submits_with_one_key_make_one_job(redis_url:
         assert (await clients[0].queue_depth()).waiting == 1
 
 
-async def test_an_idempotency_key_with_a_job_returns_it_although_the_queue_is_full(redis_url: str, queue: str) -> None:
+async def test_a_submit_with_the_idempotency_key_of_a_job_returns_this_job_from_a_full_queue(
+    redis_url: str, queue: str
+) -> None:
     await set_max_queue(redis_url, queue, 1)
     async with AsyncClient(redis_url, queue) as client:
         first = await client.submit("hello", idempotency_key="order 7")

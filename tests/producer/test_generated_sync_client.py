@@ -13,12 +13,12 @@ from llamaq.tools.sync_client import generator
 
 
 @pytest.mark.starts_processes  # ruff
-def test_the_committed_blocking_client_is_what_the_generator_writes() -> None:
+def test_the_committed_blocking_client_equals_the_generated_one() -> None:
     assert generator.SYNC_PATH.read_text() == generator.generate(), "run: python -m llamaq.tools.sync_client"
 
 
 @pytest.mark.starts_processes
-def test_check_fails_for_a_file_that_is_not_up_to_date_and_leaves_it_alone(
+def test_check_fails_for_an_outdated_file_and_does_not_write_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "sync.py"

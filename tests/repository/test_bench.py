@@ -123,7 +123,7 @@ def test_the_cost_of_the_cache_is_measured_with_prompts_that_share_no_prefix() -
     assert sides["held-256"]["cache"]["entries"] > sides["held-0"]["cache"]["entries"]  # processes of an idle worker
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads the processes of /proc")
 def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
     command = [sys.executable, str(ROOT / "bench" / "worker_concurrent.py"), "--model", "demo", "--rounds", "100"]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -86,7 +86,7 @@ def test_a_sampling_parameter_has_one_description_and_one_pair_of_bounds() -> No
         assert parameter["default"] == f"worker's: {default['default']}"
 
 
-def test_the_typed_keywords_are_the_fields_of_the_parameters_and_take_their_defaults() -> None:
+def test_the_typed_keywords_are_the_fields_of_the_parameters_and_accept_their_defaults() -> None:
     hints = get_type_hints(JobOptions)
     assert hints.keys() == JobParams.model_fields.keys()
     for name, field in JobParams.model_fields.items():

@@ -37,7 +37,7 @@ async def test_dead_letters_are_listed_newest_first_with_their_reason(redis_url:
         assert garbage.dead_ms >= jobs[0].dead_ms >= jobs[1].dead_ms
 
 
-async def test_a_dead_letter_shows_the_request_and_what_was_generated(redis_url: str, queue: str) -> None:
+async def test_a_dead_letter_shows_the_request_and_the_generated_output(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job_id = await add_dead_job(client, worker, "what kills", seed=5, metadata={"user": "u"})
         letter = await client.dead_letter(job_id)
@@ -126,7 +126,7 @@ async def test_an_unknown_id_and_a_malformed_id_are_different_errors(redis_url: 
                 await client.dead_letter(letter_id)
 
 
-def test_the_blocking_client_does_the_same(redis_url: str, queue: str) -> None:
+def test_the_blocking_client_lists_shows_retries_and_purges_dead_letters(redis_url: str, queue: str) -> None:
     job_id, garbage = asyncio.run(add_dead_letters(redis_url, queue))
     with Client(redis_url, queue) as client:
         assert [letter.id for letter in client.dead_letters()] == [garbage, job_id]
