@@ -29,7 +29,7 @@ T = TypeVar("T")
 ROOM_POLL_S = 0.02
 """Interval between two attempts to start a restore while entries are evicted for it."""
 ROOM_TIMEOUT_S = 30.0
-"""Upper bound on the wait for room for a state to restore."""
+"""A restore is refused if its cells do not become free within this time."""
 KEY_BYTES = 32
 
 

@@ -1,7 +1,7 @@
 """Restores the state of a slot: the state becomes a cached sequence that the jobs of its scope can use.
 
-A restore runs on the engine thread between ticks, in steps of a few milliseconds and at least one part of the state.
-Where sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
+A restore runs on the engine thread between ticks, in steps of a few milliseconds. Each step loads at least one part of
+the state. Where sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
 
 STEP_S = 0.005
-"""Seconds of a step after which it starts no further part."""
+"""A step that has run for this time loads no further part."""
 
 
 @dataclass(slots=True, eq=False)
