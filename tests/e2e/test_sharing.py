@@ -13,7 +13,7 @@ from llamaq.producer import Client, JobFailed, Result
 from llamaq.tools.demo_model.fact_questions import recall_probe
 
 if TYPE_CHECKING:
-    from tests.e2e.conftest import ServedQueue, StartWorker
+    from tests.e2e.conftest import Await, ServedQueue, StartWorker
 
 DEMO_MODEL = Path(__file__).parents[2] / "worker" / "llamaq" / "worker" / "model" / "llamaq-demo.gguf"
 FACTS = recall_probe(5, 300).prompt
@@ -89,12 +89,11 @@ def test_a_job_can_request_a_slot(client: Client) -> None:
         client.generate("Once", max_tokens=2, slot=8)
 
 
-def test_the_snapshot_of_a_worker_shows_its_cache(client: Client) -> None:
+def test_the_snapshot_of_a_worker_shows_its_cache(client: Client, wait_for: Await) -> None:
     client.generate(FACTS, max_tokens=4)
+    wait_for(lambda: client.workers()[0].cache.entries > 0)  # the next heartbeat shows it
     (worker,) = client.workers()
-    cache = worker.cache
-    assert cache.entries > 0
-    assert 0 < cache.used_cells <= cache.n_cells
+    assert 0 < worker.cache.used_cells <= worker.cache.n_cells
 
 
 def test_prefixes_survive_a_restart_on_disk(
