@@ -34,7 +34,7 @@ VS_LLAMA_SERVER_TARGETS = {(1024, 16): 0.20, (512, 8): 0.40}
 
 
 def time_jobs(systems: Systems, prompts: Prompts, n_shared: int, number: int, n_out: int) -> Round:
-    """Run `number` jobs at once, once on each system."""
+    """Run `number` jobs at the same time, on one system after the other."""
     shared = prompts.tokens(n_shared)
     together = [shared + prompts.tokens(N_OWN) for _ in range(number)]
     for system in systems.all.values():

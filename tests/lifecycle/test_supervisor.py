@@ -170,7 +170,7 @@ def test_children_that_wait_for_redis_end_when_their_supervisor_is_killed(
         ("LLAMAQ_REDIS_URL", "http://localhost", "--redis-url (LLAMAQ_REDIS_URL): Redis URL must specify"),
     ],
 )
-def test_a_child_that_cannot_start_ends_its_supervisor_with_one_line(
+def test_a_child_that_cannot_start_ends_its_supervisor_with_one_error_line(
     environment: Environment, variable: str, value: str, message: str
 ) -> None:
     variables = environment.worker_variables(**{variable: value})

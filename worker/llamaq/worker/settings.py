@@ -109,8 +109,8 @@ class CacheSettings(BaseModel):
         None,
         ge=0,
         le=MAX_SEQUENCES,
-        description="Maximum number of cached sequences on the device. If not set: 64; with a recurrent model three "
-        "for each slot; with other models 0 if `kv_unified` is off.",
+        description="Maximum number of cached sequences on the device. If not set: with a recurrent model three for "
+        "each slot; with other models 64, or 0 if `kv_unified` is off.",
     )
     held_cells: int | None = Field(
         None,

@@ -22,7 +22,7 @@ C = TypeVar("C", bound=AbstractConnection)
 
 # How long a command is retried, in seconds: a restarted server may answer again by then.
 RETRY_S = 1.0
-# The same time for Sentinels and clusters: a failover, in which a replica becomes the master, takes longer.
+# How long a command is retried with Sentinels and clusters, in seconds. A failover takes longer than a restart.
 FAILOVER_S = 15.0
 CONNECT_TIMEOUT_S = 5.0
 # Longer than every blocking command of llamaq, and shorter than a lease: a worker whose connection is silent renews its

@@ -28,7 +28,10 @@ class TickTimePredictor:
             self._prefill_token_s += weight * (token_s - self._prefill_token_s)
 
     def predict_s(self, n_prefill: int) -> float:
-        """Return the predicted seconds of a tick with `n_prefill` prompt tokens, at least those of the last tick."""
+        """Return the predicted time of a tick with `n_prefill` prompt tokens, in seconds.
+
+        The prediction is never shorter than the last tick.
+        """
         return max(self._last_tick_s, n_prefill * self._prefill_token_s)
 
     def __repr__(self) -> str:

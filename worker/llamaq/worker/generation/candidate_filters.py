@@ -83,7 +83,7 @@ def typical_p(candidates: Candidates, p: float) -> Candidates:
     probabilities = weights / weights.sum(dtype=np.float64)
     surprise = -np.log(np.maximum(probabilities, np.finfo(np.float32).tiny))
     distance = np.abs(surprise - probabilities @ surprise)
-    # llama.cpp requires a sum > p here, and a sum >= p for top-p. A sum >= the next number after p is a sum > p.
+    # llama.cpp requires sum > p here, but sum >= p for top-p. For floats, sum > p means sum >= nextafter(p).
     return candidates[_nearest_with_mass(distance, probabilities, np.nextafter(p, 2))]
 
 

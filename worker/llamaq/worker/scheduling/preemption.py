@@ -42,12 +42,12 @@ class Preemption:
         return True
 
     def free_cells(self) -> bool:
-        """Free cells at once: drop the coldest entry, or else preempt the job that was admitted last.
+        """Free cells at once: drop the coldest cached sequence.
 
-        Bulk jobs are preempted before interactive jobs.
+        If there is none, preempt the job that was admitted last. Bulk jobs are preempted before interactive jobs.
 
         Returns:
-            False when there is no entry and at most one running job.
+            False when there is no cached sequence and at most one running job.
         """
         if self._memory.drop_coldest():
             return True

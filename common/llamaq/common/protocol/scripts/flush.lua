@@ -77,8 +77,8 @@ for i = 0, #KEYS / 3 - 1 do
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
   end
 end
--- Renew after the events are stored. A full Redis refuses a command only if it is the first write of the script, and it
--- never refuses XCLAIM. After an XCLAIM it would therefore store the events above its memory limit.
+-- Renew after the events are stored. A full Redis checks its memory limit only at the first write of a script, and never
+-- refuses XCLAIM. If XCLAIM were the first write, Redis would store the events although it is full.
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     if reply[4 * i + 1] ~= 'lost' then

@@ -1,9 +1,9 @@
 """A grammar that restricts the output of one job, with the grammar sampler of llama.cpp.
 
 llama_sampler_accept aborts the process on a token that the grammar does not allow. So `Grammar.accept` checks each
-token before this call. llama_sampler_init_grammar writes a grammar that does not parse to stderr. On other grammars it
-can abort, hang, or recurse until the stack overflows. So only a grammar that the `GrammarSandbox` has accepted may be
-used.
+token before this call. If a grammar does not parse, llama_sampler_init_grammar writes it to stderr. On other grammars
+it can abort, hang, or recurse until the stack overflows. So only a grammar that the `GrammarSandbox` has accepted may
+be used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 MAX_STEP_S = 1.0
 """A step that takes more processor time ends the job, because the next steps could take much longer."""
 OVERLONG_NULS = (b"\xc0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80")
-"""Overlong UTF-8 encodings of NUL. llama_sampler_apply reads them as the end of a token, but llama_sampler_accept as a
-character that the grammar may not allow, and aborts. So a token that completes such an encoding is never allowed."""
+"""Overlong UTF-8 encodings of NUL. llama_sampler_apply reads them as the end of a token. llama_sampler_accept
+reads them as a character, and aborts if the grammar does not allow it. So a token that completes such an encoding is
+never allowed."""
 
 
 class Grammar:
