@@ -85,7 +85,8 @@ def test_another_worker_continues_the_jobs_of_a_worker_whose_engine_hangs(enviro
         print(f"hang to the next attempt: {took_s:.2f} s")  # noqa: T201  # a figure for `pytest -s`
         assert HANG_S < took_s < HANG_S + LEASE_S + SLACK_S
         first.await_output("job.lost")
-        while [worker.card.worker for worker in client.workers()] != [second.worker_id]:  # its heartbeat has expired
+        # The first worker leaves the list when its heartbeat expires.
+        while [worker.card.worker for worker in client.workers()] != [second.worker_id]:
             time.sleep(0.02)
         reader.await_tokens(reader.n_tokens + 10)
         reader.job.cancel()

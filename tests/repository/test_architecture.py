@@ -56,7 +56,7 @@ BREACHES = {
         "worker/llamaq/worker/core/slot.py",
         "import llamaq.worker.core.batch",
     ),
-    "What decides is pure: no Redis, no llama.cpp, no numpy, no threads, no files": (
+    "The deciding packages are pure: no Redis, no llama.cpp, no numpy, no threads, no files": (
         "worker/llamaq/worker/scheduling/scheduler.py",
         "import redis",
     ),

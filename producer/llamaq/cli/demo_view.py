@@ -54,7 +54,7 @@ class DemoJob:
 
 @dataclass(slots=True)
 class DemoView:
-    """All jobs as panels of equal size, as many as the terminal has room for, and a line about the worker below."""
+    """The jobs as panels of equal size, as many as fit in the terminal. A line about the worker follows the panels."""
 
     jobs: Sequence[DemoJob]
     worker: Worker | None = None

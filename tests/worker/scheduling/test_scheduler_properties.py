@@ -163,7 +163,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(job_id=submitted)
     def claim_again(self, job_id: str) -> None:
-        """Submit the next attempt of the job, as after a lost lease that this worker claims again."""
+        """Submit the next attempt of the job, as a worker does after it lost the lease and claimed the job again."""
         if job_id in self.ends or job_id in self.released or self.has_uncollected_end(job_id):
             return
         old = self.jobs[job_id]

@@ -47,8 +47,8 @@ class SlotCommand(WireModel):
     )
     deadline_ms: int = Field(
         ge=0,
-        description="Latest start in milliseconds since the epoch, by the clock of Redis. The worker ignores a later "
-        "command.",
+        description="Latest start in milliseconds since the epoch, by the clock of Redis. After this time the "
+        "worker ignores the command.",
     )
 
     @model_validator(mode="after")

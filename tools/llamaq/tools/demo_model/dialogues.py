@@ -218,7 +218,7 @@ def state_and_ask(rng: random.Random, facts: list[Fact]) -> Turn:
 
 
 def recall_turns(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
-    """Yield turns that state facts, with small talk or a story, and turns that ask for these and the `known` facts."""
+    """Yield turns that state new facts or ask for new and `known` facts, with small talk and stories in between."""
     n_statements = rng.randint(1, max(1, min(8, length_tokens // 100)))
     facts = rng.sample(own_facts(rng, split), rng.randint(1, 4))
     names = {fact.statement.split()[0] for fact in known}

@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMatch:
-    """The prefixes of a prompt that the device holds now, and that a running job will compute."""
+    """The longest prefix of a prompt that the device holds now, and the longest that a running job will compute."""
 
     n_held: int = 0
     """Tokens of the prompt whose cells `source` holds now."""
@@ -245,7 +245,7 @@ class RadixPrefixCache:
             return DeviceMatch()
         for n_common, holder in self._indexes[index].matches(tokens):
             if n_common <= n_held:
-                break  # later holders have no more tokens in common
+                break  # later holders have at most `n_common` tokens in common with the prompt
             n_usable = self._usable(holder, n_common)
             if n_usable > n_held:
                 n_held, source = n_usable, holder

@@ -93,7 +93,7 @@ class SlotPool:
         return any(slot.run is None for slot in (self.slots if pinned is None else self.slots[pinned : pinned + 1]))
 
     def could_admit(self, job: Job, without: Sequence[Slot] = ()) -> bool:
-        """Whether there is room for the job if all cached sequences were removed and the slots `without` were idle."""
+        """Whether the job would have room without any cached sequence, and with the slots in `without` idle."""
         reserved = sum(slot.active.job.reservation for slot in self.active if slot not in without)
         has_slot = self.has_slot(job) or any(job.request.slot in (None, slot.index) for slot in without)
         return has_slot and reserved + job.reservation <= self.n_cells
@@ -187,7 +187,9 @@ class SlotPool:
         """Raise `AssertionError` when slots, sequences and cells contradict each other."""
         used = [slot.active.seq_id for slot in self.active]
         if sorted([*used, *self._cached, *self._free]) != sorted(self._sequences):
-            raise AssertionError(f"a sequence has no owner or two: used={used} cached={self._cached} free={self._free}")
+            raise AssertionError(
+                f"a sequence has no owner or two owners: used={used} cached={self._cached} free={self._free}"
+            )
         self.ledger.check_integrity()
         if self.is_overdrawn:
             raise AssertionError(

@@ -1,7 +1,7 @@
-"""The format of a block's file: header, packed tokens, data, checksum.
+"""The format of a block's file: header, packed tokens, data, checksum. Sizes in bytes follow the names.
 
-    magic 8 | format 4 | 0 4 | fingerprint 32 | parent's name 32 | namespace's key 32 | start 8 | end 8 | data length 8
-    tokens 4 * (end - start) | data | crc32 of all before 4
+    magic 8 | format 4 | zeros 4 | fingerprint 32 | parent's name 32 | namespace's key 32 | start 8 | end 8
+    data length 8 | tokens 4 * (end - start) | data | crc32 of all preceding bytes 4
 
 Numbers and data have the byte order of the machine. The name of the file is the name of the block: a hash over
 its parent's name, its namespace and its tokens. A header that matches the name can therefore be used before the data is

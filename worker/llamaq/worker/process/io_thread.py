@@ -87,7 +87,7 @@ class IoThread:
         self.error: BaseException | None = None
         """The error that ended the thread, if any."""
         self.has_crashed = False
-        """Set when the engine thread ends with an error. Then it counts as a crash of jobs without a stored token."""
+        """Set when the engine thread ends with an error. This crash counts against each job without a stored token."""
 
     # ---- called on the engine thread
 

@@ -1,6 +1,6 @@
-"""The saved state of a slot as a list of parts, and the list as the bytes of one file.
+"""The parts of a slot's saved state, and their encoding as the bytes of one file.
 
-Each part is encoded as: first token 8 | end token 8 | length of the data 8 | data
+Encoding of a part, with sizes in bytes: first cell (8), end cell (8), length of the data (8), data.
 """
 
 from __future__ import annotations

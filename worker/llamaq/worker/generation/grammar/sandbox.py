@@ -174,7 +174,7 @@ class _SandboxProcess:
 
 
 def _trial_request(request: JobParams) -> str:
-    """Check the grammar without llama.cpp, and return the request to the sandbox process as JSON."""
+    """Check the grammar without llama.cpp. Return the JSON text to send to the sandbox process."""
     trial: dict[str, Any] = {"grammar": request.grammar, "root": request.grammar_root, "schema": None}
     if request.grammar is not None:
         check_grammar(request.grammar)
