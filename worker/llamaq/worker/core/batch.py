@@ -33,7 +33,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The input of one `llama_decode` call. Each slot has at most one part in it."""
+    """The input of one `llama_decode` call. It contains at most one part for each slot."""
 
     decode: tuple[DecodeToken, ...] = ()
     prefill: tuple[PrefillChunk, ...] = ()
@@ -64,10 +64,11 @@ class SlotResult:
 
     slot: Slot
     n_past: int
-    """Tokens of the history that the sequence now holds. Smaller than before when cells were lost."""
+    """Number of tokens of the history that the sequence now holds. Smaller than before when cells were lost."""
     token: int | None = None
     """The sampled token. None while a part of the history is still pending."""
     error: JobRejected | None = None
     """The reason why this job fails."""
     no_room: bool = False
-    """True when KV memory has no room for the slot's part, even in a batch of its own. The sequence is unchanged."""
+    """True when KV memory has no room for the slot's part, even in a batch without other parts. The sequence is then
+    unchanged."""

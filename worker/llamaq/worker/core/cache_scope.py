@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 PUBLIC = hashlib.blake2b(b"public", digest_size=32, person=b"llamaq scope").digest()
-"""Key of the tokens that all namespaces share. It differs from every namespace key, because it hashes another text."""
+"""Key of the tokens that all namespaces share. No namespace has this key, because the hashed texts differ."""
 
 
 @lru_cache(maxsize=1024)
@@ -28,7 +28,7 @@ class Scope:
     namespace: str = ""
     public: int = 0
     hashed: bytes | None = None
-    """The key of the namespace, for a scope without a name. None: the key is the hash of `namespace`."""
+    """The key of the namespace, set when only the key is known. If None, the key is the hash of `namespace`."""
 
     @property
     def key(self) -> bytes:

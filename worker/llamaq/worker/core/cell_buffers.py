@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Data = bytes | memoryview
-"""Saved cells: a `bytes` object, or a view of a lent buffer. The content never changes after it is written."""
+"""Saved cells: a `bytes` object, or a view of a buffer from `Allocate`. The bytes never change after the save."""
 
 Allocate = Callable[[int], memoryview | None]
 """Lends a buffer of the given number of bytes. None means that no buffer is ready."""
 
 
 def no_buffer(_: int) -> None:
-    """Lend no buffer, so that the data are returned as `bytes`."""
+    """Lend no buffer. The cells are then saved as a `bytes` object."""
 
 
 def footprint(data: Data) -> int:

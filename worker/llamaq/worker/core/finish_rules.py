@@ -7,7 +7,7 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job
 
 JobFinish = FinishReason | JobRejected
-"""How a job finishes: for a reason, or with the error that it fails with."""
+"""How a job finishes: a finish reason, or the error when the job fails."""
 
 
 def finish_reason(job: Job, n_generated: int) -> FinishReason | None:
@@ -23,8 +23,9 @@ def finish_reason(job: Job, n_generated: int) -> FinishReason | None:
 def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobFinish | None:
     """Return how a job that needs no slot finishes, or None when the job needs a slot.
 
-    A job fails on submit when its prompt is empty or too long, or when it asks for a slot that the worker does not
-    have. A resumed job is finished when its last worker crashed after the last token, before it wrote the outcome.
+    A job fails on submit when its prompt is empty or too long, or when it requests a slot that the worker does not
+    have. A resumed job can already be complete: its previous worker published the last token, and crashed before it
+    wrote the outcome.
     """
     if job.request.slot is not None and job.request.slot >= n_slots:
         return JobRejected(

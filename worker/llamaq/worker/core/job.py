@@ -26,13 +26,13 @@ class Sampler(Protocol):
         The draw depends on the seed, the position `len(history) - n_prompt`, the history and the logits only.
 
         Args:
-            logits: One value for each token of the vocabulary. They are the job's own until the next decode, and the
-                sampler may change them.
+            logits: One value for each token of the vocabulary. The sampler may change this array: no other job uses
+                it, and the next decode overwrites it.
             history: The prompt, then the generated tokens.
             n_prompt: The length of the prompt in tokens.
 
         Raises:
-            JobRejected: No token may be drawn, because the grammar allows none.
+            JobRejected: The grammar allows no token.
         """
 
     def close(self) -> None:
@@ -40,23 +40,23 @@ class Sampler(Protocol):
 
 
 class Detokenizer(Protocol):
-    """Turns the tokens of one job into text: whole UTF-8 characters, and no part of a stop string."""
+    """Turns the tokens of one job into text. The text has only whole UTF-8 characters and no part of a stop string."""
 
     stopped: bool
-    """Whether the text contains a whole stop string. No text follows after it."""
+    """Whether the generated text contains a whole stop string. Then no more text is returned."""
 
     def feed(self, token: int) -> str:
-        """Add a token and return the text that becomes showable with it, often none."""
+        """Add a token and return the text that can now be published, often an empty string."""
 
     def finish(self) -> str:
-        """Return the text that was held back, or none after a stop string."""
+        """Return the text that was held back, or an empty string after a stop string."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease:
     """A claimed job's entry in Redis, as needed to write its events and to requeue it.
 
-    A lease equals only itself, because a Redis that lost its last writes may give the same attempt twice.
+    Leases are compared by identity, because a Redis that lost its last writes may issue the same attempt number twice.
     """
 
     job_id: str
@@ -66,7 +66,7 @@ class Lease:
     entry_id: str
     """Id of the entry in that stream."""
     attempt: int
-    """Number of this attempt, used as a fence: only the newest attempt may write."""
+    """Number of this attempt, used as a fencing token: only the newest attempt may write."""
 
     @property
     def is_interactive(self) -> bool:
@@ -92,15 +92,15 @@ class Job:
     started_s: float = 0.0
     """Start of this attempt on the scheduler's clock, set by `Scheduler.submit`."""
     first_token_s: float | None = None
-    """Time of this attempt's first sampled token. A preemption does not reset it, although the job gets a new run."""
+    """Time of this attempt's first sampled token. A preemption does not reset this time."""
     protected_tokens: int = 0
-    """The job cannot be preempted by a job of higher priority before it has generated this many tokens."""
+    """A job of higher priority cannot preempt this job before this job has generated this many tokens."""
     scope: Scope = field(default_factory=Scope)
-    """The jobs that may share the KV cells of this one."""
+    """The jobs that may share the KV cells of this job."""
     system_tokens: int = 0
-    """Tokens of the chat's system messages at the start of the prompt, 0 when unknown."""
+    """Number of tokens of the system messages at the start of a chat prompt, 0 when unknown."""
     packed: bytes = b""
-    """Prompt and resumed tokens, packed. The creator of the job packs them, to save time on the engine thread."""
+    """Prompt and resumed tokens, packed. Packed before `Scheduler.submit`, to save time on the engine thread."""
 
     def __post_init__(self) -> None:
         self.packed = pack([*self.prompt, *self.resumed])
@@ -120,7 +120,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A generated token of a job, and the text that became showable with it."""
+    """A generated token of a job, and the text that can be published after this token."""
 
     job: Job
     token: int
@@ -129,7 +129,7 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """The end of a job in this worker. Either `reason` or `error` is set."""
+    """The end of a job in this worker. Exactly one of `reason` and `error` is set."""
 
     job: Job
     stats: JobStats

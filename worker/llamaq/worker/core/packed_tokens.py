@@ -1,4 +1,4 @@
-"""Packed tokens: 4 bytes per token, so that long prefixes are compared by one memcmp."""
+"""Packed tokens: each token is a 32-bit integer, so that one memcmp compares two long prefixes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def common_prefix(a: bytes, b: bytes) -> int:
 
 
 def agreeing_bytes(edge: bytes, tokens: bytes, offset: int) -> int:
-    """Return the length of the common prefix of `edge` and `tokens[offset:]`, in bytes of whole tokens.
+    """Return the length of the common prefix of `edge` and `tokens[offset:]`, in bytes. Only whole tokens count.
 
     The compared length doubles until the strings differ, because most prompts differ early. A binary search then
-    finds the exact length. Each step compares only the part that is still unknown, on views, so no byte is copied.
+    finds the exact length. Each step compares only bytes that no earlier step has found equal. The steps compare
+    memory views, so no bytes are copied.
     """
     view = memoryview(edge)
     low, high, step = 0, min(len(edge), len(tokens) - offset) // TOKEN_BYTES + 1, 1
-    while high - low > 1:  # invariant: the first `low` tokens agree, the first `high` do not
+    while high - low > 1:  # invariant: the first `low` tokens are equal, the first `high` are not
         middle = low + step if low + step < high else (low + high) // 2
         start = low * TOKEN_BYTES
         if tokens.startswith(view[start : middle * TOKEN_BYTES], offset + start):

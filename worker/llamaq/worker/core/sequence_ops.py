@@ -12,14 +12,14 @@ class SequenceOps(Protocol):
 
     @property
     def can_cut(self) -> bool:
-        """Whether a sequence can be cut or copied at any token. A recurrent state cannot."""
+        """Whether a sequence can be cut at any token, and any prefix of it copied. False for a recurrent state."""
 
     @property
     def can_save_parts(self) -> bool:
-        """Whether saved cells can be loaded behind cells that the sequence already holds."""
+        """Whether saved cells can be appended to a sequence that already holds cells."""
 
     def remove(self, seq_id: int) -> None:
-        """Remove all cells of the sequence, which may be empty."""
+        """Remove all cells of the sequence. The sequence may already be empty."""
 
     def copy(self, source: int, target: int, n_tokens: int) -> int:
         """Copy the first `n_tokens` cells of `source` to the empty sequence `target`.
@@ -40,21 +40,21 @@ class StateOps(Protocol):
     """Saves the KV cells of sequences as bytes, and loads them again."""
 
     def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
-        """Return the data of the sequence's cells [start, end).
+        """Return the sequence's cells from `start` up to but not including `end`, as bytes.
 
         Raises:
             EngineError: The engine cannot read the cells.
         """
 
     def load(self, seq_id: int, start: int, end: int, data: Data, first: int) -> bool:
-        """Append the cells [start, end) to a sequence that holds `start` cells.
+        """Append the cells from `start` up to but not including `end` to a sequence that holds `start` cells.
 
         Args:
             seq_id: The sequence.
-            start: The first cell to load.
-            end: The end of the cells to load.
+            start: Position of the first cell to load.
+            end: Position after the last cell to load.
             data: The saved cells.
-            first: The position of the first cell in `data`, at most `start`.
+            first: Position in the sequence of the first cell that `data` contains, at most `start`.
 
         Returns:
             False when the engine refuses the data.
@@ -62,7 +62,7 @@ class StateOps(Protocol):
 
 
 class SlotStateOps(SequenceOps, StateOps, Protocol):
-    """Moves, saves and loads KV cells: both protocols above, and the size of a sequence."""
+    """Combines `SequenceOps` and `StateOps`, and adds the largest size of a sequence."""
 
     @property
     def cells_per_sequence(self) -> int:

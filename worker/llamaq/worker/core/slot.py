@@ -1,4 +1,4 @@
-"""Slots: the lanes of a worker, each with at most one running job, and the table of their state transitions."""
+"""Slots and the table of their state transitions. A worker runs at most one job in each slot."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class SlotState(Enum):
     DECODE = "decode"
 
 
-# A slot goes from IDLE through PREFILL and DECODE back to IDLE. A job in PREFILL may first wait for cells that another
-# job computes or a transfer loads. A job may end in any state. A job whose cells were lost is prefilled again.
+# A slot goes from IDLE to PREFILL, then to DECODE, then back to IDLE. A job in PREFILL may first wait until another job
+# has computed cells (FOLLOW) or a transfer has loaded them (LOAD). A job may end in any state. If a job loses cells,
+# its slot goes back to PREFILL.
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     SlotState.IDLE: frozenset({SlotState.PREFILL}),
     SlotState.FOLLOW: frozenset({SlotState.PREFILL, SlotState.IDLE}),
@@ -39,7 +40,7 @@ COMPUTING = frozenset({SlotState.PREFILL, SlotState.DECODE})
 """The states in which a slot has tokens for the next batch."""
 
 TIERS_BY_DISTANCE = list(CacheTier)
-"""The cache tiers, the nearest to the device first."""
+"""The cache tiers, ordered by their distance from the device, nearest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +52,7 @@ class Run:
     tokens: list[int]
     """The history: the prompt, then the generated tokens."""
     n_past: int = 0
-    """Tokens of the history whose KV cells the sequence holds."""
+    """Number of tokens at the start of the history whose KV cells the sequence holds."""
     admission_number: int = 0
     """Position in the order of admissions. A later run has a larger number."""
     packed: bytes = b""
@@ -63,9 +64,9 @@ class Run:
     awaited_tokens: int = 0
     """In FOLLOW: the length of the shared prefix, in tokens."""
     cached_tokens: int = 0
-    """The part of `n_past` that was copied or loaded instead of computed."""
+    """Number of tokens in `n_past` whose cells were copied or loaded, not computed."""
     tier: CacheTier | None = None
-    """The farthest tier that cached tokens came from."""
+    """The tier that the cached tokens came from. With several tiers: the one farthest from the device."""
     is_released: bool = False
     """Whether the run has left its slot."""
     admitted_s: float = 0.0
@@ -83,7 +84,7 @@ class Run:
 
     @property
     def n_pending(self) -> int:
-        """Tokens of the history that are not in KV memory yet: 1 in DECODE, 1 or more in PREFILL."""
+        """Number of tokens of the history that are not in KV memory yet: 1 in DECODE, 1 or more in PREFILL."""
         return len(self.tokens) - self.n_past
 
     @property
@@ -93,11 +94,11 @@ class Run:
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether a job of higher priority may preempt this one."""
+        """Whether a job of higher priority may preempt this job."""
         return self.n_generated >= self.job.protected_tokens
 
     def add_cached(self, n_tokens: int, tier: CacheTier) -> None:
-        """Record that the sequence now holds `n_tokens`, and that the new tokens were copied or loaded from `tier`."""
+        """Record that cells were copied or loaded from `tier`, and that the sequence now holds `n_tokens` tokens."""
         self.cached_tokens += n_tokens - self.n_past
         self.n_past = n_tokens
         self.tier = tier if self.tier is None else max(self.tier, tier, key=TIERS_BY_DISTANCE.index)
@@ -112,13 +113,14 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One lane of a worker. `run` is set exactly when the state is not IDLE."""
+    """One slot of a worker. `run` is None when the state is IDLE, and is set in every other state."""
 
     index: int
     state: SlotState = SlotState.IDLE
     run: Run | None = None
     content: bytes = b""
-    """The packed history of the last job in this slot. A job whose prompt begins like it prefers this slot."""
+    """The packed history of the last job in this slot. A job whose prompt begins with the same tokens prefers this
+    slot."""
     scope: Scope = field(default_factory=Scope)
     """The jobs that may share the cells of `content`."""
     release_number: int = 0
@@ -137,7 +139,7 @@ class Slot:
 
     @property
     def n_pending(self) -> int:
-        """Tokens of the history that are not in KV memory yet, 0 when the slot is idle."""
+        """Number of tokens of the history that are not in KV memory yet, 0 when the slot is idle."""
         return self.run.n_pending if self.run else 0
 
     @property
