@@ -25,18 +25,18 @@ from llamaq.worker.settings import WorkerSettings, load_settings
 START_TIMEOUT_S = 120.0
 """Longest wait for the worker to load the model."""
 POLL_S = 0.1
-"""Interval of the worker's heartbeats, and of the reads of the last heartbeat."""
+"""Interval at which the worker sends heartbeats, and at which the demo reads the last heartbeat."""
 CANCEL_TIMEOUT_S = 2.0
 """Longest wait for the jobs to be cancelled when the demo is interrupted."""
 FRAMES_PER_S = 15
 LINE_CHARS = 72
 """Width of the printed text where the output is not a terminal."""
 LOG_TAIL_CHARS = 2000
-"""Characters of the worker's log that are printed when it cannot start."""
+"""Number of characters from the end of the worker's log that are printed if the worker cannot start."""
 
 
 def demo_jobs(count: int) -> list[DemoJob]:
-    """Return `count` jobs: the prompts installed with the demo model, repeated as often as needed."""
+    """Return `count` jobs. They use the prompts installed with the demo model, each as often as needed."""
     prompts = json.loads(files("llamaq.worker").joinpath("model", "demo_prompts.json").read_text())
     jobs = []
     for index in range(count):
@@ -46,7 +46,7 @@ def demo_jobs(count: int) -> list[DemoJob]:
 
 
 def run(count: int, model: str | None) -> int:
-    """Run the demo. All processes that it starts have ended when it returns, also after an interrupt.
+    """Run the demo. Before it returns, it ends all processes that it started, even after an interrupt.
 
     Args:
         count: The number of jobs.
@@ -56,7 +56,7 @@ def run(count: int, model: str | None) -> int:
         The exit code.
     """
     console = Console(highlight=False)
-    # A tick of the demo model is shorter than the time in which two threads synchronize.
+    # With the demo model, one thread is faster: two threads need longer to synchronize than a tick takes.
     n_threads = 1 if model is None else None
     settings = load_settings(
         model=model, n_parallel=min(count, 8), n_threads=n_threads, heartbeat_s=POLL_S, max_queue=0

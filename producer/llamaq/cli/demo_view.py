@@ -20,7 +20,7 @@ MIN_COLUMN_CHARS = 40
 MAX_COLUMNS = 4
 MIN_PANEL_LINES, MAX_PANEL_LINES = 3, 10
 FOOTER_LINES = 2
-"""Lines below the panels: the footer and the line of the cursor."""
+"""Number of lines below the panels: the footer and the line of the cursor."""
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class DemoJob:
     n_tokens: int = 0
     """Number of tokens generated so far."""
     n_printed_chars: int = 0
-    """Number of characters of `text` that are printed. Used where the output is not a terminal."""
+    """Number of characters of `text` that were already printed. Used only if the output is not a terminal."""
     stats: JobStats | None = None
-    """None while the job runs, and if it failed."""
+    """The stats of the finished job. None while the job runs, and if it failed."""
     ending: str = ""
     """The finish reason or the error code. Empty while the job runs."""
 

@@ -55,7 +55,7 @@ def with_options(
     Args:
         command: The function of the command.
         options: The additional options.
-        into: The parameter of `command` that receives the values of these options, as one dict by name.
+        into: The parameter of `command` that receives a dict from the names of these options to their values.
         read: Converts that dict before the command receives it.
     """
     own = [param for param in inspect.signature(command, eval_str=True).parameters.values() if param.name != into]

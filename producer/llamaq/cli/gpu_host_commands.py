@@ -117,7 +117,7 @@ def run_demo(
 
 
 def example_command(settings: WorkerSettings, url: str | None) -> str:
-    """Return a command that generates a text with these settings.
+    """Return a `llamaq generate` command line that submits a job to a worker with these settings.
 
     Args:
         settings: The settings of the worker.

@@ -23,7 +23,7 @@ _FORMS = {
     "logit_bias": 'JSON, such as {"TOKEN": BIAS}, or @FILE.',
     "metadata": "JSON, or @FILE.",
 }
-"""How a parameter that is not a single value is written on the command line."""
+"""For each parameter that is not a single value: how its value is written on the command line."""
 
 
 def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:

@@ -26,7 +26,8 @@ def build_app(called: str | None = None) -> typer.Typer:
     """Return the application.
 
     Args:
-        called: The name of the called command. If it is one of `WORKER_COMMANDS`, these commands get their options.
+        called: The name of the called command. Only if it is one of `WORKER_COMMANDS`, their module is imported and
+            their options are added.
     """
     app = typer.Typer(
         name="llamaq",
@@ -59,7 +60,7 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
         if exc.name is not None and exc.name.startswith("llamaq."):
             raise
         raise MissingExtra(f"llamaq {called}", "worker") from exc
-    if importlib.util.find_spec("llama_cpp") is None:  # only the worker processes import it
+    if importlib.util.find_spec("llama_cpp") is None:  # not imported here: only the worker processes need it
         raise MissingExtra(f"llamaq {called}", "worker")
     register(app)
 

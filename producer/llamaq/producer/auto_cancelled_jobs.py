@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class AutoCancelledJobs:
     """Submits the jobs of `generate` and `stream` calls, and cancels each job whose call ends early.
 
-    A job that an idempotency key shares with other callers is not cancelled.
+    A job that other callers share through its idempotency key is not cancelled.
     """
 
     def __init__(self, connection: QueueConnection) -> None:
@@ -59,7 +59,7 @@ class AutoCancelledJobs:
         finally:
             await chunks.aclose()
             if not has_ended:
-                # In a separate task, because the task that closes this iterator may be cancelled during the call.
+                # Cancel the job in a separate task, because the task that closes this iterator may be cancelled meanwhile.
                 await asyncio.shield(self._background.start(self._cancel(job)))
 
     async def wait_for_cancellations(self) -> None:
@@ -79,7 +79,7 @@ class AutoCancelledJobs:
         await self._cancel(await submitting)
 
     async def _cancel(self, job: AsyncJob) -> None:
-        if not job.is_new:  # an idempotency key shares it with other callers
+        if not job.is_new:  # other callers share it through its idempotency key
             return
         try:
             await job.cancel()
@@ -89,7 +89,7 @@ class AutoCancelledJobs:
             log.warning("job.cancel_failed id=%s error=%s", job.id, exc)
 
     async def _cause_of(self, timeout: ResultTimeout) -> LlamaqError:
-        """Return `NoWorker` if no worker serves the queue, else the timeout itself."""
+        """Return the error to raise after a timeout: `NoWorker` if no worker serves the queue, else `timeout`."""
         queue = self._connection.settings.queue
         has_worker = await read_workers(self._connection.redis, self._connection.keys, queue)
         return timeout if has_worker else NoWorker(queue)

@@ -1,4 +1,5 @@
-"""The hand-written base classes of the blocking client. They start its portal, also after a fork, and run its calls.
+"""The hand-written base classes of the blocking client. They start the client's portal, start
+another one after a fork, and run the client's calls.
 
 The generated module `llamaq.producer.sync` adds one method for each method of `AsyncClient` and `AsyncJob`.
 """
@@ -26,7 +27,7 @@ would unregister the parent's sockets."""
 
 
 def _replace_lock() -> None:
-    """Create a new lock in a child process: another thread of the parent may have held the old one at the fork."""
+    """Create a new lock in a child process: another thread of the parent may have held the old lock at the fork."""
     global _start_lock  # noqa: PLW0603
     _start_lock = threading.Lock()
 
@@ -68,12 +69,12 @@ class BlockingClient:
         return portal.run(call(portal.client))
 
     def _iterate(self, call: Callable[[AsyncClient], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
-        """Return an iterator over the items of one call. The arguments of the call are checked now."""
+        """Return an iterator over the items of one call. This method checks the arguments before it returns."""
         portal = self._running_portal()
         return self._iterate_through(portal, call(portal.client))
 
     def _iterate_through(self, portal: BlockingPortal, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        # A method, so that the generator refers to this client and keeps it alive: `for c in Client().stream("x")`.
+        # A method, so that the generator keeps a reference to this client: `for chunk in Client().stream("x")`.
         yield from portal.iterate(items)
 
     def _running_portal(self) -> BlockingPortal:
@@ -107,7 +108,7 @@ class BlockingJob:
         self.id = str(JobId.parse(job_id))
         """The job id. It contains the queue and the partition, so another process needs only this id."""
         self.is_new = is_new
-        """Whether `submit` created the job. False if its idempotency key had a job, and after `client.job()`."""
+        """Whether `submit` created the job. False if its idempotency key already had a job, and after `client.job()`."""
         self._client = client
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ class BlockingPortal:
             raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """Yield the items of an async generator. Closing this generator early closes the async one too."""
+        """Yield the items of an async generator. Closing this generator early closes the async generator too."""
         self._iterated.add(items)
         try:
             while True:

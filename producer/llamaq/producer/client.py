@@ -44,7 +44,7 @@ class AsyncClient:
     Args:
         url: The setting `redis_url`.
         queue: The setting `queue`.
-        timeout_s: The setting `timeout_s`, in seconds. It is the timeout of every call that passes none.
+        timeout_s: The setting `timeout_s`, in seconds. It applies to every call without a `timeout`.
         result_ttl_s: The setting `result_ttl_s`, in seconds.
         key_prefix: The setting `key_prefix`.
         partitions: The setting `partitions`.
@@ -100,8 +100,8 @@ class AsyncClient:
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a text prompt and wait for the result.
 
-        If the call times out or is interrupted, its job is cancelled, unless an idempotency key shares the job with
-        other callers.
+        If the call times out or is interrupted, its job is cancelled, unless other callers share the job through its
+        idempotency key.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -161,8 +161,8 @@ class AsyncClient:
         """Submit a text prompt and yield the generated text in chunks.
 
         The arguments are checked at once. The job is submitted when the first chunk is requested. If the iterator times
-        out, is interrupted or is closed early, its job is cancelled, unless an idempotency key shares the job with
-        other callers.
+        out, is interrupted or is closed early, its job is cancelled, unless other callers share the job through its
+        idempotency key.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -278,7 +278,7 @@ class AsyncClient:
         return await queue_depth(self.redis, self.keys, self.queue, self.settings.partitions)
 
     async def workers(self) -> tuple[Worker, ...]:
-        """Return the live workers of the queue, sorted by worker id: their cards and last heartbeats."""
+        """Return the card and the last heartbeat of each live worker of the queue, sorted by worker id."""
         return await queue_snapshots.read_workers(self.redis, self.keys, self.queue)
 
     async def stats(self) -> QueueStats:
@@ -291,7 +291,8 @@ class AsyncClient:
     async def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Return the dead letters of the queue, newest first.
 
-        A dead letter is a job that several workers in a row crashed with, or a stream entry that is not a job.
+        A dead letter is a job during which several workers crashed, one after the other, or a stream entry that is not
+        a job.
         """
         return await dead_letters.read_all(self.redis, self.keys, self.queue, self.settings.partitions)
 
@@ -390,7 +391,8 @@ class AsyncClient:
     ) -> SlotFile:
         """Load a saved state into an idle slot, and into the worker's prefix cache.
 
-        A later job with the same cache salt reuses the KV cells of the tokens that its prompt begins with.
+        If the prompt of a later job begins with the same tokens and the job has the same cache salt, it reuses their KV
+        cells.
 
         Args:
             slot: The index of the slot, from 0 on.

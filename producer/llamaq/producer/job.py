@@ -17,7 +17,7 @@ from llamaq.producer.streaming.event_readers import EndWaiter, EventReader, Posi
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One piece of a stream. The chunks of a job joined in order are its whole text and all its tokens.
+    """One piece of a stream. Joined in order, the chunks of a job contain its whole text and all its tokens.
 
     `text` or `tokens` may be empty: the worker delays the text of a token that ends inside a character, or that may
     begin a stop string.
@@ -43,7 +43,7 @@ class AsyncJob:
         self.id = job_id
         """The job id. It contains the queue and the partition, so another process needs only this id."""
         self.is_new = is_new
-        """Whether `submit` created the job. False if its idempotency key had a job, and after `client.job()`."""
+        """Whether `submit` created the job. False if its idempotency key already had a job, and after `client.job()`."""
         self._connection = connection
         self._keys = connection.keys.of_job(job_id)
 
@@ -140,7 +140,10 @@ class AsyncJob:
             yield Chunk(rest.text, rest.tokens, index, rest.offset)
 
     async def _read_rest(self, position: Position, end: Finished) -> Tokens | None:
-        """Return the output after `position`, or None. A job without per-token events has its whole output there."""
+        """Return the output after `position`, or None if all output was read.
+
+        A job with `stream=False` has no `tokens` events, so this is its whole output.
+        """
         if end.stats.generated_tokens <= position.tokens:
             return None
         result = await read_result(self._connection.redis, self._keys, self.id)

@@ -31,7 +31,7 @@ def build_request(options: JobOptions, **values: Any) -> JobRequest:
 
     Args:
         options: The caller's job options. They replace `values` of the same name.
-        **values: The prompt in one of its forms, and defaults of options.
+        **values: The prompt (text, token ids or messages), and default values of options.
 
     Raises:
         InvalidRequest: A value is out of its bounds, or there is not exactly one prompt.
@@ -85,7 +85,7 @@ async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> Asyn
 
 
 async def _estimate_wait_s(connection: QueueConnection, depth: int) -> float | None:
-    """Estimate how long a job waits behind `depth` jobs of its partition. All partitions count as equally full."""
+    """Estimate how long a job waits behind `depth` jobs of its partition, if all partitions have the same depth."""
     n_ahead = depth * connection.settings.partitions
     with suppress(RedisError, OSError):  # the caller gets QueueFull without an estimate
         return await estimate_wait_s(connection.redis, connection.keys, connection.settings.queue, n_ahead)

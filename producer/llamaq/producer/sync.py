@@ -36,7 +36,7 @@ class Client(BlockingClient):
     Args:
         url: The setting `redis_url`.
         queue: The setting `queue`.
-        timeout_s: The setting `timeout_s`, in seconds. It is the timeout of every call that passes none.
+        timeout_s: The setting `timeout_s`, in seconds. It applies to every call without a `timeout`.
         result_ttl_s: The setting `result_ttl_s`, in seconds.
         key_prefix: The setting `key_prefix`.
         partitions: The setting `partitions`.
@@ -72,8 +72,8 @@ class Client(BlockingClient):
     def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a text prompt and wait for the result.
 
-        If the call times out or is interrupted, its job is cancelled, unless an idempotency key shares the job with
-        other callers.
+        If the call times out or is interrupted, its job is cancelled, unless other callers share the job through its
+        idempotency key.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -133,8 +133,8 @@ class Client(BlockingClient):
         """Submit a text prompt and yield the generated text in chunks.
 
         The arguments are checked at once. The job is submitted when the first chunk is requested. If the iterator times
-        out, is interrupted or is closed early, its job is cancelled, unless an idempotency key shares the job with
-        other callers.
+        out, is interrupted or is closed early, its job is cancelled, unless other callers share the job through its
+        idempotency key.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -250,7 +250,7 @@ class Client(BlockingClient):
         return self._call(lambda client: client.queue_depth())
 
     def workers(self) -> tuple[Worker, ...]:
-        """Return the live workers of the queue, sorted by worker id: their cards and last heartbeats."""
+        """Return the card and the last heartbeat of each live worker of the queue, sorted by worker id."""
         return self._call(lambda client: client.workers())
 
     def stats(self) -> QueueStats:
@@ -260,7 +260,8 @@ class Client(BlockingClient):
     def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Return the dead letters of the queue, newest first.
 
-        A dead letter is a job that several workers in a row crashed with, or a stream entry that is not a job.
+        A dead letter is a job during which several workers crashed, one after the other, or a stream entry that is not
+        a job.
         """
         return self._call(lambda client: client.dead_letters())
 
@@ -355,7 +356,8 @@ class Client(BlockingClient):
     ) -> SlotFile:
         """Load a saved state into an idle slot, and into the worker's prefix cache.
 
-        A later job with the same cache salt reuses the KV cells of the tokens that its prompt begins with.
+        If the prompt of a later job begins with the same tokens and the job has the same cache salt, it reuses their KV
+        cells.
 
         Args:
             slot: The index of the slot, from 0 on.

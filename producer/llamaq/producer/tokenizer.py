@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llamaq.common.vocab.llama_vocab import Vocab
 
 MAX_VOCAB_BYTES = 256 * 1024 * 1024
-"""Largest vocabulary that is unpacked."""
+"""Upper bound on the size of an unpacked vocabulary, in bytes."""
 
 _cache: dict[str, Tokenizer] = {}
 """Tokenizers of this process by the hash of their vocabulary."""
@@ -47,7 +47,7 @@ class Tokenizer:
             text: The text of the prompt.
 
         Returns:
-            The token ids. They start with the BOS token if the model's metadata asks for it.
+            The token ids. They start with the BOS token if the model's metadata requires it.
 
         Raises:
             LlamaqError: llama.cpp cannot tokenize the text.
@@ -85,7 +85,7 @@ async def load_tokenizer(redis: Redis, keys: Keys, card: WorkerCard) -> Tokenize
 
     Raises:
         MissingExtra: `llamaq[tokenizer]` is not installed.
-        NoWorker: The vocabulary has expired, because no worker has it any more.
+        NoWorker: The vocabulary has expired in Redis, because no worker with it is alive.
         ProtocolError: The vocabulary in Redis is damaged.
     """
     if card.vocab_hash not in _cache:
@@ -105,7 +105,7 @@ def _build(packed: bytes, card: WorkerCard) -> Tokenizer:
 
 
 def _unpack(packed: bytes, vocab_hash: str) -> bytes:
-    """Return the unpacked vocabulary after checking its size and hash, because llama.cpp does not check it."""
+    """Return the unpacked vocabulary. Its size and hash are checked here, because llama.cpp does not check it."""
     inflater = zlib.decompressobj()
     try:
         blob = inflater.decompress(packed, MAX_VOCAB_BYTES)

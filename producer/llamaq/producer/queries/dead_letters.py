@@ -16,7 +16,7 @@ from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.producer.queries.job_records import read_output
 
 _LETTER_WITHOUT_JOB = re.compile(r"([A-Za-z0-9_\-]{1,64})\.([0-9]{1,4})\.([0-9]{1,20}-[0-9]{1,20})")
-"""Queue, partition and stream entry id: the id of a dead letter that is not a job."""
+"""Id of a dead letter that is not a job. It consists of the queue, the partition and the stream entry id."""
 Fields = dict[bytes, bytes]
 
 
@@ -76,7 +76,7 @@ async def find(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, DeadLette
 
 
 def id_of_retry(letter: DeadLetter, job_id: JobId) -> JobId:
-    """Return the id of the job that a retry submits. It is always the same, so concurrent retries submit one job."""
+    """Return the id of the job that a retry submits. It is the same for all retries of a letter: they submit one job."""
     # The text that is hashed is part of the protocol: clients of other versions must compute the same id.
     digest = hashlib.sha256(f"retry of {job_id}, dead as {letter.entry}".encode()).hexdigest()
     return JobId(job_id.queue, job_id.partition, digest[:32])

@@ -51,7 +51,7 @@ async def list_slots(connection: QueueConnection, worker: str | None, timeout: f
 async def send_to_one(
     connection: QueueConnection, worker: str | None, command: SlotCommand, timeout: float | None
 ) -> SlotReply:
-    """Send a command to the named worker, or to the only one of the queue, and return the reply.
+    """Send a command to the named worker, or to the only worker of the queue, and return the reply.
 
     Raises:
         NoWorker: No worker serves the queue.
@@ -80,7 +80,7 @@ def choose_worker(ids: list[str], queue: str, named: str | None) -> str:
 
 
 async def send(connection: QueueConnection, worker: str, command: SlotCommand, timeout: float | None) -> SlotReply:
-    """Send a command to a worker and return the reply. The worker ignores a command whose deadline is over.
+    """Send a command to a worker and return the reply. The worker ignores a command whose deadline has passed.
 
     Raises:
         SlotCommandRefused: The worker refused the command, or ended before it replied.
@@ -88,7 +88,7 @@ async def send(connection: QueueConnection, worker: str, command: SlotCommand, t
     """
     redis, timeout_s = connection.redis, connection.timeout_s(timeout)
     deadline_ms = await server_time_ms(redis) + int(timeout_s * 1000)
-    # A new id for each worker, because one command may be sent to several and each reply list belongs to one id.
+    # A command may be sent to several workers. Each gets a new id, because the id names the list for the reply.
     command = command.model_copy(update={"id": _new_id(), "deadline_ms": deadline_ms})
     command_list = connection.keys.slot_commands(worker)
     async with redis.pipeline(transaction=False) as pipe:

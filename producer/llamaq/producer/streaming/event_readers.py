@@ -16,7 +16,8 @@ from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobKeys
 
 INBOX_MESSAGES = 256
-"""Largest number of live messages that wait for a slow reader. Beyond it the reader reads the event stream instead."""
+"""Largest number of live messages that are queued for a slow reader. When one more arrives, the reader drops them and
+reads the event stream instead."""
 PAGE_EVENTS = 512
 """Largest number of events that one read of the event stream returns."""
 OUTAGE_S = 60.0
@@ -24,7 +25,7 @@ OUTAGE_S = 60.0
 RETRY_S = 0.2
 """Delay between two retries."""
 TAIL_EVENTS = 4
-"""Events that are read from the end of the event stream to find its last `tokens` event."""
+"""Number of events that are read from the end of the event stream to find its last `tokens` event."""
 
 _ENDED = {JobState.FINISHED.value.encode(), JobState.FAILED.value.encode()}
 
@@ -35,7 +36,7 @@ def has_ended(status: bytes | None) -> bool:
 
 
 class Position:
-    """Numbers of tokens and characters of a job's output that were read. It reveals gaps and repeats in events."""
+    """Counts the tokens and characters of a job's output that were read, to detect gaps and repeats in its events."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -66,8 +67,8 @@ class Position:
 class EventReader:
     """Reads a job's output from its first token on, in order, without gap or repeat, and its terminal event.
 
-    The reader applies live messages that continue its position. When a message may be lost, the reader is behind: it
-    drops all live messages, and reads the event stream to the end.
+    The reader applies live messages that continue its position. After a message may have been lost,
+    the reader is "behind": it drops all live messages until it has read the event stream to the end.
     """
 
     def __init__(self, redis: Redis, keys: JobKeys, job_id: str) -> None:
@@ -85,10 +86,10 @@ class EventReader:
         self._must_restart = True
         """Whether the next page is the first one of the event stream."""
         self._is_full_read = False
-        """Whether the pages read since the reader fell behind started at the beginning of the event stream."""
+        """Whether the present read of the event stream started at the beginning of the stream."""
         self._is_behind = False
         self._is_missing = False
-        """Whether Redis does not have the job."""
+        """Whether the job does not exist in Redis."""
         self._wake = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -106,7 +107,7 @@ class EventReader:
             self._wake.set()
 
     def reread(self) -> None:
-        """Read the event stream from its beginning, because after a failover of Redis its entry ids may start over."""
+        """Read the event stream from its beginning, because a failover of Redis may reset the stream's entry ids."""
         self._must_restart = True
         self._fall_behind()
 
@@ -159,7 +160,7 @@ class EventReader:
         return None
 
     async def _is_complete(self) -> bool:
-        """Return whether all stored tokens were read. A message lost right before the terminal event leaves no gap."""
+        """Return whether all stored tokens were read. No gap shows the loss of a message before the terminal event."""
         try:
             tail: Any = await self._redis.xrevrange(self._events_key, count=TAIL_EVENTS)
         except (RedisError, OSError):

@@ -18,7 +18,7 @@ the connection is replaced."""
 BACKOFF_S = (0.05, 2.0)
 """First and longest delay before a reconnect."""
 MESSAGES_PER_YIELD = 64
-"""Messages that are dispatched before other tasks of the event loop may run."""
+"""Number of messages that are dispatched before other tasks of the event loop may run."""
 
 
 class PubSubConnection:
@@ -48,7 +48,7 @@ class PubSubConnection:
         """Channels whose subscription is confirmed."""
         self._changed = asyncio.Event()
         self.task = asyncio.create_task(self._stay_connected())
-        """Runs until it is cancelled."""
+        """The task that connects and reconnects. It runs until it is cancelled."""
 
     def __repr__(self) -> str:
         return f"<PubSubConnection channels={len(self._channels)} confirmed={len(self.confirmed)}>"
@@ -84,8 +84,8 @@ class PubSubConnection:
 
     async def _serve(self, connection: AbstractConnection) -> None:
         await connection.connect()  # type: ignore[no-untyped-call]
-        # With a socket timeout, redis-py sends within `asyncio.wait_for`. Before Python 3.12 that may swallow the
-        # cancellation that `aclose` needs. The PINGs notice a server that no longer reads.
+        # With a socket timeout, redis-py sends within `asyncio.wait_for`. Before Python 3.12, `wait_for` may swallow
+        # the cancellation that `aclose` needs. Instead of the timeout, PINGs detect a server that no longer reads.
         connection.socket_timeout = None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_subscribed(connection))
@@ -98,7 +98,7 @@ class PubSubConnection:
             self._changed.clear()
             wanted = set(self._channels)
             await self._send(connection, "SUBSCRIBE", wanted - subscribed)
-            # Removed before the server replies: a channel that is added again before that needs a new confirmation.
+            # Channels are removed here, before the server replies: if one is added again, it needs a new confirmation.
             self.confirmed &= wanted
             await self._send(connection, "UNSUBSCRIBE", subscribed - wanted)
             subscribed = wanted

@@ -6,8 +6,8 @@ or hash, so a listener rereads Redis whenever a message may be lost:
 - after each confirmation of its subscription: the first one, and one after each reconnect;
 - when no message arrived for `SILENCE_S`, and the job's hash then shows that the job has made progress.
 
-In a cluster, a worker asks only the node of a job for the number of its subscribers. So the subscriber connects to
-that node, and moves the channel to another node when the job's keys move.
+In a cluster, a worker asks only the node of a job for the number of the job's subscribers. So the subscriber connects
+to that node, and moves the channel to another node when the job's keys move.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Listener(Protocol):
         """Receive a message of the channel."""
 
     def reread(self) -> None:
-        """Read the job from Redis, from the beginning: messages may be lost."""
+        """Read the job from Redis, from the beginning, because messages may have been lost."""
 
     def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:
         """Receive the `status` field of the job's hash (None: there is no such job) and its number of stored tokens."""
@@ -74,7 +74,10 @@ class Subscriber:
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Deliver to the listener within this context. `reread` is called as soon as its subscription is confirmed."""
+        """Deliver messages to the listener until the context exits.
+
+        `Listener.reread` is called as soon as the subscription is confirmed.
+        """
         self._add(listener)
         try:
             yield
@@ -162,7 +165,7 @@ class Subscriber:
         return due
 
     async def _move_channels(self) -> None:
-        """Subscribe at the present node of each channel, and close connections without channels."""
+        """Subscribe to each channel at the node that has its job now, and close connections without channels."""
         for channel in list(self._listeners):
             self._subscribe(channel)
         idle = [node for node, connection in self._connections.items() if connection.is_idle]
