@@ -1,6 +1,6 @@
 """Worker processes on real models behind a real Redis, and clients that talk to them.
 
-Workers live as long as the session, because their start takes most of the time. A failed test shows their logs.
+Workers run until the pytest session ends, because starting them takes most of the time. A failed test shows their logs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ServedQueue:
 
     @contextmanager
     def recording(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield a list. At exit, it gets the tick measurements of exactly the jobs that ran within the context."""
+        """Yield an empty list. At exit, it is filled with the measurements of the ticks within the context."""
         ticks: list[dict[str, Any]] = []
         begin = self._run_marker_job()
         yield ticks
@@ -80,7 +80,7 @@ class ServedQueue:
         measured = self.measurements()[begin + 1 : end]
         ticks += [each for each in measured if each["name"] == "tick"][
             :-1
-        ]  # the last tick belongs to the second marker job
+        ]  # the last tick is that of the second marker job
 
     def _run_marker_job(self) -> int:
         """Run a job of one tick, and return the index of its measurement. All earlier jobs have lower indexes."""
@@ -172,7 +172,7 @@ def _wait_until_listed(served: ServedQueue) -> None:
 
 
 def _stop(served: ServedQueue) -> None:
-    """Stop the worker, by its lifeline and by a signal."""
+    """Stop the worker: close its lifeline and send it a signal."""
     assert served.process.stdin is not None
     served.process.terminate()
     served.process.stdin.close()
@@ -185,7 +185,7 @@ def _stop(served: ServedQueue) -> None:
 
 @pytest.fixture(autouse=True)
 def cancel_remaining_jobs() -> Iterator[None]:
-    """Cancel the jobs that a failed test has not ended, so that they occupy no slots in the next test."""
+    """Cancel the jobs that still run after a failed test, so that they occupy no slots in the next test."""
     yield
     for served in _served:
         with Redis.from_url(served.url) as redis:

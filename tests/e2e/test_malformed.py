@@ -1,8 +1,7 @@
 """10,000 malformed submissions: each ends in a clear error, and the worker serves its other jobs as before.
 
-5,000 are
-refused by the client. 3,000 are valid stream entries whose job hash has a mutated request. 2,000 are stream entries
-that name no job. Good jobs run in between.
+The client refuses 5,000 of them. 3,000 are valid stream entries of jobs whose hash has a mutated request. 2,000 are
+stream entries that name no job. The tests run valid jobs in between.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def redis(sturdy: ServedQueue) -> Iterator[Redis]:
 def check_worker_after_test(
     sturdy: ServedQueue, sturdy_client: Client, redis: Redis, wait_for: Await
 ) -> Iterator[None]:
-    """Check after each test: same process, empty streams, no pending entry, and same output of a good job."""
+    """Check after each test: the process is the same, the streams are empty, and a valid job has the same output."""
 
     def good() -> Any:
         return sturdy_client.generate("the world", max_tokens=20, temperature=0).tokens
@@ -88,11 +87,11 @@ def pending(redis: Redis, stream: str) -> int:
     return int(redis.xpending(stream, GROUP)["pending"])
 
 
-# ---- refused by the client
+# ---- requests that the client refuses
 
 
 def out_of_bounds() -> st.SearchStrategy[tuple[str, Any]]:
-    """A parameter's name and a value that it cannot have."""
+    """The name of a parameter, and an invalid value for it."""
     not_a_number = st.one_of(st.text(alphabet="abc-", min_size=1), st.lists(st.integers(), max_size=2), st.binary())
     too_large = st.floats(min_value=1e10, allow_infinity=True)
     negative = st.floats(max_value=-1e-6, allow_nan=False)
@@ -189,7 +188,7 @@ def test_an_invalid_parameter_is_refused_by_the_client_with_its_name(sturdy_clie
     assert redis.dbsize() <= n_keys, "a job was submitted"
 
 
-# ---- written to Redis without the client
+# ---- requests that are written to Redis without the client
 
 PLANT = """
 local entry = redis.call('XADD', KEYS[2], '*', 'id', ARGV[1])
@@ -397,7 +396,7 @@ def garbage(rng: random.Random, served: ServedQueue) -> dict[Any, Any]:
     """Return the fields of a stream entry that names no job of this queue."""
     token = secrets.token_hex(16)
     ids = [
-        f"{served.queue}.0.{token}",  # a well-formed id of no job
+        f"{served.queue}.0.{token}",  # an id in the right format, but of no job
         f"another.0.{token}",
         f"{served.queue}.1.{token}",
         f"{served.queue}.0.{token[:-1]}",

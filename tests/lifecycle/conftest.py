@@ -1,7 +1,7 @@
 """llamaq's commands as real processes, which tests signal, kill and restart. No process may outlive its test.
 
-Every process of a test has the test's folder as its working directory. So the test finds a process that is left behind,
-even if its parent has ended.
+Every process of a test has the test's folder as its working directory. So the test finds every process that is still
+running at its end, even one whose parent has ended.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Environment:
         return self.run([str(LLAMAQ), *arguments], **variables)
 
     def run(self, arguments: list[str], **variables: str) -> Command:
-        """Run a program in this environment's folder."""
+        """Start a program whose working directory is this environment's folder."""
         file = self.folder / f"output-{len(self.commands)}.txt"
         with file.open("wb") as output:
             process = subprocess.Popen(
@@ -134,7 +134,7 @@ class Environment:
         return self.commands[-1]
 
     def process_variables(self, variables: dict[str, str]) -> dict[str, str]:
-        """Return the environment variables of a command: those of the tests without llamaq's settings, and `variables`.
+        """Return the environment variables of a command: `variables`, and those of pytest except llamaq's settings.
 
         Temporary files are written to the folder of this environment.
         """
@@ -207,7 +207,7 @@ class Environment:
             command.end()
 
     def close(self) -> None:
-        """Stop the commands that still run, and fail if a process outlives them."""
+        """Stop the commands that still run, and fail if another process of the test is still running afterwards."""
         try:
             self.end_commands()
             self.await_no_process()
@@ -259,7 +259,7 @@ class Reader(threading.Thread):
         assert self.is_alive(), "the job ended before the test could disturb it"
 
     def finish(self) -> Result:
-        """Wait until the job ends, compare its result with all chunks that were read, and return the result."""
+        """Wait until the job ends, check that its result equals the chunks that were read, and return the result."""
         self.join(TIMEOUT_S)
         assert not self.is_alive()
         if self.error is not None:

@@ -1,12 +1,12 @@
 """Measures how many jobs a Redis with an append-only file loses when it is killed, and when the power fails.
 
-    python -m tests.soak.aof_loss            # one line of JSON for each mode; some seconds
+    python -m tests.soak.aof_loss            # one line of JSON for each mode; takes some seconds
 
 One client submits jobs as fast as possible until the server is killed by SIGKILL at a random moment. A job is lost if
-its submit was acknowledged but the restarted server does not have it. After a kill, the kernel still writes the data
-that the process has written; after a power cut, it does not. So a shim around `fdatasync` records the length of the
-file at each sync, and for a power cut the file is truncated to this length before the restart. Disks that acknowledge
-a sync before it is complete are not simulated.
+its submit was acknowledged but the restarted server does not have it. After a kill, the file has all data that the
+process has written. After a power cut, it may have only the data up to the last sync. So a shim around `fdatasync`
+records the length of the file at each sync. To simulate a power cut, the file is truncated to the last recorded length
+before the restart. Disks that acknowledge a sync before it is complete are not simulated.
 """
 
 from __future__ import annotations

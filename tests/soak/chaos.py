@@ -26,7 +26,7 @@ VOCABULARY = range(3, 500)
 
 
 def seeded_random(seed: int, name: str) -> random.Random:
-    """Return a random generator for one purpose. It does not depend on the draws of other generators."""
+    """Return a random generator for one purpose. Draws from other generators do not change its numbers."""
     return random.Random(f"{seed}:{name}")
 
 
@@ -37,7 +37,10 @@ def split_evenly(total: int, names: list[str]) -> Counter[str]:
 
 @dataclass(eq=False)
 class KillPlan:
-    """The number of workers to kill in each phase. A worker is planned for one phase, but counts where it died."""
+    """The number of workers to kill in each phase.
+
+    A death counts for the phase in which the worker died, even if the kill was planned for another phase.
+    """
 
     rng: random.Random
     n_kills: int
@@ -53,7 +56,7 @@ class KillPlan:
 
     @property
     def is_done(self) -> bool:
-        """Whether every phase has all its deaths."""
+        """Whether every phase has its planned number of deaths."""
         return not +self.left
 
     @property
@@ -73,7 +76,7 @@ class KillPlan:
             return {}
         phase = self.rng.choices(list(lacking), list(lacking.values()))[0]
         if lacking[RECLAIM] and not planned[RECLAIM]:
-            phase = RECLAIM  # planned early: a worker reclaims jobs only if another worker dies later
+            phase = RECLAIM  # first, because a worker reclaims jobs only if another worker dies later
         point, latest = self.rng.choice(list(POINTS[phase].items()))
         return {"point": point, "passes": self.rng.randint(1, latest)}
 
@@ -85,7 +88,7 @@ class KillPlan:
 
 
 def phase_of(point: str) -> str:
-    """Return the phase of a point. For a point that no phase has, return the point itself."""
+    """Return the phase to which a point belongs. If the point belongs to no phase, return the point itself."""
     return next((phase for phase, points in POINTS.items() if point in points), point)
 
 
@@ -105,7 +108,7 @@ class JobShape:
 
 
 def draw_job(rng: random.Random, *, prompt_tokens: int = 200, max_tokens: int = 32) -> JobShape:
-    """Return a job with a random prompt. Some jobs have two readers, no stream, or the priority bulk."""
+    """Return a job with a random prompt. Some jobs have two readers, some no stream, and some the priority `bulk`."""
     n_tokens = rng.randint(1, max_tokens)
     options: dict[str, Any] = {
         "tokens": rng.choices(VOCABULARY, k=rng.randint(8, prompt_tokens)),

@@ -1,7 +1,8 @@
 """Records all events that the readers of jobs received, and finds the violations.
 
 The checker uses no state of llamaq: it compares the received events with the accepted jobs, token by token. The reader
-`STORED` of each job has the events that are stored in Redis at the end. Every other reader must have received these.
+named `STORED` of each job has the events that are stored in Redis at the end of the soak. Every other reader must have
+received the same output.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Checker:
         self._readings[reader, job_id].events.append(event)
 
     def record_start(self, reader: str, job_id: str, *, is_whole: bool = True) -> None:
-        """Record that a reader has started, so that a reader without any event is checked too."""
+        """Record that a reader has started, so that it is checked even if it receives no event."""
         self._readings[reader, job_id].is_whole = is_whole
 
     def record_result(self, job_id: str, result: Result) -> None:
@@ -175,7 +176,7 @@ def _ending(event: Finished | Failed) -> str:
 
 
 def _truth(events: list[Event]) -> tuple[list[int], str]:
-    """Return the joined tokens and the joined text of these events. A later event overwrites repeated output."""
+    """Return all tokens and the whole text of these events. Where two events overlap, the later one counts."""
     tokens: list[int] = []
     text = ""
     for event in events:
@@ -208,7 +209,7 @@ def _judge_reading(verdict: Verdict, name: str, reading: Reading, truth: tuple[l
 
 
 def _judge_offset(verdict: Verdict, name: str, event: Tokens, past: tuple[int, int], *, is_whole: bool) -> None:
-    """Check that an event starts where the previous one ended. `past`: tokens and characters read so far."""
+    """Check that an event starts where the previous one ended. `past`: number of tokens and characters before it."""
     n_tokens, n_chars = past
     if is_whole and (event.offset > n_tokens or event.text_offset > n_chars):
         verdict.gaps.append(f"{name}: token {event.offset} follows token {n_tokens - 1}")

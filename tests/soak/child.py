@@ -1,9 +1,9 @@
 """A worker process that kills itself at a given point: `python child.py FAULTS`, with its settings on stdin.
 
-It runs llamaq's real code from the entry point on. After SIGUSR1, wrappers around some methods count their passes.
-At the last count a wrapper sends SIGKILL to this process, so no further instruction runs. The last line on stderr names
-that point. At the same points a worker can slow down its ticks, or record the cost of a
-cancelled job.
+It runs llamaq's real code, beginning with the entry point. Wrappers around some methods are the points at which it can
+die. From SIGUSR1 on, each wrapper counts how often execution reaches its point. At the configured count, the wrapper
+sends SIGKILL to this process, so no further instruction runs. The last line on stderr then names the point. Wrappers
+can also slow down the ticks of the worker, and record when a job is cancelled and when its slot becomes free.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Faults:
         """Prepare the faults.
 
         Args:
-            point: The point where the worker kills itself. Empty: it does not.
-            passes: Number of the pass of `point`, counted from SIGUSR1 on, at which the worker dies.
+            point: The point where the worker kills itself. Empty: the worker does not kill itself.
+            passes: The worker dies when it reaches `point` for this many times, counted from SIGUSR1 on.
             tick_s: Minimum time of a tick in seconds.
             record: File for the record of events. Empty: no record.
         """
@@ -49,14 +49,14 @@ class Faults:
         self._record = os.open(record, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if record else None
 
     def reach(self, *points: str) -> None:
-        """Count a pass of these points, and die if it is the last one."""
+        """Record that execution has reached these points. Dies if this was the last allowed time for `self.point`."""
         if self.is_live and self.point in points:
             self._passes -= 1
             if self._passes <= 0:
                 self.die(self.point)
 
     def go_live(self, *_: object) -> None:
-        """Count passes from now on."""
+        """Count from now on how often execution reaches `self.point`. This is the handler of SIGUSR1."""
         self.is_live = True
 
     def die(self, why: str) -> None:
@@ -64,13 +64,13 @@ class Faults:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def note(self, what: str, **values: object) -> None:
-        """Write an event to the record as one line. Each line is one write call, so lines of threads do not mix."""
+        """Write an event to the record as one line, in a single write call, so that lines of threads do not mix."""
         if self._record is not None:
             os.write(self._record, json.dumps({"what": what, **values}).encode() + b"\n")
 
 
 def after_async(owner: type, name: str, callback: Callable[..., object]) -> None:
-    """Call `callback` with the result and the arguments of each call of a coroutine method, before it returns."""
+    """Wrap a coroutine method: each call passes its result and arguments to `callback` before it returns."""
     original: Callable[..., Awaitable[Any]] = getattr(owner, name)
 
     @wraps(original)

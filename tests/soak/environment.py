@@ -62,12 +62,12 @@ class WorkerProcess:
 
     @property
     def worker_id(self) -> str | None:
-        """The id of the worker, None until the worker is ready."""
+        """The id of the worker. None until the worker is ready."""
         found = READY.search(self.log)
         return found[1] if found else None
 
     async def ready(self) -> str:
-        """Wait until the worker is ready, and return its id. Raises `RuntimeError` if the worker ends before."""
+        """Wait until the worker is ready, and return its id. Raises `RuntimeError` if the worker process ends first."""
 
         def id_when_ready() -> str | None:
             if (worker_id := self.worker_id) is None and not self.is_running and not self.killed_at:
@@ -79,7 +79,7 @@ class WorkerProcess:
 
     @property
     def killed_at(self) -> str | None:
-        """The point at which the worker killed itself, None if it did not."""
+        """The point at which the worker killed itself. None if it did not kill itself."""
         found = KILLED.search(self.log[-200:])
         return found[1] if found else None
 
@@ -97,7 +97,7 @@ class WorkerProcess:
         """Close the lifeline, kill the worker, and wait for its end."""
         if self.process.stdin is not None:
             self.process.stdin.close()
-        self.signal(signal.SIGKILL)  # also ends a stopped process
+        self.signal(signal.SIGKILL)  # SIGKILL also ends a process that SIGSTOP has stopped
         self.process.wait()
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class WorkerProcess:
 class Environment:
     """A folder, a Redis, a queue, and the queue's workers. At exit, all processes end and the folder is removed.
 
-    Without `redis_url`, it starts a Redis in memory.
+    Without `redis_url`, the environment starts a Redis that stores no data on disk.
     """
 
     redis_url: str = ""
@@ -140,7 +140,7 @@ class Environment:
         shutil.rmtree(self.folder)
 
     def use_random_model(self) -> None:
-        """Let workers started later serve a tiny random-weight model, which never generates an end token."""
+        """From now on, start workers with a tiny random-weight model that never generates an end token."""
         self.model = write_model(self.folder / "random.gguf", PLAIN, seed=1)
 
     def start(self, faults: dict[str, Any] | None = None, **extra_settings: Any) -> WorkerProcess:

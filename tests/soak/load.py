@@ -1,4 +1,4 @@
-"""The load of a soak: submits and reads jobs as a web backend does, and records all events in the checker."""
+"""The load of a soak: submits jobs and reads them as a web backend does, and passes all events to the checker."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def run_jobs(
     Args:
         begin: Submits a job and returns when the job has ended.
         width: Largest number of open jobs.
-        wants_more: Called with the numbers of begun and of open jobs. Returns whether to begin one more job.
+        wants_more: Called with the number of jobs begun so far and of open jobs. Returns whether to begin another job.
     """
     open_jobs: set[asyncio.Task[object]] = set()
     n_begun = 0
@@ -87,7 +87,7 @@ async def run_jobs(
 
 
 async def run_with_background(background: Coroutine[Any, Any, object], work: Coroutine[Any, Any, object]) -> None:
-    """Run `work` to its end while `background` runs. Raises the error of either coroutine."""
+    """Run `work` until it returns, with `background` running beside it. If one of them raises, raises that error."""
     tasks = [asyncio.create_task(background), asyncio.create_task(work)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +99,7 @@ async def run_with_background(background: Coroutine[Any, Any, object], work: Cor
 
 @asynccontextmanager
 async def record_published(client: AsyncClient, checker: Checker) -> AsyncIterator[None]:
-    """Record all messages that the queue's jobs publish within this context in the checker."""
+    """While the context is entered, pass all messages that the jobs of the queue publish to the checker."""
     channel = client.keys.of_job(f"{client.queue}.0.{32 * '0'}").channel
     pattern = channel.rpartition(":")[0] + ":*"
     tap: Any = client.redis.pubsub()
@@ -121,7 +121,7 @@ async def record_published(client: AsyncClient, checker: Checker) -> AsyncIterat
 
 
 async def collect(client: AsyncClient, checker: Checker) -> None:
-    """Record the stored events and results of all accepted jobs, and the entries that remain in the queue."""
+    """Pass to the checker the stored events and results of all accepted jobs, and the entries left in the queue."""
     job_ids = list(checker.accepted)
     left = await _left_in_queue(client)
     for start in range(0, len(job_ids), JOBS_PER_READ):
@@ -137,7 +137,10 @@ async def collect(client: AsyncClient, checker: Checker) -> None:
 
 
 async def _left_in_queue(client: AsyncClient) -> int:
-    """Return the number of entries in the job streams. Waits first: unacknowledged jobs may still run."""
+    """Return the number of entries in the job streams.
+
+    Waits up to `DRAIN_S` for them to become empty, because jobs whose submit was not acknowledged may still run.
+    """
     deadline_s = time.monotonic() + DRAIN_S
     while True:
         lengths = [await client.redis.xlen(client.keys.jobs(client.queue, 0, priority)) for priority in Priority]

@@ -30,7 +30,7 @@ SERVICE = "llamaq-master"
 
 
 def free_ports(count: int, highest: int = 55_000) -> list[int]:
-    """Return free ports up to `highest`. A cluster also uses, for each port, the port that is 10,000 higher."""
+    """Return free ports up to `highest`. A cluster server listens on its port and on a second port, 10,000 higher."""
     found: list[int] = []
     while len(found) < count:
         with socket.socket() as probe:
@@ -42,7 +42,7 @@ def free_ports(count: int, highest: int = 55_000) -> list[int]:
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait until `condition` returns a true value. An error of Redis counts as false."""
+    """Wait until `condition` returns a true value. An error of Redis in `condition` counts as false."""
     deadline = time.monotonic() + timeout_s
     while True:
         with suppress(RedisError):
@@ -181,7 +181,7 @@ class SentinelServers(ServerGroup):
         return next(server for server in self.data if server.port == int(place[1]))
 
     def agree_on(self, server: Server) -> bool:
-        """Whether every Sentinel names this server as the master."""
+        """Return whether every Sentinel names this server as the master."""
         for sentinel in self.sentinels:
             with sentinel.client() as client:
                 place: Any = client.sentinel_get_master_addr_by_name(SERVICE)

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a Redis, for tests and the soak. It cuts or silences connections on command.
+"""A TCP proxy in front of a Redis, for tests and the soak. Its methods cut, silence or redirect connections.
 
     with Proxy(server.url) as proxy:
         client = Client(proxy.url)
@@ -8,7 +8,7 @@
         proxy.refuse()          # refuses new connections until `accept()`; open connections stay
         proxy.redirect_to(url)  # new connections go to another server
 
-All methods may be called from any thread. Their effect is complete when they return.
+All methods may be called from any thread. A method returns when its effect is complete.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _ProxiedConnection:
         self.is_silent = False
 
     async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward data until one end closes, then close the other end. A silent connection drops the data."""
+        """Forward data until one side closes its connection, then close the other. If silenced, drop the data."""
         with suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
                 if not self.is_silent:
@@ -168,11 +168,11 @@ class _ProxiedConnection:
                     await writer.drain()
         if not self.is_silent:
             writer.close()
-        elif writer is self._ends[1]:  # the client has closed a silent connection: reset the server's end
+        elif writer is self._ends[1]:  # the client has closed a silent connection: reset the connection to the server
             self.reset()
 
     def reset(self) -> None:
-        """Close both ends with RST."""
+        """Reset both connections (TCP RST)."""
         for end in self._ends:
             _reset(end)
 

@@ -31,7 +31,7 @@ async def read_all(job: AsyncJob, **options: Any) -> list[Chunk]:
 
 
 def check_output(chunks: list[Chunk], n_tokens: int) -> None:
-    """Check that the chunks have the tokens 0, 1, 2, …, that each token's text is its number and a space."""
+    """Check that the chunks have the tokens 0, 1, 2, … and that the text of each token is its number and a space."""
     assert [token for chunk in chunks for token in chunk.tokens] == list(range(n_tokens))
     assert "".join(chunk.text for chunk in chunks) == "".join(f"{number} " for number in range(n_tokens))
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
@@ -99,7 +99,7 @@ class LossyDispatch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self._draw = random.Random(seed)
         self._dispatch = PubSubConnection._dispatch
-        monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *args: self.dispatch(*args))  # noqa: PLW0108  # it binds the connection
+        monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *args: self.dispatch(*args))  # noqa: PLW0108  # a lambda also gets the connection
         self.dropped = 0
 
     def dispatch(self, connection: PubSubConnection, message: Any) -> None:
@@ -141,7 +141,7 @@ async def test_tokens_lost_right_before_the_end_are_yielded_before_the_stream_en
         with monkeypatch.context() as without_messages:
             without_messages.setattr(PubSubConnection, "_dispatch", lambda *_: None)
             await emit(attempt, 3)
-            await asyncio.sleep(0.05)  # the terminal event comes after the lost messages
+            await asyncio.sleep(0.05)  # the terminal event is published after the lost messages
         await attempt.finish()
         check_output(await reader, 6)
 
@@ -228,7 +228,7 @@ async def test_no_token_is_lost_when_redis_restarts_with_its_append_only_file(
 
 
 async def test_tokens_that_redis_lost_and_the_worker_sent_again_are_yielded_once(redis_url: str, queue: str) -> None:
-    """After a failover the event stream may end before the published tokens. The worker then sends them again."""
+    """After a failover, the event stream may lack tokens that were already published. The worker sends these again."""
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
         reader = asyncio.create_task(read_all(job))
@@ -240,7 +240,7 @@ async def test_tokens_that_redis_lost_and_the_worker_sent_again_are_yielded_once
         await client.redis.hset(keys.job, "generated", "6")
         await kill_subscriptions(client)
         await until_confirmed(client)
-        # The worker sends the missing tokens as one event, not in the same pieces as before.
+        # The worker sends the missing tokens as one event, although it first sent them as several events.
         attempt.stored, attempt.text = 6, "".join(f"{number} " for number in range(6))
         await attempt.emit(range(6, 12), "".join(f"{number} " for number in range(6, 12)))
         await emit(attempt, 3)

@@ -63,7 +63,7 @@ class Worker:
     streams: bool
 
     async def begin(self) -> tuple[AsyncJob, Job]:
-        """Submit a job and start it on this worker."""
+        """Submit a job, and start it on the fake worker."""
         job = await self.client.submit("hello", stream=self.streams)
         attempt = await self.claimer.start_next()
         lease = Lease(job.id, 0, attempt.claim.stream, attempt.claim.entry_id, attempt.number)
@@ -200,7 +200,7 @@ async def test_a_job_is_requeued_only_after_tokens_lost_in_a_failover_are_stored
         keys = at.client.keys.of_job(job.id)
         await at.put(running, 0, 1, 2)
         await at.outbox.flush()
-        await at.client.redis.delete(keys.events)  # a failover to a replica that was behind
+        await at.client.redis.delete(keys.events)  # a failover to a replica that has not received the last writes
         await at.client.redis.hset(keys.job, "generated", "0")
         await at.put(running, 3)
         await at.outbox.close()
@@ -328,7 +328,7 @@ async def test_jobs_keep_their_leases_while_redis_is_full_and_continue_afterward
         await until(at.stored, job, [0, 1, 2, 3])
         await until(at.stored, requeued, [9])
         assert (await ending.result(timeout=5)).tokens == (5,)
-        while "redis_recovered" not in caplog.text:  # noqa: ASYNC110 - logged after the flush that the results show
+        while "redis_recovered" not in caplog.text:  # noqa: ASYNC110 - logged only after the flush that stored these results
             await asyncio.sleep(0.005)
         await cancel_tasks(task)
         logged = [record.getMessage().split()[0] for record in caplog.records if "redis" in record.getMessage()]
@@ -345,7 +345,7 @@ async def until(read: Callable[[AsyncJob], Awaitable[list[int]]], job: AsyncJob,
 
 
 def n_renewals(idle: list[int]) -> int:
-    """Return the number of lease renewals. Each renewal resets the idle time of the entry."""
+    """Return the number of lease renewals: how often the idle time of the entry became shorter."""
     return sum(after < before for before, after in pairwise(idle))
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from llamaq.worker.core.packed_tokens import common_prefix, pack
 
-# Few tokens, so that strings share long prefixes. Some have the same bytes at different positions, so that a comparison
-# that is not aligned to whole tokens gives a wrong result.
+# Only a few different tokens, so that random strings share long prefixes. The encodings of some tokens have the same
+# bytes at different positions. So a comparison that begins inside a token finds matches that do not exist.
 TOKEN = st.sampled_from([0, 1, 256, 257, 65537, -1, 2**31 - 1, -(2**31)])
 TOKENS = st.lists(TOKEN, max_size=7)
 

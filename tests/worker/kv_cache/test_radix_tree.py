@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.kv_cache.radix_tree import RadixTree
 
-# Few tokens, so that strings share long prefixes. Some have the same bytes at different positions, so that a comparison
-# that is not aligned to whole tokens gives a wrong result.
+# Only a few different tokens, so that random strings share long prefixes. The encodings of some tokens have the same
+# bytes at different positions. So a comparison that begins inside a token finds matches that do not exist.
 TOKEN = st.sampled_from([0, 1, 256, 257, 65537, -1, 2**31 - 1, -(2**31)])
 TOKENS = st.lists(TOKEN, max_size=7)
 
@@ -33,7 +33,7 @@ STEPS = st.lists(st.tuples(st.booleans(), TOKENS, st.sampled_from("ABCD")), min_
 
 
 def apply_steps(steps: list[tuple[bool, list[int], str]]) -> Iterator[tuple[Tree, set[tuple[tuple[int, ...], str]]]]:
-    """Iterate over the tree and its expected holders after each step. A step adds a new holder or removes one."""
+    """Apply steps, each of which adds or removes a holder. Yield the tree and its expected holders after each step."""
     index = Tree()
     held: set[tuple[tuple[int, ...], str]] = set()
     for add, tokens, holder in steps:
@@ -142,7 +142,7 @@ N_HOLDERS, N_TOKENS = 200, 8000
 
 @dataclass(frozen=True)
 class CountingHolder:
-    """A holder that counts accesses. Every access through a dictionary or set calls its hash."""
+    """A holder that counts accesses. Every lookup in a dictionary or a set calls `__hash__`, which counts it."""
 
     accesses: list[None]
 
@@ -195,14 +195,14 @@ def test_a_lookup_in_a_large_tree_is_fast_and_copies_no_tokens(pattern: str) -> 
     assert first is not None
     assert first[0] == len(query) // 4 - 2
     assert (second is None) == (pattern == "nothing")
-    assert min(times_s) < 0.0002  # the minimum of many runs does not depend on the load of the machine
+    assert min(times_s) < 0.0002  # the minimum of many runs hardly depends on the load of the machine
     tracemalloc.start()
     try:
         next(index.matches(query))
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 8_192  # a copied prefix would be 32,000
+    assert peak_bytes < 8_192  # a copy of the prefix would take 32,000 bytes
 
 
 @pytest.mark.parametrize("n_shared", [7900, N_TOKENS])
@@ -228,7 +228,7 @@ def test_iterating_over_all_matches_visits_each_holder_once() -> None:
         index.add(pack(range(n)), CountingHolder(accesses))
     accesses.clear()
     assert [n for n, _ in index.matches(pack(range(40)))] == [40] * 11 + list(range(39, 0, -1))
-    assert len(accesses) == 2 * 50  # one check in the set of seen holders, one insertion
+    assert len(accesses) == 2 * 50  # for each holder, one lookup in the set of seen holders and one insertion
 
 
 # ---- damage
