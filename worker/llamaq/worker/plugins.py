@@ -1,4 +1,4 @@
-"""Loads the batch strategy and the hooks that the settings name: built-in ones, or `module:attribute` of a user."""
+"""Loads the batch strategy and the hooks that the settings name: built-in, or from a module of the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamaq.worker.scheduling.batch_strategy import Balanced, BatchStrategy, Dec
 
 
 def load_object(spec: str, setting: str) -> Any:
-    """Import an object of a user. The working directory is searched for its module too.
+    """Import an object from the code of a user. Its module may be in the working directory.
 
     Args:
         spec: The object, as `module:attribute`.

@@ -1,7 +1,7 @@
 """A worker's settings: small groups, validated together.
 
-A flag wins over the environment variable (`LLAMAQ_` and the name in capitals), which wins over the TOML file, which
-wins over the default.
+The value of a setting comes from the first source that has it: the flag, the environment variable (`LLAMAQ_` and the
+name in capitals), the TOML file, the default.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ class LifeSettings(BaseModel):
     """Leases, heartbeats and shutdown."""
 
     lease_s: float = Field(
-        10.0, ge=1, description="Seconds without renewal of a job's lease after which another worker claims the job."
+        10.0,
+        ge=1,
+        description="Seconds after which a job's lease expires if it is not renewed. Then another worker may claim the "
+        "job.",
     )
     hang_s: float = Field(
         60.0,
@@ -203,7 +206,7 @@ class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings,
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **sources: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources of settings: flags before the environment before the file."""
+        """Return the sources of settings in the order of precedence: flags, the environment, the file."""
         return init_settings, sources["env_settings"], TomlSource(settings_cls)
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ MAX_STATS = 10_000
 
 
 class Heartbeat:
-    """Registers a worker in Redis, keeps it listed, and removes it at the end.
+    """Registers a worker in Redis, renews the registration, and removes it when the worker stops.
 
     The heartbeat also reads the depth of the queue for the engine thread, and stores the stats of finished jobs.
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_S = 0.5
 """Longest wait for new entries in seconds. Between two waits, expired and requeued jobs of other workers are reclaimed.
-A stream that moves to another worker therefore pauses for up to this time, plus the time of the prefill."""
+The output of a job that moves to another worker therefore pauses for up to this time, plus the time of its prefill."""
 MIN_BLOCK_S = 0.01
 """The shortest wait for new entries. A wait of 0 blocks without a limit in Redis."""
 RETRY_S = 0.5
@@ -48,8 +48,8 @@ class Intake:
     jobs. The surplus bulk jobs are then preempted or requeued.
 
     A suspect is a job that is one crash away from the dead-letter limit. A suspect is started only while this
-    worker runs no other job, and no other job is claimed until the suspect has stored a token or has ended. Otherwise a
-    crash by the suspect would also count against the jobs that run beside it.
+    worker runs no other job. No other job is claimed until a token of the suspect is stored or the suspect has ended.
+    Otherwise a crash that the suspect causes would also count against the other running jobs.
 
     Threads: all methods run on the I/O thread. Jobs are prepared on the threads of the executor.
     """
@@ -75,8 +75,8 @@ class Intake:
             executor: Its threads run the preparer.
             admit: Passes a prepared job to the engine thread, without blocking.
             capacity: Upper bound on the jobs that this worker has claimed at a time: its slots plus a small window.
-            lease_s: Life of a lease, in seconds.
-            is_alive: Whether the engine ticks. No job is claimed while the engine hangs.
+            lease_s: Time after which a lease expires if it is not renewed, in seconds.
+            is_alive: Returns whether the engine runs ticks. No job is claimed while the engine hangs.
         """
         self._job_claims = job_claims
         self._outbox = outbox
@@ -89,8 +89,8 @@ class Intake:
         self._clock = asyncio.get_running_loop().time
         self._reclaimed_s = -BLOCK_S
         self._suspect_deadline_s: float | None = None
-        """When running jobs are requeued so that a suspect can start. The first waiting suspect sets this time. It is
-        None again when other jobs are claimed."""
+        """Time at which the running jobs are requeued, so that a waiting suspect can start. It is set when the first
+        suspect begins to wait, and reset to None when other jobs are claimed."""
         self._tasks = BackgroundTasks()
         self._outage = OutageLog(log, "intake")
         self._n_starting = 0
@@ -151,7 +151,7 @@ class Intake:
         return claims
 
     async def _wait_for_room(self, timeout_s: float) -> None:
-        """Wait until a job has left the engine, at most `timeout_s`."""
+        """Wait until `Outbox.room_freed` is set, at most `timeout_s` seconds."""
         self._outbox.room_freed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -160,7 +160,7 @@ class Intake:
     # ---- suspects
 
     async def _select_startable(self, reclaimed: list[Claim]) -> list[Claim]:
-        """Return the reclaimed jobs that may run beside others.
+        """Return the reclaimed jobs that may run at the same time as other jobs.
 
         If one of the jobs is a suspect, it runs alone on this worker. The other jobs are requeued, so that they do not
         wait for the suspect.
@@ -177,7 +177,7 @@ class Intake:
         return []
 
     async def _run_alone(self, suspect: Claim) -> None:
-        """Start a suspect when this worker runs no other job, and wait until it has stored a token or has ended."""
+        """Start a suspect when this worker runs no other job. Wait until its next token is stored or it has ended."""
         log.info("job.suspect id=%s running=%d", suspect.job_id, self._outbox.n_jobs)
         if not await self._wait_until_alone(suspect):
             return
@@ -271,8 +271,8 @@ class Intake:
     async def close(self) -> None:
         """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.
 
-        Waits for the replies to `start.lua` calls under way. Redis may have started a job although its reply is lost.
-        Such a job would look like a job of a crashed worker.
+        First waits for the replies to unfinished calls of `start.lua`. If a reply were lost, Redis could have recorded
+        a start that this worker does not know of. Such a job would look like a job of a crashed worker.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):

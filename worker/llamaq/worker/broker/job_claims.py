@@ -21,7 +21,7 @@ from llamaq.worker.broker.job_streams import Entries, JobStreams
 log = logging.getLogger(__name__)
 
 MAX_DEAD_BYTES = 4096
-"""Upper bound on the bytes of an unusable entry that its dead letter keeps."""
+"""Maximum size, in bytes, of the copy of an unusable entry that its dead letter contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class JobClaims:
             queue: The queue to read.
             partitions: The number of partitions of the queue.
             worker_id: The id of this worker.
-            lease_s: Life of a lease in seconds. A job whose lease was not renewed for that time may be reclaimed.
-            max_crashes: A job fails after this many crashes without a stored token in between.
+            lease_s: Time after which a lease expires if it is not renewed, in seconds. Then the job may be reclaimed.
+            max_crashes: A job fails after this many crashes in a row, if no token was stored between the crashes.
         """
         self._redis = redis
         self._keys = keys
@@ -65,7 +65,7 @@ class JobClaims:
         self._max_crashes = max_crashes
 
     async def open(self, *, max_queue: int) -> None:
-        """Create the consumer groups, and store the bound of the queue, which the submit script checks.
+        """Create the consumer groups, and store `max_queue`, which the submit script checks.
 
         Args:
             max_queue: Upper bound on the waiting jobs of one partition; 0: no bound.
@@ -77,7 +77,7 @@ class JobClaims:
     async def claim(self, count: int, *, block_s: float) -> list[Claim]:
         """Claim up to `count` new entries, interactive jobs first. Waits up to `block_s` seconds for the first entry.
 
-        A read after a wait returns at most one entry of each stream, which may be more than `count` entries in total.
+        If the call had to wait, it returns at most one entry of each stream. This may be more than `count` in total.
         On a cluster with several partitions the wait may end early without an entry.
         """
         return await self._accept_all(await self._streams.read(count) or await self._streams.wait(block_s))
@@ -114,11 +114,11 @@ class JobClaims:
     async def check_crash(self, claim: Claim) -> CrashVerdict:
         """Check whether the last worker of a reclaimed job crashed, and count the crash (`check_crash.lua`).
 
-        A lease may also expire while its worker is alive. The age of the worker's last heartbeat decides: when a lease
-        has expired, a dead worker has sent no heartbeat for at least two thirds of a lease, because leases are renewed
-        after each third. A worker that is alive sends a heartbeat every few seconds. Therefore a worker whose
-        heartbeat is older than half a lease counts as crashed. If that worker is alive, its next flush removes the
-        crash from the count.
+        A lease may also expire while its worker is alive, so the age of the worker's last heartbeat decides. A worker
+        renews its leases every third of `lease_s`. When the lease of a dead worker expires, the worker's last heartbeat
+        is therefore at least two thirds of `lease_s` old. A live worker sends a heartbeat every few seconds. A worker
+        whose last heartbeat is older than half of `lease_s` counts as crashed. If this worker is alive after all, its
+        next flush removes the crash from the count.
 
         Returns:
             `ok`: the job may be started. `suspect`: the job may be started while no other job runs here.
@@ -160,8 +160,8 @@ class JobClaims:
         """Start an attempt of a claimed job.
 
         Returns:
-            The started attempt. None when the job has ended, was cancelled, has expired, or was unusable. An unusable
-            job is moved to the dead letters.
+            The started attempt. None when the job does not exist, has ended, was cancelled, exceeded its queue timeout,
+            or is unusable. The entry of a missing or unusable job is moved to the dead letters.
 
         Raises:
             RedisError: Redis is unreachable, or refuses writes.

@@ -15,7 +15,7 @@ from llamaq.worker.core.job import JobEnded, Lease
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """How often a job without per-token events is stored: after `tokens` or `every_s`, whichever comes first."""
+    """How often the tokens of a job with `stream=False` are stored: after `tokens` tokens or `every_s` seconds."""
 
     tokens: int
     """Generated tokens between two checkpoints."""
@@ -69,7 +69,7 @@ class JobProgress:
         lease, offset = self.lease, self.n_stored
         tokens = self.tokens[offset:] if self._is_due(now_s) else []
         payload = b""
-        # The terminal write of a job without per-token events contains the whole output, so no tokens event is needed.
+        # The terminal write of a job with `stream=False` contains the whole output, so no tokens event is needed.
         if (tokens or self.final_text) and not (self.checkpoints and self.terminal_write):
             text_offset = self.text_ends[offset - 1] if offset else 0
             payload = codec.encode_tokens(offset, tokens, text_offset, "".join(self.texts[offset:]) + self.final_text)

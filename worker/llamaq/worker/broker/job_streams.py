@@ -1,4 +1,4 @@
-"""The job streams of one queue: reads new entries, reclaims expired ones, and requeues those of a stopping worker.
+"""The job streams of one queue: reads, reclaims and requeues their entries.
 
 On one server, a single blocking XREADGROUP waits for entries in all streams. On a cluster, partitions may be on
 different nodes. There the wait is a blocking XREAD on each partition ("peek"), which claims nothing. A blocking
@@ -37,13 +37,13 @@ MAX_CLAIMED = 1000
 MAX_PEEKED = 1000
 """Upper bound on the entries that one peek returns for each stream."""
 AVOID_S = 3.0
-"""How long an unreachable partition of a cluster is not read. The other partitions are read without a delay."""
+"""How long an unreachable partition of a cluster is skipped, so that it does not delay the other partitions."""
 
 
 class JobStreams:
     """Reads the job streams of all partitions in a fair order.
 
-    Each call starts with another partition in turn, and reads an equal share from each partition that has entries.
+    Each call starts with the next partition in turn, and reads an equal share from each partition that has entries.
 
     Threads: all methods run on the I/O thread.
     """
@@ -159,8 +159,8 @@ class JobStreams:
     async def wait(self, wait_s: float) -> Entries:
         """Wait up to `wait_s` for a new entry and claim it.
 
-        On a cluster with several partitions nothing is claimed: the call returns no entries as soon as a new one may
-        exist.
+        On a cluster with several partitions the call claims nothing. It returns an empty list as soon as a new entry
+        may exist.
         """
         if self._is_scattered:
             await self._peek(wait_s)
@@ -182,7 +182,7 @@ class JobStreams:
         return [(stream.decode(), entries) for stream, entries in reply or ()]
 
     async def _peek(self, wait_s: float) -> None:
-        """Wait up to `wait_s` for a new entry in any partition. The next call awaits unfinished peeks."""
+        """Wait up to `wait_s` for a new entry in any partition. The next call also awaits unfinished peeks."""
         for partition in self._in_order():
             if partition not in self._peeks:
                 streams = list(self._partitions[partition].values())
@@ -216,7 +216,7 @@ class JobStreams:
     async def _reclaim_from(self, stream: str, count: int, idle_ms: int) -> StreamEntries:
         """Claim expired entries of one stream: XPENDING finds them, then XCLAIM claims them.
 
-        XAUTOCLAIM would examine only ten times `count` entries, which may all have a valid lease.
+        XAUTOCLAIM examines at most `10 * count` entries, and all of them may have a valid lease.
         """
         try:
             idle: Any = await self._redis.xpending_range(stream, GROUP, min="-", max="+", count=count, idle=idle_ms)
@@ -234,7 +234,7 @@ class JobStreams:
         """Requeue the entries that are still claimed, and remove this consumer from the groups.
 
         Raises:
-            RedisError: A partition did not answer. The other partitions are done.
+            RedisError: A partition did not answer. The entries of the other partitions were requeued.
         """
         await cancel_tasks(*self._peeks.values())
         self._peeks.clear()

@@ -1,7 +1,8 @@
-"""Writes the tokens and the ends of jobs to Redis, and renews the leases of jobs.
+"""Writes the tokens and the terminal events of jobs to Redis, and renews the leases of jobs.
 
-Ticks that run during a flush are written together by the next flush. A slow Redis therefore makes larger events, not a
-slower engine. While Redis is unreachable or full, all output stays in memory and is written afterwards.
+While a flush runs, the engine continues to tick, and the next flush writes the tokens of all these ticks together. A
+slow Redis therefore leads to larger events, and does not slow the engine. While Redis is unreachable or full, all
+output stays in memory and is written afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, Outp
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Interval of flushes without new tokens. They find jobs that were cancelled or whose lease was lost."""
+"""Seconds between two flushes without new tokens. Such a flush detects cancelled jobs and lost leases."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 OUTAGE_S = 1.0
 """A flush that took longer than this was delayed by an outage of Redis."""
@@ -48,8 +49,8 @@ class EngineControls(Protocol):
 class Outbox:
     """Writes what the jobs of one worker generate to Redis, and renews their leases.
 
-    A job is registered here from the start of its attempt until its end is stored, it is requeued, or its lease is
-    lost. `Intake` registers jobs and `OutputMailbox` delivers what the engine thread generates for them.
+    A job is registered here from the start of its attempt until its terminal event is stored, the job is requeued, or
+    its lease is lost. `Intake` registers jobs and `OutputMailbox` delivers what the engine thread generates for them.
 
     Threads: all methods run on the I/O thread. The engine thread reaches the outbox through the mailbox only.
     """
@@ -74,10 +75,11 @@ class Outbox:
             worker_id: The id of this worker.
             engine: The engine thread's controls.
             outputs: The mailbox that the engine thread writes to.
-            lease_s: Life of a lease in seconds. Leases are renewed every `lease_s` / 3 seconds.
+            lease_s: Time after which a lease expires if it is not renewed, in seconds. Leases are renewed every
+                `lease_s` / 3 seconds.
             disconnect_s: A job with `cancel_on_disconnect` is cancelled after this many seconds without a subscriber.
             checkpoints: How often the tokens of jobs without per-token events are stored.
-            is_alive: Whether the engine ticks. No lease is renewed while the engine hangs.
+            is_alive: Returns whether the engine runs ticks. No lease is renewed while the engine hangs.
             on_finished: Called with the stats of each job whose end is stored; may raise `RedisError`.
         """
         self._scripts = scripts
@@ -260,14 +262,14 @@ class Outbox:
             self._set_stored(job, sent, reply.stored, now_s)
 
     def _set_stored(self, job: JobProgress, sent: Increment, n_stored: int, now_s: float) -> None:
-        """Record how many tokens Redis has stored. The next flush writes tokens that a rollback of Redis lost."""
+        """Record how many tokens Redis has stored. Tokens that a failover lost are written by the next flush."""
         if n_stored != sent.offset + sent.count:
             log.warning("job.tokens_resent id=%s offset=%d stored=%d", sent.job_id, sent.offset, n_stored)
             self._flush_needed.set()
         job.set_stored(n_stored, now_s)
 
     async def _finish(self, job: JobProgress, terminal_write: TerminalWrite, now_s: float) -> None:
-        """Write the last tokens and the end of a job."""
+        """Write the last tokens and the terminal event of a job."""
         last = job.next_increment(now_s)
         try:
             outcome = await self._scripts.finish(last, terminal_write)
@@ -291,8 +293,8 @@ class Outbox:
         """Write all tokens and ends, then requeue the jobs that have not ended.
 
         Args:
-            crashed: Whether the engine thread has crashed. Then the crash counts against each job without a
-                stored token in this attempt.
+            crashed: Whether the engine thread has crashed. If so, the crash counts against each job of which this
+                attempt has stored no token.
 
         Raises:
             RedisError: Redis is unreachable, or refused a write.

@@ -1,7 +1,7 @@
 """The inbox for slot commands: one Redis list for each worker, and one list for each reply.
 
 A command is removed from the list before it is executed, so it is executed at most once. A client that gets no reply
-repeats its command. No command can end the worker.
+sends its command again. A command that fails does not end the worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ RETRY_S = 1.0
 MAX_COMMAND_BYTES = 4096
 REPLY_TTL_S = 60
 N_REMEMBERED_IDS = 64
-"""Number of recent command ids that are stored to drop duplicates. redis-py repeats a write after a cut connection."""
+"""Number of recent command ids that are stored to drop duplicates. redis-py sends a command again when a
+connection breaks."""
 
 
 class CommandHandler(Protocol):

@@ -13,7 +13,7 @@ from llamaq.worker.core.job import Job, Output
 
 @dataclass(frozen=True, slots=True)
 class JobWithdrawn:
-    """The message that the scheduler dropped a job without a slot. The job is requeued for other workers."""
+    """Reports that the scheduler has withdrawn a job without a slot. The job is requeued for other workers."""
 
     job: Job
 
@@ -39,7 +39,7 @@ class OutputMailbox:
         if not messages:
             return
         self._messages.put(messages)
-        # `attach` sets the loop before it schedules a delivery, so a message that is put meanwhile is delivered too.
+        # `attach` sets the loop before it schedules a delivery, so a message that is put in between is delivered.
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to exit
                 self._loop.call_soon_threadsafe(self._deliver)

@@ -1,4 +1,4 @@
-"""The objects that the engine thread and the I/O thread share. They are created before both."""
+"""The objects that the engine thread and the I/O thread share. They are created before both threads start."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Telemetry:
         self.n_jobs_done = 0
 
     def attach(self) -> None:
-        """Call the hooks on the running event loop. Ticks that were recorded earlier are not passed to hooks."""
+        """From now on, call the hooks on the running event loop. They do not get ticks that were recorded earlier."""
         self._loop = asyncio.get_running_loop()
 
     def record_tick(self, stats: TickStats) -> None:

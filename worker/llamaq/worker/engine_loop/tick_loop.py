@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_WAIT_S = 1.0
-"""An idle engine thread wakes up this often, to show that it is alive."""
+"""An idle engine thread wakes up after this many seconds, to show that it is alive."""
 SNAPSHOT_EVERY_S = 0.25
 DISK_WAIT_S = 0.0005
 """Pause after a tick that computed nothing because KV cells are still read from disk or copied off the device."""
 SLOW_TICKS = 4
-"""A tick counts as a hang only when it takes longer than the slowest earlier tick, times this factor."""
+"""A tick counts as a hang only when it takes longer than this factor times the slowest earlier tick."""
 
 
 class Runner(Protocol):
@@ -111,7 +111,7 @@ class TickLoop:
         self._commands.put(partial(self._scheduler.release, job_id, before_attempt=attempt + 1))
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on the engine thread before the next tick. The future has its result or its exception."""
+        """Run `work` on the engine thread before the next tick. The future returns its result or raises its error."""
         future: Future[T] = Future()
 
         def run_work() -> None:
@@ -191,7 +191,7 @@ class TickLoop:
         self._update_snapshot()
 
     def _withdraw_when_stopping(self) -> None:
-        """Requeue the jobs that have no slot, once this worker is stopping."""
+        """Requeue the jobs that have no slot, if this worker is stopping."""
         if self._stop_s is not None:
             self._requeue(self._scheduler.withdraw())
 
@@ -204,7 +204,7 @@ class TickLoop:
         self._shared.outputs.put([JobWithdrawn(job) for job in jobs])
 
     def _compute(self, batch: Batch) -> tuple[list[SlotResult], float]:
-        """Return the results of the batch and the computing time in seconds. The engine does not get an empty batch."""
+        """Return the results of the batch and the computing time in seconds. An empty batch is not computed."""
         started_s = self._clock()
         results = self._engine.run(batch) if batch else []
         eval_s = self._clock() - started_s

@@ -1,4 +1,4 @@
-"""Predicts how long the next tick takes. The scheduler moves KV cells between two ticks for at most this time."""
+"""Predicts how long the next tick takes. The scheduler may move KV cells for this time between two ticks."""
 
 from __future__ import annotations
 

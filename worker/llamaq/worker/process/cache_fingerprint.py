@@ -1,6 +1,6 @@
 """The fingerprint of saved KV state: identifies the model file, the memory kind, the settings and llama.cpp's version.
 
-llama.cpp loads any state of the right shape. Only the fingerprint keeps the states of different models apart.
+llama.cpp loads any state whose shape fits. Only the fingerprint prevents that it loads the state of another model.
 """
 
 from __future__ import annotations

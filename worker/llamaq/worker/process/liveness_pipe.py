@@ -1,8 +1,9 @@
 """The liveness pipe, through which a supervisor notices that its child's engine hangs.
 
-The child writes a line after a tick has begun. The line is the number of seconds after which the next tick counts as a
-hang. The pipe works without Redis, and a child whose interpreter hangs writes no line. No line is written
-before the first tick, because loading a model may take any time. The line `end` follows the last tick.
+The child regularly checks for a new tick, and writes a line if one has begun. The line contains the number of seconds
+after which a tick counts as a hang. The pipe works without Redis, and a child whose interpreter hangs writes no line.
+The first line is written when the model is loaded, because loading may take any time. The line `end` follows the last
+tick.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ WRITE_EVERY_S = 0.5
 SLACK_S = 2.0
 """Added to the time after which a tick counts as a hang, because a busy machine may delay a line."""
 MAX_STEP_S = 1.0
-"""Upper bound on the silence counted between two polls. A supervisor that slept longer may have slept together with
-its child, when the machine was suspended."""
+"""Upper bound on the silence that is counted between two polls. A longer time between two polls may mean that the
+machine was suspended, and the child with it."""
 READ_BYTES = 65536
 END_LINE = b"end"
 
 
 class TickClock(Protocol):
-    """The part of a tick loop that the pipe reports."""
+    """The properties of a tick loop that the liveness writer reads."""
 
     @property
     def tick_started_s(self) -> float:
-        """When the last tick began, in seconds. The clock may have any start."""
+        """When the last tick began, in seconds. The clock may start at any value."""
 
     @property
     def hang_after_s(self) -> float:
@@ -99,7 +100,7 @@ class LivenessReader:
         self._hang_after_s: float | None = None
         """Seconds of silence that count as a hang. None: the child runs no ticks, so it cannot hang."""
         self.silent_s = 0.0
-        """Seconds since the last line, not counting the time in which this process slept."""
+        """Seconds since the last line. Between two polls, at most `MAX_STEP_S` is counted."""
 
     def poll(self) -> bool:
         """Read the lines of the child. False when its engine hangs. Call this method at least every `MAX_STEP_S`."""

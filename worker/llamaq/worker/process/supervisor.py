@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 STEADY_S = 60.0
-"""When a child has lived this long before it dies, the next restart is delayed by `FIRST_BACKOFF_S` only."""
+"""If a child ran for longer than this before it died, its next restart is delayed by `FIRST_BACKOFF_S` only."""
 
 
 class Child:
-    """One worker process, and the processes that replace it with the same settings."""
+    """A worker process. When it dies, a new process with the same settings replaces it."""
 
     def __init__(self, settings: WorkerSettings, log_file: IO[bytes] | None) -> None:
         """Create the child. `start` starts its process.
@@ -193,7 +193,7 @@ class Supervisor:
         return EXIT_OK if ended_in_time else EXIT_CRASHED
 
     def stop(self, drain_s: float = 0.0) -> bool:
-        """Stop all children: send SIGTERM, SIGTERM again after `drain_s`, and SIGKILL after further `KILL_AFTER_S`.
+        """Stop all children: send SIGTERM, SIGTERM again after `drain_s`, and SIGKILL another `KILL_AFTER_S` later.
 
         Returns:
             True when all children ended after the first SIGTERM.

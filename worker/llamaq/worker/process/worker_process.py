@@ -53,8 +53,9 @@ log = logging.getLogger(__name__)
 SAVE_TIMEOUT_S = 10.0
 """Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
 SWITCH_INTERVAL_S = 0.0002
-"""Interval in seconds after which Python passes the GIL to a waiting thread. `llama_decode` releases the GIL. After
-it, the engine thread needs the GIL again, and would wait up to Python's default of 5 ms if the I/O thread is busy."""
+"""Interval in seconds after which Python passes the GIL to a waiting thread. `llama_decode` releases the GIL. When
+it returns, the engine thread must acquire the GIL again. With Python's default interval of 5 ms, the engine thread
+would wait up to 5 ms while the I/O thread is busy."""
 
 Watch = Callable[[TickLoop], AbstractContextManager[object]]
 """Returns a context manager that is active while the ticks run."""
