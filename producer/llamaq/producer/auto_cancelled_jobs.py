@@ -59,7 +59,7 @@ class AutoCancelledJobs:
         finally:
             await chunks.aclose()
             if not has_ended:
-                # Cancel the job in a separate task, because the task that closes this iterator may be cancelled meanwhile.
+                # A separate task cancels the job, because the task that closes this iterator may itself be cancelled.
                 await asyncio.shield(self._background.start(self._cancel(job)))
 
     async def wait_for_cancellations(self) -> None:

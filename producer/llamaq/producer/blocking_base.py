@@ -1,6 +1,6 @@
-"""The hand-written base classes of the blocking client. They start the client's portal, start
-another one after a fork, and run the client's calls.
+"""The hand-written base classes of the blocking client.
 
+They start the client's portal, start another one after a fork, and run the client's calls.
 The generated module `llamaq.producer.sync` adds one method for each method of `AsyncClient` and `AsyncJob`.
 """
 
@@ -108,7 +108,7 @@ class BlockingJob:
         self.id = str(JobId.parse(job_id))
         """The job id. It contains the queue and the partition, so another process needs only this id."""
         self.is_new = is_new
-        """Whether `submit` created the job. False if its idempotency key already had a job, and after `client.job()`."""
+        """Whether `submit` created the job. False if its idempotency key already had a job, or after `client.job()`."""
         self._client = client
 
     def __repr__(self) -> str:

@@ -43,7 +43,7 @@ class AsyncJob:
         self.id = job_id
         """The job id. It contains the queue and the partition, so another process needs only this id."""
         self.is_new = is_new
-        """Whether `submit` created the job. False if its idempotency key already had a job, and after `client.job()`."""
+        """Whether `submit` created the job. False if its idempotency key already had a job, or after `client.job()`."""
         self._connection = connection
         self._keys = connection.keys.of_job(job_id)
 

@@ -76,7 +76,7 @@ async def find(redis: Redis, keys: Keys, letter_id: str) -> tuple[str, DeadLette
 
 
 def id_of_retry(letter: DeadLetter, job_id: JobId) -> JobId:
-    """Return the id of the job that a retry submits. It is the same for all retries of a letter: they submit one job."""
+    """Return the id of the job that a retry submits. Every retry of a letter gets the same id: they submit one job."""
     # The text that is hashed is part of the protocol: clients of other versions must compute the same id.
     digest = hashlib.sha256(f"retry of {job_id}, dead as {letter.entry}".encode()).hexdigest()
     return JobId(job_id.queue, job_id.partition, digest[:32])
