@@ -100,7 +100,7 @@ class Job:
     system_tokens: int = 0
     """Number of tokens of the system messages at the start of a chat prompt, 0 when unknown."""
     packed: bytes = b""
-    """Prompt and resumed tokens, packed. Packed before `Scheduler.submit`, to save time on the engine thread."""
+    """Prompt and resumed tokens, packed. Packed when the job is created, to save time on the engine thread."""
 
     def __post_init__(self) -> None:
         self.packed = pack([*self.prompt, *self.resumed])

@@ -1,12 +1,13 @@
 """Batch strategies: they decide which tokens go into the batch of a tick.
 
-A strategy decides on plain data and owns none of it. The built-in strategies differ in the tokens that they serve first
-when a tick cannot hold all of them: the next tokens of running streams, or the prompts in prefill.
+A strategy reads the slots and returns a batch. It changes nothing. A tick cannot always contain all tokens that are
+ready: the next token of each running stream, and the prompts in prefill. The built-in strategies differ in which of the
+two groups they serve first.
 
 Prompts in prefill get equal shares of a tick, and the unused part of a share goes to the other prompts. A short prompt
-is therefore finished in the next tick or two, and a long prompt still progresses in every tick. If the oldest prompt
-were served first instead, all other prompts would wait behind one long prompt. The price is that several long prompts
-finish together rather than one after another.
+is therefore computed within one or two ticks, and a long prompt still progresses in every tick. If the oldest prompt
+were served first instead, all other prompts would wait behind one long prompt. The disadvantage of equal shares is that
+several long prompts finish at about the same time, and not one after another.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class BatchStrategy(Protocol):
         is logged, and `DecodeMaximal` plans the tick instead.
 
         Args:
-            slots: All slots of the worker, also idle slots. They are not copies: do not change them.
-            budget: Upper bound on the tokens of the batch.
-            chunk_size: Upper bound on the tokens that one slot's chunk should have.
+            slots: All slots of the worker, including idle slots. These are the worker's own objects: do not change
+                them.
+            budget: Upper bound on the number of tokens in the batch.
+            chunk_size: Upper bound on the number of tokens in one slot's chunk.
             queue_depth: Number of jobs that wait for a slot, in Redis and in this worker.
         """
 
@@ -57,10 +59,11 @@ class _BuiltIn(ABC):
 
 
 class DecodeMaximal(_BuiltIn):
-    """Gives every running stream its token in every tick. Prompts get the rest, at most one chunk in total.
+    """Gives every running stream its next token in every tick. Prompts share the rest, at most one chunk in total.
 
-    This is the default. No stream waits longer than one tick with one chunk in it, however many prompts are in prefill.
-    While no stream runs, each prompt may have a chunk, and together they may use the whole budget.
+    This is the default. However many prompts are in prefill, a stream waits at most one tick for its next token, and
+    that tick contains at most `chunk_size` prompt tokens. While no stream runs, each prompt may get a chunk, and the
+    chunks together may use the whole budget.
     """
 
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
@@ -70,10 +73,11 @@ class DecodeMaximal(_BuiltIn):
 
 
 class PrefillPriority(_BuiltIn):
-    """Gives each prompt a chunk first, together up to the whole budget. Streams get the rest.
+    """Gives each prompt a chunk first. The chunks together may use the whole budget. Streams get the rest.
 
-    Suits workloads where the time to the first token counts more than an even stream, and bulk jobs without a reader:
-    slots reach DECODE soonest, and batches become wide. Streams stall while prompts are in prefill.
+    Choose this strategy when the time to the first token is more important than a steady stream, or for bulk jobs whose
+    output no user watches. Slots reach DECODE as early as possible, so each batch decodes for many slots. Streams stall
+    while prompts are in prefill.
     """
 
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
@@ -85,7 +89,7 @@ class Balanced(_BuiltIn):
     """Gives half the budget to streams and half to prompts. Tokens that one group does not need go to the other group.
 
     Unlike with `PrefillPriority`, streams progress in every tick. Unlike with `DecodeMaximal`, several prompts may each
-    have a chunk in one tick. The price is a longer tick: its batch may use the whole budget.
+    get a chunk in the same tick. The disadvantage is a longer tick, because its batch may use the whole budget.
     """
 
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
@@ -95,7 +99,10 @@ class Balanced(_BuiltIn):
 
 
 def decode_tokens(slots: Sequence[Slot], limit: int) -> tuple[DecodeToken, ...]:
-    """Return a token for each slot in DECODE, at most `limit`. Slots with the fewest generated tokens come first."""
+    """Return one decode token for each slot in DECODE, at most `limit` in total.
+
+    Slots with fewer generated tokens come first.
+    """
     decoding = [slot for slot in slots if slot.state is SlotState.DECODE]
     if len(decoding) > limit:
         least_generated = sorted(decoding, key=lambda slot: slot.active.n_generated)[: max(0, limit)]
@@ -106,8 +113,8 @@ def decode_tokens(slots: Sequence[Slot], limit: int) -> tuple[DecodeToken, ...]:
 def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[PrefillChunk, ...]:
     """Return chunks for the slots in PREFILL: equal shares of `limit`, each at most `chunk_size` and `n_pending`.
 
-    Slots that need less than an equal share are served first, and the others divide the rest. Among slots with equal
-    needs the one admitted first is served first, and it gets the extra token when the division leaves a remainder.
+    A slot that needs less than an equal share gets only what it needs. The other slots divide the rest. If the division
+    leaves a remainder, the slots whose jobs were admitted earlier get one more token each.
     """
     in_prefill = [slot for slot in slots if slot.state is SlotState.PREFILL]
     by_admission = sorted(in_prefill, key=lambda slot: slot.active.admitted_s)

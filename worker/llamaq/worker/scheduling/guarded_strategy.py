@@ -22,9 +22,9 @@ class TickLimits:
     """Upper bounds on the tokens of one tick."""
 
     budget: int
-    """Upper bound on the tokens of the batch (`--n-batch`). At least 1 for each slot."""
+    """Upper bound on the number of tokens in the batch (`--n-batch`). At least the number of slots."""
     chunk_size: int
-    """Upper bound on the prompt tokens of one slot (`--chunk-size`). At least 1."""
+    """Upper bound on the number of prompt tokens of one slot in the batch (`--chunk-size`). At least 1."""
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
@@ -70,7 +70,7 @@ def check_plan(batch: Batch, slots: Sequence[Slot], budget: int) -> PlanFault | 
 def _is_batch(batch: object) -> bool:
     if not isinstance(batch, Batch):
         return False
-    decode: Any = batch.decode  # a strategy can have set any object
+    decode: Any = batch.decode  # typed Any, because a faulty strategy may set any object here
     prefill: Any = batch.prefill
     return (
         isinstance(decode, tuple)
@@ -81,7 +81,7 @@ def _is_batch(batch: object) -> bool:
 
 
 def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> PlanFault | None:
-    slot: Any = part.slot  # a strategy can have set any object
+    slot: Any = part.slot  # typed Any, because a faulty strategy may set any object here
     if not isinstance(slot, Slot) or slot not in known:
         return PlanFault.UNKNOWN_SLOT
     if slot.state is SlotState.IDLE:
@@ -96,7 +96,7 @@ def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> Pla
 
 
 class GuardedStrategy:
-    """Asks a strategy for each tick's batch. Logs a batch that breaks the rules and lets `DecodeMaximal` plan instead.
+    """Gets each tick's batch from a strategy. If the batch breaks a rule, logs this and uses `DecodeMaximal` instead.
 
     Args:
         strategy: The strategy of the worker.
@@ -106,7 +106,7 @@ class GuardedStrategy:
     def __init__(self, strategy: BatchStrategy, limits: TickLimits) -> None:
         self.limits = limits
         self.faults: Counter[PlanFault] = Counter()
-        """Counts the refused batches by the broken rule. Only the first batch for each rule is logged."""
+        """Number of refused batches for each broken rule. Only the first refused batch for each rule is logged."""
         self._strategy = strategy
         self._fallback = DecodeMaximal()
 
@@ -124,7 +124,7 @@ class GuardedStrategy:
             batch = self._strategy.build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
         except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything
             fault, cause = PlanFault.RAISED, exc
-        if sum(copy.restore() for copy in before):  # sum, because any() would not restore the slots after the first
+        if sum(copy.restore() for copy in before):  # any() would stop at the first changed slot
             fault = fault or PlanFault.CHANGED_SLOTS
         fault = fault or check_plan(batch, slots, budget)
         if fault is None:
@@ -162,7 +162,7 @@ class _SlotCopy:
         self._n_tokens = len(slot.run.tokens) if slot.run else 0
 
     def restore(self) -> bool:
-        """Restore the slot. Returns whether it had changed."""
+        """Restore the slot. Returns whether the strategy had changed the slot."""
         slot, run = self._slot, self._run
         changed = slot.state is not self._state or slot.run is not run
         slot.state, slot.run = self._state, run

@@ -10,10 +10,11 @@ from llamaq.worker.core.slot import Slot
 def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> JobStats:
     """Return the stats of a job that ends now.
 
-    Times count from the start of this attempt. Rates describe the last run only, which began with the last admission:
+    Times are measured from the start of this attempt. Rates describe only the last run, which began with the last
+    admission:
 
-    - `prompt_eval_rate` counts the prompt and resumed tokens that did not come from the prefix cache. Its time ends
-      with the first token of the run.
+    - `prompt_eval_rate` counts the prompt and resumed tokens that did not come from the prefix cache. The time for this
+      rate ends with the first token of the run.
     - `generation_rate` counts the tokens that the run generated after its first one.
 
     Args:
@@ -58,5 +59,5 @@ def _ms(seconds: float) -> float:
 
 
 def _rate(n_tokens: int, seconds: float) -> float | None:
-    """Return tokens per second, or None without tokens or time."""
+    """Return tokens per second, or None when the number of tokens or the time is zero."""
     return round(n_tokens / seconds, 2) if n_tokens > 0 and seconds > 0 else None

@@ -1,4 +1,4 @@
-"""Preempts running jobs: for a waiting job of higher priority, or for cells that a tick needs at once."""
+"""Preempts running jobs, to admit a waiting job of higher priority or to free cells that a tick needs at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Moves running jobs back to the waiting queue. A preempted job resumes later, mostly from the prefix cache."""
+    """Moves running jobs back to the waiting queue. A preempted job resumes later, usually with its cached cells."""
 
     def __init__(self, memory: KvMemory, waiting: WaitingQueue) -> None:
         self._memory = memory
@@ -24,7 +24,8 @@ class Preemption:
     def preempt_for(self, job: Job) -> bool:
         """Preempt one bulk job for an interactive job: the bulk job that was admitted last.
 
-        If the interactive job asks for a slot, and a bulk job runs in that slot, that bulk job is preempted instead.
+        If the interactive job requests a certain slot, and a bulk job runs in this slot, that bulk job is preempted
+        instead.
 
         Returns:
             False when `job` is not interactive, or when even the preemption of all bulk jobs would not make enough
@@ -42,9 +43,10 @@ class Preemption:
         return True
 
     def free_cells(self) -> bool:
-        """Free cells at once: drop the coldest cached sequence.
+        """Free cells at once: drop the least recently used cached sequence.
 
-        If there is none, preempt the job that was admitted last. Bulk jobs are preempted before interactive jobs.
+        If no sequence is cached, preempt the running bulk job that was admitted last. If no bulk job runs, preempt the
+        interactive job that was admitted last.
 
         Returns:
             False when there is no cached sequence and at most one running job.

@@ -1,6 +1,6 @@
 """The scheduler decides which job runs in which slot, what a tick computes, and when a job is finished.
 
-The scheduler decides on plain data, and the engine computes. One tick of a worker is
+The scheduler only decides. The engine computes. One tick of a worker consists of these calls:
 
     scheduler.expire()
     scheduler.admit()
@@ -9,9 +9,10 @@ The scheduler decides on plain data, and the engine computes. One tick of a work
     results = engine.run(batch)
     outputs = scheduler.apply(batch, results)
 
-All calls come from one thread, and no other method is called between `plan` and `apply`. `apply` returns all outputs
-of a job in order: its tokens first, its end last. Every job that `submit` accepts ends in one of two ways: `apply`
-returns exactly one `JobEnded` for it, or `release`, `withdraw`, `shed` or `close` removes it without a `JobEnded`.
+All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
+outputs of each job in order: first its tokens, then its `JobEnded`. Every job that `submit` accepts leaves the
+scheduler in one of two ways: `apply` returns exactly one `JobEnded` for the job, or `release`, `withdraw`, `shed` or
+`close` removes the job without a `JobEnded`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Scheduler:
         strategy: Plans the batch of each tick.
         end_tokens: The model's end-of-generation tokens.
         worker: The id of this worker, for the stats.
-        clock: Returns the time in seconds. Must never go backwards.
+        clock: Returns the time in seconds. Must be monotonic.
 
     Raises:
         InvalidSettings: A tick's budget is smaller than the number of slots.
@@ -77,7 +78,7 @@ class Scheduler:
     # ---- jobs enter and leave
 
     def submit(self, job: Job) -> None:
-        """Add the job to the waiting queue, or end it if it needs no slot.
+        """Add the job to the waiting queue, or end the job if it needs no slot.
 
         A job whose prompt cannot fit fails here. A resumed job that is already finished ends here.
 
@@ -99,7 +100,7 @@ class Scheduler:
             self._finish(job, finish)
 
     def cancel(self, job_id: str) -> bool:
-        """End the job as cancelled. Returns False when this worker does not have it."""
+        """End the job as cancelled. Returns False when this worker does not have the job."""
         return self._finish_early(job_id, FinishReason.CANCELLED)
 
     def release(self, job_id: str, *, before_attempt: int | None = None) -> bool:
@@ -110,7 +111,7 @@ class Scheduler:
             before_attempt: Drop only an attempt older than this one. None drops any attempt.
 
         Returns:
-            False when this worker does not have the job, or has a newer attempt.
+            False when this worker does not have the job, or has an attempt that is not older than `before_attempt`.
         """
         found = self._find(job_id)
         if found is None:
@@ -130,7 +131,11 @@ class Scheduler:
         return jobs
 
     def shed(self, n_jobs: int) -> list[Job]:
-        """Remove and return waiting bulk jobs, the last first, until this worker has at most `n_jobs` jobs."""
+        """Remove waiting bulk jobs, starting with the last, until this worker has at most `n_jobs` jobs.
+
+        Returns:
+            The removed jobs.
+        """
         n_surplus = len(self._memory.active_slots) + self.n_waiting - n_jobs
         if n_surplus <= 0:
             return []
@@ -141,7 +146,10 @@ class Scheduler:
         return shed
 
     def close(self) -> list[Job]:
-        """Remove and return all jobs, also running ones, without a `JobEnded`. The next `apply` returns old outputs."""
+        """Remove and return all jobs, including running jobs, without a `JobEnded`.
+
+        Outputs that were created before this call are still returned by the next `apply`.
+        """
         jobs = self.withdraw()
         for slot in self._memory.active_slots:
             jobs.append(slot.active.job)
@@ -165,10 +173,10 @@ class Scheduler:
             pass
 
     def move(self, budget_s: float) -> bool:
-        """Move cells between the device and the tiers behind it, for about `budget_s` seconds.
+        """Move cells between the device, host memory and disk, for about `budget_s` seconds.
 
-        Call this before `plan`. A job whose cells were loaded is then computed in the same tick, and evicted cells are
-        removed before a new prompt needs their room.
+        Call this before `plan`. A job whose cells were loaded can then be part of the batch of the same tick, and
+        evicted cells are removed before a new prompt needs the room.
 
         Returns:
             True when cells were loaded for a job.
@@ -202,7 +210,7 @@ class Scheduler:
         if without_room:
             self._make_room_for(without_room)
         while self._memory.is_overdrawn and self._preemption.free_cells():
-            pass  # a job that lost shared cells computes them again, and then needs more cells than before
+            pass  # a job that lost shared cells computes them again, and the new cells are no longer shared
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -234,7 +242,7 @@ class Scheduler:
         return self._memory.snapshot().model_copy(update={"preemptions": self._preemption.n_preempted})
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` when jobs, slots, sequences, cells and cache contradict each other."""
+        """Raise `AssertionError` when the records of jobs, slots, sequences, cells and cache contradict each other."""
         self._memory.check_integrity()
         ids = [job.id for job in self._jobs()]
         if len(set(ids)) != len(ids):
@@ -301,7 +309,7 @@ class Scheduler:
             slot.transition_to(SlotState.DECODE)
 
     def _make_room_for(self, slot: Slot) -> None:
-        """Free cells after llama.cpp found no room for the slot. The job fails when no other cells can be freed."""
+        """Free cells after llama.cpp found no room for the slot's tokens. The job fails when no cells can be freed."""
         if not self._preemption.free_cells():
             n_past = slot.active.n_past
             message = f"there is no room in KV memory (--n-ctx) after {n_past} tokens, although no other job is running"

@@ -10,9 +10,10 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit
 
 MAX_OVERTAKEN = 8
-"""How often later jobs may overtake a job. No other worker can claim a waiting job, so its wait must be bounded."""
+"""How often later jobs may overtake one job. No other worker can claim a waiting job, so the wait must be bounded."""
 PROTECTED_TOKENS = 64
-"""Tokens that a bulk job generates before it can be preempted, when it was admitted after `MAX_OVERTAKEN` jobs."""
+"""Number of tokens that a bulk job generates before it can be preempted. Applies to a bulk job that was admitted
+because `MAX_OVERTAKEN` interactive jobs had been admitted before it."""
 MAX_COMPARED_JOBS = 16
 """Upper bound on the jobs whose reusable prefixes are compared for one admission."""
 MIN_LEAD_TOKENS = 16
@@ -24,12 +25,12 @@ class WaitingQueue:
 
     There are two exceptions:
 
-    - A job whose prompt is already in KV memory may overtake earlier jobs of its priority. Each job is overtaken in
-      this way at most `MAX_OVERTAKEN` times.
+    - A job with a long reusable prefix may overtake earlier jobs of its priority. Each job is overtaken in this way at
+      most `MAX_OVERTAKEN` times.
     - After `MAX_OVERTAKEN` interactive jobs were admitted while a bulk job waited, the next job is a bulk job.
 
-    `next` does not consider whether the job finds room. If the job finds no room, the scheduler admits no other job in
-    this tick, because small jobs would otherwise starve a large job.
+    `next` does not check whether KV memory has room for the job. If there is no room, the scheduler admits no other job
+    in this tick, because small jobs would otherwise starve a large job.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,8 @@ class WaitingQueue:
         self._n_overtaken: dict[str, int] = {}
         """How often a job was overtaken by jobs of its priority."""
         self._n_bulk_overtaken = 0
-        """Number of interactive jobs admitted while bulk jobs waited. At `MAX_OVERTAKEN` a bulk job is next; then 0."""
+        """Number of interactive jobs admitted while bulk jobs waited, since the last reset. At `MAX_OVERTAKEN`,
+        the next admitted job is a bulk job, and this number is reset to 0."""
 
     def __len__(self) -> int:
         return sum(len(jobs) for jobs in self._jobs.values())
@@ -47,11 +49,11 @@ class WaitingQueue:
             yield from jobs.values()
 
     def append(self, job: Job) -> None:
-        """Add the job as the last of its priority."""
+        """Add the job behind all jobs of its priority."""
         self._jobs[job.request.priority][job.id] = job
 
     def requeue(self, job: Job) -> None:
-        """Add a preempted job as the first of its priority."""
+        """Add a preempted job in front of all jobs of its priority."""
         jobs = self._jobs[job.request.priority]
         self._jobs[job.request.priority] = {job.id: job, **jobs}
 
@@ -59,7 +61,7 @@ class WaitingQueue:
         """Return the job to admit next with its reusable prefix, or None. The job stays in the queue.
 
         Args:
-            has_slot: Whether a slot is idle for a job. Other jobs are skipped.
+            has_slot: Returns whether an idle slot exists that the job can use. Jobs without such a slot are skipped.
             find_prefix: Looks up the reusable prefix of a job. Called once for each compared job.
         """
         for jobs in self._priorities_by_turn():
