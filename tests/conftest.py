@@ -24,8 +24,8 @@ from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 ASYNC_TEST_TIMEOUT_S = 120
 
-# No time limits for Hypothesis, because a busy machine exceeds them. The other settings are its defaults: in CI it
-# draws the same examples each time. `make test-quick` tries fewer examples.
+# Hypothesis gets no time limits, because a busy machine exceeds them. Its other settings are the defaults: in CI,
+# Hypothesis draws the same examples in each run. `make test-quick` tries fewer examples.
 unlimited = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("full", unlimited)
 settings.register_profile("quick", unlimited, max_examples=20)
@@ -33,7 +33,7 @@ settings.load_profile("full")
 
 
 def pytest_configure() -> None:
-    # A shell makes its background jobs ignore SIGINT. The processes that tests start would inherit that.
+    # A shell lets its background jobs ignore SIGINT, and the processes that tests start would inherit this.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     install_audit_hook()
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_quick(item):
             item.add_marker(pytest.mark.quick)
-    if getattr(config.option, "loadgroup", False):  # pytest-xdist sets it in its workers
+    if getattr(config.option, "loadgroup", False):  # pytest-xdist sets this variable in its workers
         distribute(items)
 
 
@@ -72,7 +72,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
-    """A redis-server in memory. Fails if no redis-server is installed: tests that need Redis are never skipped."""
+    """A redis-server that stores no data on disk. Fails if none is installed: tests with Redis are never skipped."""
     with EmbeddedRedis() as server:
         yield server
 
@@ -110,7 +110,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=sorted(MEMORY_KINDS))
 def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of a random-weight model, one for each memory kind of llama.cpp."""
+    """The path of a random-weight model. The test runs once for each memory kind of llama.cpp."""
     kind: str = request.param
     return write_model(tmp_path_factory.mktemp("kinds") / f"{kind}.gguf", MEMORY_KINDS[kind], seed=3)
 

@@ -1,4 +1,4 @@
-"""Every parameter of a job has its effect, from the public client to the sampler."""
+"""Every parameter of a job that a public client submits has its effect."""
 
 from __future__ import annotations
 
@@ -295,8 +295,8 @@ def is_idle(client: Client) -> bool:
 
 
 def test_a_drawn_seed_is_returned_and_reproduces_the_text(client: Client, wait_for: Await) -> None:
-    # Logits change slightly with the batch, a cached prompt and the cells. So both jobs run alone and without the
-    # cache, and with a model and a `top_k` for which a slight change selects no other token.
+    # Logits change slightly with the shape of the batch, with a cached prompt and with the cells. So both jobs run
+    # alone and without the cache. With this model and this `top_k`, slight changes select no other token.
     params: Any = {"max_tokens": 30, "ignore_eos": True, "top_k": 4, "temperature": 1.5, "cache_prompt": False}
     wait_for(lambda: is_idle(client))
     first = client.generate(STORY, **params)

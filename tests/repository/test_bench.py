@@ -1,4 +1,4 @@
-"""Every benchmark runs, and its last line is JSON with the figures and the hardware and versions they depend on."""
+"""Every benchmark runs. Its last line is JSON with the figures, and the hardware and versions of the measurement."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_the_cost_of_the_cache_is_measured_with_prompts_that_share_no_prefix() -
         assert 0 < one["bookkeeping_share"] < 1
     assert sides["null"]["vs_null"] == 1
     assert sides["null"]["cache"]["entries"] == 0
-    assert sides["held-256"]["cache"]["entries"] > sides["held-0"]["cache"]["entries"]  # processes of an idle worker
+    # the entries that stay in the cache while the worker is idle
+    assert sides["held-256"]["cache"]["entries"] > sides["held-0"]["cache"]["entries"]
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads the processes of /proc")
@@ -129,7 +130,7 @@ def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert running.stderr is not None
-        assert "at once" in running.stderr.readline()  # after its first progress line, all processes run
+        assert "at once" in running.stderr.readline()  # printed when all processes run
         children = children_of(running.pid)
         assert len(children) >= 2  # Redis and a worker
         running.send_signal(signal.SIGINT)
@@ -152,7 +153,7 @@ def is_alive(pid: int) -> bool:
 
 
 def stat_of(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on, or None if there is no such process."""
+    """Return the fields of /proc/PID/stat, beginning with the state, or None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The distribution is one wheel with the portions of one namespace, and needs no heavy dependency without extras."""
+"""The distribution is one wheel with all portions of the namespace. Without extras, it needs no heavy dependency."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_installed(installed: Path, code: str) -> str:
     """Run Python code with the installed wheel, and return its output.
 
-    -S leaves out the .pth file of the editable install, which would show the checkout too; the dependencies' folders
-    are named again by hand.
+    With -S, Python ignores the .pth file of the editable install, so it cannot import from the checkout. -S also leaves
+    out the folders of the dependencies, so these are added explicitly.
     """
     path = [str(installed), *{sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}]
     done = subprocess.run(

@@ -32,7 +32,7 @@ LINE_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario, its size at scale 1, and its approximate seconds on two cores at that scale."""
+    """A scenario, its size at scale 1, and its approximate duration in seconds at scale 1 on two cores."""
 
     run: Callable[..., Awaitable[Outcome]]
     sizes: dict[str, int]
@@ -58,7 +58,7 @@ SCENARIOS = {
 
 @contextmanager
 def progress_line(console: Console, name: str) -> Iterator[ProgressReport]:
-    """Show the progress of a scenario: as a bar on a terminal, otherwise as a line every `LINE_EVERY_S`."""
+    """Show the progress of a scenario: on a terminal as a bar, otherwise as a line every `LINE_EVERY_S` seconds."""
     if console.is_terminal:
         columns = (TextColumn(f"{name:12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -77,7 +77,7 @@ def progress_line(console: Console, name: str) -> Iterator[ProgressReport]:
 
 
 async def soak(seed: int, chosen: dict[str, dict[str, int]], console: Console) -> list[Outcome]:
-    """Run the chosen scenarios in turn. A scenario that raises an error has failed, and the next one runs."""
+    """Run the chosen scenarios one after the other. If a scenario raises an error, it has failed, and the next runs."""
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -16,7 +16,7 @@ POINTS: dict[str, dict[str, int]] = {
     "publish": {"publish.flushed": 40, "publish.finished": 12},
     "decode": {"decode.before": 60, "decode.after": 60},
 }
-"""Maps each phase to the points where a worker kills itself, and each point to the largest number of its pass.
+"""Maps each phase to its points, at which a worker kills itself. Maps each point to the largest value of `passes`.
 
 `publish`: Redis has stored tokens or a terminal event, but the worker has not processed the reply. `reclaim`: the
 worker has just claimed jobs of a dead worker, or has just started one of them.

@@ -20,10 +20,10 @@ from llamaq.common.protocol.job_events import Started
 from llamaq.producer import AsyncClient
 
 MAX_TOKENS = 1000
-"""A job takes about ten seconds with ticks of `TICK_S`. A new job follows each finished job."""
+"""With ticks of `TICK_S`, a job takes about ten seconds. When a job has finished, a new job starts."""
 TICK_S = 0.01
 N_SLOTS = 8
-"""Slots of each worker. Half of them stay free, for the jobs of a dead worker."""
+"""Slots of each worker. Half of them stay free, so that a worker can take the jobs of a dead worker."""
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Runners:
         """Return the start time of the next attempt, by the clock of Redis, or None."""
         entries: Any = await self.client.redis.xrange(self.client.keys.of_job(job_id).events)
         for entry_id, fields in entries:
-            if b"started" in fields[b"e"]:  # avoids decoding all `tokens` events, which takes long
+            if b"started" in fields[b"e"]:  # decoding all `tokens` events would take long
                 event = codec.decode_event(fields[b"e"])
                 if isinstance(event, Started) and event.attempt > after_attempt:
                     return int(entry_id.split(b"-")[0]) / 1000

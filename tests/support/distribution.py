@@ -23,8 +23,8 @@ same time."""
 def group_of(item: pytest.Item) -> str | None:
     """Return the name of the group of a test, or None if the test needs no group.
 
-    Tests that share a worker process or a module fixture form a group. All other tests of one file form a group too,
-    so that an xdist worker requests work once per file and not once per test.
+    Tests that share a worker process or a module fixture form a group. The other tests of a file form a group too, so
+    that an xdist worker requests new work once per file instead of once per test.
     """
     fixtures = getattr(item, "fixturenames", ())
     queue = next((name for name in SERVED_QUEUES if name in fixtures), None)

@@ -1,7 +1,7 @@
 """A fake Redis in the test process: fakeredis with a Lua interpreter and the `cmsgpack` that llamaq's scripts call.
 
-It makes tests of client and script logic fast. `tests/common/protocol/test_scripts.py` runs the same cases on this
-fake server and on a real one.
+With it, tests of the client and of the scripts are fast. `tests/common/protocol/test_scripts.py` runs the same cases on
+this fake server and on a real one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def replace_redis(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def add_cmsgpack(server: fakeredis.FakeServer) -> None:
     """Define the global `cmsgpack` in the server's Lua interpreter, because fakeredis does not provide it."""
-    fakeredis.FakeRedis(server=server).eval("return 1", 0)  # creates the interpreter
+    fakeredis.FakeRedis(server=server).eval("return 1", 0)  # this creates the interpreter
     internals: Any = server
     lua = internals._lua_runtime
 
     def pack(value: Any) -> bytes:
         packed: bytes = msgpack.packb(
             to_python(value), use_bin_type=False
-        )  # Redis packs Lua strings in the same format
+        )  # Redis packs Lua strings without the bin type too
         return packed
 
     def unpack(packed: bytes) -> Any:

@@ -1,7 +1,7 @@
-"""The quick tests: they start no process and load no model. `make test-quick` runs them in the inner loop.
+"""Defines the quick tests, which start no process and load no model. `make test-quick` runs only these.
 
 A test is quick unless its folder, one of its fixtures or the mark `starts_processes` excludes it, so a new test of pure
-logic needs no mark. Starting a process or loading a model in a quick test is an error, also in `make test`.
+logic needs no mark. A quick test that starts a process or loads a model fails, also in `make test`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class NotQuick(Exception):
 
 
 def is_quick(item: pytest.Item) -> bool:
-    """Whether a test neither starts a process nor loads a model, by its folder, its mark and its fixtures."""
+    """Return whether a test is quick, according to its folder, its mark and its fixtures."""
     if item.nodeid.startswith(STARTING_FOLDERS) or item.get_closest_marker("starts_processes"):
         return False
     return STARTING_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) and not starts_redis(item)
 
 
 def starts_redis(item: pytest.Item) -> bool:
-    """Whether the parameters of a test choose the real server of `tests/common/protocol/test_scripts.py`."""
+    """Return whether the parameters of a test select the real server of `tests/common/protocol/test_scripts.py`."""
     spec = getattr(item, "callspec", None)
     return spec is not None and spec.params.get("redis_url") == "redis-server"
 
@@ -57,7 +57,7 @@ def install_audit_hook() -> None:
 
 @contextmanager
 def guard_quick_test(test: str) -> Iterator[None]:
-    """Raise `NotQuick`, with the name of the test, if this context starts a process or loads a model."""
+    """Within this context, raise `NotQuick` with the name of the test if it starts a process or loads a model."""
     global _quick_test  # noqa: PLW0603  # an audit hook has no argument for state
 
     def refuse_model(*_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Jobs are cancelled in every state: their slots are free within one tick, and jobs without a slot are not computed."""
+"""Jobs are cancelled in every state. Their slots are free within one tick, and jobs without a slot are not computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient, AsyncJob
 
 QUEUED, WAITING, PREFILL, DECODE = STATES = ("queued", "waiting", "prefill", "decode")
-"""States of a job: in the queue, claimed without a slot, and the two states of its slot."""
+"""States of a job: in the queue, claimed but without a slot, in a slot in prefill, and in a slot in decode."""
 GONE = "gone"
 TICK_S = 0.01
 SETTINGS: dict[str, Any] = {"n_parallel": 3, "inbox_window": 2, "chunk_size": 16, "n_ctx": 4096}
@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(eq=False)
 class Canceller:
-    """Submits jobs and cancels each of them in approximately its target state. The states take turns."""
+    """Submits jobs and cancels each in approximately its target state. Successive jobs have different targets."""
 
     client: AsyncClient
     checker: Checker

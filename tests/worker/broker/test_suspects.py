@@ -1,4 +1,4 @@
-"""Suspects run alone: intake and outbox of a worker on a real Redis. The test generates the tokens itself."""
+"""Suspects run alone. The tests use the intake and outbox of a worker on a real Redis, and generate the tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
     """Run the intake and the outbox of a worker until the end of the block."""
     async with FakeWorker(redis_url, queue, name=name) as connection:
         await connection.announce()
-        worker = FakeEngineWorker(name, outbox=None, outputs=OutputMailbox())  # type: ignore[arg-type]  # created below: the two refer to each other
+        worker = FakeEngineWorker(name, outbox=None, outputs=OutputMailbox())  # type: ignore[arg-type]  # set below, because intake and outbox refer to each other
         job_claims = JobClaims(
             connection.redis, connection.keys,
             queue=queue, partitions=1, worker_id=name, lease_s=LEASE_S, max_crashes=2,
@@ -100,7 +100,7 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
 
 
 async def _ignore(_: JobStats) -> None:
-    """Drop the stats of a finished job."""
+    """Ignore the stats of a finished job."""
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -128,7 +128,7 @@ async def submit_suspect(client: AsyncClient, other: FakeWorker, **options: Any)
 
 
 async def submit_suspect_to_busy_worker(client: AsyncClient, other: FakeWorker, worker: FakeEngineWorker) -> AsyncJob:
-    """Submit a suspect while a worker with room for two jobs runs one, so that this worker claims the suspect."""
+    """Submit a suspect while a worker runs one job. The worker has room for two jobs, so it claims the suspect."""
     second = await client.submit("second")
     await until(lambda: second.id in worker.admitted)
     suspect = await submit_suspect(client, other)
@@ -138,7 +138,7 @@ async def submit_suspect_to_busy_worker(client: AsyncClient, other: FakeWorker, 
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the time that suspects wait for running jobs, and the time between two reclaims."""
+    """Shorten the time for which a suspect waits for running jobs, and the time between two reclaims."""
     monkeypatch.setattr(intake_module, "MAX_SUSPECT_WAIT_S", 0.2)
     monkeypatch.setattr(intake_module, "BLOCK_S", 0.1)
 

@@ -118,7 +118,7 @@ def generate(engine: Engine, slots: Sequence[Slot], n: int) -> dict[int, JobReje
 
 
 def assert_equal_output(slot: Slot, expected_slot: Slot) -> None:
-    """Compare the tokens of two slots, up to the first difference at which the gap was below `NOISE`."""
+    """Assert that two slots have the same tokens up to the first difference where the gap was below `NOISE`."""
     gaps = expected_slot.active.job.sampler.gaps  # type: ignore[attr-defined]
     for index, (token, expected) in enumerate(zip(generated(slot), generated(expected_slot), strict=True)):
         if token != expected:
@@ -152,7 +152,7 @@ def fail_decodes_with(engine: Engine, seq_id: int, monkeypatch: pytest.MonkeyPat
     Returns:
         A list that receives the statuses of all decodes from now on.
     """
-    calls_left: list[int] = []  # calls of the callback until it aborts
+    calls_left: list[int] = []  # number of calls of the callback before it aborts the decode
     statuses: list[int] = []
 
     def abort(_data: Any) -> bool:

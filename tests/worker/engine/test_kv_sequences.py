@@ -1,4 +1,4 @@
-"""Copied, cut, saved and loaded sequences have the same logits as sequences that were computed."""
+"""Sequences that were copied, cut, or saved and loaded give the same logits as sequences that were computed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Kind:
 
     @property
     def shape(self) -> tuple[str, bool]:
-        """Identifies the format of saved state. llama.cpp loads a state of equal shape even from another model."""
+        """Identifies the format of a saved state. llama.cpp also loads another model's state if the format is equal."""
         model = "plain" if self.model == "grouped" else self.model
         return model, self.kv_unified or model == "recurrent"
 
@@ -458,7 +458,7 @@ def test_damaged_data_are_refused_or_harmless_and_no_cell_is_lost(make_engine: M
         assert count_free_cells(engine) == 1024
 
 
-# ---- copies between streams are executed by the next decode
+# ---- copies between streams, which the next decode executes
 
 
 @pytest.mark.parametrize("name", STREAMS)

@@ -51,7 +51,7 @@ class RecordingMailbox(OutputMailbox):
 
 
 class SlowEngine(FakeEngine):
-    """A fake engine whose batches take `batch_s` seconds by a manual clock."""
+    """A fake engine. Each batch advances a manual clock by `batch_s` seconds."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random operations on a worker with a prefix cache: every job generates the same tokens as alone, and integrity holds.
+"""Random operations on a worker with a prefix cache: jobs generate the same tokens as alone, and no state is corrupt.
 
 `CACHE_OPERATIONS=100000 pytest tests/worker/kv_cache/test_random_operations.py` is the long form (`make soak-cache`).
 """

@@ -28,7 +28,10 @@ LIMITS = TickLimits(budget=10, chunk_size=8)
 
 
 def slots_of(*work: int, idle: int = 1) -> tuple[Slot, ...]:
-    """Return a slot for each number: in PREFILL with that many pending tokens, or in DECODE for 0. Then idle slots."""
+    """Return one slot for each number, then `idle` idle slots.
+
+    For 0 the slot is in DECODE, for any other number it is in PREFILL with this number of pending tokens.
+    """
     pool = SlotPool(len(work) + idle, 10**9, len(work) + idle)
     for at, pending in enumerate(work):
         slot = pool.acquire(make_job([7] * (pending or 4), max_tokens=100), float(at))
@@ -42,7 +45,7 @@ def slots_of(*work: int, idle: int = 1) -> tuple[Slot, ...]:
 def planned(
     strategy: BatchStrategy, slots: Sequence[Slot], budget: int, chunk_size: int
 ) -> tuple[list[int], dict[int, int]]:
-    """Return the indexes of the slots with a decode token, and the size of each chunk by its slot's index."""
+    """Return the indexes of the slots that decode, and the prefill chunk sizes by slot index."""
     batch = strategy.build_batch(slots, budget, chunk_size, queue_depth=0)
     return [part.slot.index for part in batch.decode], {chunk.slot.index: chunk.n_tokens for chunk in batch.prefill}
 
@@ -81,7 +84,7 @@ def test_streams_with_the_fewest_generated_tokens_come_first_when_the_budget_is_
 @pytest.mark.parametrize(
     ("pending", "limit", "shares"),
     [
-        ((1000, 20), 512, {0: 492, 1: 20}),  # a short prompt is finished in one tick beside a long one
+        ((1000, 20), 512, {0: 492, 1: 20}),  # the short prompt is prefilled in one tick
         ((1000, 1000), 512, {0: 256, 1: 256}),
         ((1000, 1000), 511, {0: 256, 1: 255}),  # the slot admitted first gets the extra token
         ((10, 20, 30), 512, {0: 10, 1: 20, 2: 30}),
@@ -112,7 +115,7 @@ def test_built_in_strategies_obey_the_rules(work: list[int], chunk_size: int, sp
     batch = BUILT_IN[name]().build_batch(slots, budget, chunk_size, queue_depth=0)
     assert check_plan(batch, slots, budget) is None
     assert all(chunk.n_tokens <= chunk_size for chunk in batch.prefill)
-    # The batch is as large as the strategy allows: the budget is used up, or every slot has its largest part.
+    # The batch is as large as the strategy allows: the budget is used up, or every slot has its largest allowed part.
     n_decoding = work.count(0)
     if name == "decode-maximal":
         assert batch.n_decode == n_decoding

@@ -1,4 +1,4 @@
-"""Random operations: every job ends exactly once, and generates the same tokens as alone."""
+"""Random operations: every job ends exactly once, and generates the same tokens as a job that runs alone."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CONTEXT_LIMIT = 80
 
 
 def letter_or_end(history: Sequence[int]) -> int:
-    """Return a letter, or an end token instead of the letter q."""
+    """Return the next letter, but an end token where the next letter is q."""
     letter = next_letter(history)
     return ByteVocab.eos if letter == ord("q") else letter
 
 
 class FaultyStrategy:
-    """A strategy whose batches break different rules, and are sometimes correct."""
+    """A strategy whose batches are sometimes correct, and otherwise break one of several rules."""
 
     def __init__(self) -> None:
         self._turn = 0

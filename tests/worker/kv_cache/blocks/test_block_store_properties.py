@@ -52,7 +52,7 @@ class ReferenceStore:
     entries: set[tuple[tuple[int, ...], Scope]]
 
     def block_ends(self, n_tokens: int, scope: Scope) -> Iterator[tuple[bool, int]]:
-        """Yield for each block of a prompt whether it is public, and its end."""
+        """Yield two values for each block of a prompt: whether the block is public, and its end position."""
         if self.block_tokens is None:
             yield n_tokens <= scope.public, n_tokens
             return
@@ -97,7 +97,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(tokens=tokens_of, scope=scopes, n_inserted=st.integers(1, 20))
     def insert(self, tokens: tuple[int, ...], scope: Scope, n_inserted: int) -> None:
-        """Insert the first `n_inserted` missing spans. The reference adds the tokens up to the end of the last one."""
+        """Insert the first `n_inserted` missing spans. Add the tokens up to the last inserted one to the reference."""
         packed = pack(tokens)
         missing = self.store.missing_spans(packed, scope)
         n_stored = 0
@@ -158,7 +158,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(orderly=st.booleans())
     def restart(self, orderly: bool) -> None:
-        """Rebuild the store from its files. An orderly stop writes the blocks in host memory first."""
+        """Rebuild the store from its files. An orderly stop writes the blocks in host memory to disk first."""
         if orderly:
             self.store.write_host_to_disk()
             self.run_disk_operations()
