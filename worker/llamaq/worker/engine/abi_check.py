@@ -1,10 +1,11 @@
 """Checks that the installed llama.cpp has the binary interface that this code was written for.
 
-ctypes cannot detect a changed struct: parameters would be written to wrong addresses. So `check_abi` compares the sizes
-of structs and some default parameters with the expected values, before any other call of llama.cpp.
+ctypes does not detect that llama.cpp has changed a struct: it would write parameters to wrong addresses. So `check_abi`
+compares the sizes of structs and some default parameters with the expected values, before any other call of llama.cpp.
 
-llama_cpp declares the functions of llama.cpp with ctypes pointers, whose conversion takes longer than the calls. So
-this module has second declarations, with plain integers as pointers, for the functions that every tick calls.
+llama_cpp, the Python package, declares the functions of llama.cpp with ctypes pointers. Converting the arguments to
+these pointers takes longer than the calls themselves. So for functions that are called often, this module has a second
+declaration in which pointers are plain integers.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _mismatch(difference: str) -> str:
 
 
 def _declare(name: str, argument_types: list[Any], result_type: Any) -> Any:
-    """Return a function of llama.cpp with the given C types. It does not change the declaration in llama_cpp."""
+    """Return a function of llama.cpp with the given C types. The declaration in llama_cpp does not change."""
     function = llama_cpp.llama_cpp._lib[name]
     function.argtypes = argument_types
     function.restype = result_type

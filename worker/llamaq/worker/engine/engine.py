@@ -1,10 +1,11 @@
 """The engine: computes batches with llama.cpp and samples the next tokens.
 
-A failure of one job becomes the `error` of its result, and the other jobs continue. When llama.cpp cannot decode a
-batch, every sequence in it is cut back to its length before the batch. Then the parts are decoded one by one, so that
-only the part that causes the failure fails. A recurrent sequence cannot be cut back. It is emptied and reported with
-`n_past` 0, so that it is prefilled again, and from then on it is decoded separately. A part that does not fit in the KV
-memory, even by itself, is reported with `no_room`; it can be decoded after other sequences were removed.
+If one job fails, its result has an `error`, and the other jobs continue. When llama.cpp cannot decode a batch, every
+sequence of the batch is cut back to its length before the batch. Then the parts are decoded one by one, so that only
+the part that causes the failure fails. A recurrent sequence cannot be cut back. The engine empties such a sequence and
+reports `n_past` 0, so that the job is prefilled again. From then on the engine decodes this sequence in a separate
+batch. If the KV memory has no room for a part, even when the part is decoded by itself, the result has `no_room`. The
+part can be decoded after other sequences have been removed.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Engine:
 
     Attributes:
         model: The model.
-        context: The llama_context; it has the limits, such as `n_ctx` and `n_batch`.
+        context: The llama_context, with limits such as `n_ctx` and `n_batch`.
         sequences: Copies, cuts, saves and loads sequences between batches.
         vocab: The model's vocabulary, valid until `close`.
 
     Args:
-        model: The model; `close` closes it too.
+        model: The model. `close` closes the model too.
         options: Options of the context.
 
     Raises:
@@ -49,7 +50,7 @@ class Engine:
         self._n_vocab = self.context.n_vocab
 
     def run(self, batch: Batch) -> list[SlotResult]:
-        """Decode a batch, and sample a token for each slot whose history is complete.
+        """Decode a batch, and sample a token for each slot whose tokens are then all decoded.
 
         Returns:
             One result for each part of the batch, in any order.
@@ -89,7 +90,7 @@ class Engine:
         return [self._run_alone(part) for part in parts]
 
     def _run_alone(self, part: Part) -> SlotResult:
-        """Decode one part by itself. If a failed batch has lost cells of its sequence, empty the sequence instead."""
+        """Decode one part by itself. If its sequence lost cells in a failed batch, empty the sequence instead."""
         run = part.slot.active
         if not self.sequences.holds(run.seq_id, run.n_past):
             self.sequences.isolated.add(run.seq_id)
@@ -106,7 +107,7 @@ class Engine:
         return SlotResult(part.slot, n_past=n_past, error=error)
 
     def _decode(self, parts: Sequence[Part]) -> int:
-        """Decode the parts. After a failure, their sequences are unchanged, or empty if they cannot be cut.
+        """Decode the parts. After a failure, cut each sequence to its previous length, or empty it if it cannot be cut.
 
         Returns:
             The status of llama_decode.
@@ -134,7 +135,7 @@ class Engine:
                 batch.add_chunk(tokens, run.n_past, run.seq_id, wants_logits=part.is_last)
 
     def _sample_all(self, parts: Sequence[Part]) -> list[SlotResult]:
-        # The order of the logits is that of `_fill`: first the decode tokens, then the chunks.
+        # The logits have the order in which `_fill` adds the tokens: first the decode tokens, then the chunks.
         ordered = [part for part in parts if isinstance(part, DecodeToken)]
         ordered += [part for part in parts if isinstance(part, PrefillChunk)]  # type: ignore[misc]
         n_rows = sum(_ends_history(part) for part in ordered)

@@ -1,6 +1,6 @@
 """Extracts the vocabulary of a GGUF file: the header and all metadata, without tensors.
 
-llama.cpp loads the result with `vocab_only`, so that a producer gets the tokens of the worker without the model.
+A producer loads the result into llama.cpp with `vocab_only`. So it can tokenize like the worker without the model.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
@@ -68,7 +68,7 @@ class _Reader:
         blob = bytearray(self._data[: self._offset])
         _HEADER.pack_into(blob, 0, magic, version, 0, n_keys)
         if self._split_count_offset is not None:
-            struct.pack_into("<H", blob, self._split_count_offset, 0)  # otherwise llama.cpp opens the other files
+            struct.pack_into("<H", blob, self._split_count_offset, 0)  # else llama.cpp opens the model's other files
         return bytes(blob)
 
     def _skip_key(self) -> None:

@@ -1,12 +1,16 @@
 """Shares, cuts, saves and loads the sequences of a context, as far as its kind of KV memory permits.
 
-    kind of KV memory                  cut at any token   saved in parts   a copy
-    attention, one pool of cells       yes                yes              shares cells
-    attention, a stream per sequence   yes                no               is made by the next decode
-    sliding window without swa_full    no                 no               as above, only of the whole sequence
-    recurrent, hybrid                  no                 no               as above, only of the whole sequence
+    kind of KV memory                  cut at any token   saved in parts   copied in part
+    attention, one pool of cells       yes                yes              yes
+    attention, a stream per sequence   yes                no               yes
+    sliding window without swa_full    no                 no               no
+    recurrent, hybrid                  no                 no               no
 
-After each call, the positions of the sequence are checked: llama.cpp returns success for calls that did nothing.
+With one pool of cells, a copy shares the cells of its source. With a stream per sequence, the next decode copies the
+data of the cells.
+
+After each call, the positions of the sequence are checked, because llama.cpp also returns success for calls that did
+nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +30,12 @@ class KvSequences:
 
     Attributes:
         can_cut: Whether a sequence can be cut, and shared, at any token.
-        can_save_parts: Whether parts of a sequence can be saved, and loaded behind cells that a sequence holds. If so,
+        can_save_parts: Whether parts of a sequence can be saved, and appended to a sequence that is not empty. If so,
             the last sequence of the context is a scratch sequence, which is empty between calls.
-        n_sequences: Number of sequences that callers may use; their ids are below it.
-        cells_per_sequence: Largest number of cells of one sequence.
+        n_sequences: Number of sequences that callers may use. Their ids are 0 to `n_sequences - 1`.
+        cells_per_sequence: Upper bound on the cells of one sequence.
         isolated: Sequences that lost their cells in a failed batch. The engine decodes each of them in a batch of its
-            own. `remove` removes the sequence from this set.
+            own. `remove` also removes the sequence from this set.
     """
 
     def __init__(self, model: Model, context: Context) -> None:
@@ -47,19 +51,19 @@ class KvSequences:
         self._scratch = context.n_seq_max - 1
 
     def holds(self, seq_id: int, n_tokens: int) -> bool:
-        """Return whether the sequence ends after `n_tokens` positions and has all positions that its layers need."""
+        """Return whether `n_tokens - 1` is the last position, and all positions that the layers need are in memory."""
         last = self._context.last_position(seq_id)
         if last != n_tokens - 1:
             return False
         if self._is_recurrent:
-            # A hybrid memory has attention cells and a recurrent state. llama.cpp returns the smaller of their last
-            # positions, and the larger of their first positions, which is that of the state. A state that is ahead of
-            # the attention cells therefore changes the first position only.
+            # A hybrid memory has attention cells and a recurrent state. As the last position, llama.cpp returns the
+            # smaller one of both; as the first position, the larger one, which is the position of the state. So if the
+            # state is ahead of the attention cells, only the first position shows this.
             return self._context.first_position(seq_id) == last
         return not self._n_swa or self._context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
 
     def remove(self, seq_id: int) -> None:
-        """Remove all cells of a sequence, which may be empty."""
+        """Remove all cells of a sequence. The sequence may already be empty."""
         self.isolated.discard(seq_id)
         self.cut(seq_id, 0)
 
@@ -81,8 +85,8 @@ class KvSequences:
         `source` may be changed or removed immediately afterwards.
 
         Returns:
-            The number of cells that `target` holds afterwards. It is 0 if the memory cannot share these cells: the
-            recurrent state is already behind them, or the sliding window has passed them.
+            The number of cells that `target` holds afterwards. The number is 0 if these cells cannot be copied: the
+            recurrent state already includes later tokens, or some of the cells have left the sliding window.
         """
         if not 1 <= n_tokens <= self._context.last_position(source) + 1:
             return 0
@@ -97,9 +101,9 @@ class KvSequences:
 
         Args:
             seq_id: The sequence.
-            start: The first cell; 0 unless `can_save_parts`.
-            end: The end of the cells; the length of the sequence unless `can_save_parts`.
-            allocate: Lends the memory for the state.
+            start: The first cell. Must be 0 unless `can_save_parts`.
+            end: The cell after the last one. Must be the length of the sequence unless `can_save_parts`.
+            allocate: Provides the memory for the state.
 
         Raises:
             EngineError: The sequence does not hold the cells, or llama.cpp cannot save them.
@@ -119,13 +123,14 @@ class KvSequences:
 
         Args:
             seq_id: The sequence.
-            start: The first cell to load; 0 unless `can_save_parts`.
-            end: The end of the cells to load.
+            start: The first cell to load. Must be 0 unless `can_save_parts`.
+            end: The cell after the last cell to load.
             data: The state that `save` returned.
             first: The first cell in `data`.
 
         Returns:
-            False if there is no room, or the data do not fit. The sequence is then unchanged, or empty.
+            False if there is no room, or the data are not a state with these cells. The sequence is then unchanged, or
+            empty.
         """
         saved = SequenceState.parse(data, is_recurrent=self._is_recurrent)
         if saved is None or saved.start != first or not first <= start < end <= saved.end:
@@ -139,9 +144,9 @@ class KvSequences:
     # ---- saving
 
     def _part_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Split [start, end) into ranges that are each within one window.
+        """Split [start, end) into ranges that are not longer than the sliding window.
 
-        From a longer range llama.cpp saves only the cells in the window of the last cell.
+        From a longer range, llama.cpp saves only the cells in the window of the last cell.
         """
         step = self._n_swa or end
         inner = range((start // step + 1) * step, end, step)
@@ -149,7 +154,7 @@ class KvSequences:
 
     @contextmanager
     def _scratch_with(self, seq_id: int, start: int, end: int) -> Iterator[int]:
-        """Give the scratch sequence only the cells [start, end) of `seq_id` inside the block; yield its id."""
+        """Share the cells [start, end) of `seq_id` with the scratch sequence in the `with` block. Yields its id."""
         self._context.share(seq_id, self._scratch, start, end)
         try:
             if not self._spans(self._scratch, start, end):
@@ -189,7 +194,7 @@ class KvSequences:
         return True
 
     def _append(self, seq_id: int, start: int, end: int, part: StatePart) -> bool:
-        """Load a part into the scratch sequence, and share its cells in [start, end) with the sequence."""
+        """Load a part into the scratch sequence, and share the loaded cells in [start, end) with `seq_id`."""
         end = min(end, part.end)
         try:
             if self._read(self._scratch, part) and self._spans(self._scratch, part.start, part.end):

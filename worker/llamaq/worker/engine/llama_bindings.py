@@ -1,4 +1,4 @@
-"""Wraps the llama.cpp functions that a worker calls. The wrappers have Python types and decide nothing.
+"""Wraps the llama.cpp functions that a worker calls. The wrappers have Python types and make no decisions.
 
 A `Model` owns a llama_model. A `Context` owns a llama_context with its KV memory, and one batch that is filled again
 for every decode. Neither is thread-safe.
@@ -45,11 +45,11 @@ class ContextOptions:
     """Options of a llama_context. Each field states its unit."""
 
     n_ctx: int
-    """KV cells, shared by all sequences."""
+    """Number of KV cells of all sequences together."""
     n_batch: int
     """Upper bound on the tokens of one decode."""
     n_ubatch: int
-    """Upper bound on the tokens that llama.cpp computes at once."""
+    """Upper bound on the tokens of one compute pass. llama.cpp splits a larger batch into several passes."""
     n_seq_max: int
     """Number of sequences, at most `n_batch` and at most 256."""
     n_threads: int
@@ -60,8 +60,8 @@ class ContextOptions:
     """True: all sequences share one pool of cells. False: each sequence has a stream of `n_ctx / n_seq_max` cells,
     rounded up to a multiple of 256, and `n_ctx` is raised to the sum of the streams."""
     has_scratch_sequence: bool = True
-    """One sequence is reserved for saving and loading parts of other sequences. Without it, sequences are saved and
-    loaded as a whole."""
+    """Whether one sequence is reserved for saving and loading parts of other sequences. Without this scratch sequence,
+    sequences are saved and loaded as a whole."""
     flash_attn: FlashAttention = "auto"
     """Whether flash attention is used; `auto` lets llama.cpp choose."""
     swa_full: bool = True
@@ -70,7 +70,7 @@ class ContextOptions:
 
 
 class Model:
-    """A loaded llama_model. Its memory is freed by `close`, or with this object.
+    """A loaded llama_model. Its memory is freed by `close`, or when this object is garbage-collected.
 
     Args:
         path: The GGUF file.
@@ -117,7 +117,7 @@ class Model:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some or all layers are recurrent: they keep one state per sequence, which cannot be cut."""
+        """Whether some or all layers are recurrent. Such layers keep one state per sequence, which cannot be cut."""
         return bool(llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer))
 
     @property
@@ -144,7 +144,7 @@ class Model:
 
 
 class Context:
-    """A llama_context: KV memory and compute buffers. They are freed by `close`, or with this object.
+    """A llama_context: KV memory and compute buffers. `close` or the garbage collection of this object frees them.
 
     Args:
         model: The model, which must not be closed before the context.
@@ -155,7 +155,7 @@ class Context:
     """
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
-        # llama_init_from_model aborts on n_seq_max > n_batch with its default n_outputs_max.
+        # With its default n_outputs_max, llama_init_from_model aborts if n_seq_max > n_batch.
         if not 1 <= options.n_seq_max <= min(options.n_batch, MAX_SEQUENCES):
             raise EngineError(
                 f"n_seq_max: {options.n_seq_max} sequences are not possible, only 1 to n_batch ({options.n_batch}), "
@@ -176,7 +176,7 @@ class Context:
         self.has_scratch_sequence = options.has_scratch_sequence
         self.batch = TokenBatch(self.n_batch)
         self.pending_copies: list[tuple[int, int]] = []
-        """(source, target) of the copies between streams that the next decode executes before it computes."""
+        """Pairs (source, target) of sequence ids. The next decode copies these streams before it computes the batch."""
 
     def decode(self) -> int:
         """Compute the batch with llama_decode.
@@ -196,8 +196,8 @@ class Context:
             n_rows: Number of tokens in the batch for which logits were requested.
 
         Returns:
-            Array of shape (n_rows, n_vocab), rows in the order of the batch. It is a view of memory that belongs to the
-            llama_context: valid until the next decode.
+            Array of shape (n_rows, n_vocab), with rows in the order of the batch. The array is a view of memory of the
+            llama_context and is valid until the next decode.
 
         Raises:
             EngineError: llama.cpp has no logits.
@@ -221,9 +221,9 @@ class Context:
         abi_check.seq_cp(self._memory, source, target, start, end)
 
     def copy_stream(self, source: int, target: int) -> None:
-        """Replace the stream of `target` by a copy of that of `source`.
+        """Replace the stream of `target` by a copy of the stream of `source`.
 
-        llama.cpp copies the positions now and the data in the next decode.
+        llama.cpp copies the positions immediately, and the data in the next decode.
         """
         self.pending_copies.append((source, target))
         abi_check.seq_cp(self._memory, source, target, -1, -1)
@@ -278,8 +278,8 @@ def _context_params(options: ContextOptions) -> Any:
     params.n_batch = options.n_batch
     params.n_ubatch = options.n_ubatch
     params.n_seq_max = options.n_seq_max
-    # Upper bound on the rows of logits in one decode, by default n_ubatch. llama_init_from_model aborts if it is less
-    # than n_seq_max (assertion in llama_context::output_reserve).
+    # n_outputs_max is the upper bound on the rows of logits in one decode, by default n_ubatch. llama_init_from_model
+    # aborts if n_outputs_max is less than n_seq_max (assertion in llama_context::output_reserve).
     params.n_outputs_max = options.n_seq_max
     params.n_threads = options.n_threads
     params.n_threads_batch = options.n_threads_batch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-# Level of logging for each ggml_log_level. Info of llama.cpp becomes debug, and warnings become info: llama.cpp writes
-# both for developers, not for operators. For example it warns that the context is larger than the model's training
-# context, which llamaq intends, because jobs share the context.
+# Maps each ggml_log_level to a level of Python's logging. Info messages of llama.cpp are logged as debug, and its
+# warnings as info, because both are written for developers, not for operators. For example, llama.cpp warns if the
+# context is larger than the model's training context. In llamaq this is intended, because jobs share the context.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 _CONT = 5  # GGML_LOG_LEVEL_CONT: the piece continues the previous one
 

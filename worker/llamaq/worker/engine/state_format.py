@@ -1,20 +1,33 @@
 """The format of saved sequence state: a header of llamaq, then parts as llama.cpp writes them.
 
-llama.cpp trusts the bytes that it reads: a wrong count or position can abort the process in llama_state_seq_set_data,
-or make cells unusable until the context is freed. So every number that controls the reading is checked here first. The
-keys and values themselves are not checked, because every bit pattern of them is valid.
+llama.cpp does not validate the bytes that it reads: a wrong count or position can abort the process in
+llama_state_seq_set_data, or make cells unusable until the context is freed. So this module first checks every number
+that controls the reading. The keys (K) and values (V) themselves are not checked, because every bit pattern is valid.
 
-    header   "LQS1", parts: u32; per part: first cell, end of cells: u32, bytes: u64
-    part     magic: u32, sequence: i32, sections
-    section  attention (one per cache of the memory; sliding-window layers have a cache of their own):
-                 streams: u32; per stream: cells: u32; if cells > 0: per cell: position: i32,
-                 sequences: u32, (some models: x, y, token: i32 each), sequence: i32; then rows
-             recurrent (only as the last section): cells: u32; per cell: position: i32, sequences: u32; then rows
-    rows     is V transposed: u32, layers: u32; K of each layer: type: i32, bytes per row: u64, one row per cell;
-             V of each layer: as K, or if transposed: type: i32, bytes per element: u32, elements per cell: u32,
-             the elements; no V in models that compute V from K
+    saved state
+        magic "LQS1"; number of parts: u32
+        for each part: first cell: u32; cell after the last one: u32; size of the part in bytes: u64
+        the parts
+    part
+        magic: u32; sequence id: i32
+        an attention section for each KV cache of the memory (sliding-window layers have a separate cache)
+        a recurrent section, if the model has recurrent layers
+    attention section
+        number of streams: u32
+        for each stream: number of cells: u32; then, unless this number is 0, the cells and their rows
+    cell of an attention section
+        position: i32; number of sequences: u32; in some models x, y and token: i32 each; sequence id: i32
+    recurrent section
+        number of cells: u32; for each cell: position: i32 and number of sequences: u32; then the rows
+    rows
+        whether V is transposed: u32; number of layers: u32
+        K of each layer: data type: i32; bytes per row: u64; a row for each cell
+        V of each layer: like K if V is not transposed, otherwise
+            data type: i32; bytes per element: u32; elements per cell: u32; the elements
+        no V in models that compute V from K
 
-Numbers are little-endian. Source: state_write in llama-kv-cache.cpp and llama-memory-recurrent.cpp.
+u32, i32 and u64 are unsigned and signed integers of 32 and 64 bits, little-endian.
+Source: state_write in llama-kv-cache.cpp and llama-memory-recurrent.cpp.
 """
 
 from __future__ import annotations
@@ -38,7 +51,7 @@ _MAX_SECTIONS = 4
 _MAX_STREAMS = 256
 _MAX_LAYERS = 4096
 _INTS_PER_CELL = (3, 6)
-"""Number of 32-bit integers per cell: without x, y and token, and with them."""
+"""Number of 32-bit integers of a cell: 3 without x, y and token, 6 with these fields."""
 _FIRST_SECTION_OFFSET = 8
 """Offset of the first section in a part."""
 
@@ -101,16 +114,16 @@ def allocate_state(
 ) -> tuple[Data, list[int]]:
     """Allocate the memory for the state of some cells, and write the header.
 
-    Without a buffer from `allocate`, a new `bytes` object is returned that the caller fills through its addresses. That
-    is safe, because no other code has the object yet, and it saves a copy.
+    If `allocate` returns None, the memory is a new `bytes` object, which the caller fills through the addresses. This
+    avoids a copy. Writing into the `bytes` object is safe, because no other code has a reference to it yet.
 
     Args:
         ranges: The cells [start, end) of each part.
         sizes: The number of bytes of each part.
-        allocate: Lends the memory.
+        allocate: Provides the memory.
 
     Returns:
-        The memory, and the address at which each part is to be written.
+        The memory, and the address of each part in it.
     """
     header = _HEADER.pack(_MAGIC, len(sizes))
     header += b"".join(_PART.pack(*cells, size) for cells, size in zip(ranges, sizes, strict=True))
@@ -158,9 +171,10 @@ class _PartChecker:
             return False
 
     def _has_sections(self, offset: int, n_left: int) -> bool:
-        """Return whether the bytes from `offset` to the end are at most `n_left` sections.
+        """Return whether the bytes from `offset` to the end are at most `n_left` valid sections.
 
-        The end of a section depends on whether it contains V. The format does not store this, so both ends are tried.
+        The end of a section depends on whether the section contains V. The format does not store whether it does, so
+        both possible ends are tried.
         """
         if self._is_recurrent and self._has_recurrent_section(offset):
             return True
@@ -195,7 +209,7 @@ class _PartChecker:
         return set()
 
     def _has_cells(self, offset: int, n_cells: int, n_ints: int) -> bool:
-        """Return whether the cells at `offset` are the last `n_cells` cells, in any order, each of one sequence."""
+        """Return whether the last `n_cells` cells of the part are at `offset`, in any order, each in one sequence."""
         cells = np.frombuffer(self._data, "<i4", n_cells * n_ints, offset).reshape(n_cells, n_ints)
         positions = np.sort(cells[:, 0])
         return bool((cells[:, 1] == 1).all() and (positions == np.arange(self._end - n_cells, self._end)).all())

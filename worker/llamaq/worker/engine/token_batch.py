@@ -1,6 +1,7 @@
 """The tokens of one llama_decode, as a llama_batch.
 
-Its C arrays are numpy arrays, because assigning ctypes slices takes longer than the calls of llama.cpp.
+The C arrays of the llama_batch are numpy arrays, because assigning to slices of ctypes arrays takes longer than the
+calls of llama.cpp.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TokenBatch:
         self._seq_ids = np.zeros(capacity, np.int32)
         self._wants_logits = np.zeros(capacity, np.int8)
         self._n_seq_ids = np.ones(capacity, np.int32)
-        # llama_batch.seq_id has one pointer for each token; the batch keeps no reference to this array.
+        # llama_batch.seq_id has one pointer for each token. The attribute keeps the array alive; llama_batch does not.
         self._seq_id_pointers = self._seq_ids.ctypes.data + np.arange(capacity, dtype=np.uintp) * 4
         self.struct = llama_cpp.llama_batch(
             n_tokens=0,
@@ -45,7 +46,7 @@ class TokenBatch:
         self.struct.n_tokens = 0
 
     def add_decode_tokens(self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int]) -> None:
-        """Append one token for each of several sequences, with logits for every token."""
+        """Append one token for each of several sequences, and request logits for every token."""
         start = len(self)
         end = start + len(tokens)
         self._tokens[start:end] = tokens
@@ -55,7 +56,7 @@ class TokenBatch:
         self.struct.n_tokens = end
 
     def add_chunk(self, tokens: Sequence[int], position: int, seq_id: int, *, wants_logits: bool) -> None:
-        """Append consecutive tokens of one sequence, the first at `position`. Only the last one can have logits."""
+        """Append consecutive tokens of one sequence, from `position` on. Only the last token can have logits."""
         start = len(self)
         end = start + len(tokens)
         self._tokens[start:end] = tokens
