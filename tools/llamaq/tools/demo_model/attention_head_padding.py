@@ -1,14 +1,15 @@
-"""Pads attention heads of 32 numbers with zeros to heads of 64 numbers that compute the same.
+"""Pads attention heads of width 32 with zeros to heads of width 64 that compute the same.
 
-On a CPU with AVX-512, llama.cpp processes 64 numbers of F16 per vector step and the rest one by one (`GGML_F16_STEP` in
-ggml's `simd-mappings.h`). With heads of 32 numbers the vector code is never used, and attention takes three quarters of
-a tick. Models in common use have heads of 64 numbers or more. The padding does not change the result:
+On a CPU with AVX-512, llama.cpp processes 64 F16 numbers per vector step and the remaining numbers one by one
+(`GGML_F16_STEP` in ggml's `simd-mappings.h`). With heads of width 32 the vector code is never used, and attention takes
+three quarters of a tick. Models in common use have heads of width 64 or more. The padding does not change the result:
 
-- A head of d numbers rotates pair i by base^(-2i/d) per position. In a head of 2d numbers, pair 2i has this speed.
-  Therefore queries and keys are placed in every other pair.
-- Scores are divided by the square root of the width. Therefore queries are multiplied by the square root of the
-  widening.
-- Values only need the same positions as the columns of the output matrix.
+- Rotary positions: in a head of width d, pair i turns by an angle of base^(-2i/d) per position. In a head of width 2d,
+  pair 2i turns by the same angle. Therefore the pairs of queries and keys are placed in every other pair.
+- Scores are divided by the square root of the head's width. Therefore queries are multiplied by the square root of the
+  ratio of the two widths.
+- Each row of the values must have the same index in its head as the matching column of the output matrix. Zeros follow
+  in both.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ HEAD_WIDTH: Final = 64
 
 
 def widen(name: str, weight: Matrix, heads: int) -> Matrix:
-    """Return a tensor in the form in which it is written.
+    """Return a tensor as it is written to the file: attention tensors widened, all others unchanged.
 
     Args:
         name: GGUF name of the tensor.
-        weight: The trained tensor. Only tensors of attention are changed.
+        weight: The trained tensor. Only attention tensors are changed.
         heads: Number of attention heads.
     """
     of_attention: dict[str, Callable[[Matrix], Matrix]] = {

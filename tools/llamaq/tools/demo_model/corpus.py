@@ -1,4 +1,4 @@
-"""The training texts of the model, as a mixture of three kinds, and the training texts of the tokenizer."""
+"""The training texts of the model (a mixture of three kinds of text), and the training texts of the tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llamaq.tools.demo_model.stories import story_document
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Relative numbers of tokens of the three kinds of text."""
+    """Weights of the three kinds of text. They are proportional to the numbers of tokens."""
 
     recall: float
     stories: float
@@ -24,16 +24,16 @@ class Mixture:
 
 
 TYPICAL_TOKENS: Final = 180
-"""Approximate length of a story or a dialogue. It converts shares of tokens into shares of documents."""
+"""Approximate length of a story or a dialogue. Used to convert shares of tokens into shares of documents."""
 
 
 def draw_document(split: Split, seed: int | str, mixture: Mixture, length_tokens: int) -> Document:
     """Draw one document.
 
     Args:
-        split: Share of the combinations to draw from.
+        split: Whether to draw from the combinations for training or from the held-out ones.
         seed: Equal seeds give equal documents.
-        mixture: Relative numbers of tokens of the three kinds.
+        mixture: Weights of the three kinds of text.
         length_tokens: Approximate length of a recall document; longer values also make dialogues longer.
     """
     rng = generator(split, "mixture", seed)

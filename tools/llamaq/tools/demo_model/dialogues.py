@@ -1,4 +1,4 @@
-"""Conversations in the model's chat template: greetings, stories on request, facts and later questions about them."""
+"""Conversations in the model's chat template: greetings, stories on request, facts, and later questions on facts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ MOST_QUESTIONS: Final = 10
 """Largest number of questions about facts at the end of a conversation."""
 
 CONVERSATION_TOKENS: Final = 300
-"""Approximate length of a conversation for measuring; it contains no story."""
+"""Approximate length in tokens of a conversation for measurements. Such a conversation contains no story."""
 
 ACKNOWLEDGEMENTS: Final = ("I will remember that.", "Good to know!", "How nice!", "Thank you for telling me.")
 
@@ -110,7 +110,7 @@ class Turn:
     recalled: str | None = None
     """The words of the answer that are recalled from the context; None if the turn asks for no fact."""
     reverse: bool = False
-    """Whether the question names the thing and asks for its owner."""
+    """Whether the question names a thing and asks for the owner."""
 
 
 def own_facts(rng: random.Random, split: Split) -> list[Fact]:
@@ -211,7 +211,7 @@ def ask_fact(rng: random.Random, fact: Fact) -> Turn:
 
 
 def state_and_ask(rng: random.Random, facts: list[Fact]) -> Turn:
-    """Return a turn in which the user states facts and asks for one of them at once."""
+    """Return a turn in which the user states facts and asks for one of them in the same message."""
     question = ask_fact(rng, rng.choice(facts))
     user = f"{state_facts(rng, facts).user} {question.user}"
     return Turn(user, question.assistant, question.recalled, question.reverse)
@@ -245,7 +245,7 @@ def recall_turns(rng: random.Random, split: Split, known: list[Fact], length_tok
 
 
 def turns_of(rng: random.Random, split: Split, known: list[Fact], length_tokens: int) -> Iterator[Turn]:
-    """Yield the turns of one conversation. It asks for the `known` facts of the system message too."""
+    """Yield the turns of one conversation. They also ask for the `known` facts, which the system message states."""
     flavour = 1.0 if known else rng.random()
     if flavour < 0.15:
         for _ in range(rng.randint(1, 4)):
@@ -283,5 +283,5 @@ def dialogue_document(split: Split, seed: int | str, length_tokens: int) -> Docu
 
 
 def conversation(split: Split, seed: int | str) -> list[Turn]:
-    """Return a conversation of statements and questions for measuring. At least two of its answers are recalled."""
+    """Return a conversation of statements and questions for measurements. At least two of its answers are recalled."""
     return list(recall_turns(generator(split, "conversation", seed), split, [], CONVERSATION_TOKENS))

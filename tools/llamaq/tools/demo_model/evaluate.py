@@ -36,7 +36,7 @@ CHUNK_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Recall of facts from one distance."""
+    """Recall of facts at one distance between the fact and the question."""
 
     distance_tokens: float
     """Mean number of tokens from the fact's end to the end of the prompt."""
@@ -58,9 +58,9 @@ class Story:
     text: str
     tokens: int
     ended: bool
-    """Whether it ended with an end token and not at the limit."""
+    """Whether the story ended with an end token, and not at the limit of tokens."""
     understood: float
-    """Share of its characters in sentences that the grammar can generate."""
+    """Share of the story's characters that are part of sentences that the grammar can generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,10 @@ class Chat:
     right: int
     asked: int
     reverse_right: int
-    """Right answers to questions that name the thing and ask for its owner. `right` and `asked` do not count them."""
+    """Right answers to reverse questions, which name a thing and ask for the owner.
+
+    `right` and `asked` do not count reverse questions.
+    """
     reverse_asked: int
     turns: float
     """Mean number of the user's turns in a conversation."""
@@ -86,7 +89,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Changes of the logits of the same tokens when the shape of the batch changes."""
+    """How much the logits of the same tokens change with the shape of the batch."""
 
     largest_logit_change: float
     largest_gap_change: float
@@ -98,7 +101,10 @@ class Noise:
 
 
 def measure_recall(runner: LlamaRunner, distance_tokens: int, count: int, frame: int = 1) -> Recall:
-    """Ask for `count` held-out facts from about `distance_tokens` back. An answer is right if every word is right."""
+    """Ask for `count` held-out facts, each stated about `distance_tokens` before the question.
+
+    An answer is right if every word of it is right.
+    """
     right = 0
     distances, between = [], []
     for seed in range(count):
@@ -113,7 +119,7 @@ def measure_recall(runner: LlamaRunner, distance_tokens: int, count: int, frame:
 
 
 def story_patterns() -> list[re.Pattern[str]]:
-    """Return a pattern for each sentence of the story grammar that matches any values of its fields."""
+    """Return one regular expression for each sentence of the story grammar. It matches any values of the fields."""
     beats = [OPENINGS, HOMES, ENDINGS, *(beat for plot in PLOTS for beat in plot)]
     templates = [template for beat in beats for template in beat]
     parts = [re.split(r"\{\w+\}", template) for template in templates]
@@ -182,7 +188,7 @@ def gap(row: Logits) -> float:
 
 
 def recall_gaps(runner: LlamaRunner, distance_tokens: int, count: int) -> list[float]:
-    """Return the gap at each token of greedy recall answers."""
+    """Return the gap (see `gap`) at each token of greedy answers to recall probes."""
     gaps: list[float] = []
     for seed in range(count):
         probe = recall_probe(seed, distance_tokens)
@@ -192,7 +198,7 @@ def recall_gaps(runner: LlamaRunner, distance_tokens: int, count: int) -> list[f
 
 
 def story_gaps(runner: LlamaRunner, count: int) -> list[float]:
-    """Return the gap at each token of greedy stories."""
+    """Return the gap (see `gap`) at each token of greedy stories."""
     gaps: list[float] = []
     for prompt in openings(count):
         runner.greedy(runner.tokenize(prompt), STORY_TOKENS, lambda row: gaps.append(gap(row)))
@@ -232,7 +238,7 @@ def decode_together(
 
 
 def compare(alone: Sequence[Logits], other: Sequence[Logits]) -> Noise:
-    """Compare the logits of the same tokens that were decoded in two ways."""
+    """Compare the logits of the same tokens, decoded in two ways."""
     a, b = np.concatenate(alone), np.concatenate(other)
     changes = np.array([abs(gap(x) - gap(y)) for x, y in zip(a, b, strict=True)])
     return Noise(
@@ -245,7 +251,10 @@ def compare(alone: Sequence[Logits], other: Sequence[Logits]) -> Noise:
 
 
 def measure_noise(runner: LlamaRunner) -> dict[str, Noise]:
-    """Decode the same tokens alone, in a batch of `SEQUENCES` sequences, and in chunks. End tokens do not stop it."""
+    """Decode the same tokens alone, in a batch of `SEQUENCES` sequences, and in chunks.
+
+    End tokens do not stop the decoding.
+    """
     prompts = noise_prompts(runner)
     forced, alone = [], []
     for prompt in prompts:

@@ -1,8 +1,8 @@
 """Exports a checkpoint to GGUF: `python -m llamaq.tools.demo_model.export --run build/demo_model --out demo.gguf`.
 
-Weights are stored as F16 and norms as F32. `attention_head_padding.py` widens the attention heads to a width for
-which llama.cpp has fast code. If llama-cpp-python is installed, the file is loaded and compared with PyTorch: the
-same text must give the same tokens, and the logits of the same tokens are compared.
+Weights are stored as F16 and norms as F32. `attention_head_padding.py` widens the attention heads, because
+llama.cpp has fast code for the larger width. If llama-cpp-python is installed, the file is loaded and
+compared with PyTorch: the same text must give the same tokens, and the logits of the same tokens are compared.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
 
 
 def write_gguf(model: DemoModel, tokenizer: Tokenizer, path: Path) -> None:
-    """Write the file. It has no output.weight, so llama.cpp uses the embedding, as the model does."""
+    """Write the file. It has no output.weight, so llama.cpp uses the embedding as output matrix, like the model."""
     writer = gguf.GGUFWriter(path, "llama")
     add_shape(writer, model.shape)
     add_tokenizer(writer, tokenizer)
@@ -91,7 +91,8 @@ def check(model: DemoModel, tokenizer: Tokenizer, path: Path, texts: list[str]) 
     """Compare llama.cpp with PyTorch.
 
     Returns:
-        Numbers of texts and tokens, the largest difference of two logits, and the share of equal best tokens.
+        Numbers of texts and tokens, the largest difference of two logits, and the share of positions at which
+        both have the same best token.
 
     Raises:
         ValueError: llama.cpp tokenizes a text differently.

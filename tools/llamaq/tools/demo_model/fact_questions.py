@@ -19,7 +19,7 @@ INLINE_FRAMES: Final[tuple[Frame, ...]] = (
     ("\nQuestion: ", "\nAnswer:", " "),
     ("\nQ: ", "\nA:", " "),
 )
-"""Text before a question, after it, and before the answer. In these frames the answer begins with a space."""
+"""Text before a question, after it, and before the answer. In each of these frames the answer begins with a space."""
 
 LINE_FRAME: Final[Frame] = ("\n", "\n", "")
 """Question and answer on separate lines: the name in the answer has no space before it, as in a chat."""
@@ -28,11 +28,11 @@ FRAMES: Final = (*INLINE_FRAMES, LINE_FRAME)
 
 
 FACT_TOKENS: Final = 7
-"""Approximate length of a fact."""
+"""Approximate length of a fact in tokens."""
 QUESTION_TOKENS: Final = 14
-"""Approximate length of a question with its answer."""
+"""Approximate length of a question with its answer, in tokens."""
 STORY_TOKENS: Final = 150
-"""Approximate length of a story."""
+"""Approximate length of a story in tokens."""
 
 MOST_ASKED_TOKENS: Final = 600
 """Upper bound on the tokens of all questions in a document."""
@@ -88,7 +88,10 @@ def is_at(thing: str, spot: str) -> Fact:
 
 
 def draw_triple(rng: random.Random, split: Split, name: str) -> tuple[str, str, str]:
-    """Draw a fact triple of `name` that `split` allows. The draw is uniform, so only the context has the answer."""
+    """Draw a fact triple of `name` that `split` allows.
+
+    The draw is uniform, so a model can take the answer only from the context.
+    """
     while True:
         triple = (name, rng.choice(word_lists.COLOURS), rng.choice(word_lists.OBJECTS))
         if allowed(split, *triple):
@@ -96,7 +99,10 @@ def draw_triple(rng: random.Random, split: Split, name: str) -> tuple[str, str, 
 
 
 def draw_facts(rng: random.Random, split: Split, count: int, *, one_kind: bool = False) -> list[Fact]:
-    """Draw at most `count` facts without contradictions: one fact of a kind for each name, one spot for each thing."""
+    """Draw at most `count` facts without contradictions.
+
+    A name has at most one fact of each kind, and a thing has at most one spot.
+    """
     pools: list[tuple[int, Callable[[str], Fact], list[str]]] = [
         (6, lambda name: has(*draw_triple(rng, split, name)), list(word_lists.NAMES)),
         (2, lambda name: likes(name, rng.choice(word_lists.FOODS)), list(word_lists.NAMES)),
@@ -116,7 +122,7 @@ def draw_facts(rng: random.Random, split: Split, count: int, *, one_kind: bool =
 
 
 def filler(rng: random.Random, split: Split, spare_tokens: int) -> str:
-    """Draw a text between fact and question: usually a quiet sentence, sometimes a short story."""
+    """Draw a text to place between fact and question: usually a sentence without a fact, sometimes a short story."""
     if spare_tokens > STORY_TOKENS and rng.random() < 0.06:
         return draw_story(rng, split)
     return rng.choice(word_lists.QUIET_SENTENCES)
@@ -141,7 +147,7 @@ def ask(rng: random.Random, fact: Fact, frame: Frame) -> Iterator[Segment]:
 
 
 def restate(fact: Fact) -> Iterator[Segment]:
-    """Yield the fact a second time without a question, which trains recall with the fewest tokens."""
+    """Yield the fact again, without a question. This form trains recall with the fewest tokens."""
     yield Segment(" " + fact.subject, Role.GIVEN)
     yield from answer_segments(fact.statement.removeprefix(fact.subject), fact.value)
 
@@ -149,8 +155,8 @@ def restate(fact: Fact) -> Iterator[Segment]:
 def recall_document(split: Split, seed: int | str, length_tokens: int) -> Document:
     """Return facts with fillers and then questions about them, with about `length_tokens` tokens in total.
 
-    Half of the documents have facts of one kind only, so that only the subject distinguishes them. Questions may
-    repeat, so that no answer follows by elimination.
+    Half of the documents have facts of one kind only, so that only the subject distinguishes the facts. Questions may
+    repeat, so that a model cannot find an answer by excluding the facts that were asked before.
     """
     rng = generator(split, "recall", length_tokens, seed)
     wanted = max(3, int(length_tokens * rng.choice((0.25, 0.35, 0.5)) / FACT_TOKENS))
@@ -193,14 +199,15 @@ class Probe:
 
 
 def recall_probe(seed: int, distance_words: int, frame: Frame = FRAMES[1]) -> Probe:
-    """Return a prompt of some facts, the asked fact, distractors with quiet sentences, and the question.
+    """Return a prompt: first facts, among them the asked fact, then distractors, then the question.
 
-    The asked fact can be anywhere among the facts, so that a model that always answers with the first fact fails.
+    Distractors are other facts, and sentences without a fact. The asked fact can be anywhere among the first
+    facts, so that a model that always answers with the first fact fails.
 
     Args:
         seed: Equal seeds give equal probes.
-        distance_words: Number of words from the asked fact to the end. Each word and each full stop is one token, so
-            this is also the distance in tokens, to within a sentence.
+        distance_words: Number of words from the asked fact to the end of the prompt. Each word and each full stop is
+            one token, so this is also the distance in tokens. Both may be wrong by the length of a sentence.
         frame: Text around the question.
     """
     rng = generator(Split.HELD_OUT, "probe", distance_words, seed)
@@ -211,7 +218,7 @@ def recall_probe(seed: int, distance_words: int, frame: Frame = FRAMES[1]) -> Pr
     between: list[str] = []
     facts_between = 0
     question, answer = asked.questions[0]
-    words = len((frame[0] + question + frame[1]).split()) + 4  # the punctuation of the frame
+    words = len((frame[0] + question + frame[1]).split()) + 4  # four tokens for the punctuation of the frame
     while words < distance_words:
         is_fact = bool(rest) and rng.random() < 0.5
         sentence = rest.pop() if is_fact else rng.choice(word_lists.QUIET_SENTENCES)

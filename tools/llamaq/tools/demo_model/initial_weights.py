@@ -1,11 +1,15 @@
-"""Initial weights with heads that recall: without them, recall took far longer to learn than all other abilities.
+"""Initial weights in which some attention heads already recall words from the context.
 
-In the first layer, heads attend to the tokens one to four positions back, and each writes the token into a separate
-subspace. In the second layer, heads compare the token some positions back with the token one position further back at
-all earlier positions, and copy the token at the match: "Mia has a" finds the "red" whose third token back is "Mia".
+Without these heads, recall took far longer to learn than all other abilities.
 
-The weights are a formula over random directions. They use no data, and training may change every number. Weights that
-resemble trained ones are known as mimetic initialization (Trockman and Kolter, arXiv:2305.09828).
+In the first layer, head n (1 to 4) attends to the token n positions back, and writes this token into a separate
+subspace of the residual stream. In the second layer, head n compares the token n - 1 positions back at the present
+position with the token n positions back at each earlier position. It copies the token of the earlier position where
+both are equal. Example with n = 3: at the end of "Mia has a", the token two positions back is "Mia". The head finds an
+earlier "red", because the token three positions before "red" is "Mia" too, and copies "red".
+
+The weights are computed from random directions by a formula, without data. Training may change every number.
+Weights that resemble trained ones are known as mimetic initialization (Trockman and Kolter, arXiv:2305.09828).
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ OFFSETS: Final = (1, 2, 3, 4)
 """Offsets in tokens to which the heads of the first layer attend."""
 
 POSITION_PAIRS: Final = 6
-"""Number of rotary pairs, fastest first, by which a head of the first layer finds its offset."""
+"""Number of rotary pairs with which a head of the first layer finds its offset. They are the fastest pairs."""
 
 POSITION_GAIN: Final = 7.0
 """How sharply the heads of the first layer prefer their offset."""
@@ -44,7 +48,7 @@ def directions(rows: int, width: int, away_from: Tensor) -> Tensor:
 
 
 def slow_half(projection: Tensor, gain: float) -> Tensor:
-    """Move the first half of a projection to the rotary pairs that hardly turn, so that it compares at any distance."""
+    """Move the first half of a projection to the slow rotary pairs, so that scores hardly depend on the distance."""
     half = projection.shape[0] // 2
     return torch.cat([torch.zeros_like(projection[:half]), gain * projection[:half]])
 
@@ -67,7 +71,7 @@ def set_offset_heads(block: Block, model: DemoModel, common: Tensor, content: Te
 
 
 def set_matching_heads(block: Block, model: DemoModel, content: Tensor, subspaces: list[Tensor]) -> None:
-    """Make heads of the second layer find the position after the same token, and copy the token at that position."""
+    """Make heads of the second layer find an earlier position after the same token, and copy the token from there."""
     size = model.shape.head_width
     queries = [content, *subspaces]
     for head in range(len(OFFSETS)):

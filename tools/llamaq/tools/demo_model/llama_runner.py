@@ -1,5 +1,5 @@
-"""Runs llama.cpp for measurements: logits of every position, of one sequence, in chunks, or of several sequences in a
-batch.
+"""Runs llama.cpp for measurements: the logits of every position of one sequence, decoded in chunks, or of several
+sequences, decoded in one batch.
 
 It does not use the worker: the measurements must not depend on code that is tested with the model.
 """
@@ -73,7 +73,7 @@ class LlamaRunner:
 
     @property
     def training_context(self) -> int:
-        """Training context of the model in tokens, from the file."""
+        """Length of the model's training context in tokens, as stated in the file."""
         return int(llama_cpp.llama_model_n_ctx_train(self.model))
 
     def tokenize(self, text: str, *, add_bos: bool = True) -> list[int]:
@@ -113,10 +113,10 @@ class LlamaRunner:
 
         Args:
             parts: Pairs of a sequence and the tokens to append to it.
-            every: Return the logits of every token; by default those of the last token of each part.
+            every: Whether to return the logits of every token. By default, only the last token of each part has logits.
 
         Returns:
-            For each part the logits, of shape (rows, vocabulary).
+            For each part, an array of logits of shape (rows, vocabulary). It has one row for each token with logits.
         """
         index = 0
         for sequence, tokens in parts:
@@ -144,7 +144,7 @@ class LlamaRunner:
         Args:
             ids: The prompt.
             max_tokens: Upper bound on the tokens to generate.
-            on_logits: Is called with the logits of each token.
+            on_logits: Called with the logits from which each token is chosen.
 
         Returns:
             The tokens, and whether the generation ended with an end token.

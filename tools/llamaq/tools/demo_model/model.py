@@ -68,7 +68,11 @@ class Block(nn.Module):
         self.ffn_down = nn.Linear(hidden, width, bias=False)
 
     def attend(self, x: Tensor, cosines: Tensor, sines: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend with `mask` (batch, 1, length, length; true where a token attends), or causally if it is None."""
+        """Return the output of attention.
+
+        `mask` has the shape (batch, 1, length, length) and is true where a token attends. Without a mask, a token
+        attends to itself and to all earlier tokens.
+        """
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
         query = rotate(self.attn_q(x).view(split).transpose(1, 2), cosines, sines)
@@ -79,7 +83,7 @@ class Block(nn.Module):
         return mixed
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor, mask: Tensor | None) -> Tensor:
-        """Map the residual stream (batch, length, width) to that after this block."""
+        """Return the residual stream after this block. Input and output have the shape (batch, length, width)."""
         x = x + self.attend(self.attn_norm(x), cosines, sines, mask)
         y = self.ffn_norm(x)
         out: Tensor = x + self.ffn_down(functional.silu(self.ffn_gate(y)) * self.ffn_up(y))
@@ -87,7 +91,7 @@ class Block(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """The model: token ids to logits. The output matrix is the embedding."""
+    """The model, which computes logits from token ids. The output matrix is the embedding."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -111,7 +115,7 @@ class DemoModel(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return logits (batch, length, vocabulary) for `ids` (batch, length)."""
+        """Return logits of shape (batch, length, vocabulary) for `ids` of shape (batch, length)."""
         length = ids.shape[1]
         cosines, sines = self.get_buffer("cosines")[:length], self.get_buffer("sines")[:length]
         x = self.token_embd(ids)

@@ -11,21 +11,21 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 PREFERENCE: Final = 0.8
-"""Probability of the preferred option of a skewed choice. The rest is uniform over all options."""
+"""Probability that a skewed choice returns the preferred option. Otherwise the choice is uniform over all options."""
 
 HELD_OUT_SHARE: Final = 10
 """One in this number of fact triples and story heroes never occurs in training."""
 
 
 class Split(Enum):
-    """Share of the combinations that a generator may draw from."""
+    """The part of the combinations that texts may be drawn from."""
 
     TRAIN = "train"
     HELD_OUT = "held-out"
 
 
 def generator(split: Split, *key: object) -> random.Random:
-    """Return a random generator that depends on the split and the key only."""
+    """Return a random generator whose seed is computed from the split and the key only."""
     return random.Random(":".join([split.value, *map(str, key)]))
 
 
