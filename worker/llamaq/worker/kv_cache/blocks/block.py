@@ -1,7 +1,8 @@
 """A block, which is the saved KV state of a few consecutive tokens, and the types that describe blocks.
 
-A block is useful only together with all blocks before it. The name of a block is therefore a hash over the name of its
-parent, its namespace and its tokens. Blocks with equal names have equal prefixes.
+A block is useful only together with all its ancestors, the blocks of the tokens before it. The name of a block is
+therefore a hash of three values: the name of the parent block, the namespace of the block, and the tokens of the block.
+Two blocks with equal names have equal tokens and equal ancestors.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ ROOT_NAME = bytes(32)
 """Name of the root of the tree. The root is the parent of every first block."""
 
 BLOCK_BYTES = 1024
-"""Approximate host memory of a block in addition to its data, in bytes: object, tokens, tree entry and LRU entry."""
+"""Approximate host memory of a block without its data, in bytes: the object, the tokens, the tree and LRU entries."""
 
 FILE_BYTES = 140
-"""Bytes of a block's file in addition to its tokens and its data, as `disk_format` writes them."""
+"""Size of a block's file without its tokens and its data, in bytes. `disk_format` defines the file."""
 
 
 def block_name(parent_name: bytes, namespace: bytes, tokens: bytes) -> bytes:
-    """Return the 32-byte name of a block: a sha256 chain that starts at the root."""
+    """Return the 32-byte name of a block: a SHA-256 hash that includes the name of the parent."""
     return hashlib.sha256(parent_name + namespace + tokens).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """The tokens [start, end) of a prompt."""
+    """The tokens of a prompt from position `start` up to but not including position `end`."""
 
     start: int
     end: int
@@ -39,9 +40,9 @@ class TokenSpan:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The KV state of the tokens [start, end), computed after the tokens of its ancestors.
+    """The KV state of the tokens from `start` up to but not including `end`, computed after the ancestors' tokens.
 
-    Its data is in host memory (`data`), in a file (`on_disk`), or in both.
+    The data of a block is in host memory (`data`), in a file (`on_disk`), or in both.
     """
 
     parent: Block | None
@@ -49,7 +50,7 @@ class Block:
     namespace: bytes
     """`PUBLIC` or the key of a namespace."""
     tokens: bytes
-    """Packed tokens of this block, without those of its ancestors."""
+    """Packed tokens of this block, without the tokens of its ancestors."""
     start: int
     end: int
     name: bytes
@@ -74,7 +75,7 @@ class Block:
         return self.n_bytes + len(self.tokens) + FILE_BYTES
 
     def path(self) -> list[Block]:
-        """Return the ancestors of this block from the top down, without the root, and then this block."""
+        """Return the ancestors of this block and then this block, in the order of their tokens. Excludes the root."""
         blocks = []
         block = self
         while block.parent is not None:
@@ -105,9 +106,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """The stored blocks that contain the first `n_tokens` tokens of a query, from the root down.
+    """The stored blocks that contain the first `n_tokens` tokens of a query, in the order of their tokens.
 
-    The query may use only the first part of the last block.
+    The last block may contain more tokens than the query matches. Then only its first part is used.
     """
 
     blocks: tuple[Block, ...] = ()
@@ -135,7 +136,10 @@ class BlockHeader:
 
 @dataclass(frozen=True, slots=True)
 class WriteBlock:
-    """Write the block's file. The data is part of the operation because host memory may evict it before the write."""
+    """Write the block's file.
+
+    The operation holds the data itself, because host memory may evict the block before the file is written.
+    """
 
     block: Block
     data: Data
@@ -154,7 +158,8 @@ DiskOperation = WriteBlock | EraseBlock
 class ChildBlocks:
     """The children of one block in one namespace, sorted by the bytes of their tokens.
 
-    In this order, the tokens with the longest common prefix are next to the place of a query.
+    In this order, the block with the longest common prefix with a query is directly before or after the position at
+    which the query would be inserted.
     """
 
     __slots__ = ("_blocks", "_keys")
@@ -183,14 +188,14 @@ class ChildBlocks:
         return None
 
     def prefixes_of(self, tokens: bytes) -> Iterator[Block]:
-        """Iterate over the blocks whose tokens are a prefix of `tokens`, the longest first."""
+        """Iterate over the blocks whose tokens are a prefix of `tokens`, longest first."""
         at = bisect_right(self._keys, tokens)
         while at:
             key = self._keys[at - 1]
             if tokens.startswith(key):
                 yield self._blocks[key]
                 tokens = key[:-TOKEN_BYTES]
-            else:  # a shorter prefix of `tokens` that is sorted before `key` is also a prefix of their common prefix
+            else:  # each prefix of `tokens` before `key` is a prefix of what `key` and `tokens` have in common
                 tokens = tokens[: common_prefix(key, tokens) * TOKEN_BYTES]
             at = bisect_right(self._keys, tokens, 0, at - 1)
 

@@ -3,12 +3,12 @@
     (root) ── [0, 64) ── [64, 100) ─┬─ [100, 164) ── [164, 170)     namespace A
                 public blocks       └─ [100, 131)                   namespace B
 
-Blocks form a tree by their tokens: conversations with the same beginning share the blocks of that beginning. Each tier
-has a capacity in bytes and evicts its least recently used block. A use of a block is also a use of its ancestors, so
-the last blocks of a conversation are evicted first.
+Blocks form a tree: conversations that begin with the same tokens share the blocks of these tokens. Each tier has a
+capacity in bytes and evicts its least recently used block. A use of a block is also a use of its ancestors, so the last
+blocks of a conversation are evicted first.
 
-If there is a disk, a block that host memory evicts moves to disk. Its ancestors get files too, so that at any time each
-file has the file of its parent. This module only decides. `disk_store` writes, reads and erases the files.
+If a disk tier exists, a block that host memory evicts moves to disk. Its ancestors get files too, so that whenever a
+block has a file, its parent has a file. This module only decides. `disk_store` writes, reads and erases the files.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from llamaq.worker.kv_cache.blocks.lru_order import LruOrder
 class BlockStore:
     """The stored blocks, and the tiers that contain each block.
 
-    Threads: all methods are for one thread.
+    Not thread-safe: all calls must come from one thread.
     """
 
     def __init__(self, block_tokens: int | None, max_bytes: int, max_disk_bytes: int = 0, *, can_cut: bool) -> None:
         """Create an empty store.
 
         Args:
-            block_tokens: Tokens of a block. None: every sequence is one block, from token 0 to its end.
-            max_bytes: Capacity of host memory in bytes. Every method ends within the capacity.
-            max_disk_bytes: Capacity of the disk in bytes. Every method ends within the capacity. 0: there is no disk.
+            block_tokens: Number of tokens of a block. If None, each sequence is stored as a single block.
+            max_bytes: Capacity of host memory in bytes. It is not exceeded after any call.
+            max_disk_bytes: Capacity of the disk in bytes. It is not exceeded after any call. 0 means no disk tier.
             can_cut: Whether a query may use only the first part of a block.
         """
         self._tree = BlockTree(block_tokens, can_cut=can_cut)
@@ -60,7 +60,7 @@ class BlockStore:
 
     @property
     def disk_bytes(self) -> int:
-        """Total size of the files after all disk operations are done, in bytes."""
+        """Total size of the files in bytes, as it will be when all planned disk operations are done."""
         return self._disk.n_bytes
 
     def __len__(self) -> int:
@@ -84,8 +84,9 @@ class BlockStore:
         """Store the data of one of the missing spans of `tokens`. This may evict other blocks.
 
         Returns:
-            The block that contains the span and may be longer. None when the span cannot be stored: the data is larger
-            than the capacity, pinned blocks leave no room, or the parent is no longer stored.
+            The block that contains the span. The block may be longer than the span. None when the span cannot be
+            stored: the data is larger than the capacity, pinned blocks leave no room, or the parent block is no longer
+            stored.
         """
         n_tokens = len(tokens) // TOKEN_BYTES
         parent = self._parent_of(tokens, scope, span.start)
@@ -129,7 +130,10 @@ class BlockStore:
                     self._disk.unpin(block)
 
     def store_in_host(self, block: Block, data: Data) -> None:
-        """Store the data of a block also in host memory, if the block is only on disk and host memory has room."""
+        """Store the data of a block that is only on disk also in host memory. This may evict other blocks.
+
+        Nothing changes if the length of the data is wrong or the block is larger than the capacity of host memory.
+        """
         fits = len(data) == block.n_bytes and block.host_bytes <= self._host.max_bytes
         if block in self and block.data is None and fits:
             block.data = data
@@ -140,7 +144,8 @@ class BlockStore:
     def mark_file_lost(self, block: Block) -> None:
         """Remove the files of the block and its descendants, because the block's file is missing or invalid.
 
-        A block stays stored only if its data and the data of all blocks between `block` and it are in host memory.
+        `block` or a descendant stays stored only if its data is in host memory, and if the same is true for each block
+        on the path from `block` to this descendant. All others are removed.
         """
         if block not in self:
             return
@@ -158,7 +163,8 @@ class BlockStore:
     def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
         """Remove the blocks of `tokens` that end after the first `n_kept` tokens.
 
-        A block is kept when it is public, is pinned, is the parent of another block, or contains other tokens too.
+        A block is kept when it is public, is pinned, still has a child, or also contains tokens that are not in
+        `tokens`.
         """
         while stored := self.match(tokens, scope):
             for block in reversed(stored.blocks):
@@ -176,7 +182,7 @@ class BlockStore:
         return operations
 
     def write_host_to_disk(self) -> None:
-        """Plan files for the blocks that are only in host memory, the newest first, while the disk has room."""
+        """Plan files for the blocks that are only in host memory, most recently used first, while the disk has room."""
         n_bytes = 0
         for block in list(self._host):
             n_bytes += 0 if block.on_disk else block.file_bytes
@@ -189,7 +195,7 @@ class BlockStore:
         """Fill an empty store from the headers of the files on disk.
 
         Returns:
-            The headers without a place in the tree. The caller may erase their files.
+            The headers that do not fit into the tree. The caller may erase their files.
         """
         blocks, orphans = self._tree.rebuild(headers)
         for block in blocks:
@@ -220,10 +226,10 @@ class BlockStore:
         return block if block in self else None
 
     def _parent_of(self, tokens: bytes, scope: Scope, start: int) -> Block | None:
-        """Return the block that ends at `start`, or None when it is not stored. Marks its path as used now."""
+        """Return the block of `tokens` that ends at `start`, or None. Marks the block and its ancestors as used now."""
         last_tokens, last_scope, last = self._last_insert
         if tokens is last_tokens and scope == last_scope and last and last.end == start and last in self:
-            return last  # searches only one block, not the whole path, for each block of a long prompt
+            return last  # avoids a search from the root for each block of a long prompt
         parent = self._tree.last_stored(tokens, scope, start)
         self._touch(parent)
         return parent if parent.end == start else None
@@ -237,13 +243,13 @@ class BlockStore:
                     self._remove(shorter)
 
     def _touch(self, block: Block) -> None:
-        """Make the block and then its ancestors the newest, so that each parent is newer than its children."""
+        """Mark the block and then its ancestors as used now, so that a parent is always newer than its children."""
         for each in reversed(block.path()):
             self._host.touch(each)
             self._disk.touch(each)
 
     def _evict_until_host_fits(self, newest: Block) -> None:
-        """Evict blocks from host memory until it fits its capacity; `newest` only if all other blocks are pinned."""
+        """Evict blocks until host memory is within its capacity. Evicts `newest` only if all others are pinned."""
         while self._host.is_over:
             self._evict_from_host(self._host.oldest or newest)
 
@@ -252,11 +258,11 @@ class BlockStore:
         if block.on_disk or self._plan_files(block):
             self._host.remove(block)
             block.data = None
-        else:  # a leaf: a child on disk needs its parent on disk, and host memory evicts children first
+        else:  # it has no children: a child on disk has a parent on disk, and host memory evicts children first
             self._remove(block)
 
     def _plan_files(self, block: Block) -> bool:
-        """Plan a file for the block and for each ancestor without a file. False when the disk has no room."""
+        """Plan files for the block and each ancestor without a file. Returns False when the disk has no room."""
         without_file: list[tuple[Block, Data]] = []
         n_bytes = 0
         each: Block | None = block
@@ -275,7 +281,7 @@ class BlockStore:
         return True
 
     def _make_disk_room(self, n_bytes: int, block: Block) -> bool:
-        """Evict files until `n_bytes` are free. Keep files of the block's ancestors. False when this is impossible."""
+        """Evict files until `n_bytes` are free, but no file of the block's ancestors. Returns False if impossible."""
         is_touched = False
         while self._disk.n_bytes + n_bytes > self._disk.max_bytes:
             oldest = self._disk.oldest
@@ -283,7 +289,7 @@ class BlockStore:
                 return False
             if not oldest.is_ancestor_of(block):
                 self._evict_from_disk(oldest)
-            elif is_touched:  # only files of ancestors are left
+            elif is_touched:  # all other files are evicted, because `_touch` made the ancestors the newest
                 return False
             else:
                 is_touched = True
@@ -291,7 +297,7 @@ class BlockStore:
         return True
 
     def _evict_from_disk(self, block: Block) -> None:
-        """Remove the file of the block. Then remove the block and its descendants, if the block is in no tier."""
+        """Remove the block's file. If its data is not in host memory either, remove the block and its descendants."""
         self._remove_file(block)
         if block.data is None:
             for each in reversed(block.subtree()):

@@ -1,4 +1,4 @@
-"""The tree of stored blocks, ordered by their tokens. It cuts a prompt into blocks and finds the stored ones."""
+"""The tree of stored blocks, ordered by their tokens. The tree divides a prompt into blocks and finds stored blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llamaq.worker.kv_cache.blocks.block import (
 
 
 class BlockTree:
-    """The blocks by parent and by name. The tree does not depend on tiers, sizes and use."""
+    """Finds blocks by their parent and by their name. Tiers, capacities and the order of use are not its concern."""
 
     def __init__(self, block_tokens: int | None, *, can_cut: bool) -> None:
         """See `BlockStore` for the parameters."""
@@ -79,7 +79,7 @@ class BlockTree:
         return children.get(part)
 
     def last_stored(self, tokens: bytes, scope: Scope, stop: int) -> Block:
-        """Follow the stored blocks of `tokens` from the root and return the last one that ends at or before `stop`.
+        """Follow the stored blocks of `tokens` from the root, and return the last block that ends at or before `stop`.
 
         Returns the root when the first block is not stored.
         """
@@ -93,7 +93,7 @@ class BlockTree:
         return node
 
     def missing_spans(self, tokens: bytes, scope: Scope) -> list[TokenSpan]:
-        """Return the spans of `tokens` that are not stored, in their order."""
+        """Return the spans of `tokens` that are not stored, in ascending order."""
         n_tokens = len(tokens) // TOKEN_BYTES
         node = self.last_stored(tokens, scope, n_tokens)
         spans: list[TokenSpan] = []
@@ -112,7 +112,7 @@ class BlockTree:
         nodes = [self.root]
         while nodes:
             node = nodes.pop()
-            if node.end >= n_matched:  # at equal length, a whole block is preferred to a part of a block
+            if node.end >= n_matched:  # `>=`, because a whole block is better than a part of a block with equal length
                 best, n_matched = node, node.end
             for namespace, limit in ((PUBLIC, min(scope.public, n_tokens)), (key, n_tokens)):
                 children = node.children.get(namespace)
@@ -133,7 +133,7 @@ class BlockTree:
         return StoredPrefix(tuple(best.path()), n_matched)
 
     def _window(self, tokens: bytes, start: int, limit: int) -> bytes:
-        """Return the tokens of the query that a block from `start` on can contain."""
+        """Return the tokens of the query that a block beginning at `start` can contain."""
         end = limit if self.block_tokens is None else min(limit, start + self.block_tokens)
         return tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
@@ -147,7 +147,7 @@ class BlockTree:
         """Fill an empty tree with a block for each header whose parent is in the tree.
 
         Returns:
-            The blocks, least recently used first, and the headers without a place in the tree.
+            The blocks, least recently used first, and the headers that do not fit into the tree.
         """
         by_parent: dict[bytes, list[BlockHeader]] = {}
         for header in headers:

@@ -8,14 +8,15 @@ from llamaq.worker.kv_cache.blocks.block import Block
 
 
 class LruOrder:
-    """The blocks of one tier. The order does not contain pinned blocks, because they cannot be evicted. `n_bytes`
-    includes them.
+    """The blocks of one tier, ordered by their last use.
+
+    The order does not contain pinned blocks, because pinned blocks cannot be evicted. `n_bytes` includes pinned blocks.
 
     Invariant: from the oldest to the newest, a block comes after all its descendants, because every use of a block is
     also a use of its ancestors.
 
-    The order is a linked ring, so that a block can be inserted directly before its parent in constant time. The root of
-    the tree closes the ring: the newest block is before the root, the oldest block is after the root.
+    The order is a circular doubly linked list, so that a block can be inserted before its parent in constant time. The
+    root of the tree is the sentinel: the oldest block is directly after the root, the newest directly before the root.
     """
 
     def __init__(self, root: Block, max_bytes: int, size_of: Callable[[Block], int]) -> None:
@@ -45,9 +46,9 @@ class LruOrder:
         return None if block is self._root else block
 
     def add(self, block: Block) -> None:
-        """Add a block directly before its nearest ancestor in the order, as if both were last used at the same time.
+        """Add a block directly before its nearest ancestor in the order. It counts as used when that ancestor was used.
 
-        Without such an ancestor the block becomes the newest.
+        If no ancestor is in the order, the block becomes the newest.
         """
         self.n_bytes += self._size_of(block)
         if not block.pin_count:
