@@ -1,7 +1,7 @@
 """Errors, settings, and the messages, keys and scripts in Redis: the code that producers and workers share.
 
-Users import errors, settings and messages from here; the import loads neither Redis nor llama.cpp. This portion imports
-neither `llamaq.producer` nor `llamaq.worker`.
+Users import errors, settings and messages from here; the import loads neither redis-py nor llama.cpp. No module
+of this package imports `llamaq.producer` or `llamaq.worker`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from redis.backoff import ExponentialBackoff
 
 MAX_DOUBLINGS = 60
-"""`ExponentialBackoff` computes a power of two before it applies the limit: an exponent without a bound overflows."""
+"""`ExponentialBackoff` computes a power of two before it applies the limit. A larger exponent could overflow."""
 
 
 class Backoff:

@@ -10,7 +10,7 @@ CANCEL_EVERY_S = 0.1
 
 
 async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks until all of them have ended. Their errors are dropped.
+    """Cancel tasks repeatedly until all of them have ended. Their errors are dropped.
 
     One cancellation is not enough: redis-py sends with `asyncio.wait_for`, which before Python 3.12 swallows a
     cancellation that arrives when the send completes.

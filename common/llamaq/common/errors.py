@@ -30,7 +30,7 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     """The request cannot be decoded, or a parameter is out of its bounds."""
     PROMPT_TOO_LONG = "prompt_too_long"
-    """The prompt leaves no room in the context that one job can have on this worker."""
+    """The prompt is so long that the context of one job on this worker has no room for an output."""
     INVALID_TOKEN = "invalid_token"
     """A token id, in the prompt or in `logit_bias`, is not in the vocabulary of the model."""
     INVALID_GRAMMAR = "invalid_grammar"
@@ -81,7 +81,7 @@ class QueueFull(LlamaqError):
 
 
 class RedisFull(LlamaqError):
-    """Redis has reached its `maxmemory`. The job was not submitted; running jobs continue when there is room again.
+    """Redis has reached its `maxmemory`. The job was not submitted; running jobs continue when memory is free again.
 
     Attributes:
         queue: Name of the queue.

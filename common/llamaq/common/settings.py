@@ -1,7 +1,7 @@
 """Settings of a client, and the settings that clients and workers share: the Redis server and the queue.
 
-An argument or flag wins over the environment variable (`LLAMAQ_` and the name in capitals), which wins over the
-default. The environment is read when an instance is created, never on import.
+The value of a setting comes from the first source that has it: the argument or flag, the environment variable
+(`LLAMAQ_` and the name in capitals), the default. The environment is read when an instance is created, never on import.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def explain_settings(exc: ValidationError) -> InvalidSettings:
         if not error["loc"]:
             lines.append(message)
             continue
-        name = str(error["loc"][0])  # the other parts of "loc" are a place inside the value
+        name = str(error["loc"][0])  # the other parts of "loc" are the path inside the value
         if error["type"] == "extra_forbidden":
             lines.append(f"{name}: there is no such setting")
             continue

@@ -20,7 +20,7 @@ from llamaq.common.protocol.snapshots import Worker
 
 M = TypeVar("M", bound=BaseModel)
 
-# Limit of an event or an output. Workers write them, so the limit only protects against corrupt data.
+# Limit of an event or an output. Only workers write them, so the limit only protects against corrupt data.
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 

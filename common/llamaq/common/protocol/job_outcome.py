@@ -33,7 +33,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     """A client called `cancel()`, or a job with `cancel_on_disconnect` had no subscriber."""
     DEADLINE = "deadline"
-    """The job ran for `timeout_s` or waited for `queue_timeout_s`."""
+    """The job reached its limit of running time, `timeout_s`, or of waiting time, `queue_timeout_s`."""
 
 
 class CacheTier(StrEnum):
@@ -50,7 +50,9 @@ class CacheTier(StrEnum):
 
 
 class JobStats(WireModel):
-    """Measurements of one job. Times describe its last attempt, and `queue_ms` the wait for its first attempt.
+    """Measurements of one job.
+
+    Times describe the last attempt of the job. Only `queue_ms` describes the wait for the first attempt.
 
     Rates describe the last run of the last attempt: a preempted job has several runs in one attempt.
     """

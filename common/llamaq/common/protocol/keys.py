@@ -8,13 +8,13 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{q:p}:jobs:<priority>     | stream, group    | an entry is deleted when its job ends              |
 | llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
 | llamaq:{q:p}:events:<id>         | stream of events | as the hash of the job                             |
-| llamaq:{q:p}:tokens:<id>         | pub/sub channel  | not stored; the events of the stream               |
+| llamaq:{q:p}:tokens:<id>         | pub/sub channel  | not stored; receives the events of the stream      |
 | llamaq:{q:p}:key:<sha256>        | string: job id   | as the hash of the job; for an `idempotency_key`   |
 | llamaq:{q:p}:config              | hash             | no expiry; `max_queue`, which submit checks        |
 | llamaq:{q:p}:dead                | stream, capped   | dead letters                                       |
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
 | llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
-| llamaq:worker:<id>               | hash             | a worker's card and heartbeat; expires without one |
+| llamaq:worker:<id>               | hash             | worker card and heartbeat; expires if not renewed  |
 | llamaq:worker:<id>:orders        | list             | slot commands until the worker reads them          |
 | llamaq:reply:<command id>        | list             | reply to a slot command; expires after a minute    |
 | llamaq:vocab:<sha256>            | string           | a vocabulary; expires when no worker uses it       |

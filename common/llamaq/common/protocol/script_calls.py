@@ -37,11 +37,11 @@ DEAD_TTL_S = 7 * 24 * 3600
 StartCode = Literal["gone", "done", "ended"]
 """Why no attempt was started; start.lua explains the values."""
 FlushCode = Literal["ok", "cancel", "lost"]
-"""The action of a worker for a job after a flush; flush.lua explains the values."""
+"""What a worker must do with a job after a flush; flush.lua explains the values."""
 CancelCode = Literal["gone", "done", "cancelled", "requested"]
-"""The effect of a cancel; cancel.lua explains the values."""
+"""The effect of a call of `cancel`; cancel.lua explains the values."""
 CrashVerdict = Literal["ok", "suspect", "dead", "stale"]
-"""The action of a worker for a reclaimed job; check_crash.lua explains the values."""
+"""What a worker must do with a reclaimed job; check_crash.lua explains the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Attempt:
     """An attempt that was started.
 
     Attributes:
-        number: Number of the attempt. Every write names it; Redis refuses all but the newest attempt.
+        number: Number of the attempt. Every write contains it; Redis refuses writes of older attempts.
         request: The encoded request.
         generated: Number of tokens that earlier attempts stored.
         queue_ms: Milliseconds from submit to the start of the first attempt.
@@ -126,10 +126,10 @@ class FlushReply:
     """The reply to the increment of one job.
 
     Attributes:
-        code: The action of the worker for the job.
+        code: What the worker must do with the job.
         stored: Number of tokens of the job that Redis has now.
         listeners: Number of subscribers of the job.
-        refusal: Error text of Redis if it refused to store the event; else empty.
+        refusal: Error text of Redis if it refused to store the event; otherwise empty.
     """
 
     code: FlushCode
@@ -226,8 +226,9 @@ class Scripts:
             last_worker: Id of the worker that ran the job last; empty: none.
             heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
             dead_after_s: Age of a heartbeat, in seconds, from which its worker counts as dead.
-            max_crashes: Number of deaths in a row that end the job. A job with one death less is a suspect, which runs
-                while no other job runs. At least two deaths are required, so that every job runs once as a suspect.
+            max_crashes: Number of deaths in a row that end the job. A job with one death fewer is a suspect, which runs
+                only while no other job runs. At least two deaths are required, so that every job runs once as a
+                suspect.
         """
         keys = self._keys.of_job(claim.job_id)
         job_id = JobId.parse(claim.job_id)

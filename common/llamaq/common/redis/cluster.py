@@ -49,8 +49,8 @@ class Cluster(RedisCluster):
         super().__init__(
             startup_nodes=nodes,
             require_full_coverage=False,  # partitions on reachable nodes continue
-            reinitialize_steps=0,  # otherwise redis-py closes all connections, also used ones
-            retry=Retry(NoBackoff(), 0),  # retries of redis-py have no pauses and close all connections
+            reinitialize_steps=0,  # otherwise redis-py closes all connections, including those in use
+            retry=Retry(NoBackoff(), 0),  # no retries: those of redis-py have no pauses and close all connections
             max_connections=10_000,
             **options,
         )
@@ -72,7 +72,7 @@ class Cluster(RedisCluster):
             return await self.call_with_retry(lambda: send(*args, **kwargs))
 
     async def _determine_slot(self, command: str, *args: Any) -> int:
-        if command in BLOCKING:  # redis-py would ask the server for the positions of the keys each time
+        if command in BLOCKING:  # otherwise redis-py asks the server for the key positions each time
             return self.keyslot(args[args.index(b"STREAMS") + 1])
         return int(await super()._determine_slot(command, *args))
 

@@ -25,8 +25,8 @@ RETRY_S = 1.0
 # How long a command is retried with Sentinels and clusters, in seconds. A failover takes longer than a restart.
 FAILOVER_S = 15.0
 CONNECT_TIMEOUT_S = 5.0
-# Longer than every blocking command of llamaq, and shorter than a lease: a worker whose connection is silent renews its
-# leases over another connection in time.
+# Longer than every blocking command of llamaq, and shorter than a lease: if the server does not answer on a connection,
+# a worker can still renew its leases over another connection in time.
 SOCKET_TIMEOUT_S = 5.0
 # A connection that was idle for longer is tested with PING before it is used.
 HEALTH_CHECK_S = 10
@@ -112,7 +112,7 @@ def robust_connection(kind: type[C]) -> type[C]:
     - Swallowed cancellations. redis-py sends with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation or
       timeout that arrives when the send completes (cpython issue 86296). The task would then wait forever.
     - Repeated timeouts. After a timeout on one connection, every connection that is older reconnects before its next
-      use, because the same outage silenced it.
+      use, because the same outage may have broken it.
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
     """
     last_timeout_s = 0.0

@@ -10,7 +10,7 @@ from llamaq.common.redis.redis_errors import is_full
 
 
 class OutageLog:
-    """Logs one warning when Redis begins to fail or fails for another reason, and one message when it works again.
+    """Logs one warning when Redis begins to fail or the kind of failure changes, and one message when Redis recovers.
 
     The object is true during an outage.
     """

@@ -21,7 +21,7 @@ _WRITE_REFUSED_CLASSES = (ReadOnlyError, ClusterDownError, AskError, TryAgainErr
 
 
 def is_full(exc: BaseException) -> bool:
-    """Return whether Redis has reached `maxmemory`. Inside a script this is a plain `ResponseError`."""
+    """Return whether Redis has reached `maxmemory`. In a script the error is a plain `ResponseError`."""
     return isinstance(exc, OutOfMemoryError) or _FULL in str(exc)
 
 

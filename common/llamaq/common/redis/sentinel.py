@@ -20,7 +20,7 @@ from llamaq.common.redis.url import RedisUrl
 
 C = TypeVar("C", bound=AbstractConnection)
 
-# A Sentinel that does not answer within this time is skipped, and the next one is asked.
+# A Sentinel that does not answer within this time is skipped, and the next Sentinel is asked.
 SENTINEL_TIMEOUT_S = 1.0
 ASK_EVERY_S = 1.0
 # A command waits for a new answer if the last one is older.

@@ -25,7 +25,7 @@ from llamaq.common.vocab.special_token_masking import Placeholders, Span, Specia
 from llamaq.common.vocab.split_long_text import split_text
 
 PIECE_BYTES = 256
-"""First size of the buffer for the bytes of a token; few tokens are longer."""
+"""Initial size of the buffer for the bytes of a token. Few tokens are longer."""
 # llama.cpp matches the texts of these tokens only with `parse_special`. The texts of user-defined tokens (<think> of
 # Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -89,14 +89,14 @@ class Vocab:
         return self._vocab
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Return the tokens of a text. Texts of special tokens in it become special tokens.
+        """Return the tokens of a text. Where it contains the text of a special token, the result contains this token.
 
         BOS is added if the model's metadata ask for it, unless the text starts with it.
 
         Args:
             text: The text.
-            max_tokens: Refuse a text without tokenizing it if its number of characters proves that it has more tokens.
-                Other texts are tokenized, and the result may have more tokens.
+            max_tokens: If the number of characters proves that the text has more tokens than this, the text is refused
+                and not tokenized. All other texts are tokenized, even if the result has more tokens.
 
         Raises:
             JobRejected: The text is too long, or llama.cpp cannot tokenize it.
@@ -152,8 +152,8 @@ class Vocab:
     def encode_chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> list[int]:
         """Return the tokens of a chat. A special token's text inside the content of a message stays text.
 
-        If no content contains such a text, or forms one with the text next to it, the result equals the tokens of the
-        whole rendered chat.
+        The result equals the tokens of the whole rendered chat, unless the text of a special token is inside a content,
+        or a content and the text next to it together form such a text.
 
         Args:
             messages: The messages, from the oldest to the newest.
@@ -170,8 +170,8 @@ class Vocab:
             found_special |= bool(spans)
             hidden.append(self._hide(message, spans, placeholders))
         rendered = self.render_chat(hidden)
-        # No content contains a special text; placeholders hide only edges. If the plain rendering has no additional
-        # special text, then no edge became part of one, and the chat is tokenized as a whole.
+        # Without a special text in a content, placeholders hide only edges of contents. If the chat rendered without
+        # placeholders has no additional special text, then no edge became part of one: tokenize the whole chat.
         if placeholders.originals and not found_special:
             plain = self.render_chat(messages)
             if len(self.special_tokens.find(plain)) == len(self.special_tokens.find(rendered)):
@@ -216,7 +216,7 @@ class Vocab:
         for index, part in enumerate(split_text(text, specials, splits_runs=self._uses_regex)):
             tokens += self._tokenize_part(part, add_special and index == 0, parse_special)
             if add_special and index == 0 and self._adds_eos:
-                tokens.pop()  # the model is to continue the text, so the EOS that llama.cpp added is removed
+                tokens.pop()  # the model must continue the text, so remove the EOS that llama.cpp added
         return tokens
 
     def _tokenize_part(self, text: str, add_special: bool, parse_special: bool) -> list[int]:

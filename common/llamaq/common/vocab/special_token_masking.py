@@ -35,7 +35,7 @@ class SpecialTokenFinder:
     def find(self, text: str) -> list[Span]:
         """Return the special texts in `text`, from left to right and without overlap.
 
-        Where several start at the same character, the longest is returned.
+        If several special texts start at the same character, only the longest is returned.
         """
         spans: list[Span] = []
         end = 0
@@ -74,7 +74,7 @@ class Placeholders:
 
     def __init__(self) -> None:
         self.originals: list[str] = []
-        """The replaced parts; the number in a placeholder is the index in this list."""
+        """The replaced parts. The number in a placeholder is the index of its part in this list."""
         self._nonce = secrets.token_hex(8)
         self._pattern = re.compile(f"m{self._nonce}x([0-9]+)x")
 

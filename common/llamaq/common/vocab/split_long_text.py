@@ -1,8 +1,8 @@
 """Splits texts that llama.cpp cannot tokenize in one call.
 
 llama.cpp runs some pre-tokenizers with `std::regex`, which recurses at least once for each character of a match: about
-30,000 characters without a space overflow the stack and end the process. And the time that llama.cpp needs to find
-special tokens grows with the square of their number. Both are harmless in short parts.
+30,000 characters without a space overflow the stack and crash the process. In addition, the time that llama.cpp needs
+to find special tokens grows with the square of their number. Neither is a problem if the parts are short.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 from llamaq.common.vocab.special_token_masking import Span
 
 MAX_RUN_CHARS = 1024
-"""Longer runs of only spaces or only other characters are split. Ordinary text has no such run."""
+"""Longer runs of white space, or of characters without white space, are split. Ordinary text has no such run."""
 MAX_SPECIALS_PER_PART = 512
 """Upper bound on the special tokens in one part."""
 
@@ -25,8 +25,8 @@ _RUN = re.compile(r"\S+|\s+")
 def split_text(text: str, specials: Sequence[Span], *, splits_runs: bool) -> list[str]:
     """Split `text` into parts that are tokenized one by one.
 
-    A split before a special token changes no token. A split inside a long run is made at the end of a word where
-    possible, and there it seldom changes a token; elsewhere it changes the tokens next to the split.
+    A split before a special token changes no token. A long run is split at the end of a word if possible. Such a split
+    seldom changes a token. Any other split changes the tokens next to it.
 
     Args:
         text: The text.
@@ -49,7 +49,7 @@ def split_text(text: str, specials: Sequence[Span], *, splits_runs: bool) -> lis
 
 
 def _split_run(text: str, start: int, end: int) -> Iterator[int]:
-    """Yield the indices at which a run is split: at the last end of a word, at most `MAX_RUN_CHARS` apart."""
+    """Yield the indices at which a run is split, at most `MAX_RUN_CHARS` apart and at the end of a word if possible."""
     while end - start > MAX_RUN_CHARS:
         candidates = range(start + MAX_RUN_CHARS, start + MAX_RUN_CHARS // 2, -1)
         start = next((position for position in candidates if _ends_word(text, position)), start + MAX_RUN_CHARS)
@@ -61,6 +61,6 @@ def _ends_word(text: str, position: int) -> bool:
 
 
 def _before_special(position: int, specials: Sequence[Span]) -> int:
-    """Return the index, moved to the start of the special token that it would split."""
+    """Return `position`, or the start of the special token if `position` is inside one."""
     index = bisect_left(specials, (position, 0)) - 1  # the last special token that starts before the index
     return specials[index].start if index >= 0 and position < specials[index].end else position

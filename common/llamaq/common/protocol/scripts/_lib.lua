@@ -14,8 +14,8 @@
 --   queue_deadline_ms     latest start of the first attempt, in ms since the epoch; 0: none
 --   idempotency           key of the job's idempotency record; '': none
 --   submitted_ms, started_ms, finished_ms    times in ms since the epoch
---   crashes               number of workers in a row that died with the job before they stored a token of it
---   deaths                attempts and workers of these crashes, oldest first: "ATTEMPT=WORKER ATTEMPT=WORKER"
+--   crashes               number of consecutive workers that died while they ran the job and before they stored a token
+--   deaths                attempt and worker of each of these crashes, oldest first: "ATTEMPT=WORKER ATTEMPT=WORKER"
 --   finish_reason, stats (msgpack), output (msgpack)    of a finished job
 --   error (msgpack)       of a failed job
 
@@ -39,7 +39,7 @@ local function drop_entry(stream, group, entry)
 end
 
 -- Ends a job: emits its terminal event, sets its status, drops its entry and starts the time to live of its keys.
--- Every job ends here and only once. `fields` is a flat list of further fields for the hash.
+-- Every job ends in this function, exactly once. `fields` is a flat list of further fields for the hash.
 local function terminate(job, events, channel, stream, group, entry, status, terminal, fields)
   emit(events, channel, terminal)
   redis.call('HSET', job, 'status', status, 'finished_ms', now_ms(), unpack(fields))
@@ -72,7 +72,7 @@ local function deaths_of(job)
   return deaths
 end
 
--- Records that the worker of this attempt died with the job. Returns all deaths.
+-- Records that the worker of this attempt died while it ran the job. Returns all recorded deaths of the job.
 local function add_death(job, attempt, worker)
   local deaths = deaths_of(job)
   deaths[#deaths + 1] = attempt .. '=' .. worker
@@ -80,10 +80,10 @@ local function add_death(job, attempt, worker)
   return deaths
 end
 
--- Removes the death of this attempt, because its worker is alive: it was only paused or disconnected. If `worker` is
--- given, the death is removed only if it is of this worker: after a failover of Redis two workers may have the same
--- attempt number. This function never fails, although another client may have changed the type of the job's keys, and a
--- full Redis refuses the write.
+-- Removes the recorded death of this attempt. The caller is the worker of this attempt, which was only paused or
+-- disconnected. If `worker` is given, only a death of this worker is removed: after a failover of Redis, two workers
+-- may have the same attempt number. The function ignores errors of Redis: another client may have changed the type of
+-- the job's keys, or a full Redis may refuse the write.
 local function remove_death(job, attempt, worker)
   local deaths, remaining = deaths_of(job), {}
   for _, death in ipairs(deaths) do

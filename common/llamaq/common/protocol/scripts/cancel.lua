@@ -1,4 +1,4 @@
--- Cancels a job. A waiting job ends here. A running job is marked, and its worker ends it after the next flush.
+-- Cancels a job. A waiting job ends at once. A running job is marked, and its worker ends the job after the next flush.
 --
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  events       stream of the job's events

@@ -1,14 +1,15 @@
 -- Checks whether the last worker of a job died while it ran the job. A worker calls this script after it has claimed
 -- the job's entry from another worker, and before it starts the job.
 --
--- The death counts if all of this holds: the job is 'running' (a worker that requeues a job sets it to 'queued'),
+-- The death counts if all of these hold: the job is 'running' (a worker that requeues a job sets it to 'queued'),
 -- another worker claimed the entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes`
 -- and `deaths` record it. After too many deaths the job ends here with the error `poison`.
 --
 -- A running job becomes 'queued', so that no worker writes to it before the next start, and so that a repeated call
--- does not count the death again. The exceptions are the result 'stale' and a cancelled job, which start.lua ends.
+-- does not count the death again. The status stays if the result is 'stale', or if the job was cancelled: start.lua
+-- ends a cancelled job.
 --
--- A worker that is only paused or disconnected appears dead, and its death counts. When it continues, its
+-- A worker that is only paused or disconnected appears dead, and its death counts. When the worker continues, its
 -- first call for this attempt returns 'lost' and removes the death (see `remove_death` in _lib.lua).
 --
 -- KEYS[1]   job             hash of the job

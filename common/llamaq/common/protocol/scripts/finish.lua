@@ -16,7 +16,7 @@
 -- ARGV[10..] fields    further fields of the hash: name, value, name, value, ...
 --
 -- Returns {'ok'}              the job has ended
---         {'resend', stored}  nothing was done, because Redis has `stored` tokens, not `offset`: send from there
+--         {'resend', stored}  the job has not ended: Redis has `stored` tokens, not `offset`. Send from token `stored`
 --         {'lost'}            a newer attempt exists, or the job has ended, perhaps by an earlier try of this call
 
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]

@@ -1,7 +1,7 @@
 -- Stores and publishes the tokens that running jobs generated since the last flush, and renews the leases of the jobs.
 -- One call flushes all jobs of a worker in one partition.
 --
--- For job i, from 0:
+-- Keys of job i, where i counts from 0:
 -- KEYS[3i+1]  job      hash of the job
 -- KEYS[3i+2]  events   stream of the job's events
 -- KEYS[3i+3]  stream   job stream that the job was claimed from
@@ -26,8 +26,8 @@
 --     3  listeners  number of subscribers of the channel
 --     4  refusal    error text of Redis when it refused to store the event; '' otherwise. The worker tries again later.
 --
--- An event is stored only if its offset equals the number of stored tokens. Otherwise the worker sends again from the
--- returned number. A repeated call therefore stores nothing twice.
+-- An event is stored only if its offset equals the number of stored tokens. Otherwise the worker
+-- sends the tokens from offset `stored` again. A repeated call therefore stores nothing twice.
 
 local group, worker, renew = ARGV[1], ARGV[2], ARGV[3] == '1'
 local values = cmsgpack.unpack(ARGV[4])
@@ -50,7 +50,7 @@ end
 
 local function flush(job, events, attempt, channel, offset, count, payload, is_published)
   local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker')
-  -- Compare the worker too: if a failover lost the start of an attempt, another worker may have the same number.
+  -- Compare the worker too: if a failover lost the start of an attempt, two workers may have the same number.
   if state.err or state[1] ~= 'running' or tonumber(state[2]) ~= attempt or state[5] ~= worker then
     remove_death(job, attempt, worker)
     return 'lost', tonumber(not state.err and state[3] or '0') or 0, 0, ''
@@ -77,8 +77,8 @@ for i = 0, #KEYS / 3 - 1 do
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
   end
 end
--- Renew after the events are stored. A full Redis checks its memory limit only at the first write of a script, and never
--- refuses XCLAIM. If XCLAIM were the first write, Redis would store the events although it is full.
+-- Renew after the events are stored. A full Redis checks its memory limit only at the first write of a script, and
+-- never refuses XCLAIM. If XCLAIM were the first write, Redis would store the events although it is full.
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     if reply[4 * i + 1] ~= 'lost' then

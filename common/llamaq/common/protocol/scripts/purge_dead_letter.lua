@@ -1,4 +1,4 @@
--- Deletes a dead letter. The keys of its job live until the job's usual time to live is over.
+-- Deletes a dead letter. The keys of its job then expire after the usual time to live of a job.
 --
 -- KEYS[1]  dead    stream of dead letters
 -- KEYS[2]  job     hash of the job; absent if the dead letter names no job

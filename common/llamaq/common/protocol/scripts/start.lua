@@ -44,7 +44,7 @@ end
 
 local attempt = redis.call('HINCRBY', job, 'attempt', 1)
 if state[9] and state[8] ~= state[9] then
-  redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so the job does not crash its workers
+  redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so earlier crashes no longer count
 end
 redis.call('HSET', job, 'status', 'running', 'worker', worker, 'generated_at_start', state[8])
 redis.call('HSETNX', job, 'started_ms', now)
