@@ -1,4 +1,4 @@
-"""A cancelled job ends once, with the tokens generated so far, in every state and for every caller."""
+"""A cancelled job ends once, with the tokens generated so far. Jobs are cancelled in every state and in every way."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def job_ids(slots: tuple[SlotSnapshot, ...]) -> list[str]:
 
 
 def slot_of(client: Client, job: Job) -> SlotSnapshot | None:
-    """Return the job's slot of the last heartbeat, or None."""
+    """Return the slot of the job according to the last heartbeat, or None if the job has no slot."""
     return next((slot for slot in client.workers()[0].slots if slot.job_id == job.id), None)
 
 

@@ -1,4 +1,4 @@
-"""A job in a shared batch generates the tokens that llama-cpp-python's own `Llama` generates from its prompt alone."""
+"""A job in a shared batch generates the same tokens as `Llama` of llama-cpp-python, which runs each prompt alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOISE = 0.025
 logits."""
 JOBS_AT_ONCE = 8
 MIN_EQUAL_SHARE = 0.9
-"""Smallest share of the tokens that must be equal. The rest follows a position with two nearly equal logits."""
+"""Smallest share of the tokens that must be equal. The others come after a position with two nearly equal logits."""
 
 OPENINGS = (
     "Once upon a time",
@@ -74,11 +74,11 @@ class Reference:
 
     @property
     def tokens(self) -> list[int]:
-        """The generated tokens without the end token."""
+        """The generated tokens, without the end token."""
         return self.chosen[:-1] if self.chosen[-1] in self.end_tokens else self.chosen
 
     def record(self, _: object, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Record the logits of one position. A logits processor of `Llama` that changes nothing."""
+        """Record the logits of one position. This is a logits processor for `Llama` that does not change the logits."""
         second, best = np.partition(logits, -2)[-2:]
         self.chosen.append(int(logits.argmax()))
         self.margins.append(float((best - second) / logits.std()))
@@ -96,7 +96,7 @@ def llama(demo: ServedQueue) -> Iterator[llama_cpp.Llama]:
 
 
 def generate_alone(llama: llama_cpp.Llama, prompt: Prompt) -> tuple[Reference, int]:
-    """Return the reference for a prompt, and the number of prompt tokens."""
+    """Return the result of `Llama` for a prompt, and the number of prompt tokens."""
     alone = Reference(frozenset(token for token in range(llama.n_vocab()) if is_end(llama, token)))
     complete = llama.create_chat_completion if "messages" in prompt.arguments else llama.create_completion
     answer: Any = complete(

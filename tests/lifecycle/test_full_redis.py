@@ -1,4 +1,4 @@
-"""Running jobs wait while Redis has reached its `maxmemory`, and continue when Redis has free memory again."""
+"""Running jobs wait while the memory of Redis is at `maxmemory`, and continue when Redis has free memory again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def redis(environment: Environment) -> Iterator[Redis]:
 
 
 def fill(redis: Redis) -> None:
-    """Fill Redis, so that it refuses every write, even after its client buffers have shrunk."""
+    """Fill Redis, so that it refuses every write, even when its client buffers shrink and free some memory."""
     redis.setrange("ballast", BALLAST_BYTES, b"x")
     redis.config_set("maxmemory", redis.info("memory")["used_memory"] - BALLAST_BYTES // 2)
 
@@ -50,7 +50,7 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
         reader = read(client.submit(PROMPT, max_tokens=400, ignore_eos=True, temperature=0))
         quiet = client.submit(PROMPT, max_tokens=300, ignore_eos=True, stream=False)
         reader.await_tokens(10)
-        other = environment.start_worker(*options)  # would claim a job whose lease expires
+        other = environment.start_worker(*options)  # it would claim a job whose lease expires
         other.signal(signal.SIGSTOP)
         waiting = [client.submit(PROMPT, max_tokens=5, ignore_eos=True) for _ in range(12)]
         fill(redis)
@@ -60,9 +60,9 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
         with pytest.raises(RedisFull):
             client.submit(PROMPT)
         n_stalled = reader.n_tokens
-        time.sleep(3 * LEASE_S)  # the leases of running jobs must be renewed meanwhile
+        time.sleep(3 * LEASE_S)  # longer than the leases, which must be renewed meanwhile
         assert reader.n_tokens == n_stalled
-        # Every start fails, so at most one job per slot is claimed; two more jobs may have left their slots meanwhile.
+        # Every start fails, so each worker claims at most one job per slot. Two more jobs may have left their slots.
         assert client.queue_depth().running <= 2 + 2 + 2
         redis.delete("ballast")
 

@@ -60,7 +60,7 @@ def start_worker_with_faults(environment: Environment, *, supervised: bool = Fal
 
 
 def set_faults(environment: Environment, *words: str) -> None:
-    """Disturb the next ticks of the worker, one tick for each word."""
+    """Disturb the next ticks of the worker. Each word is the fault of one tick."""
     written = environment.folder / "faults.new"
     written.write_text(" ".join(words))
     written.rename(environment.folder / "faults")
@@ -82,10 +82,10 @@ def test_another_worker_continues_the_jobs_of_a_worker_whose_engine_hangs(enviro
         while reader.job.status().worker != second.worker_id:
             time.sleep(0.02)
         took_s = time.monotonic() - fault_s
-        print(f"hang to the next attempt: {took_s:.2f} s")  # noqa: T201  # a figure for `pytest -s`
+        print(f"hang to the next attempt: {took_s:.2f} s")  # noqa: T201  # shown by `pytest -s`
         assert HANG_S < took_s < HANG_S + LEASE_S + SLACK_S
         first.await_output("job.lost")
-        # The first worker leaves the list when its heartbeat expires.
+        # `workers` lists the first worker until its heartbeat expires.
         while [worker.card.worker for worker in client.workers()] != [second.worker_id]:
             time.sleep(0.02)
         reader.await_tokens(reader.n_tokens + 10)
@@ -101,7 +101,8 @@ def test_a_worker_with_slow_ticks_keeps_its_jobs(environment: Environment, read:
         reader = read(client.submit(PROMPT, max_tokens=1900, ignore_eos=True))
         reader.await_tokens(5)
         environment.start_worker()  # claims the job if its lease expires
-        # Together longer than `hang_s` and the lease. A tick counts as hung only after four times the slowest tick.
+        # Together, these ticks take longer than `hang_s` and than the lease. But a tick counts as hung only if it takes
+        # four times as long as the slowest tick before it.
         set_faults(environment, "0.8", "2.5", "0.0")
         while (environment.folder / "faults").exists():
             time.sleep(0.02)

@@ -44,7 +44,7 @@ def submit_stories(client: Client, *, stream: bool = True) -> list[Job]:
 
 
 def assert_equal_up_to_near_ties(client: Client, prompt: str, result: Result, undisturbed: Result) -> None:
-    """Assert that the first different token, if any, is at a position where two tokens are almost equally likely."""
+    """Assert that two results are equal, or first differ where two tokens are almost equally likely."""
     pairs = zip(result.tokens, undisturbed.tokens, strict=False)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
     if place is None:

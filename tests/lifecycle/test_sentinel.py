@@ -78,7 +78,7 @@ def test_streams_continue_after_a_planned_failover(
             execute("SENTINEL FAILOVER", SERVICE)
         wait_until(lambda: sentinel_servers.master is not old, "the replica is the master")
         wait_until(lambda: sentinel_servers.agree_on(sentinel_servers.master), "all Sentinels name the new master")
-        time.sleep(MAX_ANSWER_AGE_S)  # until then a write to the old master may be lost
+        time.sleep(MAX_ANSWER_AGE_S)  # during this time, a write to the old master may be lost
         assert all(reader.is_alive() for reader in readers), "the jobs ended before the failover"
         later = read(client.submit(PROMPTS[0], max_tokens=10, ignore_eos=True))
         for reader in readers:
@@ -154,7 +154,7 @@ def test_tokens_that_a_failover_lost_are_stored_again_and_no_reader_receives_the
         for reader in readers:
             assert len(reader.finish().tokens) == LONG["max_tokens"]
             assert attempts_of(environment, reader.job) == 1
-        with pytest.raises(JobNotFound):  # asynchronous replication may lose the last writes
+        with pytest.raises(JobNotFound):  # the replica had not received the last writes
             lost.status()
 
 
@@ -166,11 +166,11 @@ def test_a_job_whose_start_a_failover_lost_starts_again_on_the_new_master(
         first = client.submit(PROMPTS[0], **LONG)
         wait_until(lambda: first.status().state is JobState.RUNNING, "the first job runs")
         reader = read(client.submit(PROMPTS[1], **LONG))
-        time.sleep(0.3)  # until the replica has received the submit
+        time.sleep(0.3)  # the replica receives the submit meanwhile
         manual_failover.stop_replication()
         first.cancel()
         reader.await_tokens(30)
         manual_failover.promote_replica()
         assert len(reader.finish().tokens) == LONG["max_tokens"]
-        assert attempts_of(environment, reader.job) == 1  # the failover lost the first start
+        assert attempts_of(environment, reader.job) == 1  # the failover lost the first `Started`
         assert first.result().finish_reason == "length"  # the failover lost the cancellation

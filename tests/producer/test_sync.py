@@ -74,7 +74,7 @@ def test_both_clients_have_the_same_methods_with_the_same_parameters(blocking: t
     for name, method in {**blocking_methods, "__init__": blocking.__init__}.items():  # type: ignore[misc]
         other = asynchronous.__init__ if name == "__init__" else async_methods[name]  # type: ignore[misc]
         left, right = (list(inspect.signature(one).parameters.values()) for one in (method, other))
-        if blocking is Job and name == "__init__":  # a Job has a client, an AsyncJob has a connection
+        if blocking is Job and name == "__init__":  # a `Job` refers to its client, an `AsyncJob` to its connection
             assert [side.pop(1).name for side in (left, right)] == ["client", "connection"]
         assert [(p.name, p.kind, p.default, p.annotation) for p in left] == [
             (p.name, p.kind, p.default, p.annotation) for p in right
@@ -220,7 +220,8 @@ def test_close_interrupts_the_calls_of_other_threads_and_cancels_their_jobs(redi
         with Client(redis_url, queue) as other:
             while other.queue_depth().waiting == 0:
                 assert not waiting.done()
-            # Without its cached script, the cancellation takes several round trips and is in flight during the close.
+            # Redis no longer caches the script, so the cancellation takes several round trips. So it is still in flight
+            # when the client closes.
             asyncio.run(flush_scripts(redis_url, queue))
             client.close()
             with pytest.raises(RuntimeError, match="closed"):

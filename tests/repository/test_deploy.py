@@ -30,7 +30,7 @@ def compose() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def dockerfile() -> list[list[str]]:
-    """The instructions of the Dockerfile as pairs of name and arguments. Continued lines are joined."""
+    """The instructions of the Dockerfile as pairs of name and arguments. Continuation lines are joined."""
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(lines).replace("\\\n", " ")
     return [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
@@ -51,7 +51,7 @@ def arguments(dockerfile: list[list[str]], instruction: str) -> list[str]:
 
 
 def make(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run make in the checkout. Variables of a make that runs these tests are removed from its environment."""
+    """Run make in the checkout. If make runs these tests, the variables of that outer make are not passed on."""
     inherited = {"CMAKE_ARGS", "LLAMAQ_WHEEL_CACHE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON"}
     return subprocess.run(
         ["make", "--no-print-directory", *args],
@@ -146,7 +146,7 @@ def test_the_image_does_not_depend_on_the_cpu_of_the_build_machine(dockerfile: l
     (build,) = (run for run in arguments(dockerfile, "RUN") if "LLAMA_CPP_PYTHON" in run)
     assert "-DGGML_NATIVE=OFF" in build
     assert "GGML_NATIVE=ON" not in build
-    # the arguments of a user come last, so that they override the others
+    # the user's arguments come last, so that they override the default arguments
     assert build.index("-DGGML_NATIVE=OFF") < build.index("${CMAKE_ARGS}")
 
 

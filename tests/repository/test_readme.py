@@ -123,7 +123,7 @@ def test_the_example_of_attaching_prints_all_of_a_job(capsys: pytest.CaptureFixt
 def test_the_example_of_the_cache_shares_the_system_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     run_block("cache")
     reused = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
-    # The worker prepares the three jobs at the same time. The job that it admits first computes the system prompt.
+    # The worker prepares the three jobs at the same time. The first job that it admits computes the system prompt.
     assert reused.count(["0", "None"]) == 1
     reused.remove(["0", "None"])
     assert len(reused) == 2

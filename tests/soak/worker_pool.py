@@ -13,7 +13,7 @@ from tests.soak.chaos import OUTSIDE, KillPlan
 from tests.soak.environment import POLL_S, Environment, WorkerProcess
 
 OVERDUE_S = 20.0
-"""Seconds after its signal in which a worker must reach its point. Then the pool kills it."""
+"""Seconds after SIGUSR1 within which a worker must reach its point. Otherwise the pool kills it."""
 OUTSIDE_DELAY_S = (0.0, 0.5)
 """Range of the seconds after which the pool kills a worker that is planned to die from outside."""
 MAX_ACCIDENTS = 3
@@ -21,7 +21,7 @@ MAX_ACCIDENTS = 3
 
 @dataclass(eq=False)
 class PoolMember:
-    """A place in the pool and its current worker."""
+    """A place in the pool, and the worker that it has now."""
 
     worker: WorkerProcess
     due_s: float | None = None
@@ -30,7 +30,7 @@ class PoolMember:
 
 @dataclass(eq=False)
 class WorkerPool:
-    """Keeps `size` workers alive, and kills them by the plan. `pace` is the progress of the load, from 0 to 1."""
+    """Keeps `size` workers running, and kills them as planned. `pace` returns the progress of the load, from 0 to 1."""
 
     environment: Environment
     plan: KillPlan
@@ -39,13 +39,13 @@ class WorkerPool:
     tick_s: float = 0.0
     members: list[PoolMember] = field(default_factory=list)
     accidents: list[str] = field(default_factory=list)
-    """Descriptions of workers that ended without being planned to."""
+    """Descriptions of workers that ended although the plan did not kill them."""
 
     async def run(self) -> None:
         """Keep the pool running until cancelled.
 
         Raises:
-            RuntimeError: `MAX_ACCIDENTS` workers ended without being planned to.
+            RuntimeError: `MAX_ACCIDENTS` workers ended although the plan did not kill them.
         """
         for _ in range(self.size):
             self.members.append(PoolMember(self._start_worker()))

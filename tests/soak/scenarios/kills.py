@@ -1,4 +1,4 @@
-"""Workers die by SIGKILL in every phase of a job, and others continue it: no token is lost and none is repeated."""
+"""Workers die by SIGKILL in every phase of a job, and other workers continue it: no token is lost or repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
     "n_parallel": 4,
     "n_ctx": 4096,
     "chunk_size": 32,
-    "max_crashes": 1000,  # the workers die by kills, so no job may become a dead letter
+    "max_crashes": 1000,  # the soak kills the workers, so no job may become a dead letter
 }
 WIDTH, MIN_OPEN_JOBS = 40, 12
 """Largest and smallest number of open jobs while kills remain."""
@@ -68,7 +68,7 @@ async def recall(
 
 
 def shape_of(probe: Probe) -> JobShape:
-    """Return the job that asks the question of a probe."""
+    """Return a job that asks the question of a probe."""
     return JobShape({"prompt": probe.prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "stop": ["\n"]})
 
 
@@ -115,7 +115,7 @@ async def _under_kills(
 
 
 def figures_of(plan: KillPlan, checker: Checker, started_s: float) -> dict[str, Any]:
-    """Return the number of kills by point, and their costs."""
+    """Return the number of kills by point, and the cost of the kills."""
     attempts = [sum(event.type == "started" for event in checker.events_of(job_id)) for job_id in checker.accepted]
     return {
         "kills": plan.done.total(),

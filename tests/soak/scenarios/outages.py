@@ -29,7 +29,7 @@ TICK_S = 0.005
 MAX_TOKENS = 64
 SUBMIT_AGAIN_S = 0.05
 UP_S, DOWN_S = (0.5, 1.5), (0.0, 0.6)
-"""Ranges of the seconds that Redis runs before a restart, and that it is down during a restart."""
+"""Ranges in seconds: how long Redis runs before a restart, and how long it is down during a restart."""
 CALM_S = (0.05, 0.3)
 """Range of the seconds between two cuts."""
 

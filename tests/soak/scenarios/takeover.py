@@ -1,4 +1,4 @@
-"""Measures the pause of a stream when its worker dies, and checks that late writes of a stopped worker are refused."""
+"""Measures how long a stream pauses when its worker dies. Checks that late writes of a paused worker are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOST = re.compile(r"job\.lost id=(\S+) attempt=(\d+)")
 
 
 async def takeover(seed: int, report: ProgressReport, *, n_kills: int = 30, lease_s: float = 3.0) -> Outcome:
-    """Measure the time from the kill of a worker to the next attempt of each of its jobs."""
+    """Kill workers, and measure the time from each kill to the next attempt of each of the worker's jobs."""
     checker, rng, started_s = Checker(), seeded_random(seed, "takeover"), time.monotonic()
     waits_s: list[float] = []
     async with (
@@ -56,7 +56,7 @@ async def _kill_one(runners: Runners, lease_s: float) -> list[float]:
 
 
 async def stopped(seed: int, report: ProgressReport, *, n_stops: int = 12, lease_s: float = 1.0) -> Outcome:
-    """Stop workers until other workers have their jobs, then continue them: all their writes must be refused."""
+    """Pause workers (SIGSTOP) until other workers have their jobs. After SIGCONT, all their writes must be refused."""
     checker, rng, started_s = Checker(), seeded_random(seed, "stopped"), time.monotonic()
     n_attempts = n_refused = 0
     async with (
@@ -77,7 +77,7 @@ async def stopped(seed: int, report: ProgressReport, *, n_stops: int = 12, lease
 
 
 async def _stop_and_continue(runners: Runners, worker: WorkerProcess, lease_s: float) -> dict[str, int]:
-    """Stop a worker until other workers run its jobs, then continue it. Returns its replaced attempts."""
+    """Pause a worker until other workers run its jobs. Returns its attempts that were replaced, by job id."""
     worker.signal(signal.SIGSTOP)
     attempts = await runners.attempts_of(worker)
     try:

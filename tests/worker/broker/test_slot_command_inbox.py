@@ -209,7 +209,7 @@ class FakeEngineWorker:
         self.scheduler.check_integrity()
 
     async def run(self, prompt: list[int] = PROMPT, salt: str = "") -> int:
-        """Run a job to its end in slot 0. Returns how many tokens of its prompt came from the cache."""
+        """Run a job in slot 0 until it ends. Returns the number of prompt tokens that came from the cache."""
         ended = asyncio.get_running_loop().create_future()
         job = make_job(prompt, max_tokens=5, slot=0)
         job.scope = Scope(salt)
@@ -339,7 +339,7 @@ def test_commands_and_files_allow_the_same_names(name: str, tmp_path: Path) -> N
 
 @contextmanager
 def serving_in_thread(url: str, queue: str, handler: RecordingHandler) -> Iterator[None]:
-    """`serving` in a thread, for blocking code."""
+    """Run `serving` in a thread, for tests with blocking code."""
     ready, loop = threading.Event(), asyncio.new_event_loop()
     is_over = asyncio.Event()
 

@@ -24,7 +24,7 @@ MakeEngine = Callable[..., Engine]
 
 OPTIONS = ContextOptions(n_ctx=1024, n_batch=128, n_ubatch=32, n_seq_max=4, n_threads=1, n_threads_batch=1)
 NOISE = 0.02
-"""Upper bound on the change of logits by the shape of the batch, as a share of their standard deviation."""
+"""Upper bound on how much the shape of a batch changes logits, as a share of their standard deviation."""
 TAIL = [7, 300, 42]
 
 

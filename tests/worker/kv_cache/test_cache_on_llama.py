@@ -26,7 +26,7 @@ from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing import GreedySampler, make_job
 
 NOISE = 0.02
-"""Upper bound on the change of logits by the shape of a batch, as a share of their standard deviation."""
+"""Upper bound on how much the shape of a batch changes logits, as a share of their standard deviation."""
 KINDS = [(model, unified) for model in sorted(MEMORY_KINDS) for unified in (True, False)]
 
 
@@ -51,7 +51,7 @@ class Rig:
     samplers: dict[str, RecordingSampler] = field(default_factory=dict)
 
     def run(self, *jobs: Job) -> dict[str, JobStats]:
-        """Run the jobs to their ends and all transfers that they cause."""
+        """Run until the jobs and all transfers that they cause have ended."""
         ended: dict[str, JobStats] = {}
         for job in jobs:
             job.sampler = self.samplers[job.id] = RecordingSampler()
@@ -71,7 +71,7 @@ class Rig:
         raise AssertionError(f"{self.scheduler!r} still has work")
 
     def history(self, job_id: str) -> list[int]:
-        """Return the tokens of an ended job whose cells its sequence held."""
+        """Return the tokens of an ended job that had a cell in its sequence."""
         return list(self.samplers[job_id].draws[-1][0])
 
 

@@ -1,4 +1,4 @@
-"""The prefix cache alone, and a scheduler that uses it: sharing, following, eviction, and separate namespaces."""
+"""The prefix cache alone, and with a scheduler: shared prefixes, jobs that wait for one, eviction and namespaces."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_all(scheduler: Scheduler, engine: FakeEngine, *jobs: Job) -> dict[str, J
 
 
 def run_an_unrelated_job(scheduler: Scheduler, engine: FakeEngine) -> None:
-    """Run a job that shares no prefix. Entries beyond `held_cells` are evicted while it runs."""
+    """Run a job that shares no prefix. Meanwhile entries are evicted until they hold at most `held_cells` cells."""
     run_all(scheduler, engine, make_job([255] * 3, max_tokens=20, cache_prompt=False))
 
 
@@ -326,8 +326,8 @@ def test_when_the_leader_leaves_its_slot_a_follower_computes_the_rest(how: str, 
     ends = ended(run_to_end(scheduler, engine))
     assert sum(end.reason is FinishReason.LENGTH for end in ends) == 3
     n_cached = n_before if how == "cancel" else 0
-    # The remaining jobs compute the rest of the shared prefix once. Each of them also computes its last prompt token
-    # and one generated token.
+    # The three remaining jobs compute the rest of the shared prefix once. Each of them also computes its last prompt
+    # token and one generated token.
     assert engine.computed - n_before <= 100 - n_cached + 3 + 3
 
 

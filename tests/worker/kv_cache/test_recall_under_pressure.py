@@ -1,6 +1,6 @@
-"""The demo model recalls facts in eight slots while sequences are evicted, loaded, preempted and cancelled around it.
+"""The demo model recalls facts in eight slots while sequences are evicted and loaded, and jobs preempted and cancelled.
 
-If a job used the cells of another job, its answer would be wrong. `RECALL_JOBS=500` selects the long form
+If a job used the cells of another job, its answer would be wrong. `RECALL_JOBS=500` selects the long form of the test
 (`make soak-cache`).
 """
 
@@ -51,7 +51,7 @@ class Question:
 
 
 def questions(seed: int) -> list[Question]:
-    """Return random questions. A world is a set of facts for several questions, and belongs to one of two tenants."""
+    """Return random questions. A world is a set of facts with several questions. It belongs to one of two tenants."""
     frame, drawn = FRAMES[1], random.Random(seed)
     asked = []
     for world in range(N_WORLDS):

@@ -1,4 +1,4 @@
-"""Slot states on llama.cpp, for every kind of memory: a job on a restored state gets the logits of a run without it."""
+"""Slot states on llama.cpp, for every kind of memory: a job on a restored state has the same logits as without it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Setup:
         return ended[0].stats, sampler.first
 
     def save(self, slot: int = 0) -> tuple[bytes, bytes]:
-        """Save the state of a slot, with a tick before every step. Returns its tokens and its data."""
+        """Save the state of a slot, with one tick before each step. Returns the tokens and the data of the state."""
         save = self.operations.begin_save(slot)
         while not save.is_complete:
             self.tick()
@@ -116,7 +116,7 @@ class Setup:
 
 @pytest.fixture
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The random-weight model that the test's parameter names."""
+    """The path of the random-weight model that the parameter of the test names."""
     folder = tmp_path_factory.getbasetemp() / "slot-kinds"
     folder.mkdir(exist_ok=True)
     file = folder / f"{request.param}.gguf"
