@@ -144,7 +144,7 @@ class JobClaims:
             return "ok"  # the job key has another type: `start_attempt` moves the entry to the dead letters
 
     async def renew(self, claim: Claim) -> bool:
-        """Renew the claim of a job that has not been started; False when another worker has claimed it."""
+        """Renew the claim of a job that has not started. Returns False if another worker has claimed the job."""
         entry = claim.entry_id
         pending = await self._redis.xpending_range(claim.stream, GROUP, entry, entry, 1, consumername=self._worker_id)
         if not pending:

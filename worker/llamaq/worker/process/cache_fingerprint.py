@@ -1,6 +1,6 @@
 """The fingerprint of saved KV state: identifies the model file, the memory kind, the settings and llama.cpp's version.
 
-llama.cpp loads any state whose shape fits. Only the fingerprint prevents that it loads the state of another model.
+llama.cpp loads any state whose shape fits. The fingerprint prevents it from loading the state of another model.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ SIGNAL_EVERY_S = 0.2
 
 def _end_with_supervisor() -> None:
     """Wait for the death of the supervisor, then stop this process."""
-    while os.read(sys.stdin.fileno(), 4096):  # reading sys.stdin would abort the exit of Python
+    while os.read(sys.stdin.fileno(), 4096):  # a thread that waits in sys.stdin makes Python abort at exit
         pass
     deadline_s = time.monotonic() + ORPHAN_TIMEOUT_S
     while time.monotonic() < deadline_s:  # the second signal skips the drain

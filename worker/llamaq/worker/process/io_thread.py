@@ -92,9 +92,12 @@ class IoThread:
     # ---- called on the engine thread
 
     def start(self) -> BaseException | None:
-        """Start the thread, wait until the worker is in the list of workers, and return the error that prevented this.
+        """Start the thread and wait until the worker is in the list of workers.
 
         While Redis is unreachable, the wait has no time limit; `stop_intake` ends it.
+
+        Returns:
+            The error that ended the thread before that. None: there was no error.
         """
         self._thread.start()
         self._ready.result()
@@ -162,7 +165,7 @@ class IoThread:
             await redis.aclose()
 
     async def _wait_for_redis(self, redis: Redis) -> bool:
-        """Wait until Redis answers. False when the worker was stopped before that."""
+        """Wait until Redis answers. Returns False if the worker was stopped before that."""
         while not self._closing.is_set():
             try:
                 await redis.ping()

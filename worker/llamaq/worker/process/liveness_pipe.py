@@ -103,7 +103,7 @@ class LivenessReader:
         """Seconds since the last line. Between two polls, at most `MAX_STEP_S` is counted."""
 
     def poll(self) -> bool:
-        """Read the lines of the child. False when its engine hangs. Call this method at least every `MAX_STEP_S`."""
+        """Read the lines of the child. Returns False if its engine hangs. Call it at least every `MAX_STEP_S`."""
         now_s = self._clock()
         self.silent_s += min(now_s - self._polled_s, MAX_STEP_S)
         self._polled_s = now_s

@@ -103,7 +103,7 @@ class Child:
         return None
 
     def _kill_if_hung(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a process whose engine hangs, because it reacts to no other signal. Other workers reclaim its jobs."""
+        """Kill a process whose engine hangs: it cannot handle other signals. Other workers reclaim its jobs."""
         if self._liveness is not None and not self._liveness.poll():
             log.error("child.hung pid=%d silent_s=%.1f", process.pid, self._liveness.silent_s)
             process.kill()
