@@ -1,7 +1,7 @@
 """The candidates for the next token, and the filters of the sampler chain: top-k, typical-p, top-p and min-p.
 
-Each filter keeps the same candidates as the sampler of that name in llama.cpp (src/llama-sampler.cpp) with `min_keep`
-1. No filter sorts a whole vocabulary, because sorting 151,936 logits takes about 20 ms.
+Each filter keeps the same candidates as the sampler of the same name in llama.cpp (src/llama-sampler.cpp) with
+`min_keep` = 1. No filter sorts a whole vocabulary, because sorting 151,936 logits takes about 20 ms.
 
 Arrays have one dimension: (n_vocab,) for logits of the whole vocabulary, (n_candidates,) for logits of candidates.
 """
@@ -21,18 +21,18 @@ Indices = npt.NDArray[np.intp]
 BLOCK_LOGITS = 128
 """Logits in one block of `_top_k_superset`."""
 SORT_LIMIT = 1024
-"""Up to this number, candidates are sorted; more candidates are first counted in bins."""
+"""Up to this number of candidates are sorted directly. More candidates are first counted in bins."""
 BINS_PER_NAT, N_BINS = 32, 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The tokens that may be drawn, in ascending order of ids: llama_token_data_array in llama.cpp."""
+    """The tokens that may be drawn, in ascending order of ids. Corresponds to llama_token_data_array of llama.cpp."""
 
     tokens: TokenIds
     """Token ids, shape (n_candidates,)."""
     logits: Logits
-    """Their logits, shape (n_candidates,)."""
+    """Logits of the tokens, shape (n_candidates,)."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -41,7 +41,7 @@ class Candidates:
         return Candidates(self.tokens[selection], self.logits[selection])
 
     def largest(self, k: int) -> Candidates:
-        """Return the `k` candidates with the largest logits. Of equal logits, the smaller ids are kept."""
+        """Return the `k` candidates with the largest logits. Among equal logits, smaller ids are kept."""
         return self[np.sort(np.argsort(-self.logits, kind="stable")[:k])]
 
     @property
@@ -62,7 +62,7 @@ def unmasked_candidates(logits: Logits) -> Candidates:
 def top_k(logits: Logits, k: int) -> Candidates:
     """Return the `k` tokens with the largest logits, without tokens whose logit is minus infinity.
 
-    Of equal logits, the smaller ids are kept. Source: llama_sampler_top_k.
+    Among equal logits, smaller ids are kept. Source: llama_sampler_top_k.
     """
     if k >= logits.size:
         return unmasked_candidates(logits)
@@ -76,14 +76,14 @@ def top_k(logits: Logits, k: int) -> Candidates:
 def typical_p(candidates: Candidates, p: float) -> Candidates:
     """Return the smallest set of the most typical candidates whose total probability is above `p`.
 
-    A candidate is the more typical, the smaller |-ln(p_i) - H| is, where H = -sum(p_i ln(p_i)) is the entropy in nats.
+    The most typical candidate i has the smallest |-ln(p_i) - H|, where H = -sum(p_i ln(p_i)) is the entropy in nats.
     Source: Meister et al., Locally Typical Sampling (arXiv:2202.00666); llama_sampler_typical.
     """
     weights = _weights(candidates, candidates.max_logit)
     probabilities = weights / weights.sum(dtype=np.float64)
     surprise = -np.log(np.maximum(probabilities, np.finfo(np.float32).tiny))
     distance = np.abs(surprise - probabilities @ surprise)
-    # llama.cpp requires sum > p here, but sum >= p for top-p. For floats, sum > p means sum >= nextafter(p).
+    # llama.cpp requires sum > p here, but sum >= p for top-p. sum > p is the same as sum >= the next float after p.
     return candidates[_nearest_with_mass(distance, probabilities, np.nextafter(p, 2))]
 
 
@@ -91,9 +91,9 @@ def top_p_min_p(candidates: Candidates, p: float, min_p: float) -> Candidates:
     """Return the candidates that both top-p and min-p keep.
 
     Top-p keeps the smallest set of the most probable candidates whose total probability is at least `p`. Min-p keeps
-    the candidates with p_i >= min_p * max(p), which is logit_i >= max(logit) + ln(min_p). Each filter keeps a prefix of
-    the candidates in descending order, so the result does not depend on the order of the filters. Here min-p comes
-    first, because it leaves fewer candidates to sort.
+    the candidates with p_i >= min_p * max(p), which is equivalent to logit_i >= max(logit) + ln(min_p). Each filter
+    keeps the first candidates in descending order of probability, so the order of the filters does not change the
+    result. Here min-p comes first, because it leaves fewer candidates to sort.
 
     Sources: Holtzman et al., The Curious Case of Neural Text Degeneration (arXiv:1904.09751), llama_sampler_top_p;
     Nguyen et al., Min-p Sampling (arXiv:2407.01082), llama_sampler_min_p.
@@ -121,14 +121,15 @@ def _weights(candidates: Candidates, max_logit: float) -> Logits:
 
 
 def _top_k_superset(logits: Logits, k: int) -> TokenIds:
-    """Return the `k` tokens with the largest logits, and possibly more, in ascending order. NaN is the largest.
+    """Return the `k` tokens with the largest logits, and possibly more, in ascending order. NaN counts as the largest.
 
-    The logits are divided into blocks. At least `k` logits reach the k-th largest block maximum, and usually few more.
+    The logits are divided into blocks. The result has the logits that are at least the k-th largest block maximum:
+    these are at least `k` logits, and usually only a few more.
     """
     n_blocks = logits.size // BLOCK_LOGITS
     if n_blocks <= 2 * k:
         return np.flatnonzero(~(logits < np.partition(logits, logits.size - k)[logits.size - k]))
-    # A block is a column: numpy computes maxima along the first axis much faster than along the last.
+    # Each block is a column, because numpy computes maxima along the first axis much faster than the last.
     blocks = logits[: n_blocks * BLOCK_LOGITS].reshape(BLOCK_LOGITS, n_blocks)
     maxima = blocks.max(axis=0)
     bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
@@ -139,7 +140,7 @@ def _top_k_superset(logits: Logits, k: int) -> TokenIds:
 
 
 def _nearest_with_mass(distance: Logits, weights: npt.NDArray[np.floating], mass: float) -> Indices:
-    """Return the smallest set of candidates, nearest first, whose weights sum to at least `mass`.
+    """Return the nearest candidates: as few as possible, but with weights that sum to at least `mass`.
 
     Args:
         distance: Distance of each candidate in nats, shape (n_candidates,).

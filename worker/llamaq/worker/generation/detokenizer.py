@@ -25,7 +25,7 @@ class StreamDetokenizer:
     character, the longest one counts. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        vocab: Has the bytes of each token.
+        vocab: Returns the bytes of each token.
         stop: The stop strings.
     """
 
@@ -86,10 +86,10 @@ class StopMatcher:
         return self._depth[self._state]
 
     def read(self, text: str) -> tuple[int, int]:
-        """Read `text`, at most to the first complete stop string.
+        """Read `text` up to its end, or up to the end of the first complete stop string.
 
         Returns:
-            The number of characters read, and the length of the complete stop string, or 0.
+            The number of characters read, and the length of the complete stop string, or 0 if none is complete.
         """
         for n_read, character in enumerate(text, 1):
             self._state = self._step(self._state, character)

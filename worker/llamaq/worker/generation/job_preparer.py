@@ -1,4 +1,4 @@
-"""Turns the bytes of a request into a job that can be admitted. Runs on other threads than the engine thread."""
+"""Turns the bytes of a request into a job that can be admitted. Does not run on the engine thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JobPreparer:
     Args:
         vocab: The model's vocabulary.
         grammar_sandbox: Compiles grammars safely.
-        defaults: Sampling parameters for requests without them.
+        defaults: Values of the sampling parameters that a request does not set.
         context_limit: Largest number of tokens of a job, prompt included.
         max_request_bytes: Largest size of an encoded request.
         counts_system_tokens: Whether `Job.system_tokens` is set for every chat, so that the cache can save the state at
@@ -112,7 +112,7 @@ class JobPreparer:
         return prompt
 
     def _system_tokens(self, request: JobRequest, prompt: Sequence[int]) -> int:
-        """Return the number of prompt tokens of the system messages, including the template's text around them."""
+        """Return the number of prompt tokens of the system messages, including template text around them."""
         system = tuple(takewhile(lambda message: message.role == "system", request.messages or ()))
         if not system or not (self._counts_system_tokens or request.cache_public == "system"):
             return 0

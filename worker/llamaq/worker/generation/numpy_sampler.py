@@ -1,8 +1,8 @@
-"""Draws tokens from logits: the sampler chain of llama.cpp in numpy, with draws that can be repeated.
+"""Draws tokens from logits: the sampler chain of llama.cpp in numpy, with reproducible draws.
 
-The order of the chain is that of llama.cpp (common/sampling.cpp): logit bias, penalties, grammar, top-k, typical-p,
-top-p, min-p, temperature. Only the last step, the draw, differs: the random number is a hash of the seed and the
-position. So an attempt that resumes a job draws with the same random numbers as an uninterrupted attempt.
+The steps of the chain have the order of llama.cpp (common/sampling.cpp): logit bias, penalties, grammar, top-k,
+typical-p, top-p, min-p, temperature. Only the last step, the draw, differs: the random number is a hash of the seed and
+the position. So an attempt that resumes a job draws with the same random numbers as an uninterrupted attempt.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from llamaq.worker.generation.candidate_filters import (
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 
 GRAMMAR_FIRST_TOKENS = 256
-"""Lower bound on the number of most probable tokens that a grammar checks first."""
+"""Lower bound on the number of tokens that are checked first with a grammar: those with the largest logits."""
 GREEDY_BELOW = 1e-6
-"""Lower temperatures mean greedy decoding: logits divided by them exceed the range of float32."""
+"""Temperatures below this value mean greedy decoding. Logits divided by such a temperature can exceed the range of
+float32."""
 NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
 
 
@@ -39,9 +40,9 @@ class LogitSampler:
     Args:
         params: The sampling parameters.
         seed: The seed of the draws.
-        logit_bias: Added to the logits; maps token ids to biases.
+        logit_bias: Maps token ids to the values that are added to their logits.
         masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`.
-        grammar: Restricts the tokens; `close` closes it too.
+        grammar: Restricts the tokens. `close` closes the grammar too.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class LogitSampler:
     def _sample_with_grammar(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
         """Draw from all tokens. If the grammar does not allow the drawn token, draw again from the allowed tokens.
 
-        Checking only the drawn token is much faster. Source: common_sampler_sample in llama.cpp.
+        Checking only the drawn token is much faster than checking all tokens. Source: common_sampler_sample of
+        llama.cpp.
         """
         grammar.accept(generated)
         token = self._draw(self._candidates(logits), len(generated))
@@ -97,7 +99,7 @@ class LogitSampler:
         return top_k(logits, k) if k else unmasked_candidates(logits)
 
     def _allowed(self, grammar: Grammar, logits: Logits) -> Candidates:
-        """Return the tokens that the grammar allows: the `top_k` of them with the largest logits."""
+        """Return the `top_k` tokens with the largest logits among the tokens that the grammar allows; 0 means all."""
         n_wanted = 1 if self._is_greedy else self._params.top_k
         n_checked = max(GRAMMAR_FIRST_TOKENS, 4 * n_wanted) if n_wanted else logits.size
         while n_checked < logits.size:
@@ -130,8 +132,8 @@ class LogitSampler:
     def _draw(self, candidates: Candidates, position: int) -> int:
         """Filter the candidates, and draw one by inverse transform sampling.
 
-        Of the candidates in ascending order of ids, the first with cumulative weight > u * total weight is drawn, where
-        u is the random number of this position.
+        The candidates are in ascending order of ids. The first candidate with cumulative weight > u * total weight is
+        drawn, where u is the random number of this position.
         """
         if not len(candidates):
             raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
@@ -146,13 +148,14 @@ class LogitSampler:
     def _uniform(self, position: int) -> float:
         """Return a uniform random number in [0, 1) that depends only on the seed and the position.
 
-        It is 2**-53 times the upper 53 bits of the 64-bit BLAKE2b hash of the position, with the seed as the key.
+        The number is the upper 53 bits of the 64-bit BLAKE2b hash of the position, with the seed as the key, divided by
+        2**53.
         """
         digest = blake2b(position.to_bytes(8, "little"), digest_size=8, key=self._seed).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     def _adjust(self, logits: Logits, history: Sequence[int]) -> None:
-        """Apply bias, penalties and mask to the logits, in place: copying them takes longer than the whole sampling."""
+        """Apply bias, penalties and mask to the logits, in place: copying logits takes longer than sampling."""
         if self._bias_tokens.size:
             if self._bias_tokens.max() >= logits.size:
                 message = f"logit_bias has token {self._bias_tokens.max()}, but the vocabulary has {logits.size} tokens"
@@ -164,10 +167,11 @@ class LogitSampler:
             logits[self._masked] = -np.inf
 
     def _penalize(self, logits: Logits, history: Sequence[int]) -> None:
-        """Lower the logits of the tokens among the last `penalty_last_n` of the history, in place.
+        """Lower the logits of the tokens that occur in the last `penalty_last_n` tokens of the history, in place.
 
-        logit_i = (logit_i * repeat if logit_i <= 0 else logit_i / repeat) - count_i * frequency - presence, where
-        count_i is the number of occurrences. Source: llama_sampler_penalties_apply.
+        new_logit_i = scaled_i - count_i * frequency_penalty - presence_penalty, where count_i is the number of
+        occurrences of token i, and scaled_i is logit_i * repeat_penalty if logit_i <= 0, otherwise
+        logit_i / repeat_penalty. Source: llama_sampler_penalties_apply.
         """
         params = self._params
         n_last = len(history) if params.penalty_last_n < 0 else params.penalty_last_n
@@ -191,6 +195,6 @@ def _best_token(logits: Logits) -> int:
 
 
 def _check_finite(largest: float) -> None:
-    """Raise `JobRejected` if the largest logit is NaN or infinite. It is NaN if any logit is NaN."""
+    """Raise `JobRejected` if the largest logit is plus infinity or NaN. It is NaN if any logit is NaN."""
     if isnan(largest) or largest == inf:
         raise JobRejected(ErrorCode.DECODE_FAILED, "the model computed logits that are not finite numbers")

@@ -37,7 +37,7 @@ def claim_folder(folder: Path, key: str) -> tuple[Path, int]:
         The locked folder, and the file descriptor of its lock. The lock ends when the descriptor is closed.
 
     Raises:
-        OSError: All `MAX_FOLDERS` folders are locked, or the file system refuses.
+        OSError: All `MAX_FOLDERS` folders are locked, or the file system returns an error.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for number in range(MAX_FOLDERS):
@@ -93,7 +93,7 @@ def file_size(file: BinaryIO) -> int:
 
 
 def read_up_to(file: BinaryIO, n_bytes: int) -> bytes:
-    """Read `n_bytes`, or fewer at the end of the file. Reads repeatedly: one raw `read` returns at most 2 GiB."""
+    """Read `n_bytes`, or fewer at the end of the file. It repeats `read`, because one call returns at most 2 GiB."""
     data = file.read(n_bytes)
     while len(data) < n_bytes and (more := file.read(n_bytes - len(data))):
         data += more

@@ -29,7 +29,7 @@ from llamaq.worker.offload.host_arena import HostArena
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
-"""Tokens of a block. A block of this size moves in less than a tick. Larger blocks would hardly cost less per token."""
+"""Tokens of a block. A block of this size moves in less than a tick. Larger blocks take about as long per token."""
 MIN_ENTRY_TOKENS = 16
 """Entries with fewer tokens are not saved: their transfer costs more than it gains."""
 
@@ -51,7 +51,7 @@ class BlockFiles(Protocol):
 
 
 class NoBlockFiles:
-    """Stands in for the disk tier when there is no disk."""
+    """Replaces the disk tier when there is none."""
 
     def submit(self, operations: Iterable[DiskOperation]) -> None:
         """Do nothing: without a disk there are no operations."""
@@ -68,7 +68,7 @@ class NoBlockFiles:
 
 @dataclass(slots=True)
 class SaveTransfer:
-    """A transfer that saves an entry of the device."""
+    """A transfer that saves the cells of an entry from the device."""
 
     entry: Entry
     spans: deque[TokenSpan]
@@ -84,7 +84,7 @@ class LoadTransfer:
     blocks: deque[Block]
     """The blocks that are not loaded yet."""
     disk_read: Future[Data | None] | None = None
-    """The data of the first block, while it is read from disk. None: no disk read is needed."""
+    """The disk read of the next block. None if the data of the next block is in host memory."""
 
     @property
     def is_ready(self) -> bool:
@@ -94,13 +94,13 @@ class LoadTransfer:
 
 @dataclass(slots=True)
 class TransferPacer:
-    """Limits a loop of transfers to a time budget, from the measured time of one transfer."""
+    """Limits a loop of transfers to a time budget, based on the measured time of one transfer."""
 
     transfer_s: float = field(default=0.0)
     """Moving average of the time of one transfer, in seconds."""
 
     def rounds(self, budget_s: float) -> Iterator[None]:
-        """Yield once, and again while the next transfer will probably end within `budget_s`."""
+        """Yield once, and then as long as the next transfer will probably end within `budget_s`."""
         started_s = time.perf_counter()
         deadline_s = started_s + budget_s
         while True:
@@ -113,7 +113,7 @@ class TransferPacer:
 
 
 class BlockTransfers:
-    """Saves entries into a `BlockStore` and loads stored prefixes from it. Fulfils `Offload`."""
+    """Saves entries into a `BlockStore` and loads stored prefixes from this store. Implements `Offload`."""
 
     def __init__(
         self,

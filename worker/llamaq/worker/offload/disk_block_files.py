@@ -2,10 +2,10 @@
 
     <folder>/<hash of the fingerprint>/<name of the block>.kv
 
-Each process locks a folder: a second worker of the same model uses `<hash>.1`. A file gets its final name only when it
-is complete, so a process that dies leaves no half-written block. Files are not synced, because waiting for the disk
-on every write costs more than losing some files in a power failure. Every file is verified when it is read, so a torn
-file is detected.
+Each process locks its folder, so a second worker with the same fingerprint uses `<hash>.1`. A file gets its final name
+only when it is complete, so a process that dies leaves no half-written block. Files are not synced, because waiting for
+the disk on every write costs more than losing some files in a power failure. Every file is verified when it is read, so
+a torn file is detected.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SUFFIX = ".kv"
 MAX_PENDING_BYTES = 256 * 1024**2
 _FILE_NAME = re.compile(r"([0-9a-f]{64})\.kv")
 _ERASED_FAULTS = frozenset({Fault.TORN, Fault.TOO_LARGE})
-"""Files with these faults are erased at the start. Other files may belong to another model or program."""
+"""Files with these faults are erased when the worker starts. Other files may belong to another model or program."""
 
 
 class DiskBlockFiles:
-    """The files of one `BlockStore`. Fulfils `BlockFiles`.
+    """The files of one `BlockStore`. Implements `BlockFiles`.
 
-    All methods are for the engine thread. Only `rebuild` and `close` wait for the disk.
+    Call all methods on the engine thread. Only `rebuild` and `close` wait for the disk.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class DiskBlockFiles:
             folder: The cache folder, shared by all models and workers.
             fingerprint: Identifies the model, the settings and the llama.cpp version that the data is valid for.
             max_file_bytes: Larger files are not used.
-            max_pending_bytes: Upper bound on the data that host memory has evicted and that is not written yet. Further
-                evicted blocks are lost.
+            max_pending_bytes: Upper bound on the data that is evicted from host memory but not yet written to disk.
+                When this bound is reached, further evicted blocks are lost.
 
         Raises:
             InvalidSettings: The folder cannot be used.
@@ -67,7 +67,7 @@ class DiskBlockFiles:
             raise InvalidSettings(f"--cache-dir (LLAMAQ_CACHE_DIR): {exc}") from exc
         self.background = BackgroundThread("llamaq-disk")
         self._pending: dict[bytes, WriteBlock] = {}
-        """Maps the name of a block to its write that is not finished. The background thread only reads this dict."""
+        """Maps the name of a block to its unfinished write. The background thread only reads this dict."""
         self._written: deque[tuple[WriteBlock, bool]] = deque()
         """Writes that the background thread has tried, and whether they succeeded."""
         self._failed: list[Block] = []
@@ -141,7 +141,7 @@ class DiskBlockFiles:
         self.background.submit(call).add_done_callback(_log_unexpected_exception)
 
     def _collect_written(self) -> None:
-        """Remove finished and failed writes from the pending ones."""
+        """Remove finished and failed writes from the pending writes."""
         while self._written:
             write, has_succeeded = self._written.popleft()
             if self._pending.get(write.block.name) is write:  # otherwise the block was erased or written again

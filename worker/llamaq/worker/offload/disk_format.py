@@ -1,10 +1,15 @@
-"""The format of a block's file: header, packed tokens, data, checksum. Sizes in bytes follow the names.
+"""The format of a block's file: header, packed tokens, data, checksum.
 
-    magic 8 | format 4 | zeros 4 | fingerprint 32 | parent's name 32 | namespace's key 32 | start 8 | end 8
-    data length 8 | tokens 4 * (end - start) | data | crc32 of all preceding bytes 4
+The file has these fields, with their sizes in bytes:
 
-Numbers and data have the byte order of the machine. The name of the file is the name of the block: a hash over
-its parent's name, its namespace and its tokens. A header that matches the name can therefore be used before the data is
+    header     magic (8), format version (4), zeros (4), key of the fingerprint (32), name of the parent block (32),
+               key of the namespace (32), first token (8), token after the last one (8), size of the data (8)
+    tokens     4 for each token
+    data       as given in the header
+    checksum   crc32 of all preceding bytes (4)
+
+Numbers and data have the byte order of the machine. The name of the file is the name of the block: a hash of
+the parent's name, the namespace and the tokens. A header that matches the name can therefore be used before the data is
 verified. The checksum detects torn files and disk errors, not an attacker with write access to the folder; crc32 is the
 fastest checksum in Python's standard library.
 """
@@ -73,8 +78,8 @@ def read_header(file: BinaryIO, name: bytes, fingerprint: bytes, max_bytes: int)
     Args:
         file: The file, open at its beginning.
         name: The block's name, from the name of the file.
-        fingerprint: The key of this worker's fingerprint.
-        max_bytes: Upper bound on the file and on what is read. A larger file is `Fault.TOO_LARGE`.
+        fingerprint: The `fingerprint_key` of this worker.
+        max_bytes: Upper bound on the size of the file. A larger file is `Fault.TOO_LARGE`.
     """
     size = file_size(file)
     fixed = read_up_to(file, HEADER.size)
@@ -96,7 +101,7 @@ def read_header(file: BinaryIO, name: bytes, fingerprint: bytes, max_bytes: int)
 
 
 def read_data(file: BinaryIO, block: Block, fingerprint: bytes) -> bytes | Fault:
-    """Read the data of the block's file. Verify it with the header of the block and the checksum."""
+    """Read the data of the block's file. Verify the header in the file against the block, and the checksum."""
     if file_size(file) != block.file_bytes:
         return Fault.TORN
     header = encode_header(block, fingerprint)

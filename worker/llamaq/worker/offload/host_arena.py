@@ -1,6 +1,6 @@
-"""Host memory for saved cells, allocated and touched ahead of its use.
+"""Host memory for saved cells, allocated and filled with zeros before it is needed.
 
-The first write to a fresh page waits until the system provides and clears the page. A copy into fresh memory therefore
+The first write to a new page waits until the system provides and clears the page. A copy into new memory therefore
 takes many times as long (measured for 0.5 MB: 1.5 ms instead of 0.09 ms), and the engine thread would wait. Here a
 background thread allocates slabs ahead, and buffers are reused. If the system has huge pages, it uses them for slabs.
 """

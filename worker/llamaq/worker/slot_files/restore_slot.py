@@ -26,7 +26,7 @@ STEP_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class SlotRestore:
-    """A restore under way. Jobs cannot use the state before the restore is complete."""
+    """A restore in progress. Jobs cannot use the state before the restore is complete."""
 
     slot: Slot
     tokens: bytes
@@ -36,7 +36,7 @@ class SlotRestore:
     entry: Entry | None = None
     """The entry that the state is loaded into. None when the cache already contains the whole state."""
     n_restored: int = 0
-    """Tokens of the state that are on the device."""
+    """Number of tokens of the state that are on the device."""
 
     @property
     def n_tokens(self) -> int:
@@ -127,7 +127,7 @@ class SlotRestorer:
             self.cancel(restore)
 
     def _is_cached(self, tokens: bytes, scope: Scope) -> bool:
-        """Whether an entry contains the whole state and is not moving off the device."""
+        """Whether an entry contains the whole state and is not being moved to the offload tiers."""
         match = self._memory.match(tokens, scope)
         is_staying = isinstance(match.source, Entry) and not match.source.in_transfer
         return is_staying and match.n_held * TOKEN_BYTES == len(tokens)

@@ -1,8 +1,8 @@
 """Saves the state of a slot: collects its cells from the slot's sequence, cached entries, host memory and disk.
 
-A save runs on the engine thread between ticks, in steps of a few milliseconds and at least one block. Between two steps
-the job may continue or end, and entries may move between the tiers. Therefore every step searches for the next cells
-again. If sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
+A save runs on the engine thread between ticks. A step takes a few milliseconds and reads at least one block. Between
+two steps the job may continue or end, and entries may move between the tiers. Therefore every step searches for the
+next cells again. If sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from llamaq.worker.offload.block_transfers import BLOCK_TOKENS
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart
 
 STEP_S = 0.005
-"""Seconds of a step after which it starts no further part."""
+"""A step that has run for this time starts no further part."""
 
 
 @dataclass(slots=True, eq=False)
 class SlotSave:
-    """A save under way: the tokens of the state, and the parts that were read."""
+    """A save in progress: the tokens of the state, and the parts that have been read."""
 
     tokens: bytes
     """Packed tokens of the state."""
@@ -38,7 +38,7 @@ class SlotSave:
     """The job that ran in the slot when the save began."""
     parts: list[SlotStatePart] = field(default_factory=list)
     awaited_span: tuple[int, int] = (0, 0)
-    """First and end token of the part that is being read from disk."""
+    """First cell, and cell after the last one, of the part that is being read from disk."""
 
     @property
     def n_tokens(self) -> int:
@@ -46,7 +46,7 @@ class SlotSave:
 
     @property
     def n_read(self) -> int:
-        """Number of tokens of the state that were read."""
+        """Number of tokens of the state that have been read."""
         return self.parts[-1].end if self.parts else 0
 
     @property
@@ -148,7 +148,7 @@ class SlotSaver:
         return True
 
     def _read_from_offload(self, save: SlotSave) -> Future[Data | None]:
-        """Start reading the next part from host memory or disk. Raises `SlotCommandRefused` when both lack it."""
+        """Start reading the next part from host memory or disk. Raises `SlotCommandRefused` if neither has it."""
         stored = self._offload.match(save.tokens, save.scope)
         for block in stored.blocks if stored else ():
             end = min(block.end, save.n_tokens)

@@ -1,9 +1,15 @@
 """The files of saved slots: one file `<folder>/slots/<name>.slot` for each name that a user has given.
 
-    magic 8 | format 4 | metadata length 4 | fingerprint 32 | tokens' length 8 | data length 8
-    metadata as JSON | packed tokens | data | crc32 of all before 4
+Each file has these fields, with their sizes in bytes:
 
-A user requested each of these files. The files are therefore synced and never evicted. Several workers may share the
+    header     magic (8), format version (4), size of the metadata (4), key of the fingerprint (32),
+               size of the tokens (8), size of the data (8)
+    metadata   as JSON
+    tokens     packed tokens
+    data       the parts of the state, see `slot_state_parts`
+    checksum   crc32 of all preceding bytes (4)
+
+Because a user requested each of these files, they are synced to disk and never evicted. Several workers may share the
 folder.
 """
 
@@ -36,7 +42,7 @@ HEADER = struct.Struct("=8sII32sQQ")
 SUFFIX = ".slot"
 MAX_META_BYTES = 64 * 1024
 ABANDONED_S = 3600.0
-"""An unfinished file that is older than this is erased, because its writer has died."""
+"""An unfinished file that is older than this is erased, because the process that wrote it has died."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -51,9 +57,9 @@ class SavedSlotInfo:
     n_bytes: int
     """Length of the data in bytes."""
     saved_s: float
-    """Time of the save, in seconds of Unix time."""
+    """Time of the save, as Unix time in seconds."""
     is_usable: bool
-    """Whether this worker can restore the state: its fingerprint is that of this worker."""
+    """Whether this worker can restore the state, because the file has the fingerprint of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class SavedSlot:
     tokens: bytes
     """Packed tokens."""
     data: bytes
-    """The encoded parts of the state, see `state_parts`."""
+    """The encoded parts of the state, see `slot_state_parts`."""
 
 
 class SavedSlotFiles:
@@ -149,7 +155,7 @@ class SavedSlotFiles:
         """Read and verify everything before the tokens.
 
         Returns:
-            The header, decoded and as the bytes of the file.
+            The decoded header, and the bytes of the header and the metadata.
         """
         size = file_size(file)
         fixed = read_up_to(file, HEADER.size)
@@ -182,7 +188,7 @@ class SavedSlotFiles:
             raise InvalidRequest(f"slot state {name!r} cannot be read: {exc.strerror or exc}") from exc
 
     def _path(self, name: str) -> Path:
-        """Return the path of the file with this name. Raises `InvalidRequest` when the name could be a path."""
+        """Return the path of the file with this name. Raises `InvalidRequest` for a name that is not allowed."""
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"slot state {name[:80]!r}: a name has 1 to 64 of A-Z a-z 0-9 _ -")
         return self.folder / (name + SUFFIX)

@@ -70,7 +70,7 @@ class FakeEngine:
         return self.vocab.n_tokens
 
     def run(self, batch: Batch) -> list[SlotResult]:
-        """Compute the batch, and sample a token for each slot whose history is complete."""
+        """Compute the batch, and sample a token for each slot whose tokens are then all computed."""
         self._check(batch)
         self.batches.append(batch)
         if self._refusals and batch:
@@ -92,7 +92,7 @@ class FakeEngine:
         self._failing[job_id] = JobRejected(code, message)
 
     def lose_cells(self, job_id: str, n_past: int = 0) -> None:
-        """Lose the job's cells after the first `n_past` in its next batch."""
+        """In the job's next batch, lose all of its cells except the first `n_past`."""
         self._losing[job_id] = n_past
 
     def refuse(self, n_batches: int = 1) -> None:

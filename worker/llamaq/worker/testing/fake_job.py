@@ -47,7 +47,7 @@ class GreedySampler:
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
         self.closed = 0
-        """How often `close` was called."""
+        """Number of calls of `close`."""
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         if self.closed:

@@ -41,7 +41,7 @@ def make_memory(
         engine: The fake engine.
         n_slots: Number of slots.
         cache: The prefix cache. None caches nothing.
-        offload: The tiers behind the device. None means that evicted cells are lost.
+        offload: The offload tiers. None means that evicted cells are lost.
         held_cells: See `KvMemory`.
         similarity: See `SlotPool`.
     """

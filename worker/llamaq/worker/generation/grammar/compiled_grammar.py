@@ -1,9 +1,9 @@
 """A grammar that restricts the output of one job, with the grammar sampler of llama.cpp.
 
 llama_sampler_accept aborts the process on a token that the grammar does not allow. So `Grammar.accept` checks each
-token before this call. If a grammar does not parse, llama_sampler_init_grammar writes it to stderr. On other grammars
-it can abort, hang, or recurse until the stack overflows. So only a grammar that the `GrammarSandbox` has accepted may
-be used.
+token before it calls this function. If llama_sampler_init_grammar cannot parse a grammar, it writes the grammar to
+stderr. On other grammars it can abort, hang, or recurse until the stack overflows. So only a grammar that the
+`GrammarSandbox` has accepted may be used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llamaq.common.vocab.llama_vocab import Vocab
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 """llama_token_data of llama.cpp."""
 MAX_STEP_S = 1.0
-"""A step that takes more processor time ends the job, because the next steps could take much longer."""
+"""If one step takes more processor time, the job fails, because the next steps could take much longer."""
 OVERLONG_NULS = (b"\xc0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80")
 """Overlong UTF-8 encodings of NUL. llama_sampler_apply reads them as the end of a token. llama_sampler_accept
 reads them as a character, and aborts if the grammar does not allow it. So a token that completes such an encoding is
@@ -32,10 +32,10 @@ never allowed."""
 
 
 class Grammar:
-    """A compiled grammar and its state after the accepted tokens. Its memory is freed by `close`, or with this object.
+    """A compiled grammar and its state after the accepted tokens. `close` or garbage collection frees it.
 
     Args:
-        vocab: The model's vocabulary, which must live longer.
+        vocab: The model's vocabulary. It must not be freed before the grammar.
         text: The grammar in GBNF, checked by the `GrammarSandbox`.
         root: The name of the rule that the whole output must match.
 

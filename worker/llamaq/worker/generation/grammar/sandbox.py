@@ -69,7 +69,7 @@ class GrammarSandbox:
         """End the process. A running trial fails. May be called twice."""
         process = self._process
         if process is not None:
-            process.kill()  # without the lock, because a running trial has it
+            process.kill()  # does not wait for the lock, because a running trial holds it
         with self._lock:
             if self._process is not None:
                 self._process.close()
@@ -124,7 +124,7 @@ class _SandboxProcess:
         """Wait until the process has loaded the vocabulary.
 
         Raises:
-            TimeoutError: It takes more than `START_TIMEOUT_S`.
+            TimeoutError: Loading takes more than `START_TIMEOUT_S`.
             OSError, EOFError: The process has ended.
         """
         if not self.has_started:

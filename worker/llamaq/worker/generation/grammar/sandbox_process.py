@@ -31,7 +31,7 @@ from llamaq.worker.generation.grammar.static_checks import check_grammar
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
 """Memory that the process may use in addition to the vocabulary."""
 N_RANDOM_TOKENS, N_LONGEST_TOKENS = 2048, 256
-"""A walk generates one short output. It first chooses from these numbers of random tokens and of longest tokens."""
+"""Numbers of random tokens and of longest tokens from which a walk first chooses. A walk generates one short output."""
 WALK_TOKENS = 40
 """Upper bound on the tokens of a walk."""
 WALK_S = 0.06
@@ -47,7 +47,7 @@ class GrammarTrial:
 
     Args:
         vocab: The model's vocabulary.
-        messages: The file that receives the error messages of llama.cpp, which are written to stderr.
+        messages: The file to which stderr is redirected. It receives the error messages of llama.cpp.
     """
 
     def __init__(self, vocab: Vocab, messages: IO[bytes]) -> None:
@@ -107,7 +107,7 @@ class GrammarTrial:
             self._walk(Grammar(self._vocab, text, root), choose, rng)
 
     def _walk(self, grammar: Grammar, choose: Choose, rng: random.Random) -> None:
-        """Generate tokens with `choose` until only end tokens are allowed, or a bound is reached."""
+        """Generate tokens with `choose` until only end tokens are allowed, or `WALK_TOKENS` or `WALK_S` is reached."""
         random_tokens = np.array(rng.sample(range(self._vocab.n_tokens), min(N_RANDOM_TOKENS, self._vocab.n_tokens)))
         subset = np.unique(np.concatenate((random_tokens, self._longest)))
         deadline_s = time.monotonic() + WALK_S
@@ -134,7 +134,10 @@ class GrammarTrial:
 
 
 def error_message(messages: str, text: str) -> str:
-    """Return llama.cpp's error message about a grammar, with line and column instead of the rest of the grammar."""
+    """Return llama.cpp's error message about a grammar.
+
+    llama.cpp appends the rest of the grammar to the message. It is replaced by the line and the column of the error.
+    """
     message = messages.partition("error parsing grammar: ")[2].partition(f"\n\n{text}\n")[0] or messages
     error, found, rest = message.partition(" at ")
     if found and text.endswith(rest):

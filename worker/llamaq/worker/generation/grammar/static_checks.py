@@ -1,9 +1,9 @@
 """Checks a grammar without running it: size, nesting depth, left recursion and token references.
 
 llama_sampler_init_grammar recurses once for each level of nesting, so a deep grammar overflows the stack. It does not
-detect left recursion after a rule that can be empty only because another rule can be empty. Then it allocates memory
-without end. llama_sampler_accept ends the process on some grammars that refer to tokens by id. GBNF, the language of
-the grammars, is described in grammars/README.md of llama.cpp.
+detect left recursion after a rule that can be empty only because another rule can be empty. On such a grammar it
+allocates memory without end. llama_sampler_accept ends the process on some grammars that refer to tokens by id. GBNF,
+the language of the grammars, is described in grammars/README.md of llama.cpp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
 MAX_NESTING = 64
 """Upper bound on the levels of groups in a grammar, and of values in a JSON schema."""
 MAX_GBNF_BYTES = 4 * MAX_GRAMMAR_BYTES
-"""Upper bound on a grammar in GBNF. It is larger than the bound of a request, because a JSON schema grows as GBNF."""
+"""Upper bound on a grammar in GBNF. A request has a smaller bound: a JSON schema is shorter than its GBNF."""
 
 _SYMBOL = re.compile(
     r"""(?P<space> \s+ | \#[^\r\n]* )
@@ -34,7 +34,7 @@ _OPTIONAL = re.compile(r"[*?]|\{\s*0+\s*[,}].*", re.DOTALL)
 
 
 def check_grammar(text: str) -> None:
-    """Raise `JobRejected` for a grammar in GBNF that llama.cpp must not parse."""
+    """Raise `JobRejected` for a grammar in GBNF that is not safe to parse with llama.cpp."""
     if len(text.encode(errors="replace")) > MAX_GBNF_BYTES:
         raise _rejected(f"it is larger than {MAX_GBNF_BYTES} bytes as GBNF")
     if "\0" in text:
@@ -80,7 +80,7 @@ class _RuleReader:
     def __init__(self) -> None:
         self.rules: dict[str, _Alternatives] = {}
         self._open: list[_Alternatives] = []
-        """The alternatives around each group that is not closed yet."""
+        """For each group that is not closed yet: the alternatives that contain the group."""
         self._current: _Alternatives = [[]]
 
     def read(self, text: str) -> dict[str, _Alternatives]:
@@ -138,7 +138,7 @@ def _check_left_recursion(rules: dict[str, _Alternatives]) -> None:
             break
         nullable = found
     first_rules = {name: set(_first_rules(alternatives, nullable)) for name, alternatives in rules.items()}
-    done: set[str] = set()  # rules without a cycle
+    done: set[str] = set()  # rules from which the search has found no cycle
     for name in rules:
         _check_rule(name, first_rules, done)
 
@@ -154,7 +154,7 @@ def _item_can_be_empty(item: _Item, nullable: set[str]) -> bool:
 
 
 def _first_rules(alternatives: _Alternatives, nullable: set[str]) -> Iterator[str]:
-    """Yield the rules that can be the first symbol."""
+    """Yield the names of the rules that can be the first symbol of the alternatives."""
     for items in alternatives:
         for item in items:
             if item.name is not None:
