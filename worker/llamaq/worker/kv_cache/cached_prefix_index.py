@@ -1,9 +1,9 @@
 """The prefix cache: finds the sequences on the device that hold, or will hold, a prefix of a prompt.
 
-The cache only decides. It knows packed tokens, sequence ids and runs; `KvMemory` changes the sequences. The sequence of
-a finished job becomes an entry. A lookup searches entries and running jobs together for the longest common prefix.
-Each namespace has an index, and one more index holds the public prefixes. A lookup never compares tokens of two
-namespaces unless both declare them public.
+The cache only keeps records: packed tokens, sequence ids and runs. `KvMemory` changes the sequences. The sequence of a
+finished job becomes an entry. A lookup searches entries and running jobs together for the longest common prefix.
+Each namespace has its own index, and one more index contains the public prefixes. A lookup compares a prompt only with
+tokens of its own namespace, and its public tokens also with the public tokens of other namespaces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Entry:
     tokens: bytes
     scope: Scope
     in_transfer: bool = False
-    """Whether its cells are being saved to the next tier or loaded from a file. It can still be copied from."""
+    """Whether the entry's cells are being saved to the next tier or loaded from a file. The cells can be copied while
+    they are saved."""
 
     @property
     def n_tokens(self) -> int:
@@ -41,21 +42,22 @@ class DeviceMatch:
     """The longest prefix of a prompt that the device holds now, and the longest that a running job will compute."""
 
     n_held: int = 0
-    """Tokens of the prompt whose cells `source` holds now."""
+    """Number of tokens of the prompt whose cells `source` holds now."""
     source: Entry | Run | None = None
     n_coming: int = 0
-    """Tokens of the prompt whose cells `leader` will hold after its prefill."""
+    """Number of tokens of the prompt whose cells `leader` will hold after its prefill."""
     leader: Run | None = None
 
 
 class PrefixCache(Protocol):
     """The cached sequences, and the tokens that each of them holds.
 
-    Ownership: a sequence belongs either to a job or to the cache. `insert` takes ownership. The caller owns the
-    sequences that `insert` returns and the sequence of an entry after `remove`, and removes them from KV memory.
+    Ownership: a sequence belongs either to a job or to the cache. `insert` takes ownership. The caller owns each
+    sequence that `insert` returns, and the sequence of an entry after `remove`. The caller removes these sequences from
+    KV memory.
 
-    Sharing: a job never writes to a cached sequence. The matched cells are copied to the job's sequence. In one pool of
-    cells a copy shares the cells, so an entry may be evicted while the job still runs.
+    Sharing: a job never writes to a cached sequence. The matched cells are copied to the job's sequence. If all
+    sequences use one pool of cells, the copy shares the cells, so an entry may be evicted while the job still runs.
     """
 
     def __len__(self) -> int:
@@ -71,7 +73,7 @@ class PrefixCache(Protocol):
         """Remove a running job from lookups."""
 
     def match(self, tokens: bytes, scope: Scope, admitted_before: int | None = None) -> DeviceMatch:
-        """Return the longest prefix of `tokens` that is held now, and the longest that a run will compute.
+        """Return the longest prefix of `tokens` that is held now, and the longest prefix that a run will compute.
 
         A matched entry counts as used. Nothing else changes.
 
@@ -89,8 +91,8 @@ class PrefixCache(Protocol):
         """Add the sequence, which holds exactly `tokens`, as the most recently used entry.
 
         Returns:
-            The redundant sequences: their tokens are a prefix of another entry's tokens. `seq_id` itself may be one of
-            them.
+            The redundant sequences, which may include `seq_id`: the tokens of each are a prefix of another entry's
+            tokens.
         """
 
     def entry_of(self, seq_id: int) -> Entry | None:
@@ -162,15 +164,15 @@ class RadixPrefixCache:
     """Caches the sequence of every finished job until it is evicted, and finds prefixes in a radix tree.
 
     Args:
-        can_cut: Whether a copy may end at any token. A recurrent state cannot be cut: an entry is usable only with all
-            its tokens, and a run only at its current position.
+        can_cut: Whether a copy may end at any token. False for a recurrent state. Then a prompt can use an entry only
+            if it begins with all tokens of the entry, and a run only if it begins with all tokens computed so far.
     """
 
     def __init__(self, *, can_cut: bool = True) -> None:
         self._can_cut = can_cut
         self._indexes: defaultdict[bytes | None, RadixTree[Entry | Run]] = defaultdict(RadixTree)
         self._entries: dict[int, Entry] = {}
-        """Maps a sequence to its entry, the least recently used first."""
+        """Maps a sequence to its entry. The least recently used entry is the first."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -245,7 +247,7 @@ class RadixPrefixCache:
             return DeviceMatch()
         for n_common, holder in self._indexes[index].matches(tokens):
             if n_common <= n_held:
-                break  # later holders have at most `n_common` tokens in common with the prompt
+                break  # all later holders share at most `n_common` tokens with the prompt
             n_usable = self._usable(holder, n_common)
             if n_usable > n_held:
                 n_held, source = n_usable, holder

@@ -1,11 +1,12 @@
 """Counts the KV cells in use when sequences share cells, without a record of each cell.
 
-In one pool of cells a copied prefix costs nothing: its cells belong to both sequences, and they are free when the last
-owner is removed. Sequences share prefixes only, so a tree describes all sharing:
+If all sequences use one pool of cells, a copied prefix needs no new cells: its cells belong to both sequences. A cell
+becomes free when the last sequence that holds it is removed. Sequences share only prefixes, so a tree describes which
+cells are shared. In this example the sequences have the ids 7, 3 and 9:
 
     7   ████████████            12 cells
-    └ 3 ████████░░░░░            8 of sequence 7, then 5 new ones
-      └ 9 ██████░░                6 of sequence 3 (which are those of 7), then 2 new ones
+    └ 3 ████████░░░░░            8 cells of sequence 7, then 5 new cells
+      └ 9 ██████░░                6 cells of sequence 3 (also cells of sequence 7), then 2 new cells
 
 The parent of a sequence is the sequence that its first `shared` cells were copied from. Its other cells are new. Every
 cell in use is new in exactly one sequence, so 12 + 5 + 2 = 19 cells are in use here, although the three sequences hold
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A node of the tree. Its first `shared` cells are also cells of the parent, and its other cells are new."""
+    """A node of the tree. Its first `shared` cells are also cells of the parent. The other cells are new cells."""
 
     seq_id: int
     held: int = 0
@@ -31,7 +32,7 @@ class _Sequence:
 
     @property
     def claimed(self) -> int:
-        """How many of its first cells other sequences also hold: the largest `shared` of this node and its children."""
+        """Number of this sequence's cells that its parent or a child also holds."""
         return max([self.shared, *[child.shared for child in self.children]])
 
     def move(self, parent: _Sequence | None, shared: int) -> None:
@@ -63,7 +64,7 @@ class CellLedger:
 
     @property
     def shared(self) -> int:
-        """Number of cells that sharing saves: the cells of all sequences in total, minus the cells in use."""
+        """Number of cells that sharing saves: the sum of the cells of all sequences, minus the cells in use."""
         return sum(sequence.held for sequence in self._sequences.values()) - self._used
 
     def held(self, seq_id: int) -> int:
@@ -72,14 +73,15 @@ class CellLedger:
         return sequence.held if sequence else 0
 
     def owned(self, seq_id: int) -> int:
-        """Return how many cells become free if the sequence is dropped, because no other sequence holds them."""
+        """Return the number of cells that only this sequence holds. They become free when the sequence is dropped."""
         sequence = self._sequences.get(seq_id)
         return sequence.held - sequence.claimed if sequence else 0
 
     def owned_together(self, seq_ids: Collection[int]) -> int:
-        """Return how many cells become free if all these sequences are dropped.
+        """Return the number of cells that become free when all these sequences are dropped.
 
-        This is at least the sum of `owned`, because cells that only these sequences share also become free.
+        The result is at least the sum of `owned` over the sequences. It is larger when several of these sequences share
+        cells that no other sequence holds.
         """
         reached: dict[_Sequence, int] = {}
         for seq_id, sequence in self._sequences.items():
@@ -88,7 +90,7 @@ class CellLedger:
         return self._used - sum(max(0, n - sequence.shared) for sequence, n in reached.items())
 
     def grow(self, seq_id: int, n_held: int) -> None:
-        """Record that the sequence, which may be empty, now holds `n_held` cells. The added cells are not shared.
+        """Record that the sequence, which may have been empty, now holds `n_held` cells. Added cells are not shared.
 
         Raises:
             ValueError: The sequence already holds more cells, or too few cells are free. Nothing changes.
@@ -139,7 +141,7 @@ class CellLedger:
             del self._sequences[seq_id]
 
     def drop(self, seq_id: int) -> None:
-        """Record that the sequence is empty. It may have been empty before."""
+        """Record that the sequence is now empty. Does nothing if the sequence is already empty."""
         self.cut(seq_id, 0)
 
     def check_integrity(self) -> None:
@@ -173,7 +175,11 @@ class CellLedger:
 
 
 def _mark_reached(sequence: _Sequence, reached: dict[_Sequence, int]) -> None:
-    """Raise `reached` of the sequence and of each ancestor to the number of its first cells that `sequence` holds."""
+    """Record in `reached` which cells of its ancestors `sequence` holds.
+
+    `reached` maps a node to a number n: its first n cells are held by one of the sequences marked so far. This function
+    increases the number of `sequence` and of its ancestors where `sequence` holds more of their cells.
+    """
     n, node = sequence.held, sequence
     while reached.get(node, 0) < n:
         reached[node] = n
@@ -183,14 +189,17 @@ def _mark_reached(sequence: _Sequence, reached: dict[_Sequence, int]) -> None:
 
 
 def _move_children(sequence: _Sequence, n_kept: int) -> None:
-    """Move the children that share cells after the first `n_kept` below other sequences that hold these cells.
+    """Give a new parent to each child that shares cells after the first `n_kept` cells of the sequence.
 
-    A child c of a sequence s moves when c.shared > n_kept:
+    The sequence is about to lose these cells, so the new parent must be another sequence that holds them. Three cases
+    exist for a child with `child.shared > n_kept`:
 
-    - If c.shared <= s.shared, the shared cells are also cells of the parent of s. The child moves below that parent.
-    - Otherwise the child that shares most cells is the heir. It still shares max(n_kept, s.shared) cells: with s if
-      n_kept >= s.shared, else with the parent of s. The other cells of the heir become its new cells.
-    - Every other child shares no more cells than the heir, so it moves below the heir.
+    - `child.shared <= sequence.shared`: the parent of the sequence also holds all shared cells. It becomes the parent
+      of the child.
+    - Among the other children, the one that shares the most cells becomes the heir. If `n_kept >= sequence.shared`, the
+      heir stays a child of the sequence and shares `n_kept` cells with it. Otherwise it becomes a child of the
+      sequence's parent and shares `sequence.shared` cells with that parent. All its other cells become its new cells.
+    - Every remaining child shares no more cells than the heir, so it becomes a child of the heir.
     """
     base, n_base = (sequence, n_kept) if n_kept >= sequence.shared else (sequence.parent, sequence.shared)
     moving = [child for child in sequence.children if child.shared > n_kept]

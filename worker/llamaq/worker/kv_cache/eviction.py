@@ -1,4 +1,4 @@
-"""Evicts cached entries from the device: for waiting jobs that need room, and to keep running jobs fast."""
+"""Evicts cached entries from the device, to make room for waiting jobs and to keep running jobs fast."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 
 MIN_ADOPTED_SHARE = 0.5
-"""A job adopts the sequence of an entry only if it reuses this share of the entry's tokens. The others are lost."""
+"""A job adopts the sequence of an entry only if it reuses at least this share of the entry's tokens. The cells of the
+other tokens are lost."""
 
 
 class Room(Enum):
-    """Whether there are a sequence and cells for a job or an entry."""
+    """Whether a sequence and enough cells are available for a job or an entry."""
 
     AVAILABLE = "available"
     PENDING = "pending"
-    """Evicted entries are being saved. There will be room when their transfers have finished."""
+    """Not yet: entries are in transfer. The caller should ask again when their transfers have finished."""
     UNAVAILABLE = "unavailable"
-    """The cells are needed by running jobs."""
+    """Running jobs need the sequences or cells, so no eviction can make enough room."""
 
 
 class Eviction:
@@ -31,9 +32,9 @@ class Eviction:
         pool: The slots, sequences and cells.
         cache: The entries on the device.
         lookup: Repeats a candidate's lookup when its hit has become stale.
-        offload: The next tier.
+        offload: The tiers behind the device: host memory and disk.
         drop: Removes an entry and its sequence.
-        held_cells: Upper bound on the cells that entries alone may hold while jobs run. None means no bound.
+        held_cells: Upper bound on the cells that only entries hold, while jobs run. None means no bound.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class Eviction:
     # ---- room for a waiting job or a restored entry
 
     def make_room(self, candidate: Candidate) -> Room:
-        """Return whether the candidate, which has an idle slot, can be admitted. Evicts entries where that helps.
+        """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle.
 
         The entry that matches the candidate's prompt counts as used now, so it is evicted last. If even this
-        entry is evicted, the candidate's hit is stale, and a new lookup replaces it.
+        entry is evicted, the candidate's hit is stale and is replaced by the result of a new lookup.
         """
         if candidate.hit.matched_entry is not None:
             self._cache.touch(candidate.hit.matched_entry)
@@ -75,7 +76,7 @@ class Eviction:
         return Room.AVAILABLE
 
     def make_room_for_entry(self, n_cells: int) -> Room:
-        """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries for it."""
+        """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries to make room."""
         while True:
             n_missing = self._pool.missing_cells(n_cells)
             if self._pool.n_free_sequences and not n_missing:
@@ -85,7 +86,7 @@ class Eviction:
             self.evict_coldest()
 
     def adoptable(self, candidate: Candidate) -> Entry | None:
-        """Return the entry whose sequence becomes the job's sequence, or None when the job gets a free one.
+        """Return the entry whose sequence the job takes over, or None when no sequence can be taken over.
 
         A job adopts a sequence only if no sequence is free and the job reuses at least half of the entry.
         """
@@ -124,13 +125,13 @@ class Eviction:
     # ---- speed of the running jobs
 
     def request_trim(self) -> None:
-        """Make the next `trim` check the bounds. Called after an entry was added or a job was admitted."""
+        """Make the next `trim` check the limits. Called after an entry was added or a job was admitted."""
         self._needs_trim = True
 
     def trim(self) -> None:
-        """Evict entries beyond the bounds that hold while jobs run.
+        """Evict entries until their cells are within `held_cells` and each idle slot has a free sequence.
 
-        Without a running job entries cost no time, and the next job may reuse them, so they stay.
+        Does nothing while no job runs: entries then slow nothing down, and the next job may reuse them.
         """
         if not self._needs_trim or not self._pool.active:
             return
@@ -143,14 +144,17 @@ class Eviction:
         return self._pool.ledger.owned_together(staying) - self._held_cells
 
     def _lacks_sequences(self) -> bool:
-        """Whether a new job may find no free sequence. False without spare sequences: then jobs adopt entries."""
+        """Whether fewer sequences are free, or soon will be, than slots are idle.
+
+        Always False when there are only as many sequences as slots: jobs then take over the sequences of entries.
+        """
         n_coming_free = len(self._in_transfer())
         return self._pool.has_spare_sequences and self._pool.n_free_sequences + n_coming_free < self._pool.n_idle
 
     # ---- one entry
 
     def evict_coldest(self) -> None:
-        """Start to save the coldest entry to the next tier. It is removed at once when there is nothing to save."""
+        """Start to save the least recently used entry. If there is nothing to save, remove the entry at once."""
         if (entry := self._cache.coldest()) is not None:
             self.n_evicted += 1
             entry.in_transfer = True
@@ -158,7 +162,7 @@ class Eviction:
                 self._drop(entry)
 
     def drop_coldest(self) -> bool:
-        """Remove the coldest entry at once, without saving it. Returns False when there is no entry."""
+        """Remove the least recently used entry at once, without saving it. Returns False when there is no entry."""
         entry = self._cache.coldest(include_in_transfer=True)
         if entry is not None:
             self.n_evicted += 1
