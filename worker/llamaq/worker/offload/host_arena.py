@@ -1,8 +1,9 @@
 """Host memory for saved cells, allocated and filled with zeros before it is needed.
 
 The first write to a new page waits until the system provides and clears the page. A copy into new memory therefore
-takes many times as long (measured for 0.5 MB: 1.5 ms instead of 0.09 ms), and the engine thread would wait. Here a
-background thread allocates slabs ahead, and buffers are reused. If the system has huge pages, it uses them for slabs.
+takes many times as long (measured for 0.5 MB: 1.5 ms instead of 0.09 ms), and the engine thread would wait. Therefore
+a background thread allocates slabs before they are needed, and buffers are reused. Slabs use huge pages if the system
+has them.
 """
 
 from __future__ import annotations

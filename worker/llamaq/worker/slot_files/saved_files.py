@@ -59,7 +59,7 @@ class SavedSlotInfo:
     saved_s: float
     """Time of the save, as Unix time in seconds."""
     is_usable: bool
-    """Whether this worker can restore the state, because the file has the fingerprint of this worker."""
+    """Whether this worker can restore the state. True if the file has the fingerprint of this worker."""
 
 
 @dataclass(frozen=True, slots=True)

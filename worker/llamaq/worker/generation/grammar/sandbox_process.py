@@ -136,7 +136,7 @@ class GrammarTrial:
 def error_message(messages: str, text: str) -> str:
     """Return llama.cpp's error message about a grammar.
 
-    llama.cpp appends the rest of the grammar to the message. It is replaced by the line and the column of the error.
+    llama.cpp appends the rest of the grammar to the message. The line and the column of the error replace this rest.
     """
     message = messages.partition("error parsing grammar: ")[2].partition(f"\n\n{text}\n")[0] or messages
     error, found, rest = message.partition(" at ")
