@@ -1,8 +1,8 @@
-"""The lower bound of the cost: `llama_decode` and numpy's argmax in a loop, n sequences at once, through ctypes.
+"""The bare loop: calls `llama_decode` (through ctypes) and numpy's argmax in a loop, for n sequences at once.
 
-The loop has no queue, no Redis, no text, no stop conditions and no scheduling. The overhead of a worker is the time
-that it needs in addition to this loop. Run as a script, this module measures the tokens per second of 1, 4, 8, ...
-sequences.
+The loop has no queue, no Redis, no text, no stop conditions and no scheduling, so its time is a lower bound. The
+overhead of a worker is the time that the worker needs in addition to this loop. Run as a script, this module measures
+the tokens per second of 1, 4, 8, ... sequences.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BareLoop:
         self._end_tokens = [token for token in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, token)]
 
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> BareRun:
-        """Generate `n_tokens` tokens after each prompt, greedily and past end tokens. Prompts are not chunked."""
+        """Generate `n_tokens` tokens after each prompt, greedily. End tokens are ignored. Prompts are not chunked."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         cpu_s, start_s = time.process_time(), time.perf_counter()
         newest = np.concatenate([self._prefill(group, first) for first, group in self._groups(prompts)])
@@ -165,7 +165,7 @@ def _context_params(settings: WorkerSettings) -> Any:
 
 
 def measure(plan: Plan) -> Figures:
-    """Return the figures for several numbers of sequences, 64 tokens in and 128 out."""
+    """Return the figures for each number of sequences, with prompts of 64 tokens and outputs of 128 tokens."""
     numbers, n_out = ((1, 4), 16) if plan.quick else ((1, 4, 8, 16, 32), 128)
     figures: dict[str, Any] = {}
     with BareLoop(plan.settings(n_parallel=max(numbers))) as bare:

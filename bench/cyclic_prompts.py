@@ -1,16 +1,16 @@
 """Runs n + 1 prompts in cycles on n slots: is any prompt computed twice?
 
-11 prompts of 512 random tokens run on 10 slots, one after the other, with 16 tokens out each, greedy and streamed.
+11 prompts of 512 random tokens run on 10 slots, one after the other, with 16 output tokens each, greedy and streamed.
 There are three cycles. In each cycle every system gets all prompts, one system after the other. Each round has new
 prompts.
 
 The pool has cells for all prompts (`all_in_cells`) or for half of them (`half_in_cells`). Both systems have host
-memory for all prompts and use it in both cases: llama-server empties idle slots when a task begins, and a worker
-keeps at most `held_cells` cells beside running jobs (here the default).
+memory for all prompts and use it in both cases: llama-server moves the cells of idle slots to host memory when a task
+begins, and a worker keeps at most `held_cells` cached cells beside the running jobs (here the default).
 
-`reused` is the share of the prompts' tokens that were not computed. `vs_peer` is the wall time divided by
-llama-server's. In the first cycle nothing can be reused, so there `vs_peer` shows the difference between the two
-builds of llama.cpp.
+`reused` is the share of the prompts' tokens that were taken from a cache and not computed. `vs_peer` is the wall time
+divided by llama-server's. In the first cycle nothing can be reused, so the `vs_peer` of this cycle shows the difference
+between the two builds of llama.cpp.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ QUICK = Sizes(n_slots=2, n_in=240, n_out=8, n_cycles=2)
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A number of KV cells, and the smallest share of tokens to reuse from the second cycle on."""
+    """A size of the pool of KV cells, and the target for `reused` from the second cycle on."""
 
     name: str
     share: float
-    """Share of the prompts for which the pool has cells."""
+    """Share of the prompts whose cells fit into the pool."""
     target: float
 
 

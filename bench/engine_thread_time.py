@@ -3,7 +3,7 @@
 Start the workers with `hooks=(HOOK,)` within `stopwatches_in_workers()`. `read_totals` then returns the times of one
 worker's engine thread. There are four stopwatches:
 
-- all public methods of `Scheduler`: every decision;
+- all public methods of `Scheduler`: the time of all decisions;
 - all public methods of `KvMemory`: the part of the decisions about KV cells (slots, sequences, prefix cache, offload);
 - `Engine.run`: llama.cpp and sampling;
 - the methods of `KvSequences` that move cells: copy, cut, remove, save, load.
@@ -39,7 +39,7 @@ WAIT_S = 10.0
 class Totals:
     """Times of one worker's engine thread since its first job.
 
-    `memory_s` is a part of `scheduler_s`; `moves_s` is a part of both.
+    `memory_s` is included in `scheduler_s`, and `moves_s` is included in both.
     """
 
     jobs: int = 0
@@ -50,7 +50,7 @@ class Totals:
     engine_s: float = 0.0
 
     def since(self, before: Totals) -> Totals:
-        """Return the difference to earlier totals."""
+        """Return these totals minus earlier totals."""
         now, then = asdict(self), asdict(before)
         return Totals(**{name: now[name] - then[name] for name in now})
 
@@ -140,9 +140,10 @@ def stopwatches_in_workers() -> Iterator[Path]:
 
 
 def read_totals(folder: Path, pid: int, n_jobs: int) -> Totals:
-    """Return a worker's totals as soon as `n_jobs` jobs are counted.
+    """Return a worker's totals as soon as it has counted `n_jobs` jobs.
 
-    The hook is called a little after the job's subscriber received the end, so this function waits up to `WAIT_S`.
+    The worker may call the hook shortly after the subscriber has received the end of the job. Therefore this function
+    waits up to `WAIT_S`.
     """
     deadline_s = time.monotonic() + WAIT_S
     while (totals := _read(folder / f"{pid}.json")).jobs < n_jobs:

@@ -59,7 +59,7 @@ class Plan:
     seed: int
 
     def settings(self, **values: Any) -> WorkerSettings:
-        """Return the settings of a worker for this plan; `values` are further settings."""
+        """Return the settings of a worker for this plan; `values` are additional settings."""
         return load_settings(model=str(self.model), n_threads=self.n_threads, log_level="warning", **values)
 
 
@@ -69,7 +69,7 @@ class Stack:
 
     redis: EmbeddedRedis
     workers: Mapping[str, Worker]
-    """By queue."""
+    """Maps the name of each queue to its worker."""
 
     @property
     def worker(self) -> Worker:
@@ -79,8 +79,8 @@ class Stack:
     def run(self, work: Callable[[AsyncClient], Coroutine[Any, Any, Result]], queue: str = "default") -> Result:
         """Call `work` with a client of the queue, in a new event loop, and return its result.
 
-        Before that, a job of one token opens the connections of the client. In a backend that has run for hours they
-        are open too. This job does not use the prefix cache.
+        Before that, a job of one token opens the connections of the client, because they are open in a running backend
+        too. This job does not use the prefix cache.
         """
 
         async def connected() -> Result:

@@ -1,4 +1,4 @@
-"""Mixes of interactive and bulk jobs. The points at which jobs arrive do not depend on the speed of the worker."""
+"""Mixes of interactive and bulk jobs. Jobs arrive at points that do not depend on the speed of the worker."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class Progress:
 class Interactive:
     """Users that run one short job after the other, and long prompts that arrive meanwhile.
 
-    The long prompts divide the users' tokens evenly: the first of three arrives when a quarter of these tokens has been
-    received. Arrivals depend on progress and not on the clock, so that a fast and a slow system get the same work.
+    The long prompts arrive at even shares of the users' tokens: of three long prompts, the first one arrives when the
+    users have received a quarter of their tokens. Arrivals depend on progress and not on the clock, so that a
+    fast and a slow system get the same work.
     """
 
     short: Sequence[Sequence[Prompt]]
-    """Prompts of each user."""
+    """For each user, the prompts of the user's jobs in order."""
     long: Sequence[Prompt]
     n_out: int
     long_out: int

@@ -17,7 +17,7 @@ class Timeline:
     submitted_s: float
     arrivals_s: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    """Number of tokens of each arrival."""
+    """Number of tokens that came with each arrival."""
     ended_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     job_id: str | None = None
@@ -30,7 +30,7 @@ class Timeline:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Times between two arrivals. Several tokens may arrive together."""
+        """Times between two successive arrivals. Several tokens may come with one arrival."""
         return [float(gap) for gap in np.diff(self.arrivals_s) * 1000]
 
     @property
@@ -69,7 +69,7 @@ def summarize(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the percentiles 50, 95 and 99 and the maximum; zeros where there are no values."""
+    """Return the percentiles 50, 95 and 99 and the maximum. All are zero if there are no values."""
     p50, p95, p99, largest = np.percentile(values or (0.0,), (50, 95, 99, 100)).round(2).tolist()
     return {"p50": p50, "p95": p95, "p99": p99, "max": largest}
 

@@ -2,15 +2,15 @@
 
 llama-server gets the model file, threads, context size and number of slots of a worker. It also gets `--kv-unified`,
 so that a slot can use the cells that other slots do not use. All other settings are its defaults: prompts are cached,
-8 GiB of host memory hold the states of slots, cells of idle slots move there when other slots need room, the
-similarity is 0.1, and shifted chunks are not reused (`--cache-reuse 0`).
+8 GiB of host memory hold the states of slots, the cells of idle slots move to host memory when other slots
+need room, the slot prompt similarity is 0.1, and shifted chunks are not reused (`--cache-reuse 0`).
 
 Requests are greedy with top-k 1. This is the fastest of the sampler settings that were tried: 1.16 ms per token with a
 vocabulary of 151,936 tokens, against 1.3 ms with the default samplers, 1.25 ms with top-k alone and 1.9 ms with
 `backend_sampling`. The model takes nearly all of this time.
 
 The wheel's build for Linux on x86-64 stops at AVX2. A worker's llama.cpp is built for the CPU that it runs on.
-Therefore the benchmarks also compare the two systems where nothing can be reused.
+Therefore the benchmarks also compare the two systems in cases where no cached token can be reused.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LlamaServer:
         return answers
 
     def clear_cache(self) -> None:
-        """Erase all slots. Then new prompts do not cause moves of old cells to host memory."""
+        """Erase all slots. Then no new prompt causes llama-server to move old cells to host memory."""
         for slot in range(self._n_slots):
             with self._connected() as connection:
                 connection.request("POST", f"/slots/{slot}?action=erase")

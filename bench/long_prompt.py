@@ -4,9 +4,9 @@ Three jobs stream. Then a long prompt arrives, which the worker prefills in chun
 in one tick together with the streams' decode tokens. A hook in the worker measures the ticks.
 
 - `longest_gap_ms`: the longest time between two arrivals at one subscriber during the prefill.
-- `chunk_tick_ms`: duration of the ticks with a full chunk and a token of every stream.
-- `gap_per_median_tick`: the longest gap divided by the median of these ticks; the target is 1.5. Later chunks take
-  longer than earlier ones, because their attention covers more cells; that raises this ratio.
+- `chunk_tick_ms`: duration of the ticks that compute a full chunk and one token of every stream.
+- `gap_per_median_tick`: the longest gap divided by the median of these ticks; the target is at most 1.5. Later
+  chunks take longer than earlier chunks, because their attention covers more cells. This difference raises the ratio.
 - `gap_per_own_tick`: the longest gap divided by the slowest tick that ended within it. A ratio near 1 means that
   nothing but the tick delays the streams.
 - `unchunked`: the same figures when the prompt is prefilled in as few ticks as `n_batch` allows.
@@ -45,7 +45,7 @@ TARGET = 1.5
 
 
 def record(name: str, measurements: Mapping[str, Any]) -> None:
-    """Append a tick and the time of its end to the file. Runs in the process of the worker."""
+    """Append a tick and the time of its end to the file. This hook runs in the process of the worker."""
     if name == "tick":
         with Path(os.environ[TICKS_FILE]).open("a") as file:
             file.write(json.dumps({"at_s": time.perf_counter(), **measurements}) + "\n")
@@ -64,7 +64,7 @@ class Load:
 
 
 async def read_beside_streams(load: Load, client: AsyncClient) -> tuple[Timeline, list[Timeline]]:
-    """Run the streams, submit the long prompt when all jobs stream, and return the timelines of both."""
+    """Run the streams, submit the long prompt when all of them have begun, and return the timelines of both."""
     counts = [0] * len(load.streams)
     all_stream = asyncio.Event()
 
@@ -88,7 +88,7 @@ Gap = tuple[float, float]
 
 
 def gaps_during(long: Timeline, streams: list[Timeline]) -> list[Gap]:
-    """Return the gaps of all streams that overlap the prefill of the long prompt."""
+    """Return those gaps of all streams that overlap the prefill of the long prompt in time."""
     begin_s, end_s = long.submitted_s, long.arrivals_s[0]
     pairs = (pair for stream in streams for pair in pairwise(stream.arrivals_s))
     return [(before, after) for before, after in pairs if after > begin_s and before < end_s]
@@ -123,7 +123,7 @@ def _is_chunk_tick(tick: dict[str, Any], full_chunk: int) -> bool:
 
 
 def measure(plan: Plan) -> Figures:
-    """Return the medians over the rounds, with chunks and without."""
+    """Return the medians over the rounds, for a prefill in chunks and for an unchunked prefill."""
     n_long, chunk_size = (QUICK_N_LONG, QUICK_CHUNK_SIZE) if plan.quick else (N_LONG, CHUNK_SIZE)
     n_batch = 2048
     with ExitStack() as exits:

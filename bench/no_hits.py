@@ -1,17 +1,18 @@
 """What does the prefix cache cost where no prefix is shared?
 
-24 jobs run at once on 8 slots: 256 random tokens in, all prompts different, 64 tokens out, greedy and streamed.
+24 jobs run at once on 8 slots: each has a different prompt of 256 random tokens and 64 output tokens, greedy and
+streamed.
 Before that, other prompts fill the caches. The systems are:
 
 - `null`: a worker without a cache (`--no-cache-prompt`);
 - `default`: a worker with default settings, which moves cells to host memory;
 - `held-N`: a worker that holds at most N idle cells on the device and has no host memory. Attention scans held cells
-  in every tick, and these workers show what this costs.
+  in every tick, and these workers show the cost of this scan.
 
 `vs_null` is the wall time divided by the wall time of `null` in the same round. `bookkeeping_share` is the share of
 the engine thread's busy time that is spent on decisions about KV memory (`KvMemory` without moving cells).
-`moves_share` is the share that moves cells. `added_share` is the time of the scheduler including moves, minus the time
-of the scheduler of `null`, as a share of the busy time.
+`moves_share` is the share of the busy time that is spent on moving cells. `added_share` is the time of the scheduler,
+moves included, minus the time of `null`'s scheduler, as a share of the busy time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Load:
 
     @property
     def n_fill(self) -> int:
-        """Number of jobs with one output token whose prompts fill the largest number of held cells."""
+        """Number of jobs for the warm-up. Their prompts together fill the largest number of held cells."""
         return -(-max(self.held) // self.n_in)
 
 
@@ -59,14 +60,17 @@ QUICK = Load(n_slots=2, n_jobs=4, n_in=32, n_out=8, n_ctx=512, held=(0, 256))
 
 @dataclass(slots=True)
 class TotalsReader:
-    """Reads the totals of the engine threads and stores the last values."""
+    """Reads the totals of the engine threads, and stores the last totals of each worker."""
 
     stack: Stack
     folder: Path
     _last: dict[str, Totals] = field(default_factory=dict)
 
     def since_last(self, queue: str, n_jobs: int) -> Totals:
-        """Return a worker's totals since the last call. `n_jobs` jobs and the client's first job ended since then."""
+        """Return a worker's totals since the last call.
+
+        Since then, `n_jobs` jobs and the first job of the client (see `Stack.run`) have ended.
+        """
         before = self._last.get(queue, Totals())
         now = read_totals(self.folder, self.stack.workers[queue].card.pid, before.jobs + n_jobs + 1)
         self._last[queue] = now

@@ -1,13 +1,13 @@
 """How long does a user of a chat with four turns wait, with the prefix cache and without it?
 
 The first turn has 256 random tokens, each later turn 48 more tokens. Answers have 64 tokens, greedy and streamed. The
-prompt of a turn is the whole history, with the system's own answers, and the new tokens. Chats run one after the other,
-each with the cache (`on`) and then without (`off`: a worker with `--no-cache-prompt`, llama-server with
-`cache_prompt: false`).
+prompt of a turn is the whole history, with the answers of the measured system, and the new tokens. Chats run one after
+the other, each with the cache (`on`) and then without the cache (`off`: a worker with `--no-cache-prompt`, llama-server
+with `cache_prompt: false`).
 
 `extra_tokens` is the number of tokens that a turn computed beyond its new tokens. The expected value is one, because
-the last token of an answer is not computed in its own turn. `speed_up` is the latency without the cache divided by the
-latency with it, over all turns.
+the last token of an answer is decoded only in the next turn, as part of the prompt. `speed_up` is the latency without
+the cache divided by the latency with it, over all turns.
 """
 
 from __future__ import annotations

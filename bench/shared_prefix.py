@@ -1,12 +1,12 @@
 """How often is the shared prefix of 1 to 16 jobs computed, and how long do the jobs take?
 
-A prompt has 512 or 1,024 shared random tokens and then 32 tokens that no other prompt has; 16 tokens out, greedy and
-streamed. Each round has new tokens, so none of them is in a cache. llama-server's slots are erased before each
-measurement; a worker keeps its cache.
+A prompt has 512 or 1,024 shared random tokens and then 32 tokens that no other prompt has. A job has 16 output tokens,
+greedy and streamed. Each round has new tokens, so none of them is in a cache. llama-server's slots are erased before
+each measurement; a worker keeps its cache.
 
 `computed_per_distinct` is 1 if every token of the prompts' prefix tree was computed once. `vs_peer` is the wall time
 divided by llama-server's in the same round. `vs_peer_same_speed` is `vs_peer` divided by the `vs_peer` of a single
-job. A single job shares nothing, so this removes the difference between the two builds of llama.cpp.
+job. A single job shares no tokens, so this division removes the difference between the two builds of llama.cpp.
 """
 
 from __future__ import annotations

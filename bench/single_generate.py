@@ -1,8 +1,9 @@
 """One job at a time: the latency that a caller sees, compared with the bare loop with one sequence.
 
-64 random tokens in, 128 tokens out without end tokens, greedy. In every round the bare loop, `stream` and `generate`
-run a few jobs each. `overhead_ms` is the latency of a streamed job minus the time of the bare loop: queue, Redis,
-text, events. `same_tokens` is the number of jobs with the same tokens as the bare loop.
+A job has a prompt of 64 random tokens and 128 output tokens, greedy; end tokens do not stop it. In every round the bare
+loop, `stream` and `generate` run a few jobs each. `overhead_ms` is the latency of a streamed job minus the time of the
+bare loop. The difference is the cost of queue, Redis, text and events. `same_tokens` is the number of jobs with the
+same tokens as the bare loop.
 """
 
 from __future__ import annotations

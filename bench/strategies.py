@@ -1,8 +1,8 @@
 """Compares the three batch strategies with two mixes of jobs. Each strategy has a worker. The workers run in turn.
 
-Interactive mix: six users, each with one short streamed job after the other, while long prompts arrive. Bulk mix:
-jobs of mixed lengths, all submitted at once, three for each slot. TTFT counts from submit and includes the wait for a
-slot. ITL is the time between two arrivals at a subscriber.
+Interactive mix: each of six users runs one short streamed job after the other, while long prompts arrive. Bulk mix:
+jobs of mixed lengths, all submitted at once, three for each slot. TTFT is the time from submit to the first token, with
+the wait for a slot. ITL is the time between two arrivals at a subscriber.
 """
 
 from __future__ import annotations

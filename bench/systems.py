@@ -23,7 +23,7 @@ CELL_BLOCK = 256
 """llama.cpp rounds the size of a context up to a multiple of this number of cells."""
 
 Round = dict[str, Figures]
-"""Figures of one round, by the name of the system."""
+"""Maps the name of each system to its figures of one round."""
 
 
 class System(Protocol):
@@ -36,7 +36,7 @@ class System(Protocol):
         """
 
     def clear_cache(self) -> None:
-        """Drop the cells of earlier prompts, where the system has such a command."""
+        """Drop the cells of earlier prompts, if the system has a command for this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class WorkerSystem:
 
 async def _generate(prompts: Sequence[list[int]], n_out: int, cache_prompt: bool, client: AsyncClient) -> list[Answer]:
     timelines = await follow_all(prompts, {**greedy(n_out), "cache_prompt": cache_prompt}, client)
-    # The stats are fetched after all jobs have ended, so that this does not disturb the timings.
+    # The stats are fetched after all jobs have ended, so that the requests do not disturb the timings.
     results = [await client.job(one.job_id or "").result() for one in timelines]
     stats = [result.stats for result in results]
     return [
@@ -70,7 +70,7 @@ class Systems:
 
     stack: Stack
     workers: Mapping[str, WorkerSystem]
-    """By queue."""
+    """Maps the name of each queue to its worker."""
     llama_server: LlamaServer | None
     _n_turns: int = 0
 
@@ -84,7 +84,7 @@ class Systems:
         return {**self.workers, **({LLAMA_SERVER: self.llama_server} if self.llama_server else {})}
 
     def measure_each(self, measure: Callable[[str, System], Figures]) -> Round:
-        """Measure one system after the other. Each call begins with another system in turn."""
+        """Measure one system after the other. With each call, the next system is the first."""
         names = list(self.all)
         first = self._n_turns % len(names)
         self._n_turns += 1
@@ -129,7 +129,7 @@ def round_up_to_cell_block(n_cells: float) -> int:
 
 
 def busy_s(answers: Sequence[Answer]) -> float:
-    """Return the sum of the latencies, for answers that were generated one after the other."""
+    """Return the sum of the latencies: the wall time of answers that were generated one after the other."""
     return sum(one.timeline.latency_ms for one in answers) / 1000
 
 
@@ -150,7 +150,7 @@ def figures_of(answers: Sequence[Answer], wall_s: float | None = None) -> Figure
 
 
 def with_ratios(one_round: Round) -> Round:
-    """Add `vs_peer` to each worker: its wall time divided by llama-server's. Less is better."""
+    """Add `vs_peer` to each worker: its wall time divided by llama-server's. A smaller ratio is better."""
     if (llama_server := one_round.get(LLAMA_SERVER)) is not None:
         for name, figures in one_round.items():
             if name != LLAMA_SERVER:

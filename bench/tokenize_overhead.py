@@ -1,9 +1,9 @@
 """What do text prompts cost other jobs, compared with the same prompts as token ids?
 
-Four users stream. Meanwhile long prompts arrive, for one token of output each. The prompts are text, which the worker
-tokenizes (`text`), or token ids, which the caller made before the measurement (`ids`). Both variants do the same
-work at the same points of progress, in turn. `alone` has the same users without long prompts. `encode_ms` is the time
-to tokenize one prompt on an idle thread.
+Four users stream. Meanwhile jobs with long prompts and one output token arrive. The prompts are text, which the worker
+tokenizes (`text`), or token ids, which the caller made before the measurement (`ids`). The two variants run in turn,
+and do the same work at the same points of progress. `alone` has the same users without long prompts. `encode_ms` is the
+time to tokenize one prompt on an idle thread.
 """
 
 from __future__ import annotations

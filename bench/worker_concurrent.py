@@ -1,9 +1,9 @@
 """1, 4, 8, 16 and 32 jobs at once on one worker, as their subscribers see them, compared with the bare loop.
 
-64 random tokens in, 128 tokens out (end tokens are ignored), streamed, greedy and sampled. The worker always has 32
-slots, and the bare loop has 32 sequences. In every round each number of jobs runs on the bare loop and on the worker,
-one after the other. `vs_bare` is tokens per second divided by those of the bare loop in the same round. The bare loop
-is greedy and has no sampler.
+A job has a prompt of 64 random tokens and 128 output tokens (end tokens are ignored). It is streamed, and either greedy
+or sampled. The worker always has 32 slots, and the bare loop has 32 sequences. In every round each number of jobs runs
+on the bare loop and on the worker, one after the other. `vs_bare` is the worker's tokens per second divided by the bare
+loop's in the same round. The bare loop is greedy and has no sampler.
 """
 
 from __future__ import annotations

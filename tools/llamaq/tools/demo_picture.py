@@ -1,4 +1,4 @@
-"""Draws the picture of the README: the view of `llamaq demo` in the middle of a real run, as an SVG.
+"""Draws the picture in the README as an SVG. It shows the view of `llamaq demo` in the middle of a real run.
 
 python -m llamaq.tools.demo_picture docs/demo.svg
 """

@@ -26,12 +26,12 @@ OPENING_PREFERENCE: Final = 0.4
 """Probability of the preferred first sentence. It is low because users begin stories in many ways."""
 
 HERO_DRAWS: Final = 2000
-"""Number of failed draws after which `draw_hero` raises. If the split allows a hero, one draw in ten succeeds."""
+"""Number of failed draws after which `draw_hero` raises. If the split allows a hero, about one draw in ten succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The characters, places and things of a story. The hero's name and kind prefer one option of each."""
+    """The characters, places and things of a story. The hero's name or kind makes one option of each more likely."""
 
     kind: str
     name: str
@@ -47,7 +47,7 @@ class World:
 
 
 def draw_hero(rng: random.Random, split: Split, kind: str | None = None, name: str | None = None) -> tuple[str, str]:
-    """Draw a kind and a name that fit together and that `split` allows; `kind` or `name` may be given.
+    """Draw a kind and a name that fit together and that `split` allows. A given `kind` or `name` is not drawn.
 
     Raises:
         ValueError: No such hero was found.
@@ -62,7 +62,7 @@ def draw_hero(rng: random.Random, split: Split, kind: str | None = None, name: s
 
 
 def draw_world(rng: random.Random, kind: str, name: str) -> World:
-    """Draw the rest of a story's world; each choice is skewed by the hero's name or kind."""
+    """Draw the rest of a story's world. The preferred option of each choice depends on the hero's name or kind."""
     friends = [other for other in word_lists.NAMES if other != name]
     return World(
         kind=kind,

@@ -1,4 +1,5 @@
-"""The plots of the stories. A plot is a list of beats; a beat is a preferred sentence and its alternatives.
+"""The plots of the stories. A plot is a list of beats. A beat is a preferred sentence with its
+alternatives: a story contains one of these sentences.
 
 Fields: name, he, He, him, his, His (the hero), thing ("red ball"), place, friend, kind, friend_kind, spot, food.
 """

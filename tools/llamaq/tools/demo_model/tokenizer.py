@@ -1,4 +1,4 @@
-"""Byte-level BPE like that of GPT-2. It tokenizes any text; each word of the word lists is one token."""
+"""Byte-level BPE like that of GPT-2. It can tokenize any text. Each word of the word lists is one token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Trains the demo model: `python -m llamaq.tools.demo_model.train --out build/demo_model`.
 
 The same seed gives the same texts and the same initial weights. Training ends after `--tokens` or after `--minutes`,
-whichever is reached first. Row lengths, mixtures and learning rate follow the larger of the two shares. `--resume`
+whichever is reached first. Row lengths, mixtures and learning rate depend on the progress:
+the share of the tokens or the share of the minutes, whichever is larger. `--resume`
 continues from the last checkpoint.
 """
 
@@ -38,7 +39,10 @@ LOSS_SMOOTHING = 0.98
 PROBE_DISTANCES = (20, 50, 200, 400, 800, 1500)
 PROBES = 24
 MAX_SHAPES = 32
-"""Upper bound on the pairs of batch size and row length in the curriculum. torch.compile compiles code for each."""
+"""Upper bound on the number of pairs of batch size and row length in the curriculum.
+
+torch.compile compiles separate code for each pair.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ class Training:
         self.state.tokens += batch.ids.numel()
 
     def weighted_loss(self, ids: Tensor, targets: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-        """Return the weighted mean of the cross entropy of the next token."""
+        """Return the mean cross entropy of the next token, weighted by the loss weights."""
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.plan.bf16):
             logits = self.model(ids, mask)
         losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
@@ -133,7 +137,10 @@ class Training:
 
     @torch.no_grad()
     def recall(self, distance: int) -> float:
-        """Return the share of held-out probes with a right greedy answer: each token of the answer is the likeliest."""
+        """Return the share of held-out probes with a right greedy answer.
+
+        An answer is right if each of its tokens has the largest logit after the tokens before it.
+        """
         right = 0
         for seed in range(PROBES):
             probe = recall_probe(seed, distance)
@@ -146,7 +153,10 @@ class Training:
 
     @torch.no_grad()
     def chat_recall(self) -> float:
-        """Return the share of right greedy answers in held-out conversations. All earlier answers in them are right."""
+        """Return the share of right greedy answers in held-out conversations.
+
+        The context of each answer contains the right answers of all earlier turns.
+        """
         right = asked = 0
         for seed in range(PROBES):
             ids = self.tokenizer.encode(BOS).ids
@@ -172,7 +182,7 @@ class Training:
         return sum(losses) / len(losses)
 
     def report(self) -> dict[str, Any]:
-        """Return the measurements of one line of the log. Probes at distances that were not trained yet are omitted."""
+        """Return the measurements for one line of the log. Recall is measured only at distances below 1.5 rows."""
         longest = max(stage_at(self.progress).lengths)
         recall = {str(d): round(self.recall(d), 3) for d in PROBE_DISTANCES if d < longest * 1.5}
         return {
@@ -188,7 +198,7 @@ class Training:
         }
 
     def save(self) -> None:
-        """Write checkpoint.pt. An interrupted write leaves the earlier checkpoint."""
+        """Write checkpoint.pt. If the write is interrupted, the earlier checkpoint is still there."""
         partial = self.plan.out / "checkpoint.pt.partial"
         torch.save(
             {

@@ -15,7 +15,7 @@ from llamaq.tools.demo_model.document import PAD, Document
 from llamaq.tools.demo_model.seeded_choice import Split
 
 MISSES_UNTIL_FULL: Final = 20
-"""A batch is full when this number of documents in a row fit into none of its rows."""
+"""A batch is full when this number of successive documents did not fit into any of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[fl
 
 
 class Packer:
-    """Fills the rows of a batch. A document longer than a row loses its end."""
+    """Fills the rows of a batch. A document that is longer than a row is cut at the end."""
 
     def __init__(self, rows: int, length: int, pad: int) -> None:
         self.length = length
@@ -75,12 +75,16 @@ class Packer:
         return True
 
     def batch(self) -> Batch:
-        """Return a batch of the documents so far."""
+        """Return a batch of the documents that were added so far."""
         return Batch(self.ids, self.targets, self.weights, self.documents)
 
 
 def pack(documents: Iterator[tuple[list[int], list[float]]], rows: int, length: int, pad: int) -> Batch:
-    """Fill `rows` rows of `length` tokens: first the documents that a batch needs, longest first, then any that fit."""
+    """Fill `rows` rows of `length` tokens.
+
+    First, documents with enough tokens for the whole batch are drawn and placed, longest first. Then further documents
+    are drawn, and placed if they fit, until `MISSES_UNTIL_FULL` successive documents did not fit.
+    """
     drawn: list[tuple[list[int], list[float]]] = []
     tokens = 0
     while tokens < rows * length:
@@ -96,7 +100,7 @@ def pack(documents: Iterator[tuple[list[int], list[float]]], rows: int, length: 
 
 
 def draw_batch(tokenizer: Tokenizer, mixture: Mixture, seed: str, rows: int, length: int) -> Batch:
-    """Return the batch of this seed, which is the same on every machine."""
+    """Return the batch of this seed. It is the same on every machine."""
 
     def stream() -> Iterator[tuple[list[int], list[float]]]:
         index = 0

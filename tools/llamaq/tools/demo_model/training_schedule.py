@@ -17,7 +17,7 @@ ANNEAL: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the curriculum. First stages have short contexts and few facts, later stages have more of both."""
+    """A part of the curriculum. Later stages have longer contexts and more facts than earlier stages."""
 
     until: float
     """Progress at which the stage ends."""
@@ -48,5 +48,5 @@ def draw_length(stage: Stage, seed: str) -> int:
 
 
 def rate_at(progress: float) -> float:
-    """Return the share of the peak learning rate: a warm-up, a plateau, a linear fall to zero."""
+    """Return the learning rate as a share of its peak: it rises, stays at the peak, and falls linearly to zero."""
     return max(0.0, min(1.0, progress / WARMUP, (1.0 - progress) / ANNEAL))

@@ -1,4 +1,4 @@
-"""The words of the grammar. Every name, colour and object is one token, and names also without a leading space."""
+"""The words of the grammar. Names, colours and objects are one token each after a space, names also without a space."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ COMMON_WORDS: Final = _words(
     "develop describe compare create translate summarize America Africa Europe China India Japan English French "
     "German Spanish"
 )
-"""Words that a user may type. They widen the vocabulary and fill the questions that the model declines."""
+"""Words that a user may type. They extend the vocabulary, and questions that the model declines are made of them."""
 
 
 def article(word: str) -> str:
@@ -119,5 +119,5 @@ def names_of(kind: str) -> tuple[str, ...]:
 
 
 def is_female(name: str) -> bool:
-    """Return whether stories call `name` "she"."""
+    """Return whether stories use the pronoun "she" for `name`."""
     return name in GIRLS

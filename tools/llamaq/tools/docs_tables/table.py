@@ -37,7 +37,7 @@ def render_table(model: type[BaseModel], fields: Sequence[str]) -> str:
 
 
 def render_default(model: type[BaseModel], name: str, field: Schema, is_required: bool) -> str:
-    """Return the cell for the default of a field. Numbers are written as in a configuration file."""
+    """Return the text of the cell with the default of a field. Numbers are written as in a configuration file."""
     if is_required:
         return "required"
     if issubclass(model, SamplingParams) and name in SamplingDefaults.model_fields:
@@ -55,7 +55,7 @@ def render_default(model: type[BaseModel], name: str, field: Schema, is_required
 
 
 def _variants(field: Schema, schema: Schema) -> list[Schema]:
-    """Return the alternatives of a field without None, with references resolved."""
+    """Return the alternative schemas of a field, except the one for None. References are resolved."""
     variants = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
     return [schema["$defs"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one for one in variants]
 

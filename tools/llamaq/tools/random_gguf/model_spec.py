@@ -24,7 +24,7 @@ class Architecture(Enum):
     QWEN3 = "qwen3"  # attention with norms of queries and keys; llama_kv_cache
     GEMMA3 = "gemma3"  # sliding windows in every second layer; llama_kv_cache_iswa
     MAMBA = "mamba"  # a recurrent state; llama_memory_recurrent
-    JAMBA = "jamba"  # recurrent and attention layers in turn; llama_memory_hybrid
+    JAMBA = "jamba"  # alternating recurrent and attention layers; llama_memory_hybrid
 
     @property
     def has_qk_norm(self) -> bool:
@@ -36,7 +36,7 @@ class Architecture(Enum):
 
     @property
     def scales_embeddings(self) -> bool:
-        """Whether llama.cpp multiplies input embeddings by the square root of their length."""
+        """Whether llama.cpp multiplies input embeddings by the square root of their dimension."""
         return self is Architecture.GEMMA3
 
     @property

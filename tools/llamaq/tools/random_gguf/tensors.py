@@ -25,23 +25,23 @@ from llamaq.tools.random_gguf.model_spec import SSM_STATE_SIZE, ModelSpec
 
 LOGIT_STD = 1.5
 SHARPNESS = 2.5  # standard deviation of the attention scores before the softmax
-ATTENTION_BRANCH, FEED_FORWARD_BRANCH, RECURRENT_BRANCH = 2.0, 1.0, 0.5  # sum over all layers, in the residual stream
-GATED_STD = 0.6  # standard deviation of silu(a)·b, and near that of silu(a), for standard normal a and b
+ATTENTION_BRANCH, FEED_FORWARD_BRANCH, RECURRENT_BRANCH = 2.0, 1.0, 0.5  # std of the sum of all layers' outputs
+GATED_STD = 0.6  # standard deviation of silu(a)·b for standard normal a and b; that of silu(a) is similar
 FINAL_RMS = 2.0  # approximate RMS of the residual stream after the last layer
 
 END_LOGIT_DROP = 32.0  # mean difference between the logits of ordinary tokens and of end tokens
-AXIS_STD = 0.9  # length of an embedding along one end axis, in standard deviations of the other axes
+AXIS_STD = 0.9  # absolute value of an embedding on an end axis / standard deviation on the other axes
 
 CONVOLUTION_TAPS = (0.3, 0.4, 0.5, 0.7)  # oldest token first; the squares add up to about 1
 SSM_STEP_RANGE = (0.01, 0.2)  # discretization steps of the channels
-SSM_DECAY_RANGE = (0.1, 2.0)  # decays of the states; a state remembers 1 / (step · decay) tokens, 2 to 1,000
+SSM_DECAY_RANGE = (0.1, 2.0)  # decay rates of the states; a state remembers 1 / (step · rate) tokens, 2 to 1,000
 
 
 class Role(Enum):
-    """Role of a matrix: it decides which weights are not random."""
+    """Role of a matrix. The role decides which weights have fixed values and are not random."""
 
     PLAIN = auto()
-    EMBEDDING = auto()  # the end axes of a row depend on the kind of token
+    EMBEDDING = auto()  # on the end axes, the values of a row depend on the kind of its token
     BRANCH = auto()  # its output is added to the residual stream, with zeros on the end axes
 
 
@@ -71,11 +71,12 @@ Tensor = Matrix | Values
 
 
 def end_axes(spec: ModelSpec) -> int:
-    """Return the number of leading coordinates of the residual stream that mark a token as not an end token.
+    """Return the number of leading coordinates of the residual stream that show whether a token is an end token.
 
-    In these coordinates ordinary tokens have a positive constant and end tokens a negative one. No layer changes them,
-    so they reach the output embedding, where they give ordinary tokens higher logits than end tokens. Opening tokens
-    have a small positive constant: they are not generated, and an ordinary token follows them.
+    In these coordinates ("end axes"), ordinary tokens have a positive constant, and end tokens have a negative one. No
+    layer changes the coordinates, so they reach the output embedding, where they give ordinary tokens higher logits
+    than end tokens. Opening tokens have a small positive constant, so that they are not generated, and so that an
+    ordinary token follows them.
     """
     return max(1, spec.n_embd // 32)
 

@@ -2,8 +2,8 @@
 
 Token ids, in this order: the 256 bytes (the id is the byte), merged pieces, the four special tokens. The pieces are
 constructed, not learned: syllables, characters of two to four UTF-8 bytes, English words, invented words, and all words
-again with a space before them. The first bytes of a character are tokens too, so that a detokenizer meets incomplete
-characters. The ranks are ordered so that the text of nearly every piece is tokenized to that piece.
+again with a space before them. The first bytes of a character are tokens too, so that a detokenizer is tested with
+incomplete characters. The merges are ranked so that the text of nearly every piece is tokenized to this piece.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORDS = """
     the and of to in is was that it he she for on with as his her they at be this from have had by not but what all
     were when we there can an your which said if do will about how up out them then some so would into has more him
 """
-N_LONG_WORDS = 65_000  # words of three syllables; with and without a space they fill a vocabulary of 160,000
+N_LONG_WORDS = 65_000  # words of three syllables; with and without a space, they suffice for a vocabulary of 160,000
 LONG_WORD_STRIDE = 48_271  # has no common factor with 100³, so that no word occurs twice
 
 
@@ -100,7 +100,7 @@ def _spell(text: str) -> str:
 
 
 def _pairs() -> Iterator[tuple[str, str]]:
-    """Yield the pairs to merge in order of rank. Both parts of a pair are bytes or results of earlier merges."""
+    """Yield the pairs to merge in order of rank. Each part of a pair is a byte or the result of an earlier merge."""
     wide_characters = (chr(code_point) for code_points in CHARACTER_RANGES for code_point in code_points)
     for text in (*SYLLABLES, *CHARACTERS):
         yield from _prefix_merges(_spell(text))

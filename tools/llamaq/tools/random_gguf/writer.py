@@ -1,7 +1,8 @@
-"""Writes the GGUF file: metadata, vocabulary, then one tensor after the other, so that only one tensor is in memory.
+"""Writes the GGUF file: metadata, vocabulary, then one tensor after the other, so that memory holds only one tensor.
 
 Matrices are drawn as 8-bit integers ("steps") and then encoded. In Q8_0 the steps are the stored values, with one
-scale for the whole matrix. Nothing is quantized, so 600 million weights take seconds.
+scale for the whole matrix. So no weights need to be quantized, and a file with 600 million weights is written within
+seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from llamaq.tools.random_gguf.tensors import AXIS_STD, Matrix, Role, Tensor, Val
 from llamaq.tools.random_gguf.vocabulary import BOS, EOS, TURN_END, Vocabulary, byte_level_vocabulary
 
 REVISION = 1
-"""Part of cache keys. Increment it with every change that gives another file for the same spec and seed."""
+"""Part of cache keys. Increment the number with every change after which the same spec and seed give another file."""
 
 MAX_STEP = 127  # steps are uniform from -MAX_STEP to MAX_STEP, the range of symmetric 8-bit quantization
 STEP_STD = math.sqrt(((2 * MAX_STEP + 1) ** 2 - 1) / 12)
-OPENING_FRACTION = 4  # on the end axes, ordinary tokens have this multiple of the value of opening tokens
+OPENING_FRACTION = 4  # on the end axes, the value of ordinary tokens divided by that of opening tokens
 Q8_0_BLOCK = np.dtype([("scale", "<f2"), ("quants", "i1", (32,))])  # block_q8_0 of ggml-common.h
 
 Steps = npt.NDArray[np.int8]

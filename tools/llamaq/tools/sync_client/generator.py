@@ -53,7 +53,7 @@ def generate() -> str:
 
 
 def _imports(module: ast.Module, name: str) -> Iterator[str]:
-    """Yield the imports of a module, and one that imports what the module itself defines."""
+    """Yield the imports of a module, and an import of the names that the module itself defines."""
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and node.module != "__future__":
             yield ast.unparse(node)
@@ -98,7 +98,7 @@ def _body(source: Method, class_name: str, returns: str) -> list[str]:
     arguments = _forwarded_arguments(source.args)
     if source.name == "__init__":
         return [f"super().__init__({class_name}({arguments}))"]
-    if returns == "AsyncJob" and isinstance(source, ast.FunctionDef):  # needs no event loop
+    if returns == "AsyncJob" and isinstance(source, ast.FunctionDef):  # this method needs no event loop
         return [f"return Job(self, {arguments})"]
     target = SYNC_NAMES[class_name].lower()
     call = f"lambda {target}: {target}.{source.name}({arguments})"
