@@ -1,4 +1,4 @@
-"""Jobs of a real worker share prefixes: computed once, kept over a restart, never shared with another tenant."""
+"""Jobs share prefixes, which are computed once and survive a restart. Two tenants share only public tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_conversation_reuses_all_its_earlier_turns(client: Client) -> None:
     for turn in range(3):
         result = client.submit(messages=messages, max_tokens=16, temperature=0, cache_salt="talk").result(timeout=60)
         if turn:
-            # Only the new question and the template text before it are computed.
+            # Only the new question is computed, with the text of the chat template before it.
             assert computed(result) <= 16
         messages += [
             {"role": "assistant", "content": result.text},
@@ -78,9 +78,9 @@ def test_two_salts_share_only_tokens_that_both_declare_public(client: Client) ->
     assert ask("tenant a").stats.prefix_cache_tokens == 0
     assert ask("tenant b").stats.prefix_cache_tokens == 0
     assert ask("tenant a").stats.prefix_cache_tokens > 30
-    assert ask("tenant c", "system").stats.prefix_cache_tokens == 0  # tenants a and b have no public tokens
+    assert ask("tenant c", "system").stats.prefix_cache_tokens == 0  # tenants a and b declare no tokens public
     shared = ask("tenant d", "system").stats
-    assert 20 < shared.prefix_cache_tokens < shared.prompt_tokens - 6  # the system message without the question
+    assert 20 < shared.prefix_cache_tokens < shared.prompt_tokens - 6  # only the system message is shared
 
 
 def test_a_job_can_request_a_slot(client: Client) -> None:

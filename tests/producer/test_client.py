@@ -32,7 +32,7 @@ from llamaq.producer.testing import FakeAttempt, FakeWorker
 
 
 async def until_cancelled(attempt: FakeAttempt) -> None:
-    """Flush until the reply requests cancellation, as a worker does, and finish the attempt as cancelled."""
+    """Act as a worker: flush until the reply requests cancellation, then finish the attempt as cancelled."""
     while (await attempt.emit([], "")).code != "cancel":  # noqa: ASYNC110  # a worker polls too
         await asyncio.sleep(0.01)
     await attempt.finish(FinishReason.CANCELLED)
@@ -260,7 +260,7 @@ async def test_readers_of_a_deleted_job_raise_job_not_found(redis_url: str, queu
     async with AsyncClient(redis_url, queue) as client:
         job = await client.submit("hello")
         waiting = [asyncio.ensure_future(job.result()), asyncio.ensure_future(anext(job.stream()))]
-        await asyncio.sleep(0.05)  # both calls must notice the deletion, before or after they have subscribed
+        await asyncio.sleep(0.05)  # both calls must notice the deletion, whether or not they have subscribed by then
         await client.redis.delete(client.keys.of_job(job.id).job)
         for one in waiting:
             with pytest.raises(JobNotFound):
@@ -400,7 +400,7 @@ async def test_hundreds_of_concurrent_calls_share_a_few_connections(redis_url: s
         return len([one for one in clients if one["name"] == "llamaq-client"])
 
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        before = await connections()  # one of this client, the others of other tests
+        before = await connections()  # one connection of this client, and those of other tests
         serving = asyncio.create_task(worker.serve(lambda request: [request.prompt or ""]))
         results = await asyncio.gather(*(client.generate(f"job {number}") for number in range(200)))
         assert [result.text for result in results] == [f"job {number}" for number in range(200)]

@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml hold, each of them can fail, and light modules load no heavy dependency."""
+"""The import contracts of pyproject.toml hold, and each contract can fail. Light modules load no heavy dependency."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ BREACHES = {
     "Few modules import llama.cpp": ("worker/llamaq/worker/engine/engine.py", "import llama_cpp"),
     "Nothing in the wheel imports the tools": ("producer/llamaq/cli/main.py", "import llamaq.tools.random_gguf"),
 }
-"""Maps each contract to a module, and to an import in it that breaks the contract."""
+"""Maps each contract to a module, and to an import that would break the contract in this module."""
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_an_import_that_breaks_a_contract_is_found_also_inside_a_function(copied
 
 
 def loaded_by(*modules: str) -> set[str]:
-    """Return the modules that a fresh interpreter has loaded after importing these."""
+    """Return all modules that a new interpreter has loaded after it has imported the given modules."""
     paths = [str(ROOT / portion) for portion in PORTIONS]
     code = f"import sys; sys.path[:0] = {paths!r}; import {', '.join(modules)}; print(*sys.modules, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

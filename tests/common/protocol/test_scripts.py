@@ -1,7 +1,7 @@
 """Each Lua script refuses writes of old attempts, and a second call with the same arguments changes nothing.
 
-Every test runs on a real server and on the fake server of `tests.support.fake_redis`. So other tests may use the fake
-server.
+Every test runs on a real server and on the fake server of `tests.support.fake_redis`. So other tests may use the
+fake server.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ async def test_a_job_that_waited_longer_than_its_queue_timeout_ends_with_deadlin
         job = await client.submit("late", queue_timeout_s=0.001)
         claim = await worker.claim()
         assert claim is not None
-        await asyncio.sleep(0.01)  # until the deadline has passed, by the clock of Redis
+        await asyncio.sleep(0.01)  # until the deadline has passed on the clock of Redis
         assert await worker.scripts.start(claim, "fake") == "ended"
         result = await job.result(timeout=5)
         assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())

@@ -101,7 +101,7 @@ class Canceller:
             self.never_claimed.add(job.id)
 
     async def _await_state(self, job: AsyncJob, target: str) -> None:
-        """Wait until the job is approximately in this state. The worker records the exact state."""
+        """Wait until the job is probably in this state. The worker records its exact state when it is cancelled."""
         if target == QUEUED:
             return
         min_tokens = 1 if target == DECODE else 0

@@ -1,4 +1,4 @@
-"""Jobs that crash workers, on a real Redis: which crashes count, when a crash is uncounted, and how a job fails."""
+"""Jobs that crash workers, on a real Redis: which crashes count, when a counted crash is deducted, how a job fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEASE_S = 10.0
 
 
 async def begin(worker: FakeWorker, claim: Claim, name: str) -> FakeAttempt:
-    named = copy.copy(worker)  # the copy uses the same connections
+    named = copy.copy(worker)  # the copy shares the connections of the original
     named.name = name
     started = await worker.scripts.start(claim, name)
     assert isinstance(started, Attempt)
@@ -34,14 +34,14 @@ async def begin(worker: FakeWorker, claim: Claim, name: str) -> FakeAttempt:
 async def check_crash(
     worker: FakeWorker, claim: Claim, last_worker: str, *, claimer: str = "successor", max_crashes: int = 3
 ) -> CrashVerdict:
-    """Check for a crash as a worker does that reclaims the job. `last_worker` has no heartbeat any more."""
+    """Check for a crash, as the worker that reclaims the job does. `last_worker` no longer has a heartbeat."""
     return await worker.scripts.check_crash(
         claim, claimer, last_worker=last_worker, heartbeat_ms=0, dead_after_s=LEASE_S / 2, max_crashes=max_crashes
     )
 
 
 async def crash_worker(worker: FakeWorker, claim: Claim, name: str, *, max_crashes: int = 3) -> CrashVerdict:
-    """Start the job on a worker of this name, which then dies. Check for the crash."""
+    """Start the job on a worker with this name, let the worker die, and check for the crash."""
     await begin(worker, claim, name)
     return await check_crash(worker, claim, name, max_crashes=max_crashes)
 
@@ -185,7 +185,7 @@ async def test_an_entry_that_does_not_belong_to_the_job_counts_no_crash(redis_ur
         assert (await running.emit([1], "a")).code == "ok"
 
 
-# ---- a crash is uncounted
+# ---- a counted crash is deducted
 
 
 @pytest.mark.parametrize("call", ["flush", "finish", "requeue"])

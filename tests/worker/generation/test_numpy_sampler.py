@@ -29,7 +29,7 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
 
 def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] = ()) -> dict[int, float]:
-    """Apply samplers of llama.cpp, and return the logits of the remaining tokens by id."""
+    """Apply samplers of llama.cpp. Return the logits of the tokens that they keep, by token id."""
     candidates = np.zeros(len(logits), TOKEN_DATA)
     candidates["id"] = np.arange(len(logits))
     candidates["logit"] = logits
@@ -65,7 +65,7 @@ def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def away_from(values: npt.NDArray[Any], border: float) -> bool:
-    """Return whether every value is so far from the border that a rounding error cannot move it to the other side."""
+    """Return whether no value is so close to the border that a rounding error could move it to the other side."""
     return bool(np.abs(values - border).min() > 1e-4)
 
 
@@ -184,7 +184,7 @@ def test_the_whole_chain_gives_the_distribution_of_llama_cpp(params: dict[str, A
     ]
     remaining = llama_chain(logits, chain, history)
     tokens, probabilities = distribution(LogitSampler(chosen, seed=1, logit_bias=bias), logits, history)
-    # llama.cpp sums in float32, so one token in several thousand may be kept by only one of the two.
+    # llama.cpp sums in float32. So of several thousand tokens, one may be kept by only one of the two samplers.
     assert len(set(tokens.tolist()) ^ set(remaining)) <= len(remaining) // 1000
     both = sorted(set(tokens.tolist()) & set(remaining))
     expected = softmax(np.array([remaining[token] for token in both]))

@@ -1,4 +1,4 @@
-"""The ledger's counts equal those of a model in which every sequence has a list of its cells."""
+"""The counts of the ledger equal those of a simple model, in which every sequence has a list of its cells."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N_CELLS = 40
 SEQ_IDS = range(6)
 
 Step = tuple[str, int, int, int]
-"""An operation, two sequences, and a number of cells, which is limited to a possible value."""
+"""An operation, two sequences, and a number of cells, which is reduced if the operation does not allow it."""
 
 STEPS = st.lists(
     st.tuples(
@@ -25,13 +25,13 @@ STEPS = st.lists(
         st.sampled_from(SEQ_IDS),
         st.integers(0, 12),
     ),
-    min_size=15,  # shorter lists rarely do more than fill the pool
+    min_size=15,  # with fewer steps, most examples only fill the pool
     max_size=40,
 )
 
 
 class NaiveCells:
-    """A model of the ledger with a list of distinct objects, the cells, for every sequence."""
+    """A simple model of the ledger: for every sequence a list of cells, each of which is a distinct object."""
 
     def __init__(self) -> None:
         self.cells: dict[int, list[object]] = {seq_id: [] for seq_id in SEQ_IDS}
@@ -105,7 +105,7 @@ def test_a_drop_frees_the_owned_cells_in_any_order_until_no_cell_is_used(steps: 
 
 
 def fork_of_three() -> CellLedger:
-    """Return the ledger that is drawn in the module's docstring."""
+    """Return the ledger of the drawing in the docstring of the ledger's module."""
     ledger = CellLedger(100)
     ledger.grow(7, 12)
     ledger.share(7, 3, 8)
@@ -302,4 +302,4 @@ def test_a_tick_of_two_hundred_sequences_is_counted_in_a_fraction_of_a_milliseco
         for seq_id in range(200):
             ledger.grow(seq_id, n_held)
         ticks_s.append(time.perf_counter() - start)
-    assert min(ticks_s[1:]) < 0.0005  # about ten times the measured time; the minimum does not depend on the load
+    assert min(ticks_s[1:]) < 0.0005  # about ten times the measured time; a minimum hardly depends on the load

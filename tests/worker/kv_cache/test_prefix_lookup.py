@@ -1,4 +1,4 @@
-"""Each admission looks a prompt up once. The lookup is repeated only if an eviction makes its hit stale."""
+"""Each admission looks up each prompt once. A lookup is repeated only if an eviction makes the hit stale."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Rig:
 def test_each_admission_looks_up_each_compared_job_once() -> None:
     rig = Rig(n_slots=4)
     rig.submit(*(make_job([at] * 20, max_tokens=5) for at in range(3)))
-    assert rig.lookups_of_a_tick() == 3 + 2 + 1  # jobs that were compared for the first, second and third admission
+    assert rig.lookups_of_a_tick() == 3 + 2 + 1  # number of jobs compared for the first, second and third admission
     assert rig.lookups_of_a_tick() == 0
 
 
@@ -88,7 +88,7 @@ def test_the_cells_of_a_stale_hit_do_not_count_as_room() -> None:
     rig.finish()
     rig.submit(make_job([2] * 20, job_id="running", max_tokens=30))
     run_tick(rig.scheduler, rig.engine)
-    # The job would fit if it reused 21 tokens of the entry. But to make the room, this entry must be evicted.
+    # The job would fit if it reused 21 tokens of the entry. But this entry must be evicted to free enough cells.
     rig.submit(make_job([1] * 21 + [3] * 20, job_id="waiting", max_tokens=20))
     assert rig.lookups_of_a_tick() == 2
     assert rig.running == [None, "running"]

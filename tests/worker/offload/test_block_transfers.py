@@ -27,7 +27,7 @@ EMPTY_SEQUENCE = 5
 
 
 class FakeDisk:
-    """A disk tier in memory. `finish_reads` finishes the reads, as another thread does for a real disk."""
+    """A disk tier in memory. `finish_reads` finishes the pending reads. For a real disk, a thread does this."""
 
     def __init__(self) -> None:
         self.files: dict[bytes, Data] = {}

@@ -1,4 +1,4 @@
-"""The disk tier: a read returns the data that was written or None, and an invalid file only causes a log line."""
+"""The disk tier: a read returns None or the data that was written, and an invalid file causes no error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 class Disk:
-    """A block store with its files. Without host memory every inserted block is written at once."""
+    """A block store with its files. It has no host memory, so every inserted block is written to disk at once."""
 
     def __init__(self, folder: Path, fingerprint: str = "model", *, host_bytes: int = 0, **limits: int) -> None:
         self.store = BlockStore(2, host_bytes, limits.pop("max_disk_bytes", ROOMY), can_cut=True)
@@ -81,7 +81,7 @@ class Disk:
 
 
 class BlockedThread:
-    """A context manager that blocks the background thread of the files."""
+    """Blocks the background thread of the files, from the construction until the context is exited."""
 
     def __init__(self, files: DiskBlockFiles) -> None:
         self._is_over, is_blocked = threading.Event(), threading.Event()
@@ -100,7 +100,7 @@ class BlockedThread:
 
 
 class Warnings:
-    """The messages that were logged as warnings or errors."""
+    """The messages that were logged at level WARNING or ERROR."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog

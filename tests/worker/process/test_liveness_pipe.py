@@ -17,7 +17,7 @@ HANG_AFTER_S = 10.0
 
 
 class FakeTicks:
-    """A tick loop that ticks on demand and counts how often the writer reads it."""
+    """A tick loop that ticks when the test calls `tick`. It counts how often the writer reads `tick_started_s`."""
 
     def __init__(self) -> None:
         self.hang_after_s = HANG_AFTER_S
@@ -35,7 +35,7 @@ class FakeTicks:
 
 @dataclass
 class Pipe:
-    """A pipe with the supervisor's reader, whose clock the test sets."""
+    """A pipe with the reader of the supervisor. The test sets the clock of the reader."""
 
     reader: LivenessReader
     write_fd: int
@@ -45,7 +45,7 @@ class Pipe:
         os.write(self.write_fd, text.encode())
 
     def is_alive_for(self, seconds: float) -> bool:
-        """Poll every tenth of a second; True when every poll found the child alive."""
+        """Poll every 0.1 s for this many seconds. Return whether every poll found the child alive."""
         results = []
         for _ in range(round(seconds * 10)):
             self.now_s += 0.1

@@ -1,4 +1,4 @@
-"""An interactive job does not wait for bulk jobs: the bulk job admitted last is preempted, and resumes later."""
+"""An interactive job does not wait for bulk jobs. The bulk job admitted last is preempted, and resumes later."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_job_is_preempted_for_cells_only_after_entries_are_evicted() -> None:
     rig.tick(6)
     rig.submit("small", [2] * 30, max_tokens=10)
     rig.tick(20)
-    rig.submit("fits", [3] * 30, max_tokens=30)  # there is room after the eviction of the small job's entry
+    rig.submit("fits", [3] * 30, max_tokens=30)  # enough cells are free after the eviction of the small job's entry
     rig.tick(5)
     assert (rig.running, rig.preemptions) == (["bulk", "fits"], 0)
     rig.finish()

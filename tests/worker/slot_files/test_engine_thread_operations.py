@@ -31,7 +31,7 @@ KINDS = [(True, True), (True, False), (False, True)]
 
 @dataclass
 class Setup:
-    """The parts of a worker that slot operations need: no threads, no Redis, no model."""
+    """The parts of a worker that slot operations need, without threads, Redis or a model."""
 
     engine: FakeEngine
     scheduler: Scheduler
