@@ -182,7 +182,7 @@ class Training:
         return sum(losses) / len(losses)
 
     def report(self) -> dict[str, Any]:
-        """Return the measurements for one line of the log. Recall is measured only at distances below 1.5 rows."""
+        """Return the measurements for one line of the log. Recall is measured up to 1.5 times the longest row."""
         longest = max(stage_at(self.progress).lengths)
         recall = {str(d): round(self.recall(d), 3) for d in PROBE_DISTANCES if d < longest * 1.5}
         return {
