@@ -8,9 +8,10 @@ cells are shared. In this example the sequences have the ids 7, 3 and 9:
     └ 3 ████████░░░░░            8 cells of sequence 7, then 5 new cells
       └ 9 ██████░░                6 cells of sequence 3 (also cells of sequence 7), then 2 new cells
 
-The parent of a sequence is the sequence that its first `shared` cells were copied from. Its other cells are new. Every
-cell in use is new in exactly one sequence, so 12 + 5 + 2 = 19 cells are in use here, although the three sequences hold
-33 in total. When 7 is removed, the 8 cells that it shares with 3 become new cells of 3, and 4 cells become free.
+The first `shared` cells of a sequence are also cells of its parent. The other cells of the sequence are called new.
+Every cell in use is a new cell of exactly one sequence, so 12 + 5 + 2 = 19 cells are in use here, although the cell
+counts of the three sequences add up to 33. When sequence 7 is removed, the 8 cells that it shares with sequence 3
+become new cells of sequence 3, and 4 cells become free.
 """
 
 from __future__ import annotations

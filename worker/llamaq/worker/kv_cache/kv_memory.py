@@ -20,7 +20,7 @@ from llamaq.worker.kv_cache.slot_pool import SlotPool
 
 
 class KvMemory:
-    """Joins the parts that decide about KV cells (pool, prefix cache, offload) with the sequences that hold the cells.
+    """Applies the decisions about KV cells (slot pool, prefix cache, eviction, offload) to the engine's sequences.
 
     Args:
         pool: The slots, sequences and cells.
@@ -67,7 +67,7 @@ class KvMemory:
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether used and promised cells together exceed `n_cells`. Happens after a tick that lost shared cells."""
+        """Whether used and promised cells together exceed `n_cells`. This can happen after jobs lost shared cells."""
         return self._pool.is_overdrawn
 
     def has_slot(self, job: Job) -> bool:
@@ -75,17 +75,17 @@ class KvMemory:
         return self._pool.has_slot(job)
 
     def could_admit(self, job: Job, without: Sequence[Slot]) -> bool:
-        """Whether there is room for the job if all entries were evicted and the slots `without` were idle."""
+        """Whether there would be room for the job if all entries were evicted and the slots in `without` were idle."""
         return self._pool.could_admit(job, without)
 
     # ---- admission of a job
 
     def find_prefix(self, job: Job) -> PrefixHit:
-        """Return the reusable prefix of the job's prompt. Its entry counts as used now."""
+        """Return the reusable prefix of the job's prompt. The entry that holds this prefix counts as used now."""
         return self._lookup.find(job)
 
     def make_room(self, candidate: Candidate) -> Room:
-        """Return whether the candidate, which has an idle slot, can be admitted. Evicts entries where that helps."""
+        """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle."""
         return self._eviction.make_room(candidate)
 
     def admit(self, candidate: Candidate, now_s: float) -> Slot:
@@ -113,7 +113,7 @@ class KvMemory:
                 self._reuse(slot, self._lookup.find(run.job, admitted_before=run.admission_number))
 
     def _reuse(self, slot: Slot, hit: PrefixHit) -> None:
-        """Follow the leader of the hit. Without a leader, copy cells on the device and start to load stored cells."""
+        """Wait for the leader of the hit. Without a leader, copy cells on the device and start to load stored cells."""
         run = slot.active
         if hit.leader:
             run.leader, run.awaited_tokens = hit.leader, hit.n_coming
@@ -136,7 +136,7 @@ class KvMemory:
             run.add_cached(n_copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
 
     def _adopt(self, run: Run, entry: Entry, n_tokens: int) -> None:
-        """Turn the entry's sequence, cut to `n_tokens`, into the sequence of the run."""
+        """Cut the entry's sequence to `n_tokens` and use it as the sequence of the run. The entry is removed."""
         self._cache.remove(entry)
         n_left = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
         self._pool.resize(run.seq_id, n_left)
@@ -154,12 +154,15 @@ class KvMemory:
             self._cache_state(run)
 
     def _cache_state(self, run: Run) -> None:
-        """Cache a copy of a state that cannot be cut, at the end of a chunk. Other prompts may share this prefix."""
+        """Cache a copy of a state that cannot be cut. Called at the end of a chunk.
+
+        A later prompt that begins with the same tokens can then reuse this state.
+        """
         run.checkpoints = [position for position in run.checkpoints if position > run.n_past]
         if not 0 < run.n_past < len(run.tokens):
             return
         if self._pool.n_free_sequences <= self._pool.n_idle:
-            self._eviction.evict_coldest()  # makes a sequence free for the next state
+            self._eviction.evict_coldest()  # frees a sequence, for the next state that is cached
             return
         seq_id = self._pool.acquire_for_cache()
         n_copied = self._sequences.copy(run.seq_id, seq_id, run.n_past)
@@ -182,7 +185,7 @@ class KvMemory:
             self._remove_sequences([run.seq_id])
 
     def drop_coldest(self) -> bool:
-        """Free the cells of the coldest entry at once, without saving it. Returns False when there is no entry."""
+        """Remove the least recently used entry at once, without saving it. Returns False when there is no entry."""
         return self._eviction.drop_coldest()
 
     def _count(self, run: Run) -> None:
@@ -211,26 +214,29 @@ class KvMemory:
         self._remove_entry(entry)
 
     def n_copyable(self, tokens: bytes, scope: Scope) -> int:
-        """Return how many of these packed tokens a restored entry can copy from a sequence on the device."""
+        """Return how many of these packed tokens need not be loaded, because a sequence on the device holds them."""
         return self._cache.match(tokens, scope).n_held if self._sequences.can_save_parts else 0
 
     def make_room_for_entry(self, n_cells: int) -> Room:
-        """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries for it."""
+        """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries to make room."""
         return self._eviction.make_room_for_entry(n_cells)
 
     def begin_restore(self, tokens: bytes, scope: Scope, hidden: Scope) -> tuple[Entry, int]:
         """Reserve an entry with cells for all of the packed tokens, and copy the prefix that the device already holds.
 
-        The entry counts as in transfer: it is not evicted or saved, and a job that needs room waits for its transfer.
+        The entry counts as in transfer: it is not evicted or saved. A job that needs its cells waits until the transfer
+        is finished.
         `make_room_for_entry` must have returned AVAILABLE.
 
         Args:
             tokens: The packed tokens that the entry will hold.
             scope: The jobs whose cells may be copied.
-            hidden: A scope without jobs. The entry has it until `finish_restore`, so that no job finds it.
+            hidden: A scope that no job has. The entry has this scope until `finish_restore`, so that no job finds the
+                entry.
 
         Returns:
-            The entry, and the number of its tokens whose cells were copied. The caller loads the others.
+            The entry, and the number of its tokens whose cells were copied. The caller loads the cells of the other
+            tokens.
         """
         seq_id = self._pool.acquire_for_cache()
         n_copied = 0
@@ -271,7 +277,7 @@ class KvMemory:
         return bool(step.loaded)
 
     def close(self, timeout_s: float) -> None:
-        """Write the entries to the disk tier, if it exists, for about `timeout_s` seconds. Stop all transfers."""
+        """Write the entries to the disk tier, if it exists, within about `timeout_s` seconds. Stops all transfers."""
         self._offload.close(self._cache.entries(), timeout_s)
 
     def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> Entry | None:
@@ -310,7 +316,7 @@ class KvMemory:
         )
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` when slots, sequences, cells, entries and stored blocks contradict each other."""
+        """Raise `AssertionError` if the records of slots, sequences, cells, entries, blocks contradict each other."""
         self._pool.check_integrity()
         self._cache.check_integrity()
         self._offload.check_integrity()

@@ -16,11 +16,11 @@ from llamaq.worker.kv_cache.cached_prefix_index import Entry
 
 
 class LoadedTokens(NamedTuple):
-    """One block was loaded into the sequence of a run."""
+    """The result of loading one block into the sequence of a run."""
 
     run: Run
     n_tokens: int
-    """Tokens that the sequence holds after the load."""
+    """Number of tokens that the sequence holds after the load."""
     tier: CacheTier
     """The tier that the block came from."""
 
@@ -31,9 +31,9 @@ class OffloadStep:
 
     loaded: list[LoadedTokens] = field(default_factory=list)
     finished_loads: list[Run] = field(default_factory=list)
-    """Runs whose load has ended: every block was loaded, or a block could not be loaded."""
+    """Runs whose load has ended, because all blocks were loaded or because one block could not be loaded."""
     finished_saves: list[Entry] = field(default_factory=list)
-    """Entries whose save has ended. Their cells may be removed, also where a block could not be stored."""
+    """Entries whose save has ended. Their cells may be removed, even if a block could not be stored."""
 
 
 class Offload(Protocol):
@@ -61,10 +61,10 @@ class Offload(Protocol):
         """Start to load the blocks of `stored` that end after the run's `n_past`."""
 
     def start_save(self, entry: Entry) -> bool:
-        """Start to save the entry. Returns False when there is nothing to save: the entry may be removed at once."""
+        """Start to save the entry. Returns False when there is nothing to save. The entry may then be removed."""
 
     def read_block(self, block: Block) -> Future[Data | None]:
-        """Return the data of a block that `match` has just returned. The result is None when its file is invalid."""
+        """Read the data of a block that `match` has just returned. The future gives None if the file is invalid."""
 
     def discard(self, tokens: bytes, scope: Scope, n_kept: int) -> None:
         """Remove the stored blocks of `tokens` that end after the first `n_kept` tokens.
@@ -76,10 +76,10 @@ class Offload(Protocol):
         """Cancel the saves and loads of a sequence that is removed or gets another owner."""
 
     def step(self, budget_s: float) -> OffloadStep:
-        """Transfer blocks for about `budget_s` seconds: at least one block, if one is ready."""
+        """Transfer blocks for about `budget_s` seconds. Transfers at least one block, if a block is ready."""
 
     def close(self, entries: Iterable[Entry], timeout_s: float) -> None:
-        """Write the entries and the blocks in host memory to disk within about `timeout_s`, and stop.
+        """Write the entries and the blocks in host memory to disk within about `timeout_s`. Then stop all transfers.
 
         Args:
             entries: The entries on the device, the least recently used first.

@@ -12,7 +12,7 @@ from llamaq.worker.kv_cache.cached_prefix_index import Entry, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
 
 MIN_GAIN_TOKENS = 16
-"""A job waits for a leader or for a load only if that saves this many more tokens than a copy on the device."""
+"""A job waits for a leader or a load only if this saves at least this many tokens more than a copy on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,13 @@ class PrefixHit:
     """
 
     matched_entry: Entry | None = None
-    """The entry with the longest prefix on the device, or None if a run has it. The lookup counts the entry as used."""
+    """The entry with the longest prefix on the device. None if a run has the longest prefix, or if there is none. The
+    lookup counts the entry as used."""
     n_held: int = 0
-    """Tokens to copy from `source`."""
+    """Number of tokens to copy from `source`."""
     source: Entry | Run | None = None
     leader: Run | None = None
-    """The running job that will compute a longer prefix of the prompt. Afterwards the lookup is repeated."""
+    """The running job that will compute a longer prefix of the prompt. When it has done so, the lookup is repeated."""
     n_coming: int = 0
     """The length of the prefix that `leader` will compute, in tokens."""
     stored: StoredPrefix | None = None
@@ -40,7 +41,7 @@ class PrefixHit:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the prompt that need not be computed."""
+        """Number of tokens of the prompt that this job need not compute."""
         return max(self.n_held, self.n_coming, self.stored.n_tokens if self.stored else 0)
 
 
@@ -50,16 +51,16 @@ class Candidate:
 
     job: Job
     hit: PrefixHit
-    """Replaced by `KvMemory.make_room` when it evicts the matched entry."""
+    """The reusable prefix. `KvMemory.make_room` replaces this hit when it evicts the matched entry."""
 
 
 class PrefixLookup:
-    """Looks a prompt up among running jobs, cached entries and stored blocks.
+    """Searches running jobs, cached entries and stored blocks for the longest reusable prefix of a prompt.
 
     Args:
         cache: The entries and runs on the device.
         offload: The stored blocks.
-        can_save_parts: Whether stored cells can be loaded behind cells that a sequence already holds.
+        can_save_parts: Whether stored cells can be appended to a sequence that already holds cells.
     """
 
     def __init__(self, cache: PrefixCache, offload: Offload, *, can_save_parts: bool) -> None:
@@ -70,7 +71,8 @@ class PrefixLookup:
     def find(self, job: Job, admitted_before: int | None = None) -> PrefixHit:
         """Return the hit that saves the most tokens of the job's history.
 
-        The last token is never part of a hit, because the next token is sampled from its logits.
+        The last token of the history is never part of a hit: it must be computed, because the next token is sampled
+        from its logits.
 
         Args:
             job: The job.
@@ -88,5 +90,5 @@ class PrefixLookup:
         if n_stored < match.n_held + MIN_GAIN_TOKENS:
             return PrefixHit(entry, match.n_held, match.source)
         if not self._can_save_parts:
-            return PrefixHit(entry, stored=stored)  # a whole state can only be loaded into an empty sequence
+            return PrefixHit(entry, stored=stored)  # a complete state can be loaded only into an empty sequence
         return PrefixHit(entry, match.n_held, match.source, stored=stored)

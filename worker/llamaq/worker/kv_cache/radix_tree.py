@@ -1,12 +1,13 @@
 """A radix tree over packed tokens. It finds the holders of the longest prefix of a query.
 
-Tokens are packed, 4 bytes each, so that two long prefixes are compared by one memcmp instead of a loop:
+Tokens are packed, 4 bytes each, so that one memcmp compares two long prefixes. No loop over tokens is needed. Example:
 
     (root) ── system prompt ─┬─ question A ── answer ── next question   ← a holder ends here
-                             └─ question B                              ← and another here
+                             └─ question B                              ← another holder ends here
 
-An edge is a packed string. A node is a position where a holder ends or where holders differ. There are no other nodes,
-so n holders need fewer than 2n nodes, and every leaf has a holder.
+An edge is a string of packed tokens. A node other than the root marks a position at which the tokens of a holder end,
+or at which the tokens of several holders begin to differ. Every leaf therefore has a holder, and a tree with n holders
+has fewer than 2n nodes besides the root.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ H = TypeVar("H", bound=Hashable)
 
 @dataclass(slots=True, eq=False)
 class _Node(Generic[H]):
-    """The end of `edge`. Invariant: a node other than the root has a holder or at least two children."""
+    """A node and the edge to it. Invariant: a node other than the root has a holder or at least two children."""
 
     edge: bytes
     parent: _Node[H] | None
@@ -32,7 +33,7 @@ class _Node(Generic[H]):
     """The holders whose tokens end exactly here, the first added first."""
 
     def adopt(self, child: _Node[H]) -> None:
-        """Add a child under the first token of its edge. Replaces an earlier child with this token."""
+        """Add a child under the first token of its edge. Replaces an earlier child under the same token."""
         child.parent = self
         self.children[child.edge[:TOKEN_BYTES]] = child
 
@@ -40,8 +41,8 @@ class _Node(Generic[H]):
 class RadixTree(Generic[H]):
     """Finds the holders that share the most tokens with a query.
 
-    A holder is any hashable object. It may be added under several token strings, once under each. A lookup costs one
-    dictionary access and one memcmp for each node on the path, however many holders share the path.
+    A holder is any hashable object. It may be added under several token strings, once under each string. A lookup needs
+    one dictionary access and one memcmp for each node on the path. The number of holders below the path has no effect.
     """
 
     def __init__(self) -> None:
@@ -88,8 +89,8 @@ class RadixTree(Generic[H]):
     def matches(self, tokens: bytes) -> Iterator[tuple[int, H]]:
         """Iterate over all holders that share at least one token with the query, the longest common prefix first.
 
-        Each holder is yielded once, with its longest common prefix. The iterator is lazy, so the first holders cost
-        little. It is invalid after the next `add` or `remove`.
+        Each holder is yielded once, with its longest common prefix. The iterator is lazy, so a caller that stops early
+        saves most of the work. It is invalid after the next `add` or `remove`.
 
         Yields:
             The length of the common prefix in tokens, and the holder.
@@ -126,7 +127,7 @@ class RadixTree(Generic[H]):
         return f"<RadixTree {self._n_holders} holders {sum(1 for _ in _nodes_below(self._root))} nodes>"
 
     def _descend(self, tokens: bytes) -> tuple[_Node[H], int]:
-        """Return the deepest node whose path is a prefix of the tokens, and the length of its path in bytes."""
+        """Return the deepest node whose path from the root is a prefix of `tokens`, and the path's length in bytes."""
         node, depth = self._root, 0
         while child := node.children.get(tokens[depth : depth + TOKEN_BYTES]):
             if not tokens.startswith(child.edge, depth):
@@ -167,7 +168,10 @@ def _nodes_below(top: _Node[H]) -> Iterator[_Node[H]]:
 
 
 def _unseen_holders(top: _Node[H], done: _Node[H] | None, n_common: int, seen: set[H]) -> Iterator[tuple[int, H]]:
-    """Iterate over the holders in `top` and below that are not in `seen`, except below its child `done`."""
+    """Iterate over the holders of `top` and its descendants that are not in `seen`. Skips the subtree of `done`.
+
+    Adds each holder to `seen`, and yields it together with `n_common`.
+    """
     stack = [top]
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""The slot pool: it records the owners of a worker's slots, sequences and KV cells."""
+"""The slot pool records the owners of a worker's slots, sequences and KV cells."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from llamaq.worker.kv_cache.cell_ledger import CellLedger
 class SlotPool:
     """Assigns the slots, sequences and KV cells of a worker.
 
-    A sequence belongs to a running job, belongs to the prefix cache, or is free. The pool only counts cells.
-    Invariant between ticks: the cells that sequences hold (a shared cell counts once) and the cells that running jobs
-    may still need are together at most `n_cells`.
+    A sequence belongs to a running job, belongs to the prefix cache, or is free. The pool counts cells, but does not
+    record which cell belongs to which sequence.
+
+    Invariant between ticks: the number of cells that sequences hold (a shared cell counts once), plus the number of
+    cells that running jobs may still need, is at most `n_cells`.
 
     Args:
         n_slots: Number of slots.
         n_cells: Number of KV cells.
         n_sequences: Number of sequences, at least `n_slots`.
-        similarity: A slot is preferred when its content and the prompt have a common prefix of at least this share of
-            the prompt. 0 disables the preference.
-        shares_cells: Whether a copied sequence shares its cells with its source. Otherwise it has cells of its own.
+        similarity: A fraction of the prompt. A slot is preferred when the common prefix of its content and the prompt
+            has at least this length. 0 disables the preference.
+        shares_cells: Whether a copied sequence shares its cells with its source. If False, a copy uses additional
+            cells.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class SlotPool:
 
     @property
     def promised_cells(self) -> int:
-        """Cells that running jobs may still need."""
+        """Number of cells that running jobs may still need."""
         return sum(slot.run.promised_cells for slot in self.slots if slot.run is not None)
 
     @property
@@ -93,7 +96,7 @@ class SlotPool:
         return any(slot.run is None for slot in (self.slots if pinned is None else self.slots[pinned : pinned + 1]))
 
     def could_admit(self, job: Job, without: Sequence[Slot] = ()) -> bool:
-        """Whether the job would have room without any cached sequence, and with the slots in `without` idle."""
+        """Whether there would be room for the job if nothing were cached and the slots in `without` were idle."""
         reserved = sum(slot.active.job.reservation for slot in self.active if slot not in without)
         has_slot = self.has_slot(job) or any(job.request.slot in (None, slot.index) for slot in without)
         return has_slot and reserved + job.reservation <= self.n_cells
@@ -101,8 +104,8 @@ class SlotPool:
     def _choose_slot(self, job: Job) -> Slot | None:
         """Return the idle slot for the job, or None.
 
-        The order of preference is: the slot that the job asks for, the slot whose content has the longest common prefix
-        with the prompt, the slot that has been idle longest.
+        A slot that the job requests is the only choice. Otherwise the slot whose content has the longest common prefix
+        with the prompt is preferred, and then the slot that has been idle longest.
         """
         if job.request.slot is not None:
             pinned = self.slots[job.request.slot]
@@ -145,7 +148,10 @@ class SlotPool:
         return slot
 
     def release(self, slot: Slot) -> Run:
-        """Make the slot idle. Its sequence, with its cells, belongs to the prefix cache until `free_sequence`."""
+        """Make the slot idle and return its run. The sequence of the run then belongs to the prefix cache.
+
+        The sequence keeps its cells until `free_sequence`.
+        """
         run = slot.active
         slot.transition_to(SlotState.IDLE)
         slot.run, run.is_released = None, True
