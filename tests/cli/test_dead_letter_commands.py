@@ -16,7 +16,7 @@ from llamaq.producer import Client, DeadLetter, DeadLetterDetails
 
 @pytest.fixture
 def letters(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Ids of two dead letters, a dead job and an entry that is not a job. Commands use their queue by default."""
+    """The ids of two dead letters: a dead job, and an entry that is not a job. Commands use their queue by default."""
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
     monkeypatch.setenv("LLAMAQ_QUEUE", queue)
     monkeypatch.setenv("COLUMNS", "200")

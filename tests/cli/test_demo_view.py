@@ -1,4 +1,4 @@
-"""The view of `llamaq demo` fits its terminal, shows running jobs first, and draws generated text as it is."""
+"""The view of `llamaq demo` fits its terminal, shows running jobs first, and draws generated text unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More jobs than slots, and more tokens than KV cells: order, fairness, and no mixed-up KV cells."""
+"""More jobs than slots, and more tokens than KV cells: order, fairness, and separate KV cells of the jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def started_ms(job: Job) -> int:
 
 
 def window(served: ServedQueue) -> int:
-    """Return the largest number of jobs that a worker has claimed at one time."""
+    """Return the largest number of jobs that a worker may have claimed at the same time."""
     return served.settings.n_parallel + served.settings.inbox_window
 
 
@@ -37,7 +37,7 @@ def is_right(result: Result, probe: Probe) -> bool:
 
 @pytest.fixture(scope="module")
 def probes() -> list[Probe]:
-    """Prompts with facts and a question about them. No two prompts have the same answer."""
+    """Prompts, each with facts and a question about them. Any two prompts have different answers."""
     probes: dict[str, Probe] = {}
     seed = 0
     while len(probes) < N_JOBS:

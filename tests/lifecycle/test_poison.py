@@ -1,4 +1,4 @@
-"""A job that kills its workers becomes a dead letter; the jobs beside it finish."""
+"""A job that kills its workers becomes a dead letter. The other jobs finish."""
 
 from __future__ import annotations
 

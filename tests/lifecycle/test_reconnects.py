@@ -72,7 +72,7 @@ def test_silent_connections_are_noticed_and_replaced(environment: Environment, p
         for reader in readers:
             reader.job.cancel()
             reader.finish()
-            # One start only: the silence was noticed before the lease of the job expired.
+            # The job started only once, because its worker noticed the silence before the lease expired.
             assert sum(isinstance(event, Started) for event in environment.events_of(reader.job)) == 1
 
 

@@ -1,4 +1,4 @@
-"""Workers are replaced one after the other. A reader of a stream sees a short pause at most."""
+"""Workers are replaced one after the other. Meanwhile the readers of streams see only short pauses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLACK = 3.0
 
 
 class Stalls(threading.Thread):
-    """Measures the longest time without a new token, for each reader, while the context is entered."""
+    """While the context is entered, measures the longest time without a new token for each reader."""
 
     def __init__(self, readers: list[Reader]) -> None:
         super().__init__(daemon=True)
@@ -56,7 +56,7 @@ class Stalls(threading.Thread):
 def test_a_rolling_restart_of_two_workers_loses_no_token_and_stalls_streams_only_briefly(
     environment: Environment, read: Read
 ) -> None:
-    # With a long lease, a job continues soon only if its worker requeued it.
+    # The lease is long, so a job continues soon only if its worker has requeued it.
     def start() -> Command:
         return environment.start_worker(supervised=True, LLAMAQ_LEASE_S="60", LLAMAQ_DRAIN_S="0.2")
 

@@ -20,7 +20,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True
 
 
 def start_worker(environment: Environment, **variables: Any) -> Command:
-    """Start a worker that saves slots to disk, but no evicted blocks."""
+    """Start a worker that saves slots to disk, but keeps no evicted blocks on disk."""
     return environment.start_worker(
         LLAMAQ_CACHE_DIR=str(environment.folder / "cache"), LLAMAQ_CACHE_DISK_MB="0", **variables
     )

@@ -49,7 +49,7 @@ def supervise(environment: Environment, n_children: int, **variables: str) -> Co
 
 
 def children_of(pid: int) -> dict[int, str]:
-    """Return the state of each child of a process, by process id. Zombies are included."""
+    """Return the state of each child of a process, by the id of the child. Zombies are included."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:

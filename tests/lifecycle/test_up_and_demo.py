@@ -147,7 +147,7 @@ def test_the_demo_prints_lines_and_stats_if_its_output_is_not_a_terminal(environ
 
 
 class Terminal:
-    """A command in a pseudo-terminal, and all output that it draws."""
+    """A command that runs in a pseudo-terminal, and all output that it writes there."""
 
     def __init__(self, environment: Environment, arguments: list[str], columns: int, lines: int) -> None:
         self._ours, theirs = pty.openpty()
@@ -240,7 +240,7 @@ def test_a_demo_whose_model_cannot_be_loaded_prints_the_reason(environment: Envi
     (environment.folder / "broken.gguf").write_bytes(b"this is no model")
     demo = environment.start("demo", "--model", "broken.gguf")
     assert demo.end() == 1
-    printed = " ".join(demo.output.split())  # the console wraps the lines of the log between words
+    printed = " ".join(demo.output.split())  # the console wraps long lines of the log at spaces
     assert "the worker cannot start; its log:" in printed
     assert "llama.cpp cannot load broken.gguf" in printed
     assert not environment.running_processes()

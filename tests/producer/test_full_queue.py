@@ -1,4 +1,4 @@
-"""Submits to a full queue, concurrent submits with one idempotency key, and submits to a full Redis."""
+"""Submits to a full queue, concurrent submits with the same idempotency key, and submits to a full Redis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N_CLIENTS = 8
 
 @asynccontextmanager
 async def many_clients(url: str, queue: str, **settings: Any) -> AsyncIterator[list[AsyncClient]]:
-    """Yield several clients, each with separate connections."""
+    """Yield several clients, each with its own connections."""
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(AsyncClient(url, queue, **settings)) for _ in range(N_CLIENTS)]
 

@@ -12,7 +12,7 @@ from llamaq.tools.sync_client import __main__ as command
 from llamaq.tools.sync_client import generator
 
 
-@pytest.mark.starts_processes  # ruff
+@pytest.mark.starts_processes  # the generator runs ruff
 def test_the_committed_blocking_client_equals_the_generated_one() -> None:
     assert generator.SYNC_PATH.read_text() == generator.generate(), "run: python -m llamaq.tools.sync_client"
 

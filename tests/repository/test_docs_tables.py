@@ -46,7 +46,7 @@ PUBLIC_MODELS: list[type[BaseModel]] = sorted(public_models(), key=lambda model:
 
 
 def cells_of(model: type[BaseModel]) -> dict[str, dict[str, str]]:
-    """Return the cells of a model's table, by field and then by column."""
+    """Return the cells of the table of a model: a dict of fields, each with a dict of columns."""
     header, _, *lines = render_table(model, list(model.model_fields)).splitlines()
     columns = [cell.strip() for cell in header[1:-1].split("|")]
     rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in lines]
@@ -91,7 +91,7 @@ def test_the_typed_keywords_are_the_fields_of_the_parameters_and_accept_their_de
     assert hints.keys() == JobParams.model_fields.keys()
     for name, field in JobParams.model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data={})
-        if name not in SamplingDefaults.model_fields:  # their default is None, which no caller needs to write
+        if name not in SamplingDefaults.model_fields:  # their default is None, which callers do not pass
             TypeAdapter(hints[name]).validate_python(default)
 
 

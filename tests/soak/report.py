@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("llama-cpp-python", "llamaq", "redis")
 
 ProgressReport = Callable[[int, int, str], None]
-"""Called with the number of finished steps of a scenario, the number of all steps, and a description."""
+"""A callback that gets the number of finished steps of a scenario, the total number of steps, and a description."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The soak's checker finds every kind of violation: each record in these tests has one defect."""
+"""The soak's checker finds every kind of violation: each test records events with one defect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padded attention heads of the demo model compute the same as the trained heads."""
+"""The padded attention heads of the demo model give the same results as the heads that were trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped demo model: its text grammar, and its stories, recall and chat in llama.cpp on the held-out share."""
+"""The shipped demo model: the grammar of its texts, and its stories, recall and chat in llama.cpp on held-out texts."""
 
 from __future__ import annotations
 

@@ -144,4 +144,4 @@ def test_threads_are_the_cores_that_the_process_may_use(monkeypatch: pytest.Monk
 
 def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        setattr(WorkerSettings(), "n_ctx", 1)  # noqa: B010  # mypy knows that it cannot be
+        setattr(WorkerSettings(), "n_ctx", 1)  # noqa: B010  # mypy rejects a plain assignment

@@ -1,4 +1,4 @@
-"""One job kills every worker that computes it: that job becomes a dead letter, and the others finish."""
+"""One job kills every worker that computes it. This job becomes a dead letter, and the other jobs finish."""
 
 from __future__ import annotations
 

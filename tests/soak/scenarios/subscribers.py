@@ -1,4 +1,4 @@
-"""Many subscribers read few jobs. They join at any time, leave, join again, lose connections, and read all tokens."""
+"""Many subscribers read a few jobs. They join at any time, leave, return and lose connections, but miss no token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KILL_EVERY_S = (0.2, 0.8)
 async def subscribers(
     seed: int, report: ProgressReport, *, n_subscribers: int = 1000, n_jobs: int = 20, n_tokens: int = 150
 ) -> Outcome:
-    """Let `n_subscribers` read a whole stream each. Some of them read a part of it first, and leave."""
+    """Let each of `n_subscribers` read a whole stream. Before, some of them read only a part of it, and leave."""
     checker, rng, started_s = Checker(), seeded_random(seed, "subscribers"), time.monotonic()
     cut: list[int] = []
     async with Environment(settings={"n_parallel": n_jobs, "n_ctx": 8192}) as environment:
@@ -85,7 +85,7 @@ async def _read_some(job: AsyncJob, checker: Checker, reader: str, n_chunks: int
 
 
 async def _kill_connections(client: AsyncClient, rng: random.Random, cut: list[int]) -> None:
-    """Kill a third of the pub/sub connections at random intervals."""
+    """At random intervals, kill a third of the pub/sub connections."""
     while True:
         await asyncio.sleep(rng.uniform(*KILL_EVERY_S))
         connections = await client.redis.client_list(_type="pubsub")

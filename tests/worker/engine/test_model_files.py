@@ -1,4 +1,4 @@
-"""A model is given as a path, as `hf:OWNER/REPO/FILE.gguf`, or not at all for the demo model."""
+"""A model is given as a path or as `hf:OWNER/REPO/FILE.gguf`. If no model is given, the demo model is used."""
 
 from __future__ import annotations
 

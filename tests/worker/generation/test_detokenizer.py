@@ -9,7 +9,7 @@ from llamaq.worker.generation.detokenizer import StopMatcher, StreamDetokenizer
 
 
 class ListVocab:
-    """A vocabulary in which token n has the n-th of the given bytes."""
+    """A vocabulary in which the bytes of token n are item n of a list."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
@@ -19,14 +19,14 @@ class ListVocab:
 
 
 def stream(parts: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
-    """Return the texts that each token and then the end released, and whether a stop string was complete."""
+    """Return the text released after each token and at the end, and whether a stop string was found."""
     detokenizer = StreamDetokenizer(ListVocab(parts), stop)
     released = [detokenizer.feed(token) for token in range(len(parts))]
     return [*released, detokenizer.finish()], detokenizer.stopped
 
 
 def expected(text: str, stop: list[str]) -> tuple[str, bool]:
-    """Return the text before the first complete stop string (the longest of several), and whether there is one."""
+    """Return the text before the first complete stop string, and if there is one. The longest of several counts."""
     for end in range(1, len(text) + 1):
         complete = [len(each) for each in stop if text[:end].endswith(each)]
         if complete:

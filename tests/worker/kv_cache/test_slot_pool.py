@@ -10,7 +10,7 @@ from llamaq.worker.testing import make_job
 
 
 def can_acquire(pool: SlotPool, job: Job) -> bool:
-    """Whether there are an idle slot, a free sequence and enough cells for the job."""
+    """Return whether the pool has an idle slot, a free sequence and enough cells for the job."""
     return pool.n_free_sequences > 0 and pool.has_slot(job) and pool.missing_cells(job.reservation) == 0
 
 

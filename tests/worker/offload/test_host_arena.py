@@ -1,4 +1,4 @@
-"""The host arena: buffers are allocated ahead, have one owner at a time, and are reused within the limit."""
+"""The host arena: buffers are allocated in advance, have one owner at a time, and are reused up to the limit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def allocate_slab(arena: HostArena, n_buffers: int = N_BUFFERS) -> None:
-    """Fix the size of a buffer by a first allocation, and wait for the buffers of the slab."""
+    """Set the buffer size by a first allocation, which fails, and wait until the buffers of the slab exist."""
     allocate(arena)
     wait_until(lambda: n_free(arena) == n_buffers)
 

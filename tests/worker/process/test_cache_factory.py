@@ -1,4 +1,4 @@
-"""How settings and the kind of model choose the sequences, cells and tiers of the prefix cache."""
+"""How the settings and the kind of model determine the sequences, cells and tiers of the prefix cache."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Rig:
 
 
 def model_that_generates(text: str, after: int) -> NextToken:
-    """Return a model that generates `text` and then an end token, for a prompt of `after` tokens."""
+    """Return a model that generates `text` and then an end token, if the prompt has `after` tokens."""
     tokens = [*text.encode(), EOS]
     return lambda history: tokens[len(history) - after]
 
@@ -501,9 +501,9 @@ def test_the_stats_of_a_job_measure_its_attempt() -> None:
     rig.clock.now_s += 1
     rig.tick()  # the first job runs in the only slot
     rig.clock.now_s += 2
-    outputs = rig.tick()  # admitted, first chunk
+    outputs = rig.tick()  # the second job is admitted, and its first chunk is computed
     rig.clock.now_s += 0.5
-    outputs += rig.tick()  # first token
+    outputs += rig.tick()  # its first token is generated
     for _ in range(4):
         rig.clock.now_s += 0.25
         outputs += rig.tick()
