@@ -26,7 +26,7 @@ def stream(parts: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
 
 
 def expected(text: str, stop: list[str]) -> tuple[str, bool]:
-    """Return the text before the first complete stop string, and if there is one. The longest of several counts."""
+    """Return the text before the first stop string (of several, the longest), and whether the text has one."""
     for end in range(1, len(text) + 1):
         complete = [len(each) for each in stop if text[:end].endswith(each)]
         if complete:
