@@ -194,7 +194,9 @@ class Environment:
     def await_no_process(self, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until no process is left in this folder."""
         wait_until(
-            lambda: not self.running_processes(), f"no process is left; left were {self.running_processes()}", timeout_s
+            lambda: not self.running_processes(),
+            f"the end of all processes; these still run: {self.running_processes()}",
+            timeout_s,
         )
 
     def end_commands(self) -> None:
@@ -294,7 +296,7 @@ def read() -> Callable[[Job], Reader]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short name: the path of a Unix socket in it may have 107 characters."""
+    """A folder with a short name: the path of a Unix socket in it can have at most 107 characters."""
     path = Path(tempfile.mkdtemp(prefix="lq-"))
     yield path
     shutil.rmtree(path)

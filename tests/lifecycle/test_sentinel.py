@@ -158,7 +158,7 @@ def test_tokens_that_a_failover_lost_are_stored_again_and_no_reader_receives_the
             lost.status()
 
 
-def test_a_job_whose_start_a_failover_lost_starts_again_on_the_new_master(
+def test_a_job_starts_again_on_the_new_master_if_the_failover_lost_its_start(
     environment: Environment, manual_failover: ManualFailover, read: Read
 ) -> None:
     environment.start_worker("--n-parallel", "1", "--inbox-window", "0", LLAMAQ_LEASE_S="2")

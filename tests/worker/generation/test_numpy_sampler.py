@@ -184,7 +184,7 @@ def test_the_whole_chain_gives_the_distribution_of_llama_cpp(params: dict[str, A
     ]
     remaining = llama_chain(logits, chain, history)
     tokens, probabilities = distribution(LogitSampler(chosen, seed=1, logit_bias=bias), logits, history)
-    # llama.cpp sums in float32. So of several thousand tokens, one may be kept by only one of the two samplers.
+    # llama.cpp sums in float32. So the two samplers may differ in one of several thousand tokens.
     assert len(set(tokens.tolist()) ^ set(remaining)) <= len(remaining) // 1000
     both = sorted(set(tokens.tolist()) & set(remaining))
     expected = softmax(np.array([remaining[token] for token in both]))

@@ -86,7 +86,7 @@ class Setup:
         return stored.n_tokens if stored else 0
 
     def start_load(self, n_past: int = 0) -> Run:
-        """Start to load the stored prefix into an empty sequence, whose first `n_past` cells are copied."""
+        """Copy `n_past` cells into an empty sequence, then start to load the rest of the stored prefix into it."""
         run = Run(make_job(TOKENS), EMPTY_SEQUENCE, TOKENS)
         if n_past:
             run.n_past = self.sequences.copy(0, EMPTY_SEQUENCE, n_past)

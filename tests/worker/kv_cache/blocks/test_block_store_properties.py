@@ -97,7 +97,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(tokens=tokens_of, scope=scopes, n_inserted=st.integers(1, 20))
     def insert(self, tokens: tuple[int, ...], scope: Scope, n_inserted: int) -> None:
-        """Insert the first `n_inserted` missing spans. Add the tokens up to the last inserted one to the reference."""
+        """Insert the first `n_inserted` missing spans. The reference gets the tokens up to the end of the last span."""
         packed = pack(tokens)
         missing = self.store.missing_spans(packed, scope)
         n_stored = 0
