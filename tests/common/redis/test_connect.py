@@ -15,7 +15,7 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_calls import Increment, Scripts
-from llamaq.common.redis.connect import connect
+from llamaq.common.redis.connect import connect, make_connection
 from llamaq.common.redis.retry import RetryUntilDeadline
 
 
@@ -108,3 +108,15 @@ async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice
     with pytest.raises(RedisConnectionError):
         await RetryUntilDeadline(0.5).call_with_retry(fail_slowly, ignore)
     assert 2 + 4 <= tries <= 2 + 8
+
+
+async def test_a_connection_that_is_closed_while_a_command_is_sent_raises_a_connection_error(redis_url: str) -> None:
+    redis = connect(redis_url, name="test")
+    connection = make_connection(redis, "")
+    await connection.connect()  # type: ignore[no-untyped-call]
+    sending = asyncio.create_task(connection.send_command("PING"))
+    await asyncio.sleep(0)  # redis-py now waits to send in a second task
+    await connection.disconnect(nowait=True)
+    with pytest.raises(RedisConnectionError, match="closed during a command"):
+        await sending
+    await redis.aclose()

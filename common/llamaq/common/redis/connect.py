@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -107,13 +107,15 @@ def make_connection(redis: Redis | Cluster, node: str) -> AbstractConnection:
 
 
 def robust_connection(kind: type[C]) -> type[C]:
-    """Return a subclass of this connection class that fixes three defects.
+    """Return a subclass of this connection class that fixes four defects.
 
     - Swallowed cancellations. redis-py sends with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation or
       timeout that arrives when the send completes (cpython issue 86296). The task would then wait forever.
     - Repeated timeouts. After a timeout on one connection, every connection that is older reconnects before its next
       use, because the same outage may have broken it.
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
+    - Connections that close during a command. redis-py's cluster client closes the connections of a failed node, also
+      while a command is about to be sent over one of them. The command then fails with an `AttributeError`.
     """
     last_timeout_s = 0.0
 
@@ -130,7 +132,8 @@ def robust_connection(kind: type[C]) -> type[C]:
                 raise RedisConnectionError("a newer connection timed out, so this one reconnects")
             task = asyncio.current_task()
             before = task.cancelling() if task else 0
-            await super().send_packed_command(*args, **kwargs)
+            with _closing_is_a_connection_error(self):
+                await super().send_packed_command(*args, **kwargs)
             if task and task.cancelling() > before:
                 await self.disconnect(nowait=True)  # otherwise the next command would read the reply to this one
                 raise asyncio.CancelledError
@@ -138,7 +141,8 @@ def robust_connection(kind: type[C]) -> type[C]:
         async def read_response(self, *args: Any, **kwargs: Any) -> Any:
             nonlocal last_timeout_s
             try:
-                return await super().read_response(*args, **kwargs)
+                with _closing_is_a_connection_error(self):
+                    return await super().read_response(*args, **kwargs)
             except RedisTimeoutError:
                 last_timeout_s = asyncio.get_running_loop().time()
                 raise
@@ -149,6 +153,16 @@ def robust_connection(kind: type[C]) -> type[C]:
                 raise RedisConnectionError(f"the server refuses to write: {exc}") from exc
 
     return RobustConnection
+
+
+@contextmanager
+def _closing_is_a_connection_error(connection: AbstractConnection) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, RuntimeError) as exc:
+        if connection.is_connected:
+            raise
+        raise RedisConnectionError("the connection was closed during a command") from exc
 
 
 def is_not_the_master(exc: ResponseError) -> bool:
