@@ -13,7 +13,7 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.snapshots import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Job, JobEnded
+from llamaq.worker.core.job import Job, JobEnded, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
@@ -108,7 +108,8 @@ def test_the_measurements_of_a_tick_are_recorded_before_its_outputs_are_put_into
     loop.start(make_job(max_tokens=3))
     loop.run_until_empty()
     kinds = [type(effect).__name__ for effect in loop.effects]
-    assert kinds == ["TickStats", "NewToken", "TickStats", "NewToken", "TickStats", "NewToken", "JobEnded"]
+    first = ["TickStats", "SlotAcquired", "NewToken"]
+    assert kinds == [*first, "TickStats", "NewToken", "TickStats", "NewToken", "JobEnded"]
     assert loop.shared.telemetry.n_ticks == 3
     assert repr(loop.ticks) == "<TickLoop ticks=3 <Scheduler 0/2 slots, 0 waiting>>"
 
@@ -163,7 +164,8 @@ def test_a_cancelled_job_ends_before_the_next_tick() -> None:
     loop.start(job)
     loop.ticks.cancel(job.id)
     loop.run_until_empty()
-    [ended] = loop.effects
+    [acquired, ended] = loop.effects
+    assert acquired == SlotAcquired(job)
     assert isinstance(ended, JobEnded)
     assert (ended.job, ended.reason) == (job, FinishReason.CANCELLED)
 
@@ -177,7 +179,7 @@ def test_a_released_attempt_ends_without_an_output_and_a_newer_attempt_stays() -
     loop.ticks.admit(new)
     loop.ticks.release(old.id, 1)
     loop.run_until_empty()
-    assert loop.effects == [JobWithdrawn(new)]
+    assert loop.effects == [JobWithdrawn(new), SlotAcquired(old)]
 
 
 def test_a_tick_hangs_when_it_takes_longer_than_the_limit() -> None:

@@ -143,7 +143,7 @@ class RandomWorker:
             assert output.job.id not in self.ended
             if isinstance(output, NewToken):
                 self.generated[output.job.id].append(output.token)
-            else:
+            elif isinstance(output, JobEnded):
                 self.ended[output.job.id] = output
                 self.check(output)
 

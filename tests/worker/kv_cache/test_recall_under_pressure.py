@@ -89,7 +89,7 @@ class Rig:
         for output in self.scheduler.apply(batch, results):
             if isinstance(output, NewToken):
                 self.generated.setdefault(output.job.id, []).append(output.token)
-            else:
+            elif isinstance(output, JobEnded):
                 self.ended[output.job.id] = output
         self.scheduler.check_integrity()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.worker.core.job import JobEnded, NewToken, Output
+from llamaq.worker.core.job import JobEnded, NewToken, Output, SlotAcquired
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
@@ -80,6 +80,20 @@ def test_the_bulk_job_admitted_last_is_preempted_and_generates_the_same_tokens_a
     assert rig.preemptions == 1
     # The cells of the preempted job are cached, so only the last token of its history is computed again.
     assert rig.engine.computed == 3 * 20 + 29 + 4 + 29
+
+
+def test_each_admission_is_reported_once_before_the_tokens_of_its_run() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit("bulk", [1] * 20, bulk=True, max_tokens=6)
+    rig.tick(4)
+    rig.submit("urgent", [2] * 20, max_tokens=1)
+    rig.finish()
+    kinds = [type(output).__name__ for output in rig.outputs if output.job.id == "bulk"]
+    n_before = rig.outputs.index(next(out for out in rig.outputs if out.job.id == "urgent")) - 1
+    n_after = 6 - n_before
+    assert n_before > 0
+    assert kinds == ["SlotAcquired", *["NewToken"] * n_before, "SlotAcquired", *["NewToken"] * n_after, "JobEnded"]
+    assert isinstance(rig.outputs[0], SlotAcquired)
 
 
 def test_a_job_is_preempted_for_cells_only_after_entries_are_evicted() -> None:

@@ -77,7 +77,7 @@ def tokens_of(outputs: list[Output], job_id: str) -> list[int]:
 
 
 def text_of(outputs: list[Output]) -> str:
-    return "".join(output.text for output in outputs)
+    return "".join(output.text for output in outputs if isinstance(output, NewToken | JobEnded))
 
 
 def only_end(outputs: list[Output]) -> JobEnded:

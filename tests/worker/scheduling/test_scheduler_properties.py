@@ -204,7 +204,7 @@ class Jobs(RuleBasedStateMachine):
             assert job_id not in self.ends, "an output comes after the end of its job"
             if isinstance(output, NewToken):
                 self.generated[job_id].append(output.token)
-            else:
+            elif isinstance(output, JobEnded):
                 self.ends[job_id] = output
                 self.check_end(output)
 

@@ -24,7 +24,7 @@ from llamaq.common.protocol.script_calls import Claim, FlushReply, Increment, Sc
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
-from llamaq.worker.core.job import Job, Lease, NewToken
+from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Outbox:
                 continue  # the message belongs to an older attempt
             elif isinstance(message, NewToken):
                 job.add(message.token, message.text)
-            else:
+            elif isinstance(message, JobEnded):
                 job.end(message)
                 self.room_freed.set()
         self._flush_needed.set()

@@ -119,6 +119,13 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotAcquired:
+    """A waiting job has a slot now. Precedes the tokens of the run, and is repeated after each preemption."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
 class NewToken:
     """A generated token of a job, and the text that can be published after this token."""
 
@@ -139,4 +146,4 @@ class JobEnded:
     """The last text, which the detokenizer had held back."""
 
 
-Output = NewToken | JobEnded
+Output = SlotAcquired | NewToken | JobEnded

@@ -10,9 +10,9 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
     outputs = scheduler.apply(batch, results)
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
-outputs of each job in order: first its tokens, then its `JobEnded`. Every job that `submit` accepts leaves the
-scheduler in one of two ways: `apply` returns exactly one `JobEnded` for the job, or `release`, `withdraw`, `shed` or
-`close` removes the job without a `JobEnded`.
+outputs of each job in order: a `SlotAcquired` for each admission, the tokens of that run, and finally its `JobEnded`.
+Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one `JobEnded` for the
+job, or `release`, `withdraw`, `shed` or `close` removes the job without a `JobEnded`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired
 from llamaq.worker.core.slot import COMPUTING, Slot, SlotState
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_memory import KvMemory
@@ -267,6 +267,7 @@ class Scheduler:
             return False
         self._waiting.pop(candidate.job)
         slot = self._memory.admit(candidate, self._clock())
+        self._outputs.append(SlotAcquired(candidate.job))
         log.info("job.admitted id=%s slot=%d state=%s", candidate.job.id, slot.index, slot.state.value)
         return True
 
