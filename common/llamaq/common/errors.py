@@ -21,7 +21,12 @@ LlamaqError
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
+from typing import Any, Self
+
+MAX_RETRY_AFTER_S = 600
+"""Upper bound of `QueueFull.retry_after_s`: the length of a queue is not known for longer than this."""
 
 
 class ErrorCode(StrEnum):
@@ -48,7 +53,24 @@ class ErrorCode(StrEnum):
 
 
 class LlamaqError(Exception):
-    """Base class of every error that llamaq raises on purpose."""
+    """Base class of every error that llamaq raises on purpose. Errors can be pickled and copied."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python calls the class with `args` to copy an exception. The arguments of our constructors are not `args`.
+        return _copy_error, (type(self), self.args, self.__dict__.copy())
+
+    @classmethod
+    def _of_parts(cls, args: tuple[Any, ...], attributes: dict[str, Any]) -> Self:
+        error = cls.__new__(cls, *args)
+        built_in: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+        built_in.__init__(error, *args)
+        error.__dict__.update(attributes)
+        return error
+
+
+def _copy_error(kind: type[LlamaqError], args: tuple[Any, ...], attributes: dict[str, Any]) -> LlamaqError:
+    """Return an error of this class with these parts. Pickled errors name this function."""
+    return kind._of_parts(args, attributes)
 
 
 class InvalidRequest(LlamaqError, ValueError):
@@ -78,6 +100,11 @@ class QueueFull(LlamaqError):
         self.depth = depth
         self.max_queue = max_queue
         self.estimated_wait_s = estimated_wait_s
+
+    @property
+    def retry_after_s(self) -> int:
+        """Whole seconds after which a client should try again, for the HTTP header `Retry-After`: from 1 to 600."""
+        return min(max(math.ceil(self.estimated_wait_s or 1), 1), MAX_RETRY_AFTER_S)
 
 
 class RedisFull(LlamaqError):
