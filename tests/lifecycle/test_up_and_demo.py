@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 import pytest
 from redis import Redis
 
-from llamaq.producer import Client
+from llamaq.producer import Client, Job
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from tests.lifecycle.conftest import Command, Environment
+    from tests.lifecycle.conftest import Command, Environment, Reader
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_up_serves_another_process_and_prints_an_example_command(environment: En
     assert command.end() == 0, command.output
     assert len(command.output.strip()) > 5
     assert "No --model given" in up.output
-    assert "in memory only; --data-dir stores it on disk" in up.output
+    assert "until this command ends; --data-dir keeps it" in up.output
     assert any("redis-server" in line for line in environment.running_processes().values())
 
 
@@ -90,6 +90,52 @@ def test_up_stores_its_data_in_the_data_dir(environment: Environment, free_port:
     second.await_output("worker.ready")
     with Client(url, environment.queue) as client:
         assert client.job(job.id).result().text == text
+
+
+def redis_pid(environment: Environment) -> int:
+    (pid,) = (pid for pid, line in environment.running_processes().items() if "redis-server" in line)
+    return pid
+
+
+def start_paced_up(environment: Environment, port: int, *arguments: str) -> Command:
+    """Start `llamaq up` with a worker of one slot and at most 100 ticks a second, and wait until it is ready."""
+    variables = environment.worker_variables(LLAMAQ_N_PARALLEL="1")
+    del variables["LLAMAQ_REDIS_URL"]
+    up = environment.start("up", "--port", str(port), *arguments, **variables)
+    up.await_output("worker.ready")
+    return up
+
+
+@pytest.mark.parametrize("arguments", [(), ("--data-dir", "data")], ids=["private folder", "data-dir"])
+def test_up_restarts_a_killed_redis_with_its_jobs_and_no_stream_has_a_gap(
+    environment: Environment, free_port: int, read: Callable[[Job], Reader], arguments: tuple[str, ...]
+) -> None:
+    up = start_paced_up(environment, free_port, *arguments)
+    with Client(f"redis://127.0.0.1:{free_port}/0", environment.queue) as client:
+        jobs = [client.submit(f"Story {number}", max_tokens=60, ignore_eos=True) for number in range(6)]
+        readers = [read(job) for job in jobs]
+        readers[0].await_tokens(10)
+        for n_kills in (1, 2):
+            os.kill(redis_pid(environment), signal.SIGKILL)
+            up.await_output("redis.started", count=1 + n_kills)
+        results = [reader.finish() for reader in readers]
+    assert [len(result.tokens) for result in results] == [60] * 6
+    assert "redis.died" in up.output
+    up.signal(signal.SIGTERM)
+    assert up.end() == 0
+    assert not environment.running_processes()
+
+
+def test_up_ends_with_the_reason_when_its_redis_cannot_be_restarted(environment: Environment, free_port: int) -> None:
+    up = start_paced_up(environment, free_port)
+    up.signal(signal.SIGSTOP)  # so that the other server gets the port before `up` restarts its own
+    os.kill(redis_pid(environment), signal.SIGKILL)
+    with EmbeddedRedis(port=free_port):
+        up.signal(signal.SIGCONT)
+        assert up.end() == 1
+    assert up.output.splitlines()[-1].startswith(f"llamaq: port {free_port} is in use")
+    assert "Traceback" not in up.output
+    assert not environment.running_processes()
 
 
 @pytest.mark.parametrize("by", ["flag", "variable"])

@@ -85,7 +85,9 @@ def _run_stack(console: Console, settings: WorkerSettings, log_file: BinaryIO, v
     """Start Redis and the worker, run the jobs, and stop both."""
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis())
-        supervisor = Supervisor([settings.model_copy(update={"redis_url": redis.url})], log_file)
+        supervisor = Supervisor(
+            [settings.model_copy(update={"redis_url": redis.url})], log_file, also_check=redis.check
+        )
         stack.callback(supervisor.stop)
         supervisor.start()
         signals = stack.enter_context(recorded_signals())
@@ -94,11 +96,11 @@ def _run_stack(console: Console, settings: WorkerSettings, log_file: BinaryIO, v
 
 
 def _check(supervisor: Supervisor, signals: list[int]) -> None:
-    """Restart a crashed worker.
+    """Restart a crashed worker or Redis.
 
     Raises:
         KeyboardInterrupt: A signal has arrived.
-        LlamaqError: The worker cannot start.
+        LlamaqError: The worker or Redis cannot start.
     """
     if signals:
         raise KeyboardInterrupt

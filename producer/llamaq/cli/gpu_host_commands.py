@@ -85,24 +85,30 @@ def run_up(
     config: Config = None,
     port: Annotated[int, typer.Option(help="TCP port of the embedded Redis, on 127.0.0.1.")] = DEFAULT_PORT,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder where the embedded Redis stores its data. If not set: in memory only.")
+        Path | None,
+        typer.Option(
+            help="Folder where the embedded Redis stores its data. If not set: the data is deleted when `up` ends."
+        ),
     ] = None,
     settings_options: dict[str, Any],
 ) -> None:
     """Start Redis and workers on this machine. Redis is embedded, unless --redis-url is given."""
-    from llamaq.worker.local.local_stack import redis_for, supervise
+    from llamaq.worker.local.embedded_redis import EmbeddedRedis
+    from llamaq.worker.local.local_stack import supervise
     from llamaq.worker.process.logging_setup import configure_logging
 
     settings = load_settings(config, **settings_options)
     configure_logging(settings.log_level)
     note_demo_model(settings)
     given_url = settings.redis_url if "redis_url" in settings.model_fields_set else None
-    with redis_for(given_url, port=port, data_dir=data_dir) as url:
-        if given_url is None:
-            place = f"in {data_dir}" if data_dir else "in memory only; --data-dir stores it on disk"
-            _print_note(f"Redis: {url} (embedded, {place})")
-        _print_note(f"Try:   {example_command(settings, url if given_url is None else None)}")
-        raise typer.Exit(supervise(settings.model_copy(update={"redis_url": url})))
+    if given_url is not None:
+        _print_note(f"Try:   {example_command(settings, None)}")
+        raise typer.Exit(supervise(settings))
+    with EmbeddedRedis(port=port, data_dir=data_dir) as redis:
+        place = f"in {data_dir}" if data_dir else "until this command ends; --data-dir keeps it"
+        _print_note(f"Redis: {redis.url} (embedded; its data is stored {place})")
+        _print_note(f"Try:   {example_command(settings, redis.url)}")
+        raise typer.Exit(supervise(settings, redis))
 
 
 def run_demo(

@@ -9,12 +9,16 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
+from redis.exceptions import BusyLoadingError, RedisError
 
 from llamaq.common.errors import EmbeddedRedisError
+from llamaq.worker.local import embedded_redis
 from llamaq.worker.local.embedded_redis import EmbeddedRedis, find_server
 
 START_AND_WAIT = """
@@ -42,7 +46,7 @@ def test_without_a_port_the_server_listens_on_a_private_socket_only() -> None:
         assert redis.config_get("port") == {"port": "0"}
         socket = Path(server.url.removeprefix("unix://"))
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-        assert redis.config_get("appendonly") == {"appendonly": "no"}
+        assert redis.config_get("appendfsync") == {"appendfsync": "no"}, "nobody reads this file after a power cut"
         assert repr(server) == f"<EmbeddedRedis {server.url} pid={server.pid}>"
     assert not socket.parent.exists()
     assert server.pid is None
@@ -71,6 +75,79 @@ def test_a_killed_server_has_all_data_after_a_restart(tmp_path: Path) -> None:
     server.stop()
     with EmbeddedRedis(data_dir=tmp_path) as again, Redis.from_url(again.url) as redis:
         assert redis.get("key") == b"value"
+
+
+def check_until_started(server: EmbeddedRedis, old_pid: int) -> int:
+    """Call `check` until another process of the server answers, and return its process id."""
+    deadline = time.monotonic() + 60
+    while True:
+        server.check()
+        if server.pid not in (None, old_pid):
+            with suppress(RedisError), Redis.from_url(server.url) as redis:
+                if redis.ping():
+                    assert server.pid is not None
+                    return server.pid
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def check_repeatedly(server: EmbeddedRedis) -> None:
+    """Call `check` for up to a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        server.check()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("has_folder", [True, False], ids=["a folder of the user", "the private folder"])
+def test_check_restarts_a_killed_server_with_its_data_at_the_same_place(
+    has_folder: bool, free_port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with EmbeddedRedis(port=free_port, data_dir=tmp_path if has_folder else None) as server:
+        url = server.url
+        with Redis.from_url(url) as redis:
+            redis.set("key", "value")
+        server.check()
+        pid = server.pid
+        assert pid is not None
+        for _ in range(2):
+            os.kill(pid, signal.SIGKILL)
+            pid = check_until_started(server, pid)
+        with Redis.from_url(url) as redis:
+            assert redis.get("key") == b"value"
+        assert server.url == url
+    assert "redis.died" in caplog.text
+    assert "it ended with code -9" in caplog.text
+
+
+def test_check_raises_the_reason_when_restarts_fail(
+    free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_redis, "MAX_FAILED_RESTARTS", 2)
+    with EmbeddedRedis(port=free_port, data_dir=tmp_path) as server:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for_end_of(server.pid)
+        with EmbeddedRedis(port=free_port), pytest.raises(EmbeddedRedisError, match=f"port {free_port} is in use"):
+            check_repeatedly(server)
+
+
+def test_a_server_that_loads_its_data_gets_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_ping, real_clock = Redis.ping, time.monotonic
+    n_pings = 0
+
+    def ping(redis: Redis) -> Any:
+        nonlocal n_pings
+        if n_pings == 5:
+            return real_ping(redis)
+        n_pings += 1
+        raise BusyLoadingError("Redis is loading the dataset in memory")
+
+    monkeypatch.setattr(Redis, "ping", ping)
+    monkeypatch.setattr(time, "monotonic", lambda: real_clock() + n_pings * 0.9 * embedded_redis.START_TIMEOUT_S)
+    with EmbeddedRedis() as server, Redis.from_url(server.url) as redis:
+        assert redis.ping()
+        assert n_pings == 5
 
 
 def test_the_error_for_a_port_in_use_names_the_options_that_help(free_port: int) -> None:

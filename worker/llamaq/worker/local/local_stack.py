@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -13,22 +12,6 @@ from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
 
 DEFAULT_PORT = 6379
-
-
-@contextmanager
-def redis_for(url: str | None, *, port: int | None, data_dir: Path | None = None) -> Iterator[str]:
-    """Yield the URL of a Redis server.
-
-    Args:
-        url: The server to use. None starts an embedded server, which runs until the end of the context.
-        port: The TCP port of the embedded server. None: a Unix socket.
-        data_dir: Where the embedded server stores its data. None: in memory.
-    """
-    if url is not None:
-        yield url
-        return
-    with EmbeddedRedis(port=port, data_dir=data_dir) as redis:
-        yield redis.url
 
 
 @contextmanager
@@ -65,6 +48,16 @@ def recorded_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def supervise(settings: WorkerSettings) -> int:
-    """Run a worker for each device until SIGTERM or SIGINT, and return the exit code."""
-    return Supervisor.of_devices(settings).run()
+def supervise(settings: WorkerSettings, redis: EmbeddedRedis | None = None) -> int:
+    """Run a worker for each device until SIGTERM or SIGINT, and return the exit code.
+
+    Args:
+        settings: The settings of the workers.
+        redis: The server that these workers use. It is restarted when it crashes. None: a server of the user.
+
+    Raises:
+        EmbeddedRedisError: `redis` has crashed and cannot be restarted. The workers are stopped.
+    """
+    if redis is None:
+        return Supervisor.of_devices(settings).run()
+    return Supervisor.of_devices(settings.model_copy(update={"redis_url": redis.url}), also_check=redis.check).run()

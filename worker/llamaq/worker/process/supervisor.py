@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import IO
 
 from llamaq.common.backoff import Backoff
+from llamaq.common.errors import LlamaqError
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.liveness_pipe import LivenessReader
 from llamaq.worker.settings import WorkerSettings
@@ -148,23 +149,31 @@ class Supervisor:
     REQUEUE_S = 5.0
     """How long a child may take to requeue its jobs after the drain, before the second SIGTERM."""
 
-    def __init__(self, children: Sequence[WorkerSettings], log_file: IO[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        children: Sequence[WorkerSettings],
+        log_file: IO[bytes] | None = None,
+        *,
+        also_check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Create the supervisor; `run` or `start` starts the children.
 
         Args:
             children: The settings of each child.
             log_file: Receives the standard error of all children; None: the standard error of this process.
+            also_check: Called with each check of the children, while they drain too. It restarts what they need, such
+                as an embedded Redis, or raises a `LlamaqError` when it cannot.
         """
+        self._also_check = also_check
         self._drain_s = max(settings.drain_s for settings in children)
         self.children = [Child(settings, log_file) for settings in children]
         self._n_signals = 0
 
     @classmethod
-    def of_devices(cls, settings: WorkerSettings) -> Supervisor:
+    def of_devices(cls, settings: WorkerSettings, *, also_check: Callable[[], None] = lambda: None) -> Supervisor:
         """Return a supervisor with one child for each of `--devices`, or with one child that uses all devices."""
-        if not settings.devices:
-            return cls([settings])
-        return cls([settings.model_copy(update={"device": device, "devices": ()}) for device in settings.devices])
+        children = [settings.model_copy(update={"device": device, "devices": ()}) for device in settings.devices]
+        return cls(children or [settings], also_check=also_check)
 
     def start(self) -> None:
         """Start all children."""
@@ -172,17 +181,30 @@ class Supervisor:
             child.start()
 
     def check(self) -> int | None:
-        """Check every child once. Returns the exit code of a child that cannot start, or None."""
+        """Check every child once. Returns the exit code of a child that cannot start, or None.
+
+        Raises:
+            LlamaqError: Something that the children need has ended and cannot be restarted.
+        """
+        self._also_check()
         codes = [child.check() for child in self.children]
         return next((code for code in codes if code is not None), None)
 
     def run(self) -> int:
-        """Supervise until SIGTERM or SIGINT; returns the exit code."""
+        """Supervise until SIGTERM or SIGINT; returns the exit code.
+
+        Raises:
+            LlamaqError: Something that the children need has ended and cannot be restarted. The children are stopped.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.start()
         while not self._n_signals:
-            code = self.check()
+            try:
+                code = self.check()
+            except LlamaqError:
+                self.stop()
+                raise
             if code is not None:
                 self.stop()
                 return code
@@ -212,6 +234,11 @@ class Supervisor:
         deadline_s = time.monotonic() + timeout_s
         while any(child.is_running for child in self.children) and time.monotonic() < deadline_s:
             if self._n_signals > 1:
+                return
+            try:
+                self._also_check()
+            except LlamaqError as exc:
+                log.error("supervisor.drain_ended reason=%s", exc)
                 return
             time.sleep(POLL_S)
 
