@@ -7,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.cli.main import build_app, main
 from llamaq.producer import Client
 
@@ -19,13 +20,15 @@ def llamaq(*args: str, stdin: str = "") -> str:
     return result.stdout
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Run a command that fails and return its error. The error is one line, and the exit code is 1."""
+def failing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str, code: int = EXIT_FAILED
+) -> str:
+    """Run a command that fails with this exit code, and return its error. The error is one line."""
     monkeypatch.setattr(sys, "argv", ["llamaq", *args])
     with pytest.raises(SystemExit) as caught:
         main()
     out, err = capsys.readouterr()
-    assert (caught.value.code, out) == (1, "")
+    assert (caught.value.code, out) == (code, "")
     assert err.count("\n") == 1
     assert err.startswith("llamaq: ")
     return err

@@ -1,4 +1,4 @@
-"""The `llamaq` command. After an error it prints one line on standard error and exits with code 1.
+"""The `llamaq` command. After an error it prints one line on standard error, and exits with a code of `exit_codes`.
 
 The commands of a GPU host (`worker`, `up`, `demo`) need `llamaq[worker]`, so their module is imported only when one of
 them is called.
@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from typer.core import TyperGroup
 
 from llamaq.cli import dead_letter_commands, job_commands, queue_commands, slot_commands
+from llamaq.cli.exit_codes import EXIT_INTERRUPTED, exit_code_of
 from llamaq.common.errors import LlamaqError, MissingExtra
 
 WORKER_COMMANDS = {
@@ -20,6 +26,19 @@ WORKER_COMMANDS = {
     "up": "Start Redis and workers on this machine, or workers alone if --redis-url is given.",
     "demo": "Show eight jobs that stream side by side through one llama.cpp batch.",
 }
+
+
+class InterruptibleGroup(TyperGroup):
+    """A group of commands that Ctrl-C ends with the exit code 130 and without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the called command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as exc:
+            if sys.stderr.isatty():
+                typer.echo(err=True)  # the terminal has shown ^C in the middle of a line
+            raise typer.Exit(EXIT_INTERRUPTED) from exc
 
 
 def build_app(called: str | None = None) -> typer.Typer:
@@ -31,11 +50,13 @@ def build_app(called: str | None = None) -> typer.Typer:
     """
     app = typer.Typer(
         name="llamaq",
+        cls=InterruptibleGroup,
         help="Durable queue, streaming and batched text generation with llama.cpp and Redis.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(lambda: None)
+    app.callback()(_read_options)
     job_commands.register(app)
     queue_commands.register(app)
     app.add_typer(dead_letter_commands.build_app(), name="dead")
@@ -46,6 +67,20 @@ def build_app(called: str | None = None) -> typer.Typer:
         for name, text in WORKER_COMMANDS.items():
             app.command(name, help=text)(lambda: None)
     return app
+
+
+def _show_version(is_given: bool) -> None:
+    if is_given:
+        typer.echo(f"llamaq {version('llamaq')}")
+        raise typer.Exit
+
+
+def _read_options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Read the options that come before the name of a command. The callbacks of the options do the work."""
 
 
 def register_worker_commands(app: typer.Typer, called: str) -> None:
@@ -69,13 +104,19 @@ def main() -> None:
     """Run the `llamaq` command."""
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
-    except LlamaqError as exc:
-        fail(str(exc))
-    except RedisError as exc:
-        fail(f"Redis: {exc}")
+    except (LlamaqError, RedisError) as exc:
+        typer.echo(f"llamaq: {explain(exc)}", err=True)
+        sys.exit(exit_code_of(exc))
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
 
 
-def fail(message: str) -> None:
-    """Print one line on standard error and exit with code 1."""
-    typer.echo(f"llamaq: {' '.join(message.split())}", err=True)
-    sys.exit(1)
+def explain(error: LlamaqError | RedisError) -> str:
+    """Return an error as one line."""
+    line = " ".join(str(error).split())
+    if not isinstance(error, RedisError):
+        return line
+    is_unreachable = isinstance(error, RedisConnectionError | RedisTimeoutError)
+    if is_unreachable and not isinstance(error, AuthenticationError):
+        return f"Redis does not answer: {line} Start one: llamaq up. Or name one: --redis-url (LLAMAQ_REDIS_URL)"
+    return f"Redis: {line}"

@@ -20,26 +20,29 @@ from llamaq.common.errors import (
 )
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, Message, Priority
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.protocol.snapshots import (
     CacheSnapshot,
     QueueDepth,
     QueueStats,
+    QueueSummary,
     SlotSnapshot,
     TickStats,
     Worker,
     WorkerCard,
 )
 from llamaq.common.settings import ClientSettings
+from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import AsyncJob, Chunk
-from llamaq.producer.sync import Client, Job
+from llamaq.producer.sync import Client, Job, Stream
 from llamaq.producer.tokenizer import Tokenizer
 
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "AsyncStream",
     "CacheSnapshot",
     "Chunk",
     "Client",
@@ -59,6 +62,7 @@ __all__ = [
     "JobState",
     "JobStats",
     "JobStatus",
+    "JobSummary",
     "LlamaqError",
     "Message",
     "Messages",
@@ -69,12 +73,14 @@ __all__ = [
     "QueueDepth",
     "QueueFull",
     "QueueStats",
+    "QueueSummary",
     "RedisFull",
     "Result",
     "ResultTimeout",
     "SlotCommandRefused",
     "SlotFile",
     "SlotSnapshot",
+    "Stream",
     "TickStats",
     "Tokenizer",
     "Worker",

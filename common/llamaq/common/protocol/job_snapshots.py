@@ -9,7 +9,7 @@ from pydantic import Field
 
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
-from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.wire_model import WireModel
 
 
@@ -30,6 +30,20 @@ class JobStatus(WireModel):
     cancel_requested: bool = Field(False, description="Whether a client has called `cancel()`.")
     finish_reason: FinishReason | None = Field(None, description="Why the job finished. None: it has not finished.")
     error: Failed | None = Field(None, description="The error of a failed job. None: it has not failed.")
+
+
+class JobSummary(WireModel):
+    """A waiting or running job in the list of a queue's jobs."""
+
+    job_id: str = Field(description="Id of the job.")
+    state: JobState = Field(description="`queued` or `running`.")
+    priority: Priority = Field(description="`interactive` or `bulk`.")
+    age_s: float = Field(description="Seconds since the submit, when the list was read.")
+    submitted_ms: int = Field(description="Time of the submit.")
+    attempt: int = Field(description="Number of the newest attempt. 0: no worker has claimed the job.")
+    worker: str | None = Field(description="Id of the worker of the newest attempt. None: no attempt.")
+    generated_tokens: int = Field(description="Number of tokens stored in Redis so far.")
+    cancel_requested: bool = Field(description="Whether a client has called `cancel()`.")
 
 
 class DeadLetter(WireModel):

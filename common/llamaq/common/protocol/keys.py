@@ -36,6 +36,8 @@ from llamaq.common.protocol.job_request import JOB_ID_PATTERN, Priority
 GROUP = "workers"
 
 _JOB_ID = re.compile(JOB_ID_PATTERN)
+# A job stream without the key prefix.
+_JOB_STREAM = re.compile(rf"\{{([A-Za-z0-9_\-]{{1,64}}):([0-9]{{1,4}})\}}:jobs:(?:{'|'.join(Priority)})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,15 @@ class Keys:
 
     def jobs(self, queue: str, partition: int, priority: Priority) -> str:
         return f"{self._partition(queue, partition)}:jobs:{priority.value}"
+
+    def job_streams(self) -> str:
+        """Return the pattern of SCAN that the job streams of all queues match."""
+        return f"{self.prefix}:{{*}}:jobs:*"
+
+    def partition_of(self, stream: str) -> tuple[str, int] | None:
+        """Return the queue and the partition of a job stream. None: the key is not a job stream."""
+        found = _JOB_STREAM.fullmatch(stream.removeprefix(f"{self.prefix}:"))
+        return None if found is None else (found[1], int(found[2]))
 
     def config(self, queue: str, partition: int) -> str:
         return f"{self._partition(queue, partition)}:config"

@@ -18,6 +18,20 @@ class QueueDepth(WireModel):
     running: int = Field(description="Number of jobs that a worker has claimed.")
 
 
+class QueueSummary(WireModel):
+    """The jobs and the workers of one queue."""
+
+    queue: str = Field(description="Name of the queue.")
+    waiting: int = Field(description="Number of waiting jobs.")
+    running: int = Field(description="Number of running jobs.")
+    workers: int = Field(description="Number of live workers.")
+    models: tuple[str, ...] = Field(description="Names of the models that these workers serve, each once.")
+    oldest_waiting_s: float | None = Field(
+        description="Seconds since the submit of the oldest waiting job. None: no job waits."
+    )
+    partitions: int = Field(description="Number of partitions, by the highest partition that has a job stream.")
+
+
 class TickStats(WireModel):
     """Measurements of one tick."""
 

@@ -7,13 +7,14 @@ from pydantic import BaseModel
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobParams, JobRequest, Message
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots
 from llamaq.common.protocol.snapshots import (
     CacheSnapshot,
     QueueDepth,
     QueueStats,
+    QueueSummary,
     SlotSnapshot,
     TickStats,
     Worker,
@@ -24,7 +25,7 @@ from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, M
 
 _JOB = (Message, SamplingParams, JobParams, JobRequest, JobStats, Result, JobStatus)
 _EVENTS = (Started, Tokens, Finished, Failed)
-_SNAPSHOTS = (QueueDepth, QueueStats, Worker, WorkerCard, SlotSnapshot, CacheSnapshot, TickStats)
+_SNAPSHOTS = (QueueDepth, QueueStats, QueueSummary, JobSummary, Worker, WorkerCard, SlotSnapshot, CacheSnapshot, TickStats)
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
 _SLOTS = (SlotCommand, SlotReply, SlotFile, WorkerSlots)
 _CLIENT = (QueueSettings, ClientSettings)

@@ -1,4 +1,5 @@
 -- Cancels a job. A waiting job ends at once. A running job is marked, and its worker ends the job after the next flush.
+-- This works also when Redis is full.
 --
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  events       stream of the job's events
@@ -7,11 +8,13 @@
 -- ARGV[1]  group        consumer group of the job streams
 -- ARGV[2]  channel      channel of the job's events
 -- ARGV[3]  terminal     msgpack of the event `finished` with the reason `cancelled`
+-- ARGV[4]  waiting only '1' if a running job is left alone
 --
 -- Returns 'gone'       the job does not exist
 --         'done'       the job has already ended
 --         'cancelled'  the job waited, and has ended now
 --         'requested'  the job runs, and is marked
+--         'running'    the job runs, and is left alone
 
 local job, events = KEYS[1], KEYS[2]
 local state = redis.call('HMGET', job, 'status', 'priority', 'entry')
@@ -20,6 +23,10 @@ if not state[1] then
 end
 if has_ended(state[1]) then
   return 'done'
+end
+allow_writes_when_full(job)
+if state[1] ~= 'queued' and ARGV[4] == '1' then
+  return 'running'
 end
 redis.call('HSET', job, 'cancel', 1)
 if state[1] ~= 'queued' then

@@ -1,0 +1,8 @@
+"""`python -m llamaq` is the `llamaq` command."""
+
+from __future__ import annotations
+
+from llamaq.cli.main import main
+
+if __name__ == "__main__":
+    main()

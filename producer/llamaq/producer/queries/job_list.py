@@ -1,0 +1,181 @@
+"""Lists the waiting and running jobs of a queue, oldest first, and purges waiting jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import JsonValue
+
+from llamaq.common.errors import InvalidRequest, ProtocolError
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_outcome import JobState
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.job_snapshots import JobSummary
+from llamaq.common.protocol.keys import JobId
+from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.queue_connection import QueueConnection
+
+PAGE = 100
+"""Number of entries that are read from a job stream at once."""
+REQUESTS_AT_ONCE = 10
+"""Number of requests that are read at once to compare their metadata. A request may have several MiB."""
+
+_FIELDS = ("status", "entry", "attempt", "worker", "generated", "cancel")
+_LISTED = (JobState.QUEUED.value.encode(), JobState.RUNNING.value.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class JobFilter:
+    """The conditions that a job must meet. None, or no metadata, stands for no condition."""
+
+    state: JobState | None = None
+    priority: Priority | None = None
+    older_than_s: float | None = None
+    """Seconds since the submit."""
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Keys and values in the metadata of the request. A text also matches a number or boolean that is written so."""
+
+    @property
+    def priorities(self) -> tuple[Priority, ...]:
+        """The priorities whose job streams contain matching jobs."""
+        return tuple(Priority) if self.priority is None else (self.priority,)
+
+    def matches_metadata(self, metadata: Mapping[str, JsonValue]) -> bool:
+        """Return whether this metadata has all keys and values of the filter."""
+        return all(name in metadata and _is_equal(metadata[name], value) for name, value in self.metadata.items())
+
+
+def _is_equal(value: JsonValue, wanted: JsonValue) -> bool:
+    return value == wanted or (isinstance(wanted, str) and not isinstance(value, str) and json.dumps(value) == wanted)
+
+
+async def read_jobs(connection: QueueConnection, wanted: JobFilter, limit: int) -> tuple[JobSummary, ...]:
+    """Return the oldest `limit` jobs of the queue that match the filter. See `AsyncClient.jobs`."""
+    return await read_jobs_of(connection, connection.settings.queue, connection.settings.partitions, wanted, limit)
+
+
+async def read_jobs_of(
+    connection: QueueConnection, queue: str, partitions: int, wanted: JobFilter, limit: int
+) -> tuple[JobSummary, ...]:
+    """Return the oldest `limit` jobs of any queue that match the filter, oldest first."""
+    now_ms = await server_time_ms(connection.redis)
+    found: list[JobSummary] = []
+    for partition in range(partitions):
+        for priority in wanted.priorities:
+            of_stream: list[JobSummary] = []
+            async for page in _pages(connection, queue, partition, priority, wanted, now_ms):
+                of_stream += page
+                if len(of_stream) >= limit:
+                    break
+            found += of_stream[:limit]
+    return tuple(sorted(found, key=lambda job: job.submitted_ms)[:limit])
+
+
+async def purge(connection: QueueConnection, wanted: JobFilter, *, dry_run: bool) -> tuple[str, ...]:
+    """Cancel the waiting jobs of the queue that match the filter, and return their ids. See `AsyncClient.purge`."""
+    settings = connection.settings
+    now_ms = await server_time_ms(connection.redis)
+    purged: list[str] = []
+    for partition in range(settings.partitions):
+        for priority in wanted.priorities:
+            async for page in _pages(connection, settings.queue, partition, priority, wanted, now_ms):
+                ids = [job.job_id for job in page]
+                if not dry_run:
+                    codes = await asyncio.gather(*(connection.scripts.cancel(one, only_waiting=True) for one in ids))
+                    ids = [one for one, code in zip(ids, codes, strict=True) if code == "cancelled"]
+                purged += ids
+    return tuple(purged)
+
+
+async def _pages(
+    connection: QueueConnection, queue: str, partition: int, priority: Priority, wanted: JobFilter, now_ms: int
+) -> AsyncGenerator[list[JobSummary], None]:
+    """Yield the matching jobs of one job stream in pages, oldest first. Jobs submitted after `now_ms` are left out.
+
+    The id of a stream entry is the time of the submit, so older entries come first.
+    """
+    stream = connection.keys.jobs(queue, partition, priority)
+    last_ms = now_ms - int(1000 * (wanted.older_than_s or 0))
+    first = "-"
+    while True:
+        entries: Any = await connection.redis.xrange(stream, min=first, max=str(last_ms), count=PAGE)
+        if not entries:
+            return
+        yield await _read_page(connection, queue, priority, wanted, now_ms, entries)
+        first = f"({entries[-1][0].decode()}"
+
+
+async def _read_page(
+    connection: QueueConnection,
+    queue: str,
+    priority: Priority,
+    wanted: JobFilter,
+    now_ms: int,
+    entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]],
+) -> list[JobSummary]:
+    """Return the jobs of these entries that match the filter. Entries that are not jobs are left out."""
+    ids = {entry: job_id for entry, fields in entries if (job_id := _job_id(queue, fields)) is not None}
+    async with connection.redis.pipeline(transaction=False) as pipe:
+        for job_id in ids.values():
+            pipe.hmget(connection.keys.of_job(job_id).job, *_FIELDS)
+        hashes: Any = await pipe.execute(raise_on_error=False) if ids else []
+    jobs = []
+    for (entry, job_id), values in zip(ids.items(), hashes, strict=True):
+        if isinstance(values, Exception) or values[0] not in _LISTED or values[1] != entry:
+            continue  # the job ended meanwhile, or other data replaced it
+        jobs.append(_summary(job_id, priority, entry, values, now_ms))
+    if wanted.state is not None:
+        jobs = [job for job in jobs if job.state is wanted.state]
+    return await _with_metadata(connection, jobs, wanted) if wanted.metadata else jobs
+
+
+def _job_id(queue: str, fields: Mapping[bytes, bytes]) -> str | None:
+    """Return the job id in the fields of an entry. None: the entry is not a job of this queue."""
+    text = fields.get(b"id", b"").decode(errors="replace")
+    try:
+        return text if JobId.parse(text).queue == queue else None
+    except InvalidRequest:
+        return None
+
+
+def _summary(job_id: str, priority: Priority, entry: bytes, values: Sequence[bytes | None], now_ms: int) -> JobSummary:
+    status, _, attempt, worker, generated, cancel = (None if value is None else value.decode() for value in values)
+    submitted_ms = int(entry.partition(b"-")[0])
+    return JobSummary(
+        job_id=job_id,
+        state=JobState(status),
+        priority=priority,
+        age_s=max(0, now_ms - submitted_ms) / 1000,
+        submitted_ms=submitted_ms,
+        attempt=int(attempt or 0),
+        worker=worker or None,
+        generated_tokens=int(generated or 0),
+        cancel_requested=cancel is not None,
+    )
+
+
+async def _with_metadata(
+    connection: QueueConnection, jobs: Sequence[JobSummary], wanted: JobFilter
+) -> list[JobSummary]:
+    """Return the jobs whose requests have the metadata of the filter."""
+    matching: list[JobSummary] = []
+    for start in range(0, len(jobs), REQUESTS_AT_ONCE):
+        some = jobs[start : start + REQUESTS_AT_ONCE]
+        async with connection.redis.pipeline(transaction=False) as pipe:
+            for job in some:
+                pipe.hget(connection.keys.of_job(job.job_id).job, "request")
+            payloads: Any = await pipe.execute()
+        pairs = zip(some, payloads, strict=True)
+        matching += [job for job, data in pairs if data is not None and wanted.matches_metadata(_metadata(data))]
+    return matching
+
+
+def _metadata(request: bytes) -> Mapping[str, JsonValue]:
+    try:
+        return codec.decode_request(request, codec.MAX_EVENT_BYTES).metadata
+    except (InvalidRequest, ProtocolError):
+        return {}  # the job will fail when a worker decodes its request
