@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from tests.support.redis_servers import HOST, IN_MEMORY, Server, free_ports
 from tests.support.tcp_proxy import Proxy
 
@@ -15,8 +19,8 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_calls import Increment, Scripts
-from llamaq.common.redis.connect import connect, make_connection
-from llamaq.common.redis.retry import RetryUntilDeadline
+from llamaq.common.redis.connect import RETRY_S, connect, make_connection
+from llamaq.common.redis.retry import retry_until_deadline
 
 
 async def test_a_cancellation_is_never_swallowed(redis_url: str) -> None:
@@ -99,15 +103,89 @@ async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice
         await asyncio.sleep(0.05)
         raise RedisConnectionError("unreachable")
 
-    async def ignore(_: Exception) -> None:
-        pass
-
     with pytest.raises(RedisConnectionError):
-        await RetryUntilDeadline(0.01).call_with_retry(fail_slowly, ignore)
+        await retry_until_deadline(fail_slowly, 0.01)
     assert tries == 2
     with pytest.raises(RedisConnectionError):
-        await RetryUntilDeadline(0.5).call_with_retry(fail_slowly, ignore)
-    assert 2 + 4 <= tries <= 2 + 8
+        await retry_until_deadline(fail_slowly, 0.5)
+    assert 2 + 4 <= tries <= 2 + 10
+
+
+async def test_a_thousand_commands_to_a_server_that_refuses_connections_fail_together(free_port: int) -> None:
+    redis = connect(f"redis://{HOST}:{free_port}/0", name="test")
+    started_s = time.monotonic()
+    failed = await asyncio.gather(*(redis.ping() for _ in range(1000)), return_exceptions=True)
+    # One after the other over 32 connections, they would take 31 times as long as one command.
+    assert time.monotonic() - started_s < 10 * RETRY_S
+    assert {type(error) for error in failed} == {RedisConnectionError}
+    await redis.aclose()
+
+
+async def test_commands_that_wait_for_a_connection_fail_when_the_server_does_not_answer() -> None:
+    with silent_listener() as port:
+        redis = connect(f"redis://{HOST}:{port}/0?socket_timeout=0.4", name="test")
+        started_s = time.monotonic()
+        failed = await asyncio.gather(*(redis.ping() for _ in range(500)), return_exceptions=True)
+        assert time.monotonic() - started_s < 8  # 16 groups of 32 commands, two tries each, would take 13 s
+        assert all(isinstance(error, RedisTimeoutError | RedisConnectionError) for error in failed)
+        await redis.aclose()
+
+
+async def test_a_timeout_bounds_every_command_to_a_server_that_does_not_answer() -> None:
+    with silent_listener() as port:
+        redis = connect(f"redis://{HOST}:{port}/0", name="test")
+        started_s = time.monotonic()
+
+        async def bounded() -> None:
+            async with asyncio.timeout(0.3):
+                await redis.ping()
+
+        ended = await asyncio.gather(*(bounded() for _ in range(100)), return_exceptions=True)
+        assert {type(error) for error in ended} == {TimeoutError}
+        async with redis.pipeline() as pipe:
+            pipe.ping()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await pipe.execute()
+        await redis.aclose()
+        assert time.monotonic() - started_s < 4  # less than one socket timeout
+
+
+async def test_a_cancelled_wait_for_a_connection_wakes_the_next_command(redis_url: str) -> None:
+    redis = connect(redis_url, name="test")
+    for n_turns in range(8):
+        blocking = [asyncio.create_task(redis.blpop([f"none-{n_turns}"], timeout=0.05)) for _ in range(32)]
+        await asyncio.sleep(0.01)
+        waiting = [asyncio.create_task(redis.ping()) for _ in range(40)]
+        await asyncio.wait(blocking, return_when=asyncio.FIRST_COMPLETED)
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        for task in waiting[::2]:
+            task.cancel()
+        await asyncio.wait_for(asyncio.gather(*waiting, *blocking, return_exceptions=True), 30)
+    await redis.aclose()
+
+
+async def test_a_script_that_the_server_lost_is_loaded_again_also_in_a_pipeline(redis_url: str) -> None:
+    redis = connect(redis_url, name="test")
+    script = redis.register_script(f"return ARGV[1] -- {secrets.token_hex(4)}")
+    assert await script(args=["one"]) == b"one"
+    await redis.script_flush()
+    assert await script(args=["two"]) == b"two"
+    await redis.script_flush()
+    async with redis.pipeline(transaction=False) as pipe:
+        await script(args=["three"], client=pipe)
+        pipe.echo("four")
+        assert await pipe.execute() == [b"three", b"four"]
+    await redis.aclose()
+
+
+@contextmanager
+def silent_listener() -> Iterator[int]:
+    """Yield the port of a server that accepts connections and never replies."""
+    with socket.create_server((HOST, 0), backlog=2000) as listener:
+        port: int = listener.getsockname()[1]
+        yield port
 
 
 async def test_a_connection_that_is_closed_while_a_command_is_sent_raises_a_connection_error(redis_url: str) -> None:

@@ -1,139 +1,272 @@
-"""A client of Redis Cluster with the same errors, retries and limits as the client of a single server."""
+"""A client of Redis Cluster. A node that does not answer delays only the commands for its own keys.
+
+redis-py's cluster client is not used. After each error it reads the map of the cluster again before any other command
+is sent, from one node after another, and waits up to the socket timeout for a node that does not answer. So one silent
+master stopped the commands to all others. It also marks all connections for a reconnect whenever it reads the map.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from redis.asyncio.cluster import ClusterNode, ClusterPipeline, RedisCluster
-from redis.asyncio.connection import Connection
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ClusterDownError, RedisClusterException
+from redis.crc import key_slot
+from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from llamaq.common.redis.retry import RetryUntilDeadline
+from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.redis.client import Command, RetryingRedis
+from llamaq.common.redis.pool import BoundedPool
 
-T = TypeVar("T")
+Address = tuple[str, int]
 
-# Commands that may wait in Redis. They do not count against the limit of commands in flight.
-BLOCKING = ("XREAD", "XREADGROUP")
+BLOCKING = ("XREAD", "XREADGROUP", "BLPOP")
+"""Commands that may wait in Redis. They have connections of their own, so that no other command waits for them."""
+KEYLESS = ("PING", "TIME", "INFO", "CONFIG GET", "CLIENT LIST", "SCRIPT LOAD", "CLUSTER SLOTS")
+"""Commands without a key. Any node executes them."""
+N_SLOTS = 16384
+MAX_REDIRECTIONS = 5
+MAX_BLOCKED = 10_000
+"""Upper bound on the blocking commands to one node."""
+MAP_TIMEOUT_S = 2.0
+"""How long the map waits for the reply of one node."""
+NODES_PER_TRY, NEXT_TRY_S = 3, 0.25
+"""The map is read from this many nodes at once, and from as many others when none of them has replied in this time."""
 
 
-class Cluster(RedisCluster):
+class Node:
+    """The clients of one node. They do not retry."""
+
+    def __init__(self, make_pool: Callable[[int | None], BoundedPool], known_scripts: dict[str, str]) -> None:
+        self.commands = RetryingRedis(make_pool(None), 0, known_scripts=known_scripts)
+        self.blocking = RetryingRedis(make_pool(MAX_BLOCKED), 0, known_scripts=known_scripts)
+
+    async def aclose(self) -> None:
+        await asyncio.gather(self.commands.aclose(), self.blocking.aclose(), return_exceptions=True)
+
+
+class Cluster(RetryingRedis):
     """Sends each command to the master of its key's hash slot, and finds the new master after a change.
 
-    redis-py's client retries without pauses; this client retries every command with pauses until a deadline. Every
-    error is a `RedisError`, also when no node can be reached.
+    Every node has a pool of its own. The map of hash slots is read in the background, from several nodes at once, when
+    a command fails. Commands wait for a map only before the first map is known. All commands of a pipeline with a
+    transaction must have keys of the same hash slot.
     """
 
     def __init__(
-        self,
-        hosts: Iterable[tuple[str, int]],
-        connection_class: type[Connection],
-        retry_s: float,
-        max_commands: int,
-        options: dict[str, Any],
+        self, hosts: Iterable[Address], make_pool: Callable[[Address, int | None], BoundedPool], retry_s: float
     ) -> None:
         """Create a client, which connects at the first command.
 
         Args:
             hosts: Host and port of some nodes.
-            connection_class: Class of the connections.
+            make_pool: Returns a new pool of connections to a node, given the upper bound on the connections. None: the
+                usual bound.
             retry_s: How long a command is retried, in seconds.
-            max_commands: Maximum number of commands in flight. Further commands wait.
-            options: Further arguments of `RedisCluster`.
         """
-        nodes = [ClusterNode(host, port) for host, port in hosts]
-        super().__init__(
-            startup_nodes=nodes,
-            require_full_coverage=False,  # partitions on reachable nodes continue
-            reinitialize_steps=0,  # otherwise redis-py closes all connections, including those in use
-            retry=Retry(NoBackoff(), 0),  # no retries: those of redis-py have no pauses and close all connections
-            max_connections=10_000,
-            **options,
-        )
-        self.connection_kwargs["connection_class"] = connection_class
-        for node in self.startup_nodes:
-            node.connection_class = connection_class
-        self._retry_s = retry_s
-        self._in_flight = asyncio.Semaphore(max_commands)
+        self._hosts = list(hosts)
+        self._make_pool = make_pool
+        self._nodes: dict[Address, Node] = {}
+        self._masters: list[Address | None] = []
+        """The address of the master of each hash slot. Empty: the map is not known yet."""
+        self._replicas: set[Address] = set()
+        self._loading: asyncio.Task[None] | None = None
+        self._failed: dict[Address, float] = {}
+        """When a node last failed. Commands without a key go to the node that has not failed for the longest time."""
+        self._tasks = BackgroundTasks()
+        super().__init__(make_pool(self._hosts[0], None), retry_s)
 
     def __repr__(self) -> str:
-        return f"<Cluster nodes={sorted(self.nodes_manager.nodes_cache)}>"
+        return f"<Cluster nodes={sorted(self._nodes)}>"
 
-    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        """See `RedisCluster.execute_command`."""
-        send = super().execute_command
-        if args[0] in BLOCKING:
-            return await self.call_with_retry(lambda: send(*args, **kwargs))
-        async with self._in_flight:
-            return await self.call_with_retry(lambda: send(*args, **kwargs))
+    # ---- commands
 
-    async def _determine_slot(self, command: str, *args: Any) -> int:
-        if command in BLOCKING:  # otherwise redis-py asks the server for the key positions each time
-            return self.keyslot(args[args.index(b"STREAMS") + 1])
-        return int(await super()._determine_slot(command, *args))
-
-    def pipeline(self, transaction: bool | None = None, shard_hint: None = None) -> ClusterPipeline:  # noqa: ARG002
-        """See `RedisCluster.pipeline`."""
-        return RetryingPipeline(self, transaction)  # type: ignore[abstract]  # redis-py's own annotations
-
-    async def call_with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `call`. After an error reload the cluster map and call again, until the deadline.
-
-        Raises:
-            RedisError: The last error.
-        """
-
-        async def attempt() -> T:
+    async def send(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Send one command to the master of its key, and follow redirections, without a retry."""
+        address = await self._find(_key_of(args))
+        is_asking = False
+        for _ in range(MAX_REDIRECTIONS):
             try:
-                return await call()
-            except (RedisClusterException, ClusterDownError) as exc:
-                raise RedisConnectionError(str(exc)) from exc
+                return await self._send_to(address, args, options, is_asking=is_asking)
+            except AskError as exc:
+                address = (exc.host or address[0], exc.port)
+                is_asking = not isinstance(exc, MovedError)  # redis-py's `MovedError` is an `AskError`
+                if not is_asking:
+                    self._masters[exc.slot_id] = address
+                    self._reload_soon()
+        raise RedisConnectionError(f"the cluster redirected a command {MAX_REDIRECTIONS} times")
 
-        async def reload_map(_: Exception) -> None:
-            self._initialize = True  # redis-py reads the map of the cluster before the next command
+    async def _send_to(
+        self, address: Address, args: Sequence[Any], options: Mapping[str, Any], *, is_asking: bool = False
+    ) -> Any:
+        node = self._node(address)
+        client = node.blocking if args[0] in BLOCKING else node.commands
+        try:
+            if is_asking:
+                reply = (await client.send_pipeline([(("ASKING",), {}), (tuple(args), options)], False))[1]
+                if isinstance(reply, RedisError):
+                    raise reply
+                return reply
+            return await client.send(args, options)
+        except (RedisConnectionError, RedisTimeoutError, ClusterDownError, TryAgainError) as exc:
+            raise self._note_failure(address, exc) from exc
 
-        return await RetryUntilDeadline(self._retry_s).call_with_retry(attempt, reload_map)
+    def _note_failure(self, address: Address, error: RedisError) -> RedisError:
+        """Read the map again, and return the error as one that is retried."""
+        self._failed[address] = asyncio.get_running_loop().time()
+        self._reload_soon()
+        return error if isinstance(error, RedisTimeoutError) else RedisConnectionError(f"{address}: {error}")
+
+    async def send_pipeline(self, commands: Sequence[Command], transaction: bool) -> list[Any]:
+        """Send commands to their nodes in one round trip each, without a retry."""
+        places: dict[Address, list[int]] = {}
+        for place, (args, _) in enumerate(commands):
+            places.setdefault(await self._find(_key_of(args)), []).append(place)
+        parts = await asyncio.gather(
+            *(
+                self._send_part(address, [commands[place] for place in some], transaction)
+                for address, some in places.items()
+            ),
+            return_exceptions=True,
+        )
+        replies: list[Any] = [None] * len(commands)
+        for some, part in zip(places.values(), parts, strict=True):
+            if isinstance(part, BaseException):
+                raise part
+            for place, reply in zip(some, part, strict=True):
+                replies[place] = reply
+        return replies
+
+    async def _send_part(self, address: Address, commands: Sequence[Command], transaction: bool) -> list[Any]:
+        try:
+            replies = await self._node(address).commands.send_pipeline(commands, transaction)
+        except (RedisConnectionError, RedisTimeoutError, ClusterDownError, TryAgainError) as exc:
+            raise self._note_failure(address, exc) from exc
+        for place, reply in enumerate(replies):
+            if isinstance(reply, MovedError | AskError | TryAgainError | ClusterDownError):
+                replies[place] = await self.send(*commands[place])
+        return replies
+
+    async def scan_iter(self, *args: Any, **options: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        """Yield the keys of all masters. See `Redis.scan_iter`."""
+        await self._find(None)
+        for address in sorted({master for master in self._masters if master is not None}):
+            async for key in self._node(address).commands.scan_iter(*args, **options):
+                yield key
+
+    # ---- the map
 
     def node_of(self, key: str) -> str | None:
         """Return the name of the master that has the key. None: it is not known."""
-        nodes = self.nodes_manager.slots_cache.get(self.keyslot(key))
-        return nodes[0].name if nodes else None
+        address = self._masters[key_slot(key.encode())] if self._masters else None
+        return None if address is None else f"{address[0]}:{address[1]}"
 
-    def make_connection(self, node: str) -> Connection:
-        """Return a new connection to this node. It is not connected, and not part of the node's pool."""
+    def pool_of(self, node: str) -> BoundedPool:
+        """Return the pool of connections to a node that `node_of` named."""
         host, _, port = node.rpartition(":")
-        return ClusterNode(host, int(port), **self.connection_kwargs).acquire_connection()
+        return self._node((host, int(port))).commands.pool
+
+    def _node(self, address: Address) -> Node:
+        if address not in self._nodes:
+            self._nodes[address] = Node(lambda limit: self._make_pool(address, limit), self.known_scripts)
+        return self._nodes[address]
+
+    async def _find(self, key: str | bytes | None) -> Address:
+        """Return the address of the master of a key, or of any master if there is no key."""
+        if not self._masters:
+            await asyncio.shield(self._reload_soon())
+        if key is None:
+            masters = {address for address in self._masters if address is not None}
+            return min(masters, key=lambda address: (self._failed.get(address, 0.0), address))
+        slot = key_slot(key if isinstance(key, bytes) else key.encode())
+        address = self._masters[slot]
+        if address is None:
+            self._reload_soon()
+            raise RedisConnectionError(f"no node of the cluster serves hash slot {slot}")
+        return address
+
+    def _reload_soon(self) -> asyncio.Task[None]:
+        """Read the map in the background. While it is read, further calls have no effect."""
+        if self._loading is None or self._loading.done():
+            self._loading = self._tasks.start(self._reload())
+            self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._loading
+
+    async def _reload(self) -> None:
+        """Read the map from the first node that replies.
+
+        Raises:
+            RedisConnectionError: No node replied.
+        """
+        known = dict.fromkeys([*self._nodes, *self._replicas, *self._hosts])
+        left = sorted(known, key=lambda address: (self._failed.get(address, 0.0), random.random()))
+        asked: set[asyncio.Task[Any]] = set()
+        errors: list[BaseException] = []
+        try:
+            while left or asked:
+                asked |= {asyncio.create_task(self._read_map(address)) for address in left[:NODES_PER_TRY]}
+                del left[:NODES_PER_TRY]
+                done, asked = await asyncio.wait(
+                    asked, timeout=NEXT_TRY_S if left else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for reply in done:
+                    if (error := reply.exception()) is None:
+                        self._use_map(*reply.result())
+                        return
+                    errors.append(error)
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        raise RedisConnectionError(f"no node of the cluster answers: {errors[-1] if errors else 'none is known'}")
+
+    async def _read_map(self, address: Address) -> tuple[Address, Any]:
+        async with asyncio.timeout(MAP_TIMEOUT_S):
+            ranges = await self._node(address).commands.send(["CLUSTER SLOTS"], {})
+        if not ranges:
+            raise RedisConnectionError(f"{address}: this node knows no hash slots")
+        return address, ranges
+
+    def _use_map(self, source: Address, ranges: Any) -> None:
+        masters: list[Address | None] = [None] * N_SLOTS
+        replicas: set[Address] = set()
+        for first, last, *servers in ranges:
+            master, *others = [(_decode_host(server[0]) or source[0], int(server[1])) for server in servers]
+            masters[first : last + 1] = [master] * (last + 1 - first)
+            replicas.update(others)
+        self._masters, self._replicas = masters, replicas
+        self._tasks.start(self._close_unknown({*masters, *replicas, *self._hosts}))
+
+    async def _close_unknown(self, known: set[Address | None]) -> None:
+        """Close the connections to nodes that have left the cluster."""
+        for address in [address for address in self._nodes if address not in known]:
+            self._failed.pop(address, None)
+            await self._nodes.pop(address).aclose()
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:  # noqa: ARG002
+        """Close all connections."""
+        await self._tasks.cancel()
+        nodes, self._nodes = list(self._nodes.values()), {}
+        await asyncio.gather(*(node.aclose() for node in nodes))
 
 
-class RetryingPipeline(ClusterPipeline):
-    """A pipeline that keeps its commands, so that all of them can be sent again after an error."""
+def _key_of(args: Sequence[Any]) -> str | bytes | None:
+    """Return the first key of a command. None: the command has no key."""
+    command = args[0]
+    if command in ("EVAL", "EVALSHA"):
+        return args[3] if int(args[2]) else None
+    if command in ("XREAD", "XREADGROUP"):
+        key: str | bytes = args[args.index(b"STREAMS") + 1]
+        return key
+    if command in KEYLESS or len(args) == 1:
+        return None
+    first: str | bytes = args[1]
+    return first
 
-    def __init__(self, cluster: Cluster, transaction: bool | None) -> None:
-        super().__init__(cluster, transaction)
-        self._cluster = cluster
-        self._is_transaction = transaction
-        self._commands: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def __len__(self) -> int:
-        return len(self._commands)
-
-    def execute_command(self, *args: Any, **kwargs: Any) -> ClusterPipeline:
-        """Queue a command."""
-        self._commands.append((args, kwargs))
-        return self
-
-    async def execute(self, raise_on_error: bool = True, allow_redirections: bool = True) -> list[Any]:
-        """Send all queued commands to their nodes, and return the replies in the order of the commands."""
-        commands, self._commands = self._commands, []
-
-        async def send() -> list[Any]:
-            pipe = ClusterPipeline(self._cluster, self._is_transaction)  # type: ignore[abstract]
-            for args, kwargs in commands:
-                pipe.execute_command(*args, **kwargs)
-            return await pipe.execute(raise_on_error, allow_redirections)
-
-        return await self._cluster.call_with_retry(send)
+def _decode_host(host: bytes | None) -> str:
+    """Return the host of a node. Empty: the node has the host that the map was read from."""
+    return "" if host in (None, b"", b"?") else host.decode()

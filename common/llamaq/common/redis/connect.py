@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
+from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection, Connection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from llamaq.common.redis.client import RetryingRedis
 from llamaq.common.redis.cluster import Cluster
-from llamaq.common.redis.retry import RetryUntilDeadline
+from llamaq.common.redis.pool import BoundedPool
 from llamaq.common.redis.sentinel import master_connection
 from llamaq.common.redis.url import Topology, read_url
 
@@ -30,8 +33,8 @@ CONNECT_TIMEOUT_S = 5.0
 SOCKET_TIMEOUT_S = 5.0
 # A connection that was idle for longer is tested with PING before it is used.
 HEALTH_CHECK_S = 10
-# Upper bound for one client. A command waits for a free connection. Redis executes one command after another, so more
-# connections are not faster.
+# Upper bound for one client and server. Further commands wait for a free connection. Redis executes one command after
+# another, so more connections are not faster.
 MAX_CONNECTIONS = 32
 
 # Errors of a server that is not the master, or will soon not be the master. After an error inside a script, the code is
@@ -59,50 +62,54 @@ def connect(url: str, *, name: str, failover_s: float = FAILOVER_S) -> Redis:
         "health_check_interval": HEALTH_CHECK_S,
         **target.options,
     }
-    kind = robust_connection(options.pop("connection_class", Connection))
+    connection_class = options.pop("connection_class", Connection)
     if target.topology is Topology.CLUSTER:
-        options["ssl"] = issubclass(kind, SSLConnection)
-        cluster = Cluster(target.hosts, kind, max(RETRY_S, failover_s), MAX_CONNECTIONS, options)
-        return cast(Redis, cluster)  # both have the same commands, from the same classes of redis-py
-    retry_s = RETRY_S
+
+        def make_node_pool(address: tuple[str, int], limit: int | None) -> BoundedPool:
+            host, port = address
+            # A class of its own, so that only the connections to this node reconnect after a timeout.
+            return _make_pool(robust_connection(connection_class), {**options, "host": host, "port": port}, limit)
+
+        return Cluster(target.hosts, make_node_pool, max(RETRY_S, failover_s))
+    kind, retry_s = robust_connection(connection_class), RETRY_S
     if target.topology is Topology.SENTINEL:
         kind, retry_s = master_connection(kind, target), max(RETRY_S, failover_s)
-    pool = BlockingConnectionPool(
+    return RetryingRedis(_make_pool(kind, options), retry_s)
+
+
+def _make_pool(kind: type[AbstractConnection], options: dict[str, Any], limit: int | None = None) -> BoundedPool:
+    return BoundedPool(
         connection_class=kind,
-        max_connections=MAX_CONNECTIONS,
-        timeout=None,
-        retry=RetryUntilDeadline(retry_s),
-        retry_on_error=[RedisConnectionError, RedisTimeoutError],
+        max_connections=limit or MAX_CONNECTIONS,
+        retry=Retry(NoBackoff(), 0),  # the client retries: it holds no connection between two tries
         **options,
     )
-    return Redis.from_pool(pool)
 
 
 @asynccontextmanager
-async def dedicated_connection(redis: Redis | Cluster) -> AsyncIterator[Redis]:
+async def dedicated_connection(redis: Redis) -> AsyncIterator[Redis]:
     """Yield a client that sends all commands over one connection, which is faster. A cluster client uses its pools."""
     if isinstance(redis, Cluster):
-        yield cast(Redis, redis)
+        yield redis
         return
     async with redis.client() as client:
         yield client
 
 
-def is_cluster(redis: Redis | Cluster) -> bool:
+def is_cluster(redis: Redis) -> bool:
     """Return whether this is a cluster, where one command cannot use keys with different hash tags."""
     return isinstance(redis, Cluster)
 
 
-def node_of(redis: Redis | Cluster, key: str) -> str | None:
+def node_of(redis: Redis, key: str) -> str | None:
     """Return the name of the cluster node that has the key. None: it is not known. Empty: there is only one server."""
     return redis.node_of(key) if isinstance(redis, Cluster) else ""
 
 
-def make_connection(redis: Redis | Cluster, node: str) -> AbstractConnection:
+def make_connection(redis: Redis, node: str) -> AbstractConnection:
     """Return a new connection to a node that `node_of` named. It is not connected, and not part of a pool."""
-    if isinstance(redis, Cluster):
-        return redis.make_connection(node)
-    connection: AbstractConnection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    pool = redis.pool_of(node) if isinstance(redis, Cluster) else redis.connection_pool
+    connection: AbstractConnection = pool.make_connection()  # type: ignore[no-untyped-call]
     return connection
 
 
@@ -137,6 +144,10 @@ def robust_connection(kind: type[C]) -> type[C]:
             if task and task.cancelling() > before:
                 await self.disconnect(nowait=True)  # otherwise the next command would read the reply to this one
                 raise asyncio.CancelledError
+
+        async def disconnect(self, nowait: bool = False, error: Exception | None = None, **kwargs: Any) -> None:
+            # After an error, do not wait until a server that does not answer has received the rest of the data.
+            await super().disconnect(nowait=nowait or error is not None, error=error, **kwargs)
 
         async def read_response(self, *args: Any, **kwargs: Any) -> Any:
             nonlocal last_timeout_s

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from llamaq.common.backoff import Backoff
 
 T = TypeVar("T")
 
@@ -15,33 +17,28 @@ FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 
 
-class RetryUntilDeadline(Retry):
-    """Retries a command until a deadline, with growing pauses. A command is retried at least once.
+async def retry_until_deadline(call: Callable[[], Awaitable[T]], longest_s: float) -> T:
+    """Return the result of `call`. While the server cannot be reached, call again, with growing pauses.
 
-    The limit is a deadline and not a number of retries, because redis-py nests retries. A command that times out should
-    also end after the same time as a command that is refused at once.
+    The deadline is `longest_s` seconds after the first failure. The limit is a deadline and not a number of retries,
+    so that a server that refuses connections and a server that does not reply are retried for the same time. A command
+    is retried at least once, because the first try may only have shown that an idle connection was broken.
+
+    The call must not keep a connection of a pool between two tries. Otherwise other commands would wait for it, and
+    would start their own retries only afterwards.
+
+    Raises:
+        RedisError: The error of the last try.
     """
-
-    def __init__(self, longest_s: float) -> None:
-        """Retry for at most `longest_s` seconds."""
-        super().__init__(ExponentialBackoff(cap=LONGEST_PAUSE_S, base=FIRST_PAUSE_S), retries=-1)
-        self._longest_s = longest_s
-
-    async def call_with_retry(
-        self,
-        do: Callable[[], Awaitable[T]],
-        fail: Callable[..., Any],
-        is_retryable: Callable[[Exception], bool] | None = None,
-        with_failure_count: bool = False,
-    ) -> T:
-        """Return the result of `do`; see `Retry.call_with_retry`. After the deadline raise the last error."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._longest_s
-        n_failed = 0
-
-        def should_retry(error: Exception) -> bool:
-            nonlocal n_failed
-            n_failed += 1
-            return (n_failed == 1 or clock() < deadline) and (is_retryable is None or is_retryable(error))
-
-        return await super().call_with_retry(do, fail, should_retry, with_failure_count)
+    clock = asyncio.get_running_loop().time
+    backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    deadline_s: float | None = None
+    while True:
+        try:
+            return await call()
+        except (RedisConnectionError, RedisTimeoutError):
+            if deadline_s is None:
+                deadline_s = clock() + longest_s
+            elif clock() >= deadline_s:
+                raise
+        await asyncio.sleep(backoff.next_delay_s())

@@ -1,0 +1,122 @@
+"""The client of one Redis server. It retries commands, and holds no connection between two tries."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.commands.core import AsyncScript
+from redis.exceptions import NoScriptError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from llamaq.common.redis.pool import BoundedPool
+from llamaq.common.redis.retry import retry_until_deadline
+
+T = TypeVar("T")
+
+Command = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""A command: its words, and options for parsing the reply."""
+
+
+class RetryingRedis(Redis):
+    """Sends commands to one server. While the server cannot be reached, each command is retried until a deadline.
+
+    redis-py's own client retries while it holds a connection of the pool. With 1,000 commands and 32 connections, the
+    last command would begin its retries after 31 others had ended theirs.
+    """
+
+    def __init__(
+        self,
+        pool: BoundedPool,
+        retry_s: float,
+        *,
+        known_scripts: dict[str, str] | None = None,
+        single_connection_client: bool = False,
+    ) -> None:
+        """Create a client, which connects at the first command.
+
+        Args:
+            pool: The connections. The client closes them when it is closed.
+            retry_s: How long a command is retried, in seconds.
+            known_scripts: Maps the hash of each registered script to its text; shared by the clients of a cluster.
+            single_connection_client: Whether all commands use the same connection of the pool.
+        """
+        super().__init__(connection_pool=pool, single_connection_client=single_connection_client)
+        self.auto_close_connection_pool = not single_connection_client
+        self.pool = pool
+        self.known_scripts = {} if known_scripts is None else known_scripts
+        self._retry_s = retry_s
+
+    async def call_with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `call`, and call again while the server cannot be reached, until the deadline."""
+        return await retry_until_deadline(call, self._retry_s)
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """See `Redis.execute_command`."""
+        return await self.call_with_retry(lambda: self.send(args, options))
+
+    async def send(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Send one command, without a retry."""
+        execute: Any = super().execute_command  # redis-py does not annotate it
+        try:
+            return await execute(*args, **options)
+        except NoScriptError:
+            if args[1] not in self.known_scripts:
+                raise
+            await execute("SCRIPT LOAD", self.known_scripts[args[1]])
+            return await execute(*args, **options)
+        except RedisTimeoutError as exc:
+            self.pool.fail_waiting(exc)
+            raise
+
+    def register_script(self, script: Any) -> AsyncScript:  # type: ignore[override]  # redis-py's own annotations
+        """See `Redis.register_script`. `send` loads the script when a server does not have it."""
+        registered = super().register_script(script)
+        self.known_scripts[registered.sha] = script
+        return registered
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:  # noqa: ARG002
+        """See `Redis.pipeline`."""
+        return RetryingPipeline(self, transaction)
+
+    async def send_pipeline(self, commands: Sequence[Command], transaction: bool) -> list[Any]:
+        """Send commands in one round trip, without a retry. Return the reply or the error of each command, in order."""
+        pipe: Any = Pipeline(self.connection_pool, self.response_callbacks, transaction, None)
+        for args, options in commands:
+            pipe.pipeline_execute_command(*args, **options)
+        replies: list[Any] = await pipe.execute(raise_on_error=False)
+        return replies
+
+    def client(self) -> Self:
+        """Return a client that sends all commands over one connection."""
+        return type(self)(self.pool, self._retry_s, known_scripts=self.known_scripts, single_connection_client=True)
+
+    def __repr__(self) -> str:
+        return f"<RetryingRedis {self.pool!r}>"
+
+
+class RetryingPipeline(Pipeline):
+    """A pipeline that keeps its commands, so that all of them can be sent again. It does not support WATCH."""
+
+    def __init__(self, owner: RetryingRedis, transaction: bool) -> None:
+        super().__init__(owner.connection_pool, owner.response_callbacks, transaction, None)
+        self._owner = owner
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Send all commands, and return their replies in order. An error of a command is raised, or is its reply."""
+        commands, self.command_stack = list(self.command_stack), []
+        for script in self.scripts:
+            self._owner.known_scripts[script.sha] = str(script.script)
+        self.scripts = set()
+        if not commands:
+            return []
+        owner, is_transaction = self._owner, bool(self.is_transaction)
+        replies = await owner.call_with_retry(lambda: owner.send_pipeline(commands, is_transaction))
+        for place, reply in enumerate(replies):
+            if isinstance(reply, NoScriptError):
+                replies[place] = await owner.execute_command(*commands[place][0])
+        if raise_on_error:
+            self.raise_first_error(commands, replies)
+        return replies

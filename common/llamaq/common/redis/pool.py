@@ -1,0 +1,81 @@
+"""A pool of connections to one server, with an upper bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+
+class BoundedPool(ConnectionPool):
+    """Lends at most `max_connections` connections. Further commands wait in the order of their calls.
+
+    When a connection attempt fails, all commands that wait for a connection fail too. Otherwise 1,000 commands to a
+    server that does not answer would fail one group after another, each after its own connection timeout.
+
+    redis-py's `BlockingConnectionPool` is not used because a waiting command of it fails only when it gets a connection
+    itself, and because a cancelled waiter may lose the wake-up of another one (cpython issue 112202).
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def get_connection(self, *_: Any, **__: Any) -> AbstractConnection:
+        """Return a connected connection. Wait for it while all connections are in use.
+
+        Raises:
+            RedisError: The server cannot be reached.
+        """
+        await self._wait_for_turn()
+        connection: AbstractConnection = self.get_available_connection()  # type: ignore[no-untyped-call]
+        try:
+            await self.ensure_connection(connection)
+        except BaseException as exc:
+            await self.release(connection)
+            if isinstance(exc, RedisConnectionError | RedisTimeoutError):
+                self.fail_waiting(exc)
+            raise
+        return connection
+
+    async def _wait_for_turn(self) -> None:
+        while not self.can_get_connection():
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except BaseException:
+                if turn.done() and not turn.cancelled() and turn.exception() is None:
+                    self._wake_next()  # this task was cancelled after its turn had come
+                raise
+            finally:
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+
+    async def release(self, connection: AbstractConnection) -> None:
+        """Take a connection back, and wake the command that has waited longest."""
+        await super().release(connection)
+        self._wake_next()
+
+    def _wake_next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def fail_waiting(self, error: RedisError) -> None:
+        """Let all commands that wait for a connection fail, because the server does not answer."""
+        waiting, self._waiting = self._waiting, deque()
+        for turn in waiting:
+            if not turn.done():
+                turn.set_exception(type(error)(*error.args))
+
+    def __repr__(self) -> str:
+        return f"<BoundedPool in_use={len(self._in_use_connections)} waiting={len(self._waiting)}>"
