@@ -18,6 +18,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.redis.client import Command, RetryingRedis
 from llamaq.common.redis.pool import BoundedPool
 
@@ -31,6 +32,8 @@ N_SLOTS = 16384
 MAX_REDIRECTIONS = 5
 MAX_BLOCKED = 10_000
 """Upper bound on the blocking commands to one node."""
+KEYLESS_TIMEOUT_S = 1.0
+"""How long a command without a key waits for the reply of one node. The next try goes to another node."""
 MAP_TIMEOUT_S = 2.0
 """How long the map waits for the reply of one node."""
 NODES_PER_TRY, NEXT_TRY_S = 3, 0.25
@@ -86,7 +89,10 @@ class Cluster(RetryingRedis):
 
     async def send(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Send one command to the master of its key, and follow redirections, without a retry."""
-        address = await self._find(_key_of(args))
+        key = _key_of(args)
+        address = await self._find(key)
+        if key is None:
+            return await self._send_keyless(address, args, options)
         is_asking = False
         for _ in range(MAX_REDIRECTIONS):
             try:
@@ -98,6 +104,13 @@ class Cluster(RetryingRedis):
                     self._masters[exc.slot_id] = address
                     self._reload_soon()
         raise RedisConnectionError(f"the cluster redirected a command {MAX_REDIRECTIONS} times")
+
+    async def _send_keyless(self, address: Address, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        try:
+            async with asyncio.timeout(KEYLESS_TIMEOUT_S):
+                return await self._send_to(address, args, options)
+        except TimeoutError as exc:
+            raise self._note_failure(address, RedisTimeoutError(f"{address}: no reply")) from exc
 
     async def _send_to(
         self, address: Address, args: Sequence[Any], options: Mapping[str, Any], *, is_asking: bool = False
@@ -203,11 +216,14 @@ class Cluster(RetryingRedis):
         """
         known = dict.fromkeys([*self._nodes, *self._replicas, *self._hosts])
         left = sorted(known, key=lambda address: (self._failed.get(address, 0.0), random.random()))
+        tasks: list[asyncio.Task[Any]] = []
         asked: set[asyncio.Task[Any]] = set()
         errors: list[BaseException] = []
         try:
             while left or asked:
-                asked |= {asyncio.create_task(self._read_map(address)) for address in left[:NODES_PER_TRY]}
+                new = [asyncio.create_task(self._read_map(address)) for address in left[:NODES_PER_TRY]]
+                tasks += new
+                asked.update(new)
                 del left[:NODES_PER_TRY]
                 done, asked = await asyncio.wait(
                     asked, timeout=NEXT_TRY_S if left else None, return_when=asyncio.FIRST_COMPLETED
@@ -218,9 +234,7 @@ class Cluster(RetryingRedis):
                         return
                     errors.append(error)
         finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await cancel_tasks(*tasks)
         raise RedisConnectionError(f"no node of the cluster answers: {errors[-1] if errors else 'none is known'}")
 
     async def _read_map(self, address: Address) -> tuple[Address, Any]:

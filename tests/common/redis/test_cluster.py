@@ -1,0 +1,135 @@
+"""The client of a Redis Cluster: a node that does not answer delays only the commands for its own keys."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from tests.support.redis_servers import HOST, ClusterServers, Server, wait_until
+
+from llamaq.common.redis.connect import connect, node_of
+
+pytestmark = pytest.mark.starts_processes
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterServers]:
+    with ClusterServers(tmp_path_factory.mktemp("nodes")) as servers:
+        yield servers
+
+
+@pytest.fixture
+def silent(servers: ClusterServers) -> Iterator[Server]:
+    """A master that is stopped: it accepts connections and does not answer."""
+    server = servers.masters[0]
+    server.signal(signal.SIGSTOP)
+    yield server
+    server.signal(signal.SIGCONT)
+    wait_until(lambda: all(_is_ok(one) for one in servers.servers), "all nodes serve all hash slots")
+
+
+def _is_ok(server: Server) -> bool:
+    with server.client() as client:
+        return bool(client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")  # type: ignore[no-untyped-call]
+
+
+def keys_of(servers: ClusterServers) -> dict[int, str]:
+    """Return a key of each master, by the port of the master."""
+    found: dict[int, str] = {}
+    number = 0
+    while len(found) < len(servers.masters):
+        key = f"test-{number}"
+        found.setdefault(servers.masters[key_slot(key.encode()) * 3 // 16384].port, key)
+        number += 1
+    return found
+
+
+async def test_commands_and_pipelines_reach_every_master(servers: ClusterServers) -> None:
+    redis, keys = connect(servers.url, name="test"), keys_of(servers)
+    for port, key in keys.items():
+        await redis.set(key, port)
+        assert node_of(redis, key) == f"{HOST}:{port}"
+    script = redis.register_script("return redis.call('GET', KEYS[1])")
+    async with redis.pipeline(transaction=False) as pipe:
+        for key in keys.values():
+            pipe.get(key)
+            await script(keys=[key], client=pipe)
+        assert await pipe.execute() == [value for port in keys for value in [str(port).encode()] * 2]
+    assert [await script(keys=[key]) for key in keys.values()] == [str(port).encode() for port in keys]
+    assert {key async for key in redis.scan_iter(match="test-*")} >= {key.encode() for key in keys.values()}
+    await redis.delete(*list(keys.values())[:1])
+    await redis.aclose()
+
+
+async def test_commands_for_other_masters_are_quick_while_one_master_is_silent(
+    servers: ClusterServers, silent: Server
+) -> None:
+    keys = keys_of(servers)
+    lost = keys.pop(silent.port)
+    redis = connect(f"{servers.url}?socket_timeout=30", name="test", failover_s=0)
+    stuck = [asyncio.create_task(redis.get(lost)) for _ in range(40)]
+    async with asyncio.timeout(20):  # the map was read from another node, and no command waited for the silent one
+        for _ in range(20):
+            await asyncio.gather(*(redis.set(key, "value") for key in keys.values()), redis.time(), redis.ping())
+    assert not any(task.done() for task in stuck)
+    for task in stuck:
+        task.cancel()
+    await asyncio.gather(*stuck, return_exceptions=True)
+    await redis.aclose()
+
+
+async def test_a_client_starts_and_its_errors_end_in_time_while_one_master_is_dead(servers: ClusterServers) -> None:
+    dead = servers.masters[2]
+    keys = keys_of(servers)
+    lost = keys.pop(dead.port)
+    dead.kill()
+    try:
+        redis = connect(servers.url, name="test", failover_s=0)
+        for key in keys.values():
+            await redis.set(key, "value")
+        started_s = time.monotonic()
+        failed = await asyncio.gather(*(redis.get(lost) for _ in range(200)), return_exceptions=True)
+        assert all(isinstance(error, RedisConnectionError) for error in failed)
+        assert time.monotonic() - started_s < 10
+        await asyncio.gather(*(redis.get(key) for key in keys.values()))
+    finally:
+        dead.start()
+    for _ in range(600):
+        try:
+            await redis.set(lost, "again")
+            break
+        except RedisError:
+            await asyncio.sleep(0.1)
+    assert await redis.get(lost) == b"again"
+    await redis.aclose()
+
+
+async def test_moved_and_ask_replies_are_followed(servers: ClusterServers) -> None:
+    keys = keys_of(servers)
+    old, new = servers.masters[0], servers.masters[1]
+    key = keys[old.port]
+    slot = key_slot(key.encode())
+    redis = connect(servers.url, name="test")
+    await redis.set(key, "before")
+    with old.client() as at_old, new.client() as at_new:
+        names = {
+            port: client.execute_command("CLUSTER MYID").decode() for port, client in [("old", at_old), ("new", at_new)]
+        }  # type: ignore[no-untyped-call]
+        at_new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", names["old"])  # type: ignore[no-untyped-call]
+        at_old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", names["new"])  # type: ignore[no-untyped-call]
+        at_old.execute_command("MIGRATE", HOST, new.port, key, 0, 1000)  # type: ignore[no-untyped-call]
+        assert await redis.get(key) == b"before"  # ASK
+        for client in (at_new, at_old):
+            client.execute_command("CLUSTER SETSLOT", slot, "NODE", names["new"])  # type: ignore[no-untyped-call]
+        assert await redis.get(key) == b"before"  # MOVED
+        async with redis.pipeline(transaction=False) as pipe:
+            pipe.get(key)
+            assert await pipe.execute() == [b"before"]
+        assert node_of(redis, key) == f"{HOST}:{new.port}"
+    await redis.aclose()
