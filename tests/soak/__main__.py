@@ -19,9 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.soak.checker import Verdict
 from tests.soak.report import ROOT, Outcome, ProgressReport, write_report
 from tests.soak.scenarios.cancels import cancels
+from tests.soak.scenarios.closings import closings
+from tests.soak.scenarios.full import full
 from tests.soak.scenarios.kills import kills, recall
+from tests.soak.scenarios.leases import leases
+from tests.soak.scenarios.leaving import leaving
+from tests.soak.scenarios.moves import moves
 from tests.soak.scenarios.outages import cuts, restarts
 from tests.soak.scenarios.poison import poison
+from tests.soak.scenarios.shares import shares
 from tests.soak.scenarios.subscribers import subscribers
 from tests.soak.scenarios.takeover import stopped, takeover
 
@@ -53,6 +59,12 @@ SCENARIOS = {
     "poison": Scenario(poison, {"n_jobs": 100}, 10),
     "cancels": Scenario(cancels, {"n_each": 50}, 12),
     "subscribers": Scenario(subscribers, {"n_subscribers": 1000}, 15),
+    "leaving": Scenario(leaving, {"n_jobs": 200}, 30),
+    "moves": Scenario(moves, {"n_rounds": 6}, 60),
+    "full": Scenario(full, {"megabytes": 8}, 40),
+    "leases": Scenario(leases, {"n_pauses": 10}, 90),
+    "shares": Scenario(shares, {"n_bulk": 4}, 90),
+    "closings": Scenario(closings, {"n_stops": 40}, 60),
 }
 
 

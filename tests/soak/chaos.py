@@ -102,10 +102,6 @@ class JobShape:
     demands: dict[str, Any] = field(default_factory=dict)
     """Requirements for the checker: fields of `Accepted`."""
 
-    @property
-    def streams(self) -> bool:
-        return bool(self.options.get("stream", True))
-
 
 def draw_job(rng: random.Random, *, prompt_tokens: int = 200, max_tokens: int = 32) -> JobShape:
     """Return a job with a random prompt. Some jobs have two readers, some no stream, and some the priority `bulk`."""

@@ -1,8 +1,8 @@
 """Records all events that the readers of jobs received, and finds the violations.
 
 The checker uses no state of llamaq: it compares the received events with the accepted jobs, token by token. The reader
-named `STORED` of each job has the events that are stored in Redis at the end of the soak. Every other reader must have
-received the same output.
+named `RESULT` of each finished job has the stored result, and the reader named `STORED` has the events that remain in
+Redis at the end of the soak. Every other reader must have received the same output.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class Accepted:
     """Required ending: a finish reason, or `failed CODE`. None: any finish reason."""
     may_be_short: bool = False
     """The job may be cancelled, so `n_tokens` is an upper bound."""
-    streams: bool = True
-    """Whether the job has per-token events. If not, its readers are compared with its result."""
 
 
 @dataclass
@@ -130,9 +128,9 @@ class Checker:
         events = self.events_of(job_id)
         return [event for event in events if isinstance(event, Finished | Failed)]
 
-    def events_of(self, job_id: str) -> list[Event]:
-        """Return the stored events of a job."""
-        reading = self._readings.get((STORED, job_id))
+    def events_of(self, job_id: str, reader: str = STORED) -> list[Event]:
+        """Return the events that a reader received of a job."""
+        reading = self._readings.get((reader, job_id))
         return reading.events if reading else []
 
     def judge(self) -> Verdict:
@@ -140,7 +138,7 @@ class Checker:
         verdict = Verdict(
             others=list(self.scenario_violations), n_jobs=len(self.accepted), n_readings=len(self._readings)
         )
-        truths = {job_id: _truth(self._truthful(job_id, of.streams)) for job_id, of in self.accepted.items()}
+        truths = {job_id: _truth(self._truthful(job_id)) for job_id in self.accepted}
         for (reader, job_id), reading in self._readings.items():
             if job_id in truths:
                 _judge_reading(verdict, f"{job_id} {reader}", reading, truths[job_id])
@@ -150,8 +148,9 @@ class Checker:
         verdict.n_tokens = sum(len(tokens) for tokens, _ in truths.values())
         return verdict
 
-    def _truthful(self, job_id: str, streams: bool) -> list[Event]:
-        reading = self._readings.get((STORED if streams else RESULT, job_id))
+    def _truthful(self, job_id: str) -> list[Event]:
+        """Return the result of a job. A job without a result has failed, and its events remain stored."""
+        reading = self._readings.get((RESULT, job_id)) or self._readings.get((STORED, job_id))
         return reading.events if reading else []
 
     def _judge_job(self, verdict: Verdict, job_id: str, accepted: Accepted, truth: tuple[list[int], str]) -> None:

@@ -93,7 +93,7 @@ def add_io_points(faults: Faults) -> None:
         if claims:
             faults.reach("reclaim.claimed")
 
-    def started(outcome: object, *_: object) -> None:
+    def claimed_job(outcome: object, *_: object, **__: object) -> None:
         if isinstance(outcome, Attempt):
             faults.reach("admit.started", "reclaim.started" if outcome.number > 1 else "")
 
@@ -107,7 +107,7 @@ def add_io_points(faults: Faults) -> None:
 
     after_async(JobClaims, "claim", claimed)
     after_async(JobClaims, "reclaim", reclaimed)
-    after_async(Scripts, "start", started)
+    after_async(Scripts, "claim_job", claimed_job)
     after_async(Scripts, "flush", flushed)
     after_async(Scripts, "finish", finished)
     original = TickLoop.admit

@@ -76,11 +76,15 @@ class Runners:
         """Wait until each of these jobs has a newer attempt. Returns the jobs that have none after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            hashes = await self._hashes(list(held))
-            waiting = {job_id for job_id, (_, attempt, _) in hashes.items() if attempt <= held[job_id]}
+            waiting = held.keys() - await self.newer_attempts(held)
             if not waiting or time.monotonic() > deadline_s:
                 return waiting
             await asyncio.sleep(POLL_S)
+
+    async def newer_attempts(self, held: dict[str, int]) -> set[str]:
+        """Return the jobs that have a newer attempt than the given one."""
+        hashes = await self._hashes(list(held))
+        return {job_id for job_id, (_, attempt, _) in hashes.items() if attempt > held[job_id]}
 
     async def _hashes(self, job_ids: list[str]) -> dict[str, tuple[str, int, str]]:
         """Return status, attempt and worker of each job."""

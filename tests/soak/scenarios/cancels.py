@@ -13,7 +13,7 @@ from typing import Any
 from tests.soak.chaos import VOCABULARY, JobShape, seeded_random
 from tests.soak.checker import Checker
 from tests.soak.environment import POLL_S, Environment
-from tests.soak.load import collect, read, record_published, run_jobs, submit
+from tests.soak.load import WIRE, collect, read, record_published, run_jobs, submit
 from tests.soak.report import Outcome, ProgressReport, percentiles
 
 from llamaq.common.protocol.job_outcome import JobState
@@ -138,7 +138,7 @@ async def cancels(seed: int, report: ProgressReport, *, n_each: int = 40) -> Out
 def _judge(checker: Checker, canceller: Canceller, record: Record) -> Checker:
     idle = canceller.never_claimed | {job_id for job_id, state in record.states.items() if state == WAITING}
     for job_id in idle:
-        if record.computed[job_id] or any(event.type == "tokens" for event in checker.events_of(job_id)):
+        if record.computed[job_id] or any(event.type == "tokens" for event in checker.events_of(job_id, WIRE)):
             checker.add_violation(
                 f"{job_id}: cancelled before it had a slot, but computed in {record.computed[job_id]} ticks"
             )

@@ -10,7 +10,7 @@ from typing import Any
 from tests.soak.chaos import JobShape, KillPlan, draw_job, seeded_random
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment
-from tests.soak.load import collect, record_published, run_job, run_jobs, run_with_background
+from tests.soak.load import WIRE, collect, record_published, run_job, run_jobs, run_with_background
 from tests.soak.report import Outcome, ProgressReport
 from tests.soak.worker_pool import WorkerPool
 
@@ -116,7 +116,8 @@ async def _under_kills(
 
 def figures_of(plan: KillPlan, checker: Checker, started_s: float) -> dict[str, Any]:
     """Return the number of kills by point, and the cost of the kills."""
-    attempts = [sum(event.type == "started" for event in checker.events_of(job_id)) for job_id in checker.accepted]
+    events = [checker.events_of(job_id, WIRE) for job_id in checker.accepted]
+    attempts = [sum(event.type == "started" for event in of_job) for of_job in events]
     return {
         "kills": plan.done.total(),
         "kills by phase": dict(sorted(plan.done.items())),
