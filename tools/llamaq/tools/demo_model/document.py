@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Final
 
 BOS: Final = "<|bos|>"
-EOS: Final = "<|eos|>"
+EOS: Final = "<|endoftext|>"  # llama.cpp knows this name; for other names it logs a warning at each start
 SYSTEM: Final = "<|system|>"
 USER: Final = "<|user|>"
 ASSISTANT: Final = "<|assistant|>"

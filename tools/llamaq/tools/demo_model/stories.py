@@ -119,6 +119,6 @@ def draw_story(rng: random.Random, split: Split, kind: str | None = None, name: 
 
 
 def story_document(split: Split, seed: int | str) -> Document:
-    """Return a story as a training document. It ends with `<|eos|>`."""
+    """Return a story as a training document. It ends with `<|endoftext|>`."""
     text = draw_story(generator(split, "story", seed), split)
     return Document((Segment(BOS, Role.GIVEN), Segment(text + EOS, Role.TEXT)))

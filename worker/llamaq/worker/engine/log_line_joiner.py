@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterator
 
 # Maps each ggml_log_level to a level of Python's logging. Info messages of llama.cpp are logged as debug, and its
-# warnings as info, because both are written for developers, not for operators. For example, llama.cpp warns if the
-# context is larger than the model's training context. In llamaq this is intended, because jobs share the context.
+# warnings as info, because both are written for developers, not for operators.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
+# The context is larger than the model's training context. This is intended, because jobs share the context. The worker
+# bounds the context of each job. So this warning is logged as debug.
+_INTENDED = "possible training context overflow"
 _CONT = 5  # GGML_LOG_LEVEL_CONT: the piece continues the previous one
 
 
@@ -26,4 +28,4 @@ class LogLineJoiner:
         *lines, self._text = (self._text + text).split("\n")
         for line in lines:
             if line.strip(" ."):
-                yield self._level, line.rstrip()
+                yield logging.DEBUG if _INTENDED in line else self._level, line.rstrip()
