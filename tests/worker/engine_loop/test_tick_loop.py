@@ -217,3 +217,11 @@ def test_a_snapshot_is_taken_when_the_engine_becomes_idle() -> None:
     loop.run_until_empty()
     assert loop.ticks.snapshot is not first
     assert [slot.state for slot in loop.ticks.snapshot.slots] == ["idle"] * N_SLOTS
+
+
+def test_a_stopped_loop_without_jobs_runs_the_commands_that_wait() -> None:
+    loop = Loop()
+    answer = loop.ticks.call(lambda: 7)
+    loop.run_until_empty()
+    assert answer.done()
+    assert answer.result() == 7

@@ -161,7 +161,8 @@ class TickLoop:
     def _has_stopped(self) -> bool:
         if self._stop_s is None:
             return False
-        return not self._scheduler.has_work or self._clock() >= self._stop_s
+        is_idle = not self._scheduler.has_work and self._commands.empty()  # a caller waits for the result of a command
+        return is_idle or self._clock() >= self._stop_s
 
     def _run_commands(self) -> None:
         """Run the commands that have arrived. Without work, wait for the first one."""
