@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support.redis_servers import Server
 
 from llamaq.common.settings import QueueSettings
+from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,8 +75,24 @@ def wheel_dir(**env: str) -> str:
     return found[1]
 
 
+def services_of(compose: dict[str, Any], profile: str) -> set[str]:
+    """Return the names of the services that `docker compose --profile PROFILE up` starts."""
+    return {name for name, service in compose["services"].items() if profile in service.get("profiles", [profile])}
+
+
+def seconds(duration: str) -> int:
+    found = re.fullmatch(r"(\d+)s", duration)
+    assert found
+    return int(found[1])
+
+
 def test_compose_starts_redis_and_one_cpu_worker_by_default(compose: dict[str, Any]) -> None:
-    assert {name for name, service in compose["services"].items() if "profiles" not in service} == {"redis", "worker"}
+    (profile,) = re.findall(r"^COMPOSE_PROFILES=(.*)$", (ROOT / ".env").read_text(), re.MULTILINE)
+    assert services_of(compose, profile) == {"redis", "worker"}
+
+
+def test_compose_with_the_gpu_profile_starts_no_cpu_worker(compose: dict[str, Any]) -> None:
+    assert services_of(compose, "gpu") == {"redis", "worker-gpu"}
 
 
 def test_every_service_has_a_health_check_with_all_its_limits(compose: dict[str, Any]) -> None:
@@ -90,6 +108,7 @@ def test_redis_is_new_enough_keeps_jobs_on_disk_and_never_evicts_them(compose: d
     command = " ".join(redis["command"])
     assert "--appendonly yes" in command
     assert "--maxmemory-policy noeviction" in command
+    assert re.search(r"--maxmemory \$\{LLAMAQ_REDIS_MAXMEMORY:-\d+(mb|gb)\}", command)
     assert "redis:/data" in redis["volumes"]
     assert "redis-cli ping" in redis["healthcheck"]["test"][-1]
 
@@ -105,12 +124,26 @@ def test_a_worker_waits_for_redis_and_is_healthy_when_its_queue_is_served(compos
     assert worker["environment"]["LLAMAQ_REDIS_URL"].startswith("redis://redis:")
     queue = worker["command"][worker["command"].index("--queue") + 1]
     assert worker["healthcheck"]["test"] == ["CMD", "llamaq", "health", "--queue", queue]
-    assert worker["stop_grace_period"]
+    drain_s = WorkerSettings.model_fields["drain_s"].default
+    assert seconds(worker["stop_grace_period"]) > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
 
 
-def test_the_gpu_worker_is_a_profile_that_reserves_an_nvidia_device(compose: dict[str, Any]) -> None:
+def test_redis_accepts_the_options_of_the_compose_file(compose: dict[str, Any], free_port: int, tmp_path: Path) -> None:
+    _, *options = compose["services"]["redis"]["command"]
+    options = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", option) for option in options]
+    server = Server(tmp_path, free_port, tuple(options))
+    try:
+        server.start()
+        with server.client() as client:
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            assert client.config_get("maxmemory") == {"maxmemory": str(2**30)}
+            assert client.config_get("appendonly") == {"appendonly": "yes"}
+    finally:
+        server.kill()
+
+
+def test_the_gpu_worker_reserves_an_nvidia_device(compose: dict[str, Any]) -> None:
     worker = compose["services"]["worker-gpu"]
-    assert worker["profiles"] == ["gpu"]
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     assert device["driver"] == "nvidia"
     assert device["capabilities"] == ["gpu"]
