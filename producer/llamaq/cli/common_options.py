@@ -1,4 +1,4 @@
-"""Options that many commands have: the Redis server, the queue, the timeout and the output format."""
+"""Options that many commands have: the Redis server, the queue, the timeout, the filter and the output format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from llamaq.cli.generated_options import setting_help
 from llamaq.common.settings import ClientSettings
+from llamaq.producer import Priority
 
 _FIELDS = ClientSettings.model_fields
 
@@ -29,4 +30,31 @@ WaitForReply = Annotated[
         help=setting_help("timeout_s", _FIELDS["timeout_s"], "Longest wait for the worker's reply, in seconds."),
     ),
 ]
+RequireWorker = Annotated[
+    bool,
+    typer.Option("--require-worker", help="If no worker serves the queue, end at once with exit code 4."),
+]
+OfPriority = Annotated[Priority | None, typer.Option("--priority", help="Only jobs of this priority.")]
+OlderThan = Annotated[
+    float | None, typer.Option("--older-than-s", min=0, help="Only jobs that were submitted longer ago, in seconds.")
+]
+WithMetadata = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metadata",
+        metavar="KEY=VALUE",
+        help="Only jobs whose metadata has this key and value. May be given several times.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def read_metadata(pairs: list[str] | None) -> dict[str, str]:
+    """Return the values of `--metadata` by their keys."""
+    metadata = {}
+    for pair in pairs or ():
+        key, separator, value = pair.partition("=")
+        if not key or not separator:
+            raise typer.BadParameter(f"--metadata: {pair!r} is not of the form KEY=VALUE")
+        metadata[key] = value
+    return metadata

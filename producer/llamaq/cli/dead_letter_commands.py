@@ -24,7 +24,7 @@ def show_list(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson =
     with Client(redis_url, queue) as client:
         letters = client.dead_letters()
         if not as_json:
-            views.show_dead_letters(letters)
+            views.show_dead_letters(letters, client.queue)
             return
         for letter in letters:
             views.show_json(letter)
@@ -41,21 +41,35 @@ def show(letter_id: LetterArgument, redis_url: RedisUrl = None, as_json: AsJson 
 
 
 def retry(
-    letter_id: OptionalLetter = None, all_letters: All = False, redis_url: RedisUrl = None, queue: Queue = None
+    letter_id: OptionalLetter = None,
+    all_letters: All = False,
+    redis_url: RedisUrl = None,
+    queue: Queue = None,
+    as_json: AsJson = False,
 ) -> None:
     """Submit a dead job again as a new job, remove the dead letter, print the new id. With --all, retry every job."""
     with Client(redis_url, queue) as client:
         for selected in _select(client, letter_id, all_letters=all_letters, only_jobs=True):
-            typer.echo(client.retry_dead_letter(selected).id)
+            new_id = client.retry_dead_letter(selected).id
+            if as_json:
+                views.show_json_fields(id=selected, job_id=new_id)
+            else:
+                typer.echo(new_id)
 
 
 def purge(
-    letter_id: OptionalLetter = None, all_letters: All = False, redis_url: RedisUrl = None, queue: Queue = None
+    letter_id: OptionalLetter = None,
+    all_letters: All = False,
+    redis_url: RedisUrl = None,
+    queue: Queue = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Remove one dead letter, or all of them with --all."""
+    """Remove one dead letter, or all of them with --all. With --json, print their ids."""
     with Client(redis_url, queue) as client:
         for selected in _select(client, letter_id, all_letters=all_letters):
             client.purge_dead_letter(selected)
+            if as_json:
+                views.show_json_fields(id=selected)
 
 
 def _select(client: Client, letter_id: str | None, *, all_letters: bool, only_jobs: bool = False) -> list[str]:

@@ -8,12 +8,22 @@ from typing import Annotated, Any
 import typer
 
 from llamaq.cli import views
-from llamaq.cli.common_options import AsJson, Queue, RedisUrl, WaitForJob
+from llamaq.cli.common_options import AsJson, Queue, RedisUrl, RequireWorker, WaitForJob
+from llamaq.cli.conversation import Conversation
+from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.cli.job_options import with_job_options
-from llamaq.producer import Client
+from llamaq.cli.line_history import line_editing
+from llamaq.common.protocol.keys import JobId
+from llamaq.producer import Client, FinishReason, Job, JobState, NoWorker, Result
 
 PromptArgument = Annotated[str, typer.Argument(help="The text to continue. `-` reads it from standard input.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB_ID", help="The job id, as printed by `llamaq submit`.")]
+
+UNFINISHED = {
+    FinishReason.CANCELLED: "the job was cancelled before its end",
+    FinishReason.DEADLINE: "the job reached its time limit before its end",
+}
+"""For each finish reason that leaves the text incomplete: what the user reads."""
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +40,7 @@ def generate(
     redis_url: RedisUrl = None,
     queue: Queue = None,
     wait_s: WaitForJob = None,
+    require_worker: RequireWorker = False,
     as_json: AsJson = False,
     *,
     options: dict[str, Any],
@@ -37,10 +48,13 @@ def generate(
     """Continue a text and print the new text as it is generated. With --json, print the result when it is complete."""
     text = _read_text(prompt)
     with Client(redis_url, queue, timeout_s=wait_s) as client:
+        check_worker(client, is_required=require_worker)
         if as_json:
-            views.show_json(client.generate(text, **options))
-        else:
-            views.show_stream(client.stream(text, **options))
+            _show_result(client.generate(text, **options), as_json=True)
+            return
+        chunks = client.stream(text, **options)
+        views.show_stream(chunks)
+        _check_end(chunks.job)
 
 
 def chat(
@@ -54,63 +68,82 @@ def chat(
     redis_url: RedisUrl = None,
     queue: Queue = None,
     wait_s: WaitForJob = None,
+    require_worker: RequireWorker = False,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history/--no-history", help="Keep the messages of conversations in a file, for the arrow keys."
+        ),
+    ] = True,
     as_json: AsJson = False,
     *,
     options: dict[str, Any],
 ) -> None:
-    """Send a message to a chat model and print the answer. On a terminal without MESSAGE, chat until Ctrl-D."""
+    """Send a message to a chat model and print the answer. On a terminal without MESSAGE, chat until Ctrl-D.
+
+    In a conversation, Ctrl-C ends the answer, and at the prompt it ends the conversation.
+    """
     messages = [{"role": "system", "content": system}] if system else []
     with Client(redis_url, queue, timeout_s=wait_s) as client:
+        check_worker(client, is_required=require_worker)
         if message is None and sys.stdin.isatty():
-            converse(client, messages, options)
+            with line_editing(keeps_history=history):
+                Conversation(client, messages, options).run()
             return
         messages.append({"role": "user", "content": _read_text("-" if message is None else message)})
         if as_json:
-            views.show_json(client.chat(messages, **options))
-        else:
-            views.show_stream(client.stream_chat(messages, **options))
-
-
-def converse(client: Client, messages: list[dict[str, str]], options: dict[str, Any]) -> None:
-    """Read messages from the terminal and print the answers until Ctrl-D. Each request has the whole conversation."""
-    while True:
-        try:
-            message = typer.prompt(">", prompt_suffix=" ")
-        except typer.Abort:
-            typer.echo()
+            _show_result(client.chat(messages, **options), as_json=True)
             return
-        messages.append({"role": "user", "content": message})
-        answer = views.show_stream(client.stream_chat(messages, **options))
-        messages.append({"role": "assistant", "content": answer})
+        chunks = client.stream_chat(messages, **options)
+        views.show_stream(chunks)
+        _check_end(chunks.job)
 
 
-def submit(prompt: PromptArgument, redis_url: RedisUrl = None, queue: Queue = None, *, options: dict[str, Any]) -> None:
+def submit(
+    prompt: PromptArgument,
+    redis_url: RedisUrl = None,
+    queue: Queue = None,
+    require_worker: RequireWorker = False,
+    as_json: AsJson = False,
+    *,
+    options: dict[str, Any],
+) -> None:
     """Put a job into the queue and print its id."""
     text = _read_text(prompt)
     with Client(redis_url, queue) as client:
-        typer.echo(client.submit(text, **options).id)
+        check_worker(client, is_required=require_worker)
+        job = client.submit(text, **options)
+        if as_json:
+            views.show_json_fields(job_id=job.id, is_new=job.is_new)
+        else:
+            typer.echo(job.id)
 
 
 def stream(job_id: JobArgument, redis_url: RedisUrl = None, wait_s: WaitForJob = None, as_json: AsJson = False) -> None:
     """Print the text of a job from its beginning, as it is generated. With --json, print one object per chunk."""
-    with Client(redis_url, timeout_s=wait_s) as client:
-        views.show_stream(client.job(job_id).stream(), as_json=as_json)
+    with _client_of(job_id, redis_url, wait_s) as client:
+        job = client.job(job_id)
+        _check_worker_of(client, job)
+        views.show_stream(job.stream(), as_json=as_json)
+        _check_end(job)
 
 
 def result(job_id: JobArgument, redis_url: RedisUrl = None, wait_s: WaitForJob = None, as_json: AsJson = False) -> None:
     """Wait for a job to finish and print its text. With --json, print the whole result."""
-    with Client(redis_url, timeout_s=wait_s) as client:
-        found = client.job(job_id).result()
-        if as_json:
-            views.show_json(found)
-        else:
-            typer.echo(found.text)
+    with _client_of(job_id, redis_url, wait_s) as client:
+        job = client.job(job_id)
+        _check_worker_of(client, job)
+        _show_result(job.result(), as_json=as_json)
 
 
-def cancel(job_id: JobArgument, redis_url: RedisUrl = None) -> None:
+def cancel(job_id: JobArgument, redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
     """Cancel a job."""
     with Client(redis_url) as client:
-        typer.echo("cancelled" if client.cancel(job_id) else "the job had already ended")
+        is_cancelled = client.cancel(job_id)
+        if as_json:
+            views.show_json_fields(job_id=job_id, cancelled=is_cancelled)
+        else:
+            typer.echo("cancelled" if is_cancelled else "the job had already ended")
 
 
 def status(job_id: JobArgument, redis_url: RedisUrl = None, as_json: AsJson = False) -> None:
@@ -121,6 +154,50 @@ def status(job_id: JobArgument, redis_url: RedisUrl = None, as_json: AsJson = Fa
             views.show_json(found)
         else:
             views.show_status(found)
+
+
+def check_worker(client: Client, *, is_required: bool) -> None:
+    """Print a notice if no worker serves the client's queue.
+
+    Raises:
+        NoWorker: A worker is required, and no worker serves the queue.
+    """
+    if client.workers():
+        return
+    missing = NoWorker(client.queue)
+    if is_required:
+        raise missing
+    views.notice(f"{missing} (the job waits for a worker; `llamaq queues` lists all queues)")
+
+
+def _client_of(job_id: str, redis_url: str | None, wait_s: float | None) -> Client:
+    """Return a client of the queue that the id of the job names."""
+    return Client(redis_url, JobId.parse(job_id).queue, timeout_s=wait_s)
+
+
+def _check_worker_of(client: Client, job: Job) -> None:
+    """Print a notice if the job waits and no worker serves its queue."""
+    if job.status().state is JobState.QUEUED:
+        check_worker(client, is_required=False)
+
+
+def _show_result(found: Result, *, as_json: bool) -> None:
+    if as_json:
+        views.show_json(found)
+    else:
+        typer.echo(found.text)
+    _check_reason(found.finish_reason)
+
+
+def _check_end(job: Job) -> None:
+    """Fail if the text of an ended job is incomplete."""
+    _check_reason(job.status().finish_reason)
+
+
+def _check_reason(reason: FinishReason | None) -> None:
+    if reason in UNFINISHED:
+        views.notice(UNFINISHED[reason])
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _read_text(argument: str) -> str:

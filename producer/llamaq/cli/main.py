@@ -92,7 +92,7 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
     try:
         from llamaq.cli.gpu_host_commands import register
     except ModuleNotFoundError as exc:
-        if exc.name is not None and exc.name.startswith("llamaq."):
+        if exc.name is not None and exc.name.startswith("llamaq.") and exc.name != "llamaq.worker":
             raise
         raise MissingExtra(f"llamaq {called}", "worker") from exc
     if importlib.util.find_spec("llama_cpp") is None:  # not imported here: only the worker processes need it

@@ -1,18 +1,19 @@
-"""The commands for a queue: `depth`, `workers`, `stats` and `health`."""
+"""The commands for queues: `queues`, `jobs`, `purge`, `depth`, `workers`, `stats` and `health`."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import Annotated
 
 import typer
 
 from llamaq.cli import views
-from llamaq.cli.common_options import AsJson, Queue, RedisUrl
+from llamaq.cli.common_options import AsJson, OfPriority, OlderThan, Queue, RedisUrl, WithMetadata, read_metadata
 from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.redis.server_time import server_time_ms
-from llamaq.producer import AsyncClient, Client, Worker
+from llamaq.producer import AsyncClient, Client, JobState, Worker
 
 Queues = Annotated[
     list[str] | None,
@@ -20,12 +21,81 @@ Queues = Annotated[
 ]
 MaxAge = Annotated[float, typer.Option(help="Largest age of the worker's last tick, in seconds.")]
 AnyHost = Annotated[bool, typer.Option("--any", help="Accept a worker on any host.")]
+AllQueues = Annotated[bool, typer.Option("--all", help="Also show queues that have neither a job nor a worker.")]
+Limit = Annotated[int, typer.Option(min=1, help="Largest number of jobs.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    for command in (depth, workers, stats, health):
+    for command in (queues, jobs, purge, depth, workers, stats, health):
         app.command(command.__name__)(command)
+
+
+def queues(redis_url: RedisUrl = None, all_queues: AllQueues = False, as_json: AsJson = False) -> None:
+    """List all queues with their jobs and workers. With --json, print one object per queue."""
+    with Client(redis_url) as client:
+        found = [queue for queue in client.queues() if all_queues or queue.waiting or queue.running or queue.workers]
+        if not as_json:
+            views.show_queues(found)
+            return
+        for queue in found:
+            views.show_json(queue)
+
+
+def jobs(
+    redis_url: RedisUrl = None,
+    queue: Queue = None,
+    state: Annotated[JobState | None, typer.Option(help="Only jobs in this state: `queued` or `running`.")] = None,
+    priority: OfPriority = None,
+    older_than_s: OlderThan = None,
+    metadata: WithMetadata = None,
+    limit: Limit = 100,
+    as_json: AsJson = False,
+) -> None:
+    """List the waiting and running jobs of a queue, oldest first. With --json, print one object per job."""
+    with Client(redis_url, queue) as client:
+        found = client.jobs(
+            state=state,
+            priority=priority,
+            older_than_s=older_than_s,
+            metadata=read_metadata(metadata),
+            limit=limit,
+        )
+        if not as_json:
+            views.show_jobs(found, client.queue)
+            return
+        for job in found:
+            views.show_json(job)
+
+
+def purge(
+    redis_url: RedisUrl = None,
+    queue: Queue = None,
+    priority: OfPriority = None,
+    older_than_s: OlderThan = None,
+    metadata: WithMetadata = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Cancel nothing, only count the jobs.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the jobs are cancelled.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel the waiting jobs of a queue. Running jobs continue. With --json, print the ids of the jobs."""
+    wanted = read_metadata(metadata)
+    with Client(redis_url, queue) as client:
+        counted_s = time.monotonic()
+        age_s = older_than_s or 0.0
+        if not dry_run and not yes:
+            count = len(client.purge(priority=priority, older_than_s=age_s, metadata=wanted, dry_run=True))
+            typer.confirm(f"Cancel {_count(count)} of queue {client.queue!r}?", abort=True, err=True)
+            age_s += time.monotonic() - counted_s  # jobs that were submitted after the count are left alone
+        purged = client.purge(priority=priority, older_than_s=age_s, metadata=wanted, dry_run=dry_run)
+        if as_json:
+            views.show_json_fields(queue=client.queue, jobs=purged, dry_run=dry_run)
+        else:
+            typer.echo(f"{_count(len(purged))} would be cancelled" if dry_run else f"cancelled {_count(len(purged))}")
+
+
+def _count(n_jobs: int) -> str:
+    return f"{n_jobs} waiting job{'' if n_jobs == 1 else 's'}"
 
 
 def depth(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = False) -> None:
@@ -43,7 +113,7 @@ def workers(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = F
     with Client(redis_url, queue) as client:
         found = client.workers()
         if not as_json:
-            views.show_workers(found)
+            views.show_workers(found, client.queue)
             return
         for worker in found:
             views.show_json(worker)
@@ -60,18 +130,26 @@ def stats(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = Fal
 
 
 def health(
-    redis_url: RedisUrl = None, queue: Queues = None, max_age_s: MaxAge = 30.0, any_host: AnyHost = False
+    redis_url: RedisUrl = None,
+    queue: Queues = None,
+    max_age_s: MaxAge = 30.0,
+    any_host: AnyHost = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Check that every queue has a worker on this host with a recent tick. The exit code is 0 if so, otherwise 1."""
+    """Check that every queue has a worker on this host with a recent tick. If so, the exit code is 0."""
     host = None if any_host else socket.gethostname()
     names: list[str | None] = [*queue] if queue else [None]
     for name in names:
         worker, age_s = asyncio.run(freshest_worker(redis_url, name, host))
+        card = worker.card
         if age_s > max_age_s:
             raise LlamaqError(
-                f"the last tick of {worker.card.worker} is {age_s:.1f} s old, more than --max-age-s {max_age_s:g}"
+                f"the last tick of {card.worker} is {age_s:.1f} s old, more than --max-age-s {max_age_s:g}"
             )
-        typer.echo(f"ok: {worker.card.worker} serves {worker.card.queue}")
+        if as_json:
+            views.show_json_fields(queue=card.queue, worker=card.worker, tick_age_s=age_s)
+        else:
+            typer.echo(f"ok: {card.worker} serves {card.queue}")
 
 
 async def freshest_worker(redis_url: str | None, queue: str | None, host: str | None) -> tuple[Worker, float]:

@@ -85,6 +85,7 @@ def erase(
     queue: Queue = None,
     worker: WorkerId = None,
     wait_s: WaitForReply = None,
+    as_json: AsJson = False,
 ) -> None:
     """Delete a saved state, or evict the tokens of an idle slot from the KV cache."""
     if (name is None) == (slot is None):
@@ -92,9 +93,11 @@ def erase(
     with Client(redis_url, queue, timeout_s=wait_s) as client:
         if name is not None:
             client.erase_saved_slot(name, worker=worker)
-            typer.echo("erased")
-        elif slot is not None:
-            typer.echo(f"erased {client.erase_slot(slot, worker=worker)} tokens")
+        n_tokens = None if slot is None else client.erase_slot(slot, worker=worker)
+        if as_json:
+            views.show_json_fields(name=name, slot=slot, n_tokens=n_tokens)
+        else:
+            typer.echo("erased" if n_tokens is None else f"erased {n_tokens} tokens")
 
 
 def build_app() -> typer.Typer:

@@ -1,20 +1,33 @@
-"""Prints the output of the commands: tables for people, JSON for programs."""
+"""Prints the output of the commands: text for people, JSON for programs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 import typer
 from pydantic import BaseModel
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
 
-from llamaq.producer import Chunk, DeadLetter, DeadLetterDetails, JobStats, JobStatus, QueueStats, Worker, WorkerSlots
+from llamaq.cli.columns import show_fields, show_rows
+from llamaq.producer import (
+    Chunk,
+    DeadLetter,
+    DeadLetterDetails,
+    JobStats,
+    JobStatus,
+    JobSummary,
+    NoWorker,
+    QueueStats,
+    QueueSummary,
+    SlotFile,
+    Worker,
+    WorkerSlots,
+)
 
 MAX_RECENT_ROWS = 20
 """Largest number of jobs in the table of the last jobs."""
+NO_VALUE = "-"
 
 
 def show_json(model: BaseModel) -> None:
@@ -22,23 +35,30 @@ def show_json(model: BaseModel) -> None:
     typer.echo(model.model_dump_json())
 
 
-def show_stream(chunks: Iterable[Chunk], *, as_json: bool = False) -> str:
-    """Print each chunk as it arrives, and return the whole text.
+def show_json_fields(**fields: object) -> None:
+    """Print one JSON object with these fields."""
+    typer.echo(json.dumps(fields))
+
+
+def notice(text: str) -> None:
+    """Print one line on standard error, which does not mix with the output."""
+    typer.echo(f"llamaq: {text}", err=True)
+
+
+def show_stream(chunks: Iterable[Chunk], *, as_json: bool = False) -> None:
+    """Print each chunk as it arrives.
 
     Args:
         chunks: The chunks of a job.
         as_json: Whether to print one JSON object per chunk. Otherwise the text is printed, and a newline at the end.
     """
-    text = ""
     for chunk in chunks:
-        text += chunk.text
         if as_json:
             show_json(_ChunkRow(text=chunk.text, tokens=chunk.tokens, index=chunk.index, offset=chunk.offset))
         else:
             typer.echo(chunk.text, nl=False)
     if not as_json:
         typer.echo()
-    return text
 
 
 class _ChunkRow(BaseModel):
@@ -50,111 +70,149 @@ class _ChunkRow(BaseModel):
 
 def show_status(status: JobStatus) -> None:
     """Print one line for each known field of a job's status."""
-    table = Table.grid(padding=(0, 2))
-    for name, value in status.model_dump(mode="json", exclude_none=True).items():
-        table.add_row(name, str(value))
-    _print(table)
+    values = status.model_dump(mode="json", exclude_none=True)
+    show_fields([(name, str(value)) for name, value in values.items()])
 
 
-def show_workers(workers: Sequence[Worker]) -> None:
+def show_queues(queues: Sequence[QueueSummary]) -> None:
+    """Print one row for each queue."""
+    rows = [
+        (
+            queue.queue,
+            str(queue.waiting),
+            str(queue.running),
+            str(queue.workers),
+            NO_VALUE if queue.oldest_waiting_s is None else _format_age(queue.oldest_waiting_s),
+            ", ".join(queue.models) or NO_VALUE,
+        )
+        for queue in queues
+    ]
+    show_rows(
+        ("queue", "waiting", "running", "workers", "oldest", "model"), rows, missing="no queue has a job or a worker"
+    )
+
+
+def show_jobs(jobs: Sequence[JobSummary], queue: str) -> None:
+    """Print one row for each waiting or running job."""
+    rows = [
+        (
+            job.job_id,
+            job.state.value,
+            job.priority.value,
+            _format_age(job.age_s),
+            f"{job.attempt} {job.worker}" if job.worker else NO_VALUE,
+        )
+        for job in jobs
+    ]
+    show_rows(("job", "state", "priority", "age", "attempt"), rows, missing=f"no such job is in queue {queue!r}")
+
+
+def show_workers(workers: Sequence[Worker], queue: str) -> None:
     """Print a table of workers and a table of their prefix caches."""
-    table = Table("worker", "model", "quantization", "device", "slots", "context", "cells used", "ticks", "jobs done")
-    for worker in workers:
-        card, cache = worker.card, worker.cache
-        busy = sum(slot.job_id is not None for slot in worker.slots)
-        table.add_row(
-            card.worker,
-            card.model,
-            card.quantization,
-            card.device,
-            f"{busy}/{card.n_parallel}",
-            str(card.n_ctx),
-            f"{cache.used_cells}/{cache.n_cells}",
+    rows = [
+        (
+            worker.card.worker,
+            f"{sum(slot.job_id is not None for slot in worker.slots)}/{worker.card.n_parallel}",
+            f"{worker.cache.used_cells}/{worker.cache.n_cells}",
             str(worker.ticks),
             str(worker.jobs_done),
+            worker.card.device,
+            f"{worker.card.model} ({worker.card.quantization})",
         )
-    _print(table)
-    _show_caches(workers)
+        for worker in workers
+    ]
+    names = ("worker", "slots", "cells used", "ticks", "jobs done", "device", "model")
+    show_rows(names, rows, missing=str(NoWorker(queue)))
+    if workers:
+        typer.echo("\nprefix caches")
+        _show_caches(workers)
 
 
 def _show_caches(workers: Sequence[Worker]) -> None:
     """Print the prefix cache of each worker. `CacheSnapshot` documents the columns."""
-    columns = ("entries", "shared cells", "host MiB", "disk MiB", "hits", "misses", "reused", "evicted", "preempted")
-    table = Table("worker", *columns, title="prefix caches")
+    rows = []
     for worker in workers:
         cache = worker.cache
         sizes = (cache.entries, cache.shared_cells, cache.host_bytes >> 20, cache.disk_bytes >> 20)
         counters = (cache.hits, cache.misses, cache.hit_tokens, cache.evictions, cache.preemptions)
-        table.add_row(worker.card.worker, *map(str, sizes + counters))
-    _print(table)
+        rows.append((*map(str, sizes + counters), worker.card.worker))
+    names = ("entries", "shared", "host MiB", "disk MiB", "hits", "misses", "reused", "evicted", "preempted", "worker")
+    show_rows(names, rows, missing="")
 
 
 def show_slots(workers: Sequence[WorkerSlots]) -> None:
     """Print two tables for each worker: its slots, and the states saved on its host."""
-    for worker in workers:
-        table = Table("slot", "state", "job", "prompt", "generated", "content", title=f"slots of {worker.worker}")
-        for slot in worker.slots:
-            numbers = (slot.prompt_tokens, slot.generated_tokens, slot.content_tokens)
-            table.add_row(str(slot.index), slot.state, slot.job_id or "-", *map(str, numbers))
-        _print(table)
+    for index, worker in enumerate(workers):
+        typer.echo(("\n" if index else "") + f"slots of {worker.worker}")
+        rows = [
+            (
+                str(slot.index),
+                slot.state,
+                *map(str, (slot.prompt_tokens, slot.generated_tokens, slot.content_tokens)),
+                slot.job_id or NO_VALUE,
+            )
+            for slot in worker.slots
+        ]
+        show_rows(("slot", "state", "prompt", "generated", "content", "job"), rows, missing="this worker has no slots")
         if worker.files:
-            table = Table("name", "tokens", "bytes", "saved (UTC)", "for this model", title="saved states")
-            for file in worker.files:
-                usable = "yes" if file.is_usable else "no"
-                table.add_row(file.name, str(file.n_tokens), str(file.n_bytes), _format_time(file.saved_ms), usable)
-            _print(table)
+            typer.echo("\nsaved states")
+            _show_files(worker.files)
 
 
-def show_dead_letters(letters: Sequence[DeadLetter]) -> None:
+def _show_files(files: Sequence[SlotFile]) -> None:
+    rows = []
+    for file in files:
+        usable = "yes" if file.is_usable else "no"
+        rows.append((str(file.n_tokens), str(file.n_bytes), _format_time(file.saved_ms), usable, file.name))
+    show_rows(("tokens", "bytes", "saved (UTC)", "for this model", "name"), rows, missing="")
+
+
+def show_dead_letters(letters: Sequence[DeadLetter], queue: str) -> None:
     """Print one row for each dead letter."""
-    table = Table("id", "died (UTC)", "reason")
-    table.columns[0].overflow = "fold"  # never shortened, because users copy the id
-    for letter in letters:
-        table.add_row(letter.id, _format_time(letter.dead_ms), letter.reason)
-    _print(table)
+    rows = [(letter.id, _format_time(letter.dead_ms), letter.reason) for letter in letters]
+    show_rows(("id", "died (UTC)", "reason"), rows, missing=f"queue {queue!r} has no dead letters")
 
 
 def show_dead_letter(letter: DeadLetterDetails) -> None:
     """Print one line for each known field of a dead letter, and its request as JSON."""
-    table = Table.grid(padding=(0, 2))
-    for name in ("id", "reason", "workers", "text", "held"):
-        value = getattr(letter, name)
-        if value:
-            table.add_row(name, Text(" ".join(value) if name == "workers" else value))
-    table.add_row("died (UTC)", _format_time(letter.dead_ms))
+    values = {"id": letter.id, "reason": letter.reason, "workers": " ".join(letter.workers), "text": letter.text}
+    values |= {"held": letter.held, "died (UTC)": _format_time(letter.dead_ms)}
     if letter.request is not None:
-        table.add_row("request", Text(letter.request.model_dump_json(exclude_defaults=True)))
+        values["request"] = letter.request.model_dump_json(exclude_defaults=True)
     elif letter.job_id is not None:
-        table.add_row("request", "expired")
-    _print(table)
+        values["request"] = "expired"
+    show_fields([(name, value) for name, value in values.items() if value])
 
 
 def show_stats(stats: QueueStats) -> None:
     """Print the depth of a queue, its workers, and its last jobs."""
-    typer.echo(f"queue {stats.queue}: {stats.depth.waiting} waiting, {stats.depth.running} running")
-    show_workers(stats.workers)
-    columns = ("prompt", "generated", "cached", "queue ms", "ttft ms", "ms", "tokens/s")
-    table = Table("worker", *columns, title="last jobs")
-    for job in stats.recent[:MAX_RECENT_ROWS]:
-        table.add_row(*_stats_row(job))
-    _print(table)
+    typer.echo(f"queue {stats.queue}: {stats.depth.waiting} waiting, {stats.depth.running} running\n")
+    show_workers(stats.workers, stats.queue)
+    if stats.recent:
+        typer.echo("\nlast jobs")
+    names = ("prompt", "generated", "cached", "queue ms", "ttft ms", "ms", "tokens/s", "worker")
+    rows = [_stats_row(job) for job in stats.recent[:MAX_RECENT_ROWS]]
+    show_rows(names, rows, missing="\nno job of this queue has finished")
 
 
-def _stats_row(stats: JobStats) -> list[str]:
+def _stats_row(stats: JobStats) -> tuple[str, ...]:
     numbers = (stats.queue_ms, stats.ttft_ms, stats.duration_ms, stats.generation_rate)
-    return [
-        stats.worker or "-",
+    return (
         str(stats.prompt_tokens),
         str(stats.generated_tokens),
         f"{stats.prefix_cache_ratio:.0%}",
-        *("-" if number is None else f"{number:.1f}" for number in numbers),
-    ]
+        *(NO_VALUE if number is None else f"{number:.1f}" for number in numbers),
+        stats.worker or NO_VALUE,
+    )
 
 
 def _format_time(ms: int) -> str:
     return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
 
 
-def _print(table: RenderableType) -> None:
-    # A console reads the width of the terminal when it is created.
-    Console(highlight=False).print(table)
+def _format_age(seconds: float) -> str:
+    """Return an age in its largest unit, rounded down: `59s`, `59m`, `47h`, `9d`."""
+    for unit, length_s, limit in (("s", 1, 60), ("m", 60, 60), ("h", 3600, 48)):
+        if seconds < length_s * limit:
+            return f"{int(seconds / length_s)}{unit}"
+    return f"{int(seconds / 86400)}d"

@@ -55,6 +55,8 @@ def _is_equal(value: JsonValue, wanted: JsonValue) -> bool:
 
 async def read_jobs(connection: QueueConnection, wanted: JobFilter, limit: int) -> tuple[JobSummary, ...]:
     """Return the oldest `limit` jobs of the queue that match the filter. See `AsyncClient.jobs`."""
+    if wanted.state in (JobState.FINISHED, JobState.FAILED):
+        raise InvalidRequest(f"state: only queued and running jobs are in a queue, not {wanted.state.value} ones")
     return await read_jobs_of(connection, connection.settings.queue, connection.settings.partitions, wanted, limit)
 
 
@@ -143,7 +145,7 @@ def _job_id(queue: str, fields: Mapping[bytes, bytes]) -> str | None:
 
 
 def _summary(job_id: str, priority: Priority, entry: bytes, values: Sequence[bytes | None], now_ms: int) -> JobSummary:
-    status, _, attempt, worker, generated, cancel = (None if value is None else value.decode() for value in values)
+    status, _, attempt, worker, generated, cancel = (value.decode() if value else "" for value in values)
     submitted_ms = int(entry.partition(b"-")[0])
     return JobSummary(
         job_id=job_id,
@@ -154,7 +156,7 @@ def _summary(job_id: str, priority: Priority, entry: bytes, values: Sequence[byt
         attempt=int(attempt or 0),
         worker=worker or None,
         generated_tokens=int(generated or 0),
-        cancel_requested=cancel is not None,
+        cancel_requested=bool(cancel),
     )
 
 

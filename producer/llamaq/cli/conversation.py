@@ -1,0 +1,100 @@
+"""The conversation of `llamaq chat` on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from llamaq.cli import views
+from llamaq.producer import Client, ErrorCode, JobFailed, LlamaqError
+
+PROMPT = "> "
+
+Messages = list[dict[str, str]]
+
+
+class Conversation:
+    """Reads messages from the terminal and prints the answers. Each request has the whole conversation.
+
+    Ctrl-C ends the current answer, and at the prompt it ends the conversation. When the conversation is longer than the
+    context of the model, its oldest exchanges are dropped. The system message is kept. An exchange is a message of the
+    user and its answer.
+    """
+
+    def __init__(self, client: Client, messages: Messages, options: dict[str, Any]) -> None:
+        """Create the conversation; `run` starts it.
+
+        Args:
+            client: The client of the model's queue.
+            messages: The messages before the first message of the user.
+            options: The job options of every request.
+        """
+        self._client = client
+        self._messages = messages
+        self._options = options
+
+    def run(self) -> None:
+        """Talk until Ctrl-D.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed at the prompt.
+        """
+        while True:
+            try:
+                message = input(PROMPT)
+            except EOFError:
+                typer.echo()
+                return
+            if message.strip():
+                self._answer(message)
+
+    def _answer(self, message: str) -> None:
+        """Print the answer to a message. If there is none, print the reason and forget the message."""
+        sent = [*self._messages, {"role": "user", "content": message}]
+        n_dropped = 0
+        while True:
+            try:
+                answer = self._print_answer(sent, n_dropped)
+                break
+            except JobFailed as failed:
+                if failed.code == ErrorCode.PROMPT_TOO_LONG and _drop_oldest_exchange(sent):
+                    n_dropped += 1
+                    continue
+                views.notice(str(failed))
+                return
+            except LlamaqError as error:
+                views.notice(str(error))
+                return
+        if answer:
+            self._messages = [*sent, {"role": "assistant", "content": answer}]
+
+    def _print_answer(self, sent: Messages, n_dropped: int) -> str:
+        """Print the answer as it is generated, and return it. Ctrl-C ends it early."""
+        answer = ""
+        try:
+            with self._client.stream_chat(sent, **self._options) as chunks:
+                for chunk in chunks:
+                    if n_dropped and not answer:
+                        _note_dropped(n_dropped)
+                        n_dropped = 0
+                    answer += chunk.text
+                    typer.echo(chunk.text, nl=False)
+        except KeyboardInterrupt:
+            pass  # leaving the `with` block has cancelled the job
+        typer.echo()
+        return answer
+
+
+def _drop_oldest_exchange(messages: Messages) -> bool:
+    """Remove the oldest message of the user and its answer. Returns False if only the last message is left."""
+    first = next(place for place, message in enumerate(messages) if message["role"] == "user")
+    if first == len(messages) - 1:
+        return False
+    del messages[first : first + 2]
+    return True
+
+
+def _note_dropped(count: int) -> None:
+    exchanges = "the oldest exchange was" if count == 1 else f"the {count} oldest exchanges were"
+    views.notice(f"the conversation is longer than the model's context: {exchanges} dropped")
