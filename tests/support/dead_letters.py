@@ -6,7 +6,7 @@ from typing import Any
 
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import AsyncClient, JobState
-from llamaq.producer.testing import FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
 
 
@@ -23,9 +23,9 @@ async def add_dead_job(client: AsyncClient, worker: FakeWorker, prompt: str = "p
     job = await client.submit(prompt, **options)
     first = await worker.start_next()
     await first.emit([7, 8], "two tokens")
-    await worker.scripts.requeue(first.claim, first.number)
+    await worker.scripts.requeue(first.claim, first.number, worker.name)
     for name in ("a", "b", "c"):
-        await worker.scripts.start(first.claim, name)
+        await worker.scripts.claim_job(first.claim, name, LEASE_MS)
         await worker.scripts.check_crash(
             first.claim, "heir", last_worker=name, heartbeat_ms=0, dead_after_s=1, max_crashes=3
         )

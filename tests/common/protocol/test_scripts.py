@@ -7,6 +7,7 @@ fake server.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_calls import Attempt, Claim, SubmitRefused, Submitted, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob
-from llamaq.producer.testing import FakeAttempt, FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
 
 @pytest.fixture(params=["redis-server", "fakeredis"])
@@ -114,7 +115,7 @@ async def test_an_entry_with_the_same_id_in_the_other_stream_does_not_start_the_
         keys = worker.keys.of_job(job.id)
         entry = (await field(worker, job.id, "entry") or b"").decode()
         await worker.redis.xadd(keys.bulk, {"id": job.id}, id=entry)
-        assert await worker.scripts.start(Claim(job.id, keys.bulk, entry), "another") == "done"
+        assert await worker.scripts.claim_job(Claim(job.id, keys.bulk, entry), "another", LEASE_MS) == "done"
         assert await worker.redis.xlen(keys.bulk) == 0
         assert (await job.status()).attempt == 1
 
@@ -127,21 +128,40 @@ async def test_each_start_is_a_new_attempt_and_returns_the_number_of_stored_toke
         job, attempt = await start(client, worker)
         assert attempt.number == 1
         await attempt.emit([1, 2, 3], "abc")
-        again = await worker.scripts.start(attempt.claim, "other")
+        again = await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS)
         assert isinstance(again, Attempt)
         assert (again.number, again.generated) == (2, 3)
         status = await job.status()
-        assert (status.attempt, status.worker, status.state) == (2, "other", JobState.RUNNING)
-        assert [e.attempt for e in await stored_events(worker, job.id) if isinstance(e, Started)] == [1, 2]
+        assert (status.attempt, status.worker, status.state) == (2, "other", JobState.QUEUED)
 
 
-async def test_starting_a_missing_job_returns_gone_and_an_ended_job_returns_done(redis_url: str, queue: str) -> None:
+async def test_a_claimed_job_waits_until_a_flush_says_that_it_has_a_slot(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        claim = await worker.claim()
+        assert claim is not None
+        claimed = await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+        assert isinstance(claimed, Attempt)
+        attempt = FakeAttempt(worker, claim, claimed)
+        waiting = replace(attempt.increment(), has_started=False)
+        assert (await worker.scripts.flush("fake", [waiting], LEASE_MS, renew=True))[0].code == "ok"
+        status, depth = await job.status(), await client.queue_depth()
+        assert (status.state, status.started_ms, depth.waiting) == (JobState.QUEUED, None, 1)
+        for _ in range(2):
+            await attempt.emit([], "")
+        status, depth = await job.status(), await client.queue_depth()
+        assert (status.state, depth.waiting, depth.running) == (JobState.RUNNING, 0, 1)
+        assert status.started_ms is not None
+        assert await stored_events(worker, job.id) == [Started(attempt=1, worker="fake")]
+
+
+async def test_claiming_a_missing_job_returns_gone_and_an_ended_job_returns_done(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         await attempt.finish()
-        assert await worker.scripts.start(attempt.claim, "fake") == "done"
+        assert await worker.scripts.claim_job(attempt.claim, "fake", LEASE_MS) == "done"
         missing = Claim(str(JobId.new(queue)), attempt.claim.stream, "1-1")
-        assert await worker.scripts.start(missing, "fake") == "gone"
+        assert await worker.scripts.claim_job(missing, "fake", LEASE_MS) == "gone"
         assert (await job.status()).attempt == 1
 
 
@@ -151,7 +171,7 @@ async def test_an_entry_that_was_not_made_for_the_job_is_dropped(redis_url: str,
         forged: Any = await worker.redis.xadd(attempt.claim.stream, {"id": job.id})
         claim = await worker.claim()
         assert claim == Claim(job.id, attempt.claim.stream, forged.decode())
-        assert await worker.scripts.start(claim, "fake") == "done"
+        assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "done"
         assert (await client.queue_depth()).running == 1
 
 
@@ -163,7 +183,7 @@ async def test_a_job_that_waited_longer_than_its_queue_timeout_ends_with_deadlin
         claim = await worker.claim()
         assert claim is not None
         await asyncio.sleep(0.01)  # until the deadline has passed on the clock of Redis
-        assert await worker.scripts.start(claim, "fake") == "ended"
+        assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "ended"
         result = await job.result(timeout=5)
         assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())
 
@@ -173,7 +193,7 @@ async def test_the_queue_timeout_does_not_count_for_a_second_attempt(redis_url: 
         job = await client.submit("in time", queue_timeout_s=1000)
         attempt = await worker.start_next()
         await worker.redis.hset(client.keys.of_job(job.id).job, "queue_deadline_ms", "1")
-        assert isinstance(await worker.scripts.start(attempt.claim, "other"), Attempt)
+        assert isinstance(await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS), Attempt)
 
 
 # flush
@@ -184,7 +204,7 @@ async def test_a_flush_sent_twice_stores_once(redis_url: str, queue: str) -> Non
         job, attempt = await start(client, worker)
         increment = attempt.increment([1, 2], "ab")
         for _ in range(2):
-            reply = (await worker.scripts.flush("fake", [increment], renew=False))[0]
+            reply = (await worker.scripts.flush("fake", [increment], LEASE_MS, renew=False))[0]
             assert (reply.code, reply.stored) == ("ok", 2)
         assert [e.tokens for e in await stored_events(worker, job.id) if isinstance(e, Tokens)] == [(1, 2)]
 
@@ -195,7 +215,7 @@ async def test_a_flush_with_a_gap_stores_nothing_and_returns_the_number_of_store
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         ahead = attempt.increment([3], "c", offset=2)
-        reply = (await worker.scripts.flush("fake", [ahead], renew=False))[0]
+        reply = (await worker.scripts.flush("fake", [ahead], LEASE_MS, renew=False))[0]
         assert (reply.code, reply.stored) == ("ok", 0)
         assert not [e for e in await stored_events(worker, job.id) if isinstance(e, Tokens)]
 
@@ -203,10 +223,10 @@ async def test_a_flush_with_a_gap_stores_nothing_and_returns_the_number_of_store
 async def test_only_the_newest_attempt_writes(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, old = await start(client, worker)
-        await worker.scripts.start(old.claim, "other")
+        await worker.scripts.claim_job(old.claim, "other", LEASE_MS)
         assert (await old.emit([1], "a")).code == "lost"
         assert await old.finish() == "lost"
-        assert await worker.scripts.requeue(old.claim, old.number) is False
+        assert await worker.scripts.requeue(old.claim, old.number, "fake") is False
         assert (await job.status()).state is JobState.RUNNING
         assert not [e for e in await stored_events(worker, job.id) if not isinstance(e, Started)]
 
@@ -217,7 +237,7 @@ async def test_a_flush_of_many_jobs_returns_a_reply_for_each_of_them(redis_url: 
         await runs[1][0].cancel()
         await runs[2][1].finish()
         increments = [attempt.increment([1], "a") for _, attempt in runs]
-        replies = await worker.scripts.flush("fake", increments, renew=True)
+        replies = await worker.scripts.flush("fake", increments, LEASE_MS, renew=True)
         assert [(reply.code, reply.stored) for reply in replies] == [("ok", 1), ("cancel", 1), ("lost", 0)]
 
 
@@ -225,12 +245,13 @@ async def test_renewing_a_lease_changes_only_the_idle_time_and_the_consumer(redi
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         _, attempt = await start(client, worker)
         stream = attempt.claim.stream
-        await worker.scripts.requeue(Claim(attempt.claim.job_id, stream, attempt.claim.entry_id), None)
+        await worker.scripts.requeue(Claim(attempt.claim.job_id, stream, attempt.claim.entry_id), None, "fake")
         before: Any = await worker.redis.xpending_range(stream, GROUP, "-", "+", 10)
-        await worker.scripts.flush("fake", [attempt.increment()], renew=True)
+        assert before[0]["consumer"] == b"waiting"
+        await worker.scripts.flush("fake", [attempt.increment()], LEASE_MS, renew=True)
         after: Any = await worker.redis.xpending_range(stream, GROUP, "-", "+", 10)
-        assert before[0]["time_since_delivered"] > 10**11
-        assert after[0]["time_since_delivered"] < 60_000
+        assert before[0]["time_since_delivered"] >= 10**12
+        assert 10**11 - LEASE_MS <= after[0]["time_since_delivered"] < 10**11
         assert after[0]["consumer"] == b"fake"
         assert after[0]["times_delivered"] == before[0]["times_delivered"] == 1
 
@@ -298,7 +319,7 @@ async def test_cancelling_a_claimed_job_before_its_start_ends_it(redis_url: str,
         claim = await worker.claim()
         assert claim is not None
         assert await worker.scripts.cancel(job.id) == "cancelled"
-        assert await worker.scripts.start(claim, "fake") == "done"
+        assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "done"
         assert (await client.queue_depth()).running == 0
 
 
@@ -318,7 +339,7 @@ async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_st
         job, attempt = await start(client, worker)
         await attempt.emit([1], "a")
         await job.cancel()
-        assert await worker.scripts.start(attempt.claim, "other") == "ended"
+        assert await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
         result = await job.result(timeout=5)
         assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
 
@@ -331,28 +352,28 @@ async def test_cancelling_a_missing_job_returns_gone(redis_url: str, queue: str)
 # requeue
 
 
-@pytest.mark.parametrize("was_started", [True, False])
-async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, queue: str, was_started: bool) -> None:
+@pytest.mark.parametrize("was_claimed", [True, False])
+async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, queue: str, was_claimed: bool) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("hello")
         claim = await worker.claim()
         assert claim is not None
-        if was_started:
-            assert isinstance(await worker.scripts.start(claim, "fake"), Attempt)
-        assert await worker.scripts.requeue(claim, 1 if was_started else None) is True
+        if was_claimed:
+            assert isinstance(await worker.scripts.claim_job(claim, "fake", LEASE_MS), Attempt)
+        assert await worker.scripts.requeue(claim, 1 if was_claimed else None, "fake") is True
         assert (await job.status()).state is JobState.QUEUED
-        reclaimed: Any = await worker.redis.xautoclaim(claim.stream, GROUP, "other", min_idle_time=3600_000, count=10)
-        assert [entry_id.decode() for entry_id, _ in reclaimed[1]] == [claim.entry_id]
-        again = await worker.scripts.start(claim, "other")
+        reclaimed = await worker.scripts.reclaim(claim.stream, 10, LEASE_MS, only_requeued=True)
+        assert reclaimed == [(claim.entry_id.encode(), {b"id": job.id.encode()})]
+        again = await worker.scripts.claim_job(claim, "other", LEASE_MS)
         assert isinstance(again, Attempt)
-        assert again.number == (3 if was_started else 1)
+        assert again.number == (3 if was_claimed else 1)
 
 
 async def test_after_a_requeue_the_old_worker_can_neither_write_nor_requeue_again(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
-        assert await worker.scripts.requeue(attempt.claim, attempt.number)
-        assert not await worker.scripts.requeue(attempt.claim, attempt.number)
+        assert await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
+        assert not await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
         assert (await attempt.emit([1], "a")).code == "lost"
         assert await field(worker, job.id, "attempt") == b"2"
 

@@ -10,7 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.connect import connect
 from llamaq.worker.broker.job_streams import JobStreams
 
@@ -20,7 +21,7 @@ INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
 @asynccontextmanager
 async def opened(redis_url: str, queue: str, partitions: int) -> AsyncIterator[tuple[Redis, JobStreams]]:
     redis = connect(redis_url, name="test-streams")
-    streams = JobStreams(redis, Keys(), queue=queue, partitions=partitions, consumer="me")
+    streams = JobStreams(redis, Keys(), queue=queue, partitions=partitions, consumer="me", lease_s=60)
     await streams.open()
     try:
         yield redis, streams
@@ -84,18 +85,18 @@ async def test_an_expired_entry_is_found_behind_many_with_a_valid_lease(
     async with opened(redis_url, queue, partitions) as (redis, streams):
         await add(redis, queue, 0, INTERACTIVE, 40)
         stream = Keys().jobs(queue, 0, INTERACTIVE)
-        await redis.xreadgroup(GROUP, "alive", {stream: ">"}, count=39)
-        reply: Any = await redis.xreadgroup(GROUP, "silent", {stream: ">"})
-        entry = reply[0][1][0][0]
-        assert await streams.reclaim(1, 60_000) == []
-        await redis.xclaim(stream, GROUP, "silent", 0, [entry], idle=61_000, justid=True)
-        assert await streams.reclaim(1, 60_000) == [(stream, [(entry, {b"id": b"0-39"})])]
-        assert await streams.reclaim(1, 60_000) == []
+        scripts = Scripts(redis, Keys())
+        await scripts.read([stream], 39, 60_000)
+        ((_, [(entry, _)]),) = await scripts.read([stream], 39, 1)  # the lease of this entry expires at once
+        while not (found := await streams.reclaim(1)):
+            pass
+        assert found == [(stream, [(entry, {b"id": b"0-39"})])]
+        assert await streams.reclaim(1) == []
 
 
 async def test_deleted_groups_are_created_again(redis_url: str, queue: str) -> None:
     async with opened(redis_url, queue, 1) as (redis, streams):
-        for read in (streams.read(1), streams.reclaim(1, 1000)):
+        for read in (streams.read(1), streams.reclaim(1)):
             await redis.delete(*(Keys().jobs(queue, 0, priority) for priority in Priority))
             assert await read == []
         await add(redis, queue, 0, INTERACTIVE, 1)

@@ -22,10 +22,10 @@ from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_calls import Attempt, Claim, Scripts
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
-from llamaq.producer.testing import FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
+from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, OutputMailbox
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
@@ -71,6 +71,8 @@ class Worker:
         running = Job(lease, attempt.request, [1], sampler=unused, detokenizer=unused)
         self.outbox.register(lease, 0)
         assert self.outbox.set_prepared(running, [])
+        self.outputs.put([SlotAcquired(running)])
+        await asyncio.sleep(0)
         return job, running
 
     async def put(self, job: Job, *tokens: int) -> None:
@@ -186,7 +188,9 @@ async def test_generated_tokens_are_stored_before_a_job_is_requeued(
         assert at.outbox.n_jobs == 0
         assert await at.stored(job) == [0, 1, 2]
         assert (await job.status()).state is JobState.QUEUED
-        again = await at.claimer.scripts.start(Claim(job.id, running.lease.stream, running.lease.entry_id), "other")
+        again = await at.claimer.scripts.claim_job(
+            Claim(job.id, running.lease.stream, running.lease.entry_id), "other", LEASE_MS
+        )
         assert isinstance(again, Attempt)
         assert again.generated == 3
 

@@ -14,21 +14,21 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import DEAD_TTL_S, Attempt, Claim, CrashVerdict, TerminalWrite
+from llamaq.common.protocol.script_calls import DEAD_TTL_S, Claim, CrashVerdict, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
-from llamaq.producer.testing import FakeAttempt, FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
-LEASE_S = 10.0
+LEASE_S = LEASE_MS / 1000
 
 
 async def begin(worker: FakeWorker, claim: Claim, name: str) -> FakeAttempt:
     named = copy.copy(worker)  # the copy shares the connections of the original
     named.name = name
-    started = await worker.scripts.start(claim, name)
-    assert isinstance(started, Attempt)
-    return FakeAttempt(named, claim, started)
+    attempt = await named.begin(claim)
+    assert attempt is not None
+    return attempt
 
 
 async def check_crash(
@@ -108,7 +108,7 @@ async def test_a_requeue_does_not_count_as_a_crash(redis_url: str, queue: str) -
         job, claim = await submit(client, worker)
         for name in ("first", "second", "third", "fourth"):
             attempt = await begin(worker, claim, name)
-            assert await worker.scripts.requeue(claim, attempt.number)
+            assert await worker.scripts.requeue(claim, attempt.number, name)
             assert await check_crash(worker, claim, "") == "ok"
         assert await crashes(job) == 0
 
@@ -120,13 +120,13 @@ async def test_a_requeue_by_a_crashing_worker_counts_as_a_crash_unless_the_job_s
         job, claim = await submit(client, worker)
         first = await begin(worker, claim, "first")
         await first.emit([1], "a")
-        assert await worker.scripts.requeue(claim, first.number, crashed="first")
+        assert await worker.scripts.requeue(claim, first.number, "first", crashed=True)
         assert await crashes(job) == 0
         codes = []
         for name in ("a", "b", "c"):
             attempt = await begin(worker, claim, name)
-            assert await worker.scripts.requeue(claim, attempt.number, crashed=name)
-            assert not await worker.scripts.requeue(claim, attempt.number, crashed=name)
+            assert await worker.scripts.requeue(claim, attempt.number, name, crashed=True)
+            assert not await worker.scripts.requeue(claim, attempt.number, name, crashed=True)
             codes.append(await check_crash(worker, claim, ""))
         assert codes == ["ok", "suspect", "dead"]
 
@@ -137,7 +137,7 @@ async def test_a_requeued_suspect_stays_a_suspect(redis_url: str, queue: str) ->
         for name in ("first", "second"):
             await crash_worker(worker, claim, name)
         attempt = await begin(worker, claim, "third")
-        await worker.scripts.requeue(claim, attempt.number)
+        await worker.scripts.requeue(claim, attempt.number, "third")
         assert await check_crash(worker, claim, "") == "suspect"
         assert await crashes(job) == 2
 
@@ -202,7 +202,7 @@ async def test_a_worker_that_was_only_paused_uncounts_its_crash_once(redis_url: 
             elif call == "finish":
                 assert await paused.finish() == "lost"
             else:
-                assert not await worker.scripts.requeue(claim, paused.number)
+                assert not await worker.scripts.requeue(claim, paused.number, "paused")
             assert await crashes(job) == 1, "the first worker did crash"
         assert await check_crash(worker, claim, "successor", claimer="another") == "suspect"
         assert await crashes(job) == 2
@@ -244,7 +244,7 @@ async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_u
         assert await worker.redis.xlen(claim.stream) == 0
         assert (await worker.redis.xpending(claim.stream, GROUP))["pending"] == 0
         assert await check_crash(worker, claim, "c") == "ok"
-        assert await worker.scripts.start(claim, "successor") == "done"
+        assert await worker.scripts.claim_job(claim, "successor", LEASE_MS) == "done"
         for key in (keys.job, keys.events):
             assert (DEAD_TTL_S - 60) * 1000 < await worker.redis.pttl(key) <= DEAD_TTL_S * 1000
         assert 0 < await worker.redis.pttl(client.keys.idempotency(queue, 0, "key")) <= 60_000
@@ -286,7 +286,7 @@ async def test_a_cancelled_job_ends_as_cancelled_and_not_as_poison(redis_url: st
         await begin(worker, claim, "c")
         await job.cancel()
         assert await check_crash(worker, claim, "c") == "ok"
-        assert await worker.scripts.start(claim, "successor") == "ended"
+        assert await worker.scripts.claim_job(claim, "successor", LEASE_MS) == "ended"
         assert (await job.result(timeout=5)).finish_reason is FinishReason.CANCELLED
         assert await client.dead_letters() == ()
 
@@ -312,8 +312,8 @@ async def test_a_job_does_not_become_a_dead_letter_while_redis_is_full(queue: st
             job, claim = await submit(client, worker)
             await worker.redis.config_set("maxmemory", "1")
             with pytest.raises(ResponseError):
-                await job_claims.start_attempt(claim)
+                await job_claims.claim_job(claim)
             await worker.redis.config_set("maxmemory", "0")
             assert await worker.redis.xlen(Keys().dead(queue, 0)) == 0
-            assert await job_claims.start_attempt(claim) is not None
-            assert (await job.status()).state is JobState.RUNNING
+            assert await job_claims.claim_job(claim) is not None
+            assert (await job.status()).attempt == 1

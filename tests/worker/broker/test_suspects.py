@@ -14,9 +14,9 @@ import pytest
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.script_calls import Attempt, Claim, Scripts
+from llamaq.common.protocol.script_calls import Attempt, Scripts
 from llamaq.producer import AsyncClient, AsyncJob
-from llamaq.producer.testing import FakeWorker
+from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
@@ -87,7 +87,7 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
         with ThreadPoolExecutor(1) as executor:
             intake = Intake(
                 job_claims, outbox, BytePreparer(), executor, worker.admit,  # type: ignore[arg-type]
-                capacity=capacity, lease_s=LEASE_S, is_alive=lambda: True,
+                capacity=capacity, is_alive=lambda: True,
             )  # fmt: skip
             tasks = [asyncio.create_task(intake.run()), asyncio.create_task(outbox.run())]
             try:
@@ -118,12 +118,12 @@ async def submit_suspect(client: AsyncClient, other: FakeWorker, **options: Any)
     job = await client.submit("suspect", **options)
     claim = await other.claim()
     assert claim is not None
-    assert isinstance(await other.scripts.start(claim, "dead"), Attempt)
+    assert isinstance(await other.scripts.claim_job(claim, "dead", LEASE_MS), Attempt)
     code = await other.scripts.check_crash(
         claim, "heir", last_worker="dead", heartbeat_ms=0, dead_after_s=1, max_crashes=2
     )
     assert code == "suspect"
-    assert await other.scripts.requeue(Claim(claim.job_id, claim.stream, claim.entry_id), None)
+    assert await other.scripts.requeue(claim, None, other.name)
     return job
 
 
@@ -197,15 +197,11 @@ async def test_the_lease_of_a_waiting_suspect_is_renewed(
         keys = client.keys.of_job(suspect.id)
 
         async def is_claimed() -> bool:
-            pending: Any = await other.redis.xpending_range(
-                keys.interactive, "workers", "-", "+", 10, consumername=worker.name
-            )
-            return len(pending) == 2
+            return (await suspect.status()).worker == worker.name
 
         await until_true(is_claimed)
         await asyncio.sleep(1.5 * LEASE_S)  # the lease expires if it is not renewed
-        reclaimed: Any = await other.redis.xautoclaim(keys.interactive, "workers", "thief", int(LEASE_S * 1000))
-        assert reclaimed[1] == []
+        assert await other.scripts.reclaim(keys.interactive, 10, LEASE_MS, only_requeued=False) == []
         worker.end(good)
         await until(lambda: suspect.id in worker.admitted)
         assert worker.history[-1] == suspect.id

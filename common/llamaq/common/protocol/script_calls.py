@@ -21,12 +21,11 @@ from llamaq.common.protocol.keys import GROUP, JobId, Keys
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# Idle time that is set on the entry of a requeued job. It is longer than any lease, so the next worker claims the entry
-# at once.
-EXPIRED_IDLE_MS = 10**12
+# The consumer that owns the pending entries of jobs without a slot; `WAITING` in _lib.lua.
+WAITING_CONSUMER = "waiting"
 
-# The consumer that owns the entries of requeued jobs until a worker claims them.
-REQUEUED_CONSUMER = "handed-back"
+# The idle time of a requeued entry; `REQUEUED_IDLE_MS` in _lib.lua. The next worker takes the entry at once.
+REQUEUED_IDLE_MS = 10**12
 
 # Approximate number of dead letters that are stored in each partition.
 MAX_DEAD = 1000
@@ -34,11 +33,13 @@ MAX_DEAD = 1000
 # A dead job is stored for at least this time, so that an operator can examine and retry it.
 DEAD_TTL_S = 7 * 24 * 3600
 
-StartCode = Literal["gone", "done", "ended"]
-"""Why no attempt was started; start.lua explains the values."""
+StreamEntries = list[tuple[bytes, dict[bytes, bytes]]]
+"""The id and the fields of each entry of one stream."""
+ClaimCode = Literal["gone", "done", "ended", "stale"]
+"""Why a job was not claimed; claim.lua explains the values."""
 FlushCode = Literal["ok", "cancel", "lost"]
 """What a worker must do with a job after a flush; flush.lua explains the values."""
-CancelCode = Literal["gone", "done", "cancelled", "requested"]
+CancelCode = Literal["gone", "done", "cancelled", "requested", "running"]
 """The effect of a call of `cancel`; cancel.lua explains the values."""
 CrashVerdict = Literal["ok", "suspect", "dead", "stale"]
 """What a worker must do with a reclaimed job; check_crash.lua explains the values."""
@@ -71,8 +72,19 @@ class SubmitRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitConflict:
+    """The reply to a submit whose idempotency key belongs to a job with another request.
+
+    Attributes:
+        job_id: Id of the job that has the key.
+    """
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
-    """An entry of a job stream that a worker has claimed."""
+    """An entry of a job stream that a worker has read."""
 
     job_id: str
     stream: str
@@ -81,19 +93,21 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt that was started.
+    """An attempt that has begun.
 
     Attributes:
         number: Number of the attempt. Every write contains it; Redis refuses writes of older attempts.
         request: The encoded request.
         generated: Number of tokens that earlier attempts stored.
-        queue_ms: Milliseconds from submit to the start of the first attempt.
+        waited_ms: Milliseconds from submit to this claim.
+        queue_ms: Milliseconds from submit to the first slot of the job. None: it had no slot so far.
     """
 
     number: int
     request: bytes
     generated: int
-    queue_ms: float
+    waited_ms: float
+    queue_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +117,13 @@ class Increment:
     Attributes:
         job_id: Id of the job.
         attempt: Number of the attempt.
-        stream: Job stream that the job was claimed from.
+        stream: Job stream that the job was read from.
         entry_id: Id of the job's entry in that stream.
         offset: Number of tokens of the job before the first token of this increment.
         count: Number of tokens in this increment.
         payload: The encoded event `tokens`; empty if there are no new tokens.
         publish: Whether subscribers receive the event. False: it is only stored.
+        has_started: Whether the job has a slot, or had one in this attempt.
     """
 
     job_id: str
@@ -119,6 +134,7 @@ class Increment:
     count: int
     payload: bytes
     publish: bool = True
+    has_started: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +171,11 @@ class TerminalWrite:
         return "finished" if isinstance(self.event, Finished) else "failed"
 
 
+def _entry(reply: list[Any]) -> tuple[bytes, dict[bytes, bytes]]:
+    entry_id, fields = reply
+    return entry_id, dict(zip(fields[::2], fields[1::2], strict=True))
+
+
 @cache
 def source(name: str) -> str:
     """Return the text of a script, with the shared functions in front of it."""
@@ -172,16 +193,17 @@ class Scripts:
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._keys = keys
-        self._submit, self._start, self._flush, self._finish, self._cancel, self._requeue = (
-            redis.register_script(source(name)) for name in ("submit", "start", "flush", "finish", "cancel", "requeue")
+        self._submit, self._claim, self._flush, self._finish, self._cancel, self._requeue = (
+            redis.register_script(source(name)) for name in ("submit", "claim", "flush", "finish", "cancel", "requeue")
         )
+        self._read, self._reclaim = (redis.register_script(source(name)) for name in ("read", "reclaim"))
         self._check_crash, self._purge_dead_letter = (
             redis.register_script(source(name)) for name in ("check_crash", "purge_dead_letter")
         )
 
     async def submit(
-        self, job_id: JobId, request: JobRequest, payload: bytes, *, result_ttl_s: float
-    ) -> Submitted | SubmitRefused:
+        self, job_id: JobId, request: JobRequest, payload: bytes, *, result_ttl_s: float, event_ttl_s: float = 0.0
+    ) -> Submitted | SubmitRefused | SubmitConflict:
         """Put a job into its queue.
 
         Args:
@@ -189,6 +211,8 @@ class Scripts:
             request: The request.
             payload: The same request, encoded.
             result_ttl_s: How long Redis stores the result after the end of the job, in seconds.
+            event_ttl_s: How long Redis stores the events after the end of the job, in seconds. The result does not need
+                them.
         """
         key = request.idempotency_key
         keys = self._keys.of_job(str(job_id))
@@ -207,23 +231,27 @@ class Scripts:
                 request.priority.value,
                 GROUP,
                 max(1, int(result_ttl_s * 1000)),
-                "1" if key is not None else "0",
+                "" if key is None else codec.digest_of(request),
                 max(1, int(request.queue_timeout_s * 1000)) if request.queue_timeout_s else 0,
+                codec.encode_returned(request),
+                int(event_ttl_s * 1000),
             ],
         )
         if reply[0] == b"full":
             return SubmitRefused(int(reply[1]), int(reply[2]))
+        if reply[0] == b"conflict":
+            return SubmitConflict(reply[1].decode())
         return Submitted(reply[1].decode(), existing=reply[0] == b"same")
 
     async def check_crash(
         self, claim: Claim, worker: str, *, last_worker: str, heartbeat_ms: int, dead_after_s: float, max_crashes: int
     ) -> CrashVerdict:
-        """Check whether the last worker of a job died while it ran the job, and count the death.
+        """Check whether the last worker of a job died with the job, and count the death.
 
         Args:
-            claim: The entry, which `worker` has claimed from another worker.
-            worker: Id of the worker that will start the job.
-            last_worker: Id of the worker that ran the job last; empty: none.
+            claim: The entry, which `worker` has taken from another worker.
+            worker: Id of the worker that will claim the job.
+            last_worker: Id of the worker that claimed the job last; empty: the job is not at risk.
             heartbeat_ms: Time of the last worker's last heartbeat, in milliseconds since the epoch; 0: none.
             dead_after_s: Age of a heartbeat, in seconds, from which its worker counts as dead.
             max_crashes: Number of deaths in a row that end the job. A job with one death fewer is a suspect, which runs
@@ -251,32 +279,76 @@ class Scripts:
         verdict: CrashVerdict = reply.decode()
         return verdict
 
-    async def start(self, claim: Claim, worker: str) -> Attempt | StartCode:
-        """Start an attempt of a claimed job. Returns a code if no attempt was started."""
+    async def read(self, streams: Sequence[str], count: int, lease_ms: int) -> list[tuple[str, StreamEntries]]:
+        """Read new entries of job streams that are on one Redis server.
+
+        Args:
+            streams: The job streams.
+            count: Number of entries to read from each stream at most.
+            lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
+        """
+        reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms])
+        return [(stream.decode(), [_entry(entry) for entry in entries]) for stream, entries in reply]
+
+    async def reclaim(self, stream: str, count: int, lease_ms: int, *, only_requeued: bool) -> StreamEntries:
+        """Take entries that were requeued or whose lease has expired.
+
+        Args:
+            stream: The job stream.
+            count: Number of entries to take at most.
+            lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
+            only_requeued: Whether to leave entries whose lease has expired.
+        """
+        reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, 0 if only_requeued else 1])
+        return [_entry(entry) for entry in reply]
+
+    async def claim_job(
+        self, claim: Claim, worker: str, lease_ms: int, *, from_attempt: int | None = None, at_risk: bool = True
+    ) -> Attempt | ClaimCode:
+        """Claim a job whose entry a worker has read: begin a new attempt, without a slot so far.
+
+        Args:
+            claim: The entry.
+            worker: Id of the worker.
+            lease_ms: How long the worker keeps the job without a renewal, in milliseconds.
+            from_attempt: Number of the attempt that waits for a slot in another worker. The job is claimed only if it
+                still waits there. None: the worker has taken the entry.
+            at_risk: Whether the worker prepares the job at once, so that a crash of the worker counts against the job.
+
+        Returns:
+            The attempt. A code if the job was not claimed.
+        """
         keys = self._keys.of_job(claim.job_id)
-        reply: list[Any] = await self._start(
+        reply: list[Any] = await self._claim(
             keys=[keys.job, keys.events, claim.stream],
             args=[
                 claim.entry_id,
                 GROUP,
                 worker,
+                lease_ms,
                 keys.channel,
                 finished_without_run(FinishReason.CANCELLED),
                 finished_without_run(FinishReason.DEADLINE),
+                "" if from_attempt is None else from_attempt,
+                int(at_risk),
             ],
         )
         if reply[0] == b"run":
-            return Attempt(int(reply[1]), reply[2], int(reply[3]), float(reply[4]))
-        code: StartCode = reply[0].decode()
+            number, request, generated, waited_ms, queue_ms = reply[1:]
+            return Attempt(int(number), request, int(generated), int(waited_ms), None if queue_ms < 0 else queue_ms)
+        code: ClaimCode = reply[0].decode()
         return code
 
-    async def flush(self, worker: str, increments: Sequence[Increment], *, renew: bool) -> list[FlushReply]:
-        """Store and publish the increments of jobs of one partition.
+    async def flush(
+        self, worker: str, increments: Sequence[Increment], lease_ms: int, *, renew: bool
+    ) -> list[FlushReply]:
+        """Store and publish the increments of jobs of one partition, and start the jobs that have a slot.
 
         Args:
-            worker: Id of the worker that runs the jobs.
+            worker: Id of the worker that has claimed the jobs.
             increments: One increment for each job.
-            renew: Whether to renew the leases of the jobs.
+            lease_ms: How long the worker keeps a job without a renewal, in milliseconds.
+            renew: Whether to renew the leases of all jobs.
 
         Returns:
             One reply for each increment, in the same order.
@@ -287,21 +359,24 @@ class Scripts:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
-            values.append(item.publish)
-        args = [GROUP, worker, "1" if renew else "0", codec.encode_values(values)]
+            values += [item.publish, item.has_started]
+        args = [GROUP, worker, lease_ms, "1" if renew else "0", codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
             FlushReply(code.decode(), int(stored), int(listeners), refusal.decode())
             for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
-    async def finish(self, last: Increment, terminal_write: TerminalWrite) -> int | Literal["ok", "lost"]:
-        """End a job with its last increment.
+    async def finish(self, worker: str, last: Increment, terminal_write: TerminalWrite) -> bool:
+        """End a job. This works also when Redis is full.
+
+        Args:
+            worker: Id of the worker that runs the job.
+            last: The tokens since the last flush, which are published.
+            terminal_write: The terminal event, and the output.
 
         Returns:
-            `ok`: the job has ended. `lost`: a newer attempt exists, or the job had already ended. A number: the job
-            has not ended, because Redis has this number of tokens and not `last.offset`. Then call again with an
-            increment that begins after these tokens.
+            Whether the job has ended now. False: a newer attempt exists, or the job had already ended.
         """
         keys = self._keys.of_job(last.job_id)
         fields = [part for pair in terminal_write.fields.items() for part in pair]
@@ -309,38 +384,37 @@ class Scripts:
             keys=[keys.job, keys.events, last.stream],
             args=[
                 last.attempt,
+                worker,
                 GROUP,
                 last.entry_id,
                 keys.channel,
-                last.offset,
-                last.count,
                 last.payload,
                 codec.encode_event(terminal_write.event),
                 terminal_write.status,
+                "1" if last.has_started else "0",
                 *fields,
             ],
         )
-        if reply[0] == b"resend":
-            return int(reply[1])
-        return "ok" if reply[0] == b"ok" else "lost"
+        return bool(reply == b"ok")
 
-    async def cancel(self, job_id: str) -> CancelCode:
-        """Cancel a waiting or running job."""
+    async def cancel(self, job_id: str, *, only_waiting: bool = False) -> CancelCode:
+        """Cancel a waiting job, and a running job unless `only_waiting` is true."""
         keys = self._keys.of_job(job_id)
         reply = await self._cancel(
             keys=[keys.job, keys.events, keys.interactive, keys.bulk],
-            args=[GROUP, keys.channel, finished_without_run(FinishReason.CANCELLED)],
+            args=[GROUP, keys.channel, finished_without_run(FinishReason.CANCELLED), int(only_waiting)],
         )
         code: CancelCode = reply.decode()
         return code
 
-    async def requeue(self, claim: Claim, attempt: int | None, *, crashed: str = "") -> bool:
-        """Requeue a claimed job, so that another worker can claim it at once.
+    async def requeue(self, claim: Claim, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
+        """Requeue a job, so that another worker can take it at once.
 
         Args:
             claim: The entry of the job.
-            attempt: Number of the worker's attempt. None: the job was not started.
-            crashed: Id of the worker if it crashed; this counts as a death. Empty: the worker did not crash.
+            attempt: Number of the worker's attempt. None: the worker has read the entry and not claimed the job.
+            worker: Id of the worker.
+            crashed: Whether the worker crashed, which counts as a death.
 
         Returns:
             Whether the job was requeued. False: a newer attempt exists, or the job has ended.
@@ -351,9 +425,8 @@ class Scripts:
                 "" if attempt is None else attempt,
                 GROUP,
                 claim.entry_id,
-                EXPIRED_IDLE_MS,
-                REQUEUED_CONSUMER,
-                crashed,
+                worker,
+                int(crashed),
             ],
         )
         return bool(reply == b"ok")

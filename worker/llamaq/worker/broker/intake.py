@@ -1,4 +1,4 @@
-"""The intake: claims jobs while this worker has room, starts them, prepares them, and passes them to the engine."""
+"""The intake: claims jobs while this worker has room, prepares them, and passes them to the engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_calls import Claim
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full
-from llamaq.worker.broker.job_claims import JobClaims, StartedAttempt
+from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.generation.job_preparer import JobPreparer
@@ -34,22 +35,23 @@ MAX_SUSPECT_WAIT_S = 3.0
 POLL_S = 0.05
 INTERACTIVE_POLL_S = 0.1
 """How often a worker full of bulk jobs checks for interactive jobs."""
-START_TIMEOUT_S = 2.0
-"""How long a stopping worker waits for the replies of Redis to `start.lua` calls."""
+CLAIM_TIMEOUT_S = 2.0
+"""How long a stopping worker waits for the replies of Redis to `claim.lua` calls."""
 
 
 class Intake:
     """Decides how many jobs this worker claims, and when.
 
-    `JobClaims` claims and starts the jobs in Redis, the preparer makes them ready for the engine, and `Outbox`
-    registers them.
+    `JobClaims` claims the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers them. The
+    outbox also stores in Redis when a job has a slot: until then it waits.
 
-    Bulk jobs never keep interactive jobs waiting in Redis. A worker that is full of bulk jobs still claims interactive
-    jobs. The surplus bulk jobs are then preempted or requeued.
+    Jobs that other workers requeued or lost are claimed before new jobs. Bulk jobs never keep interactive jobs waiting
+    in Redis. A worker that is full of bulk jobs still claims interactive jobs. The surplus bulk jobs are then preempted
+    or requeued.
 
-    A suspect is a job that is one crash away from the dead-letter limit. A suspect is started only while this
-    worker runs no other job. No other job is claimed until a token of the suspect is stored or the suspect has ended.
-    Otherwise a crash that the suspect causes would also count against the other running jobs.
+    A suspect is a job that is one crash away from the dead-letter limit. A suspect is prepared only while this
+    worker has no other job. No other job is claimed until a token of the suspect is stored or the suspect has ended.
+    Otherwise a crash that the suspect causes would also count against the other jobs.
 
     Threads: all methods run on the I/O thread. Jobs are prepared on the threads of the executor.
     """
@@ -63,19 +65,17 @@ class Intake:
         admit: Callable[[Job], None],
         *,
         capacity: int,
-        lease_s: float,
         is_alive: Callable[[], bool],
     ) -> None:
         """Create the intake; `run` starts to claim.
 
         Args:
-            job_claims: Claims and starts jobs.
-            outbox: Registers started jobs and requeues them.
-            preparer: Prepares started jobs.
+            job_claims: Claims jobs.
+            outbox: Registers claimed jobs and requeues them.
+            preparer: Prepares claimed jobs.
             executor: Its threads run the preparer.
             admit: Passes a prepared job to the engine thread, without blocking.
             capacity: Upper bound on the jobs that this worker has claimed at a time: its slots plus a small window.
-            lease_s: Time after which a lease expires if it is not renewed, in seconds.
             is_alive: Returns whether the engine runs ticks. No job is claimed while the engine hangs.
         """
         self._job_claims = job_claims
@@ -84,7 +84,6 @@ class Intake:
         self._executor = executor
         self._admit = admit
         self._capacity = capacity
-        self._renew_every_s = lease_s / 3
         self._is_alive = is_alive
         self._clock = asyncio.get_running_loop().time
         self._reclaimed_s = -BLOCK_S
@@ -107,13 +106,13 @@ class Intake:
         return self._capacity - self._outbox.n_interactive - self._n_starting
 
     async def run(self) -> None:
-        """Claim and start jobs until cancelled."""
+        """Claim jobs until cancelled."""
         while True:
             if max(self.room, self.interactive_room) <= 0 or not self._is_alive():
                 await self._wait_for_room(BLOCK_S)
                 continue
             try:
-                claims = await self._claim()
+                claims = await self._read()
             except RedisError as exc:
                 self._outage.record_failure(exc)
                 await asyncio.sleep(RETRY_S)
@@ -125,23 +124,31 @@ class Intake:
             for claim in claims:
                 self._start_soon(claim)
 
-    # ---- claiming
+    # ---- reading entries
 
-    async def _claim(self) -> list[Claim]:
-        """Claim jobs to start now: reclaimed jobs of other workers first, then new jobs."""
-        if self.room <= 0:
-            return await self._claim_interactive()
-        block_s = self._reclaimed_s + BLOCK_S - self._clock()
-        if block_s <= 0:
-            reclaimed = await self._job_claims.reclaim(self.room)
+    async def _read(self) -> list[Claim]:
+        """Return entries whose jobs can be claimed now: those of other workers first, then new ones."""
+        if self._clock() >= self._reclaimed_s + BLOCK_S:
+            reclaimed = await self._reclaim()
             self._reclaimed_s = self._clock()
             if reclaimed:
                 return await self._select_startable(reclaimed)
-            block_s = BLOCK_S
+        if self.room <= 0:
+            return await self._read_interactive()
+        block_s = self._reclaimed_s + BLOCK_S - self._clock()
         return await self._job_claims.claim(self.room, block_s=max(block_s, MIN_BLOCK_S))
 
-    async def _claim_interactive(self) -> list[Claim]:
-        """Claim interactive jobs while bulk jobs fill this worker.
+    async def _reclaim(self) -> list[Claim]:
+        """Take entries that were requeued or whose lease has expired.
+
+        A worker that is full of bulk jobs takes those of interactive jobs, which do not wait for its bulk jobs.
+        """
+        if self.room > 0:
+            return await self._job_claims.reclaim(self.room)
+        return await self._job_claims.reclaim(self.interactive_room, [Priority.INTERACTIVE])
+
+    async def _read_interactive(self) -> list[Claim]:
+        """Read entries of interactive jobs while bulk jobs fill this worker.
 
         This polls Redis, because a blocking read would not notice when a slot becomes free.
         """
@@ -177,84 +184,86 @@ class Intake:
         return []
 
     async def _run_alone(self, suspect: Claim) -> None:
-        """Start a suspect when this worker runs no other job. Wait until its next token is stored or it has ended."""
+        """Prepare a suspect when this worker has no other job. Wait until its next token is stored or it has ended."""
         log.info("job.suspect id=%s running=%d", suspect.job_id, self._outbox.n_jobs)
-        if not await self._wait_until_alone(suspect):
+        held = await self._job_claims.claim_job(suspect, at_risk=False)
+        if held is None:
             return
-        started = await asyncio.shield(self._start_soon(suspect))
-        while started is not None and self._outbox.n_stored_tokens(suspect.job_id) == started.attempt.generated:
+        lease = self._register(held)
+        if not await self._wait_until_alone(lease):
+            return
+        claimed = await asyncio.shield(self._start_soon(suspect, from_attempt=lease.attempt))
+        while claimed is not None and self._outbox.n_stored_tokens(suspect.job_id) == claimed.attempt.generated:
             await self._wait_for_room(POLL_S)
 
-    async def _wait_until_alone(self, suspect: Claim) -> bool:
-        """Wait until this worker runs no other job. Running jobs are requeued after `MAX_SUSPECT_WAIT_S`.
+    async def _wait_until_alone(self, held: Lease) -> bool:
+        """Wait until this worker has no other job than `held`. Other jobs are requeued after `MAX_SUSPECT_WAIT_S`.
 
         Returns:
-            False when another worker has claimed the suspect in the meantime.
+            False when another worker has claimed the held job in the meantime, or the job has ended.
         """
-        renewed_s = self._clock()
         if self._suspect_deadline_s is None:
-            self._suspect_deadline_s = renewed_s + MAX_SUSPECT_WAIT_S
-        while self._outbox.n_jobs or self._n_starting:
+            self._suspect_deadline_s = self._clock() + MAX_SUSPECT_WAIT_S
+        while self._outbox.is_registered(held) and (self._outbox.n_jobs > 1 or self._n_starting):
             if self._clock() >= self._suspect_deadline_s:
-                self._outbox.requeue_all()
-            if self._clock() - renewed_s >= self._renew_every_s:
-                renewed_s = self._clock()
-                if not await self._job_claims.renew(suspect):
-                    return False
+                self._outbox.requeue_all(except_for=held)
             await self._wait_for_room(POLL_S)
-        return await self._job_claims.renew(suspect)
+        return self._outbox.is_registered(held)
 
-    # ---- starting
+    # ---- claiming
 
-    def _start_soon(self, claim: Claim) -> asyncio.Task[StartedAttempt | None]:
+    def _start_soon(self, claim: Claim, from_attempt: int | None = None) -> asyncio.Task[ClaimedJob | None]:
         self._n_starting += 1
-        return self._tasks.start(self._start(claim))
+        return self._tasks.start(self._start(claim, from_attempt))
 
-    async def _start(self, claim: Claim) -> StartedAttempt | None:
-        """Start one claimed job and begin to prepare it. An error affects this job alone."""
+    async def _start(self, claim: Claim, from_attempt: int | None) -> ClaimedJob | None:
+        """Claim one job and begin to prepare it. An error affects this job alone."""
         try:
-            started = await self._start_attempt(claim)
-            if started is not None:
-                self._tasks.start(self._prepare(started, self._register(started)))
-            return started
+            claimed = await self._claim_job(claim, from_attempt)
+            if claimed is not None:
+                self._tasks.start(self._prepare(claimed, self._register(claimed)))
+            return claimed
         except RedisError as exc:
-            # The entry stays pending. A worker reclaims it when its lease has expired.
-            log.warning("job.start_failed id=%s error=%r", claim.job_id, exc)
+            # The entry stays pending. A worker takes it when its lease has expired.
+            log.warning("job.claim_failed id=%s error=%r", claim.job_id, exc)
             return None
         finally:
             self._n_starting -= 1
             self._outbox.room_freed.set()
 
-    async def _start_attempt(self, claim: Claim) -> StartedAttempt | None:
-        """Start an attempt. While Redis is full, keep the claim and retry. The claim counts as a job of this worker."""
-        while True:
-            try:
-                started = await self._job_claims.start_attempt(claim)
-            except ResponseError as exc:
-                if not is_full(exc):
-                    raise
-                self._outage.record_failure(exc)
-            else:
-                self._outage.record_success()
-                return started
+    async def _claim_job(self, claim: Claim, from_attempt: int | None) -> ClaimedJob | None:
+        """Claim a job. While Redis is full, requeue its entry, and count it as a job of this worker until the next try."""
+        try:
+            claimed = await self._job_claims.claim_job(claim, from_attempt=from_attempt)
+        except ResponseError as exc:
+            if not is_full(exc):
+                raise
+            self._outage.record_failure(exc)
+            await self._job_claims.requeue(claim)
             await asyncio.sleep(RETRY_S)
-            if not await self._job_claims.renew(claim):
-                return None
+            return None
+        self._outage.record_success()
+        return claimed
 
-    def _register(self, started: StartedAttempt) -> Lease:
-        claim, attempt = started.claim, started.attempt
+    def _register(self, claimed: ClaimedJob) -> Lease:
+        claim, attempt = claimed.claim, claimed.attempt
         partition = JobId.parse(claim.job_id).partition
         lease = Lease(claim.job_id, partition, claim.stream, claim.entry_id, attempt.number)
         self._outbox.register(lease, attempt.generated)
         return lease
 
-    async def _prepare(self, started: StartedAttempt, lease: Lease) -> None:
-        """Prepare a started job on the executor and pass it to the engine, or reject it."""
-        attempt = started.attempt
+    async def _prepare(self, claimed: ClaimedJob, lease: Lease) -> None:
+        """Prepare a claimed job on the executor and pass it to the engine, or reject it."""
+        attempt = claimed.attempt
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(
-                self._executor, self._preparer.prepare, attempt.request, lease, started.published, attempt.queue_ms
+                self._executor,
+                self._preparer.prepare,
+                attempt.request,
+                lease,
+                claimed.published,
+                attempt.queue_ms or 0.0,
             )
         except JobRejected as exc:
             log.info("job.rejected id=%s code=%s", lease.job_id, exc.code)
@@ -271,11 +280,11 @@ class Intake:
     async def close(self) -> None:
         """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.
 
-        First waits for the replies to unfinished calls of `start.lua`. If a reply were lost, Redis could have recorded
-        a start that this worker does not know of. Such a job would look like a job of a crashed worker.
+        First waits for the replies to unfinished calls of `claim.lua`. If a reply were lost, Redis could have recorded
+        a claim that this worker does not know of. Such a job would look like a job of a crashed worker.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(CLAIM_TIMEOUT_S):
                 while self._n_starting:
                     await self._wait_for_room(POLL_S)
         await self._tasks.cancel()

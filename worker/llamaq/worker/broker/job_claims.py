@@ -1,8 +1,9 @@
-"""Claims entries of the job streams, starts attempts of jobs, and moves unusable entries to the dead letters."""
+"""Reads entries of the job streams, claims their jobs, and moves unusable entries to the dead letters."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ MAX_DEAD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class StartedAttempt:
-    """A claimed job and its attempt that has just started."""
+class ClaimedJob:
+    """A claimed job and its new attempt."""
 
     claim: Claim
     attempt: Attempt
@@ -35,7 +36,7 @@ class StartedAttempt:
 
 
 class JobClaims:
-    """Claims jobs from the streams of one queue, starts their attempts, and requeues jobs that were not started.
+    """Reads the entries of one queue, claims their jobs, and requeues jobs that were not claimed.
 
     `Intake` decides when these methods are called and for how many jobs.
     """
@@ -59,7 +60,7 @@ class JobClaims:
         self._scripts = Scripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
-        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, consumer=worker_id)
+        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, consumer=worker_id, lease_s=lease_s)
         self._worker_id = worker_id
         self._lease_ms = int(lease_s * 1000)
         self._max_crashes = max_crashes
@@ -75,20 +76,28 @@ class JobClaims:
             await self._redis.hset(self._keys.config(self._queue, partition), "max_queue", str(max_queue))
 
     async def claim(self, count: int, *, block_s: float) -> list[Claim]:
-        """Claim up to `count` new entries, interactive jobs first. Waits up to `block_s` seconds for the first entry.
-
-        If the call had to wait, it returns at most one entry of each stream. This may be more than `count` in total.
-        On a cluster with several partitions the wait may end early without an entry.
-        """
-        return await self._accept_all(await self._streams.read(count) or await self._streams.wait(block_s))
+        """Read up to `count` new entries, interactive jobs first. Waits up to `block_s` seconds for the first entry."""
+        found = await self._streams.read(count)
+        if not found:
+            await self._streams.wait(block_s)
+            found = await self._streams.read(count)
+        return await self._accept_all(found)
 
     async def claim_interactive(self, count: int) -> list[Claim]:
-        """Claim up to `count` new entries of interactive jobs, without a wait."""
+        """Read up to `count` new entries of interactive jobs, without a wait."""
         return await self._accept_all(await self._streams.read(count, [Priority.INTERACTIVE]))
 
-    async def reclaim(self, count: int) -> list[Claim]:
-        """Claim up to `count` entries whose lease has expired, or that were requeued by their worker."""
-        return await self._accept_all(await self._streams.reclaim(count, self._lease_ms))
+    async def reclaim(
+        self, count: int, priorities: Sequence[Priority] = tuple(Priority), *, only_requeued: bool = False
+    ) -> list[Claim]:
+        """Take up to `count` entries that were requeued by their worker, or whose lease has expired.
+
+        Args:
+            count: Number of entries to take at most.
+            priorities: The priorities of the jobs.
+            only_requeued: Whether to leave the entries whose lease has expired.
+        """
+        return await self._accept_all(await self._streams.reclaim(count, priorities, only_requeued=only_requeued))
 
     async def _accept_all(self, found: Entries) -> list[Claim]:
         return [claim for stream, entries in found for claim in await self._accept(stream, entries)]
@@ -121,12 +130,12 @@ class JobClaims:
         next flush removes the crash from the count.
 
         Returns:
-            `ok`: the job may be started. `suspect`: the job may be started while no other job runs here.
-            `dead`: the job has failed. `stale`: another worker has started the job.
+            `ok`: the job may be claimed. `suspect`: the job may be run while no other job runs here.
+            `dead`: the job has failed. `stale`: another worker has claimed the job.
         """
         try:
-            state: Any = await self._redis.hmget(self._keys.of_job(claim.job_id).job, ["status", "worker"])
-            last_worker = state[1].decode() if state[1] and state[0] == b"running" else ""
+            state: Any = await self._redis.hmget(self._keys.of_job(claim.job_id).job, ["at_risk", "worker"])
+            last_worker = state[1].decode() if state[1] and state[0] else ""
             heartbeat_ms = None
             if last_worker:
                 heartbeat_ms = await self._redis.zscore(self._keys.workers(self._queue), last_worker)
@@ -141,33 +150,35 @@ class JobClaims:
         except (ResponseError, ValueError) as exc:
             if refuses_writes(exc):
                 raise
-            return "ok"  # the job key has another type: `start_attempt` moves the entry to the dead letters
-
-    async def renew(self, claim: Claim) -> bool:
-        """Renew the claim of a job that has not started. Returns False if another worker has claimed the job."""
-        entry = claim.entry_id
-        pending = await self._redis.xpending_range(claim.stream, GROUP, entry, entry, 1, consumername=self._worker_id)
-        if not pending:
-            return False
-        await self._redis.xclaim(claim.stream, GROUP, self._worker_id, 0, [claim.entry_id], justid=True)
-        return True
+            return "ok"  # the job key has another type: `claim_job` moves the entry to the dead letters
 
     async def requeue(self, claim: Claim) -> None:
-        """Requeue a job that has not been started, so that another worker claims it at once."""
-        await self._scripts.requeue(claim, None)
+        """Requeue a job that has not been claimed, so that another worker takes it at once."""
+        await self._scripts.requeue(claim, None, self._worker_id)
 
-    async def start_attempt(self, claim: Claim) -> StartedAttempt | None:
-        """Start an attempt of a claimed job.
+    async def claim_job(
+        self, claim: Claim, *, from_attempt: int | None = None, at_risk: bool = True
+    ) -> ClaimedJob | None:
+        """Claim the job of an entry.
+
+        Args:
+            claim: The entry.
+            from_attempt: Number of the attempt that waits for a slot in another worker, or in this one. The job is
+                claimed only if it still waits there. None: this worker has taken the entry.
+            at_risk: Whether the job is prepared at once, so that a crash of this worker counts against the job.
 
         Returns:
-            The started attempt. None when the job does not exist, has ended, was cancelled, exceeded its queue timeout,
-            or is unusable. The entry of a missing or unusable job is moved to the dead letters.
+            The claimed job. None when the job does not exist, has ended, was cancelled, has reached a deadline, no
+            longer waits in `from_attempt`, or is unusable. The entry of a missing or unusable job is moved to the dead
+            letters.
 
         Raises:
             RedisError: Redis is unreachable, or refuses writes.
         """
         try:
-            outcome = await self._scripts.start(claim, self._worker_id)
+            outcome = await self._scripts.claim_job(
+                claim, self._worker_id, self._lease_ms, from_attempt=from_attempt, at_risk=at_risk
+            )
         except (ResponseError, ValueError, LookupError) as exc:
             if refuses_writes(exc):
                 raise  # the fault is not in the job
@@ -176,7 +187,7 @@ class JobClaims:
         if isinstance(outcome, Attempt):
             published = await self._read_published(claim.job_id) if outcome.generated else []
             if len(published) == outcome.generated:
-                return StartedAttempt(claim, outcome, published)
+                return ClaimedJob(claim, outcome, published)
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published)}"
             await self._dead_letter_job(claim, f"the job's events are damaged: {counts}")
         elif outcome == "gone":
@@ -201,7 +212,7 @@ class JobClaims:
         return tokens
 
     async def close(self) -> None:
-        """Requeue the claimed jobs that were not started, and remove this consumer from the groups."""
+        """Requeue the entries that this worker still has, and remove this consumer from the groups."""
         await self._streams.close()
 
     async def _dead_letter(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:

@@ -50,6 +50,8 @@ class JobProgress:
     """When the job last had a subscriber."""
     is_cancelling: bool = False
     """Whether the outbox has asked the engine thread to cancel the job."""
+    has_started: bool = False
+    """Whether the job has a slot, or had one in this attempt."""
     must_requeue: bool = False
     """Whether the job is requeued for other workers as soon as all its tokens are stored."""
 
@@ -82,6 +84,7 @@ class JobProgress:
             len(tokens),
             payload,
             publish=self.checkpoints is None,
+            has_started=self.has_started,
         )
 
     def _is_due(self, now_s: float) -> bool:
@@ -99,13 +102,15 @@ class JobProgress:
     def end(self, ended: JobEnded) -> None:
         """Record the end of the job, which the next flush writes."""
         self.final_text, self.stats = ended.text, ended.stats
+        text = "".join(self.texts) + self.final_text
+        output = {"output": codec.encode_output(text, self.tokens), "generated": str(len(self.tokens))}
         if ended.error is not None:
-            self.terminal_write = failed_write(ended.error)
+            failed = failed_write(ended.error)
+            self.terminal_write = TerminalWrite(failed.event, {**failed.fields, **output})
         elif ended.reason is not None:
-            event = Finished(finish_reason=ended.reason, stats=ended.stats)
-            output = codec.encode_output("".join(self.texts) + self.final_text, self.tokens)
-            fields = {"finish_reason": ended.reason.value, "stats": codec.encode_model(ended.stats), "output": output}
-            self.terminal_write = TerminalWrite(event, fields)
+            event = Finished(finish_reason=ended.reason, stats=ended.stats, text_length=len(text))
+            stats = codec.encode_model(ended.stats)
+            self.terminal_write = TerminalWrite(event, {"finish_reason": ended.reason.value, "stats": stats, **output})
         else:
             raise ValueError(f"job {self.lease.job_id} ended without a reason")
 

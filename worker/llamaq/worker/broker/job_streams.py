@@ -1,8 +1,8 @@
 """The job streams of one queue: reads, reclaims and requeues their entries.
 
-On one server, a single blocking XREADGROUP waits for entries in all streams. On a cluster, partitions may be on
-different nodes. There the wait is a blocking XREAD on each partition ("peek"), which claims nothing. A blocking
-XREADGROUP on each node could claim more jobs than the worker has room for.
+A worker waits for new entries with a blocking XREAD ("peek"), which takes no entry, and then reads them. A blocking
+XREADGROUP on several streams could take more entries than the worker has room for. On one server, one XREAD waits for
+the entries of all partitions. On a cluster, partitions may be on different nodes, and each has its own XREAD.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import EXPIRED_IDLE_MS, REQUEUED_CONSUMER
+from llamaq.common.protocol.script_calls import REQUEUED_IDLE_MS, WAITING_CONSUMER, Scripts, StreamEntries
 from llamaq.common.redis.connect import is_cluster
 
 log = logging.getLogger(__name__)
 
-StreamEntries = list[tuple[bytes, dict[bytes, bytes]]]
-"""The id and the fields of each entry of one stream."""
 Entries = list[tuple[str, StreamEntries]]
 """The entries of each stream."""
 Reply = tuple[str, StreamEntries | RedisError]
@@ -48,9 +46,11 @@ class JobStreams:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, consumer: str) -> None:
+    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, consumer: str, lease_s: float) -> None:
         self._redis = redis
+        self._scripts = Scripts(redis, keys)
         self._consumer = consumer
+        self._lease_ms = int(lease_s * 1000)
         self._partitions = [
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
             for partition in range(partitions)
@@ -63,7 +63,7 @@ class JobStreams:
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that a peek has returned."""
         self._peeks: dict[int, asyncio.Task[None]] = {}
-        """Maps a partition to its running peek."""
+        """Maps a partition to its running peek. On one server, the peek of partition 0 is for all partitions."""
 
     def __repr__(self) -> str:
         return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"
@@ -73,9 +73,8 @@ class JobStreams:
         for streams in self._partitions:
             for stream in streams.values():
                 await self._create_group(stream)
-                if self._is_scattered:
-                    last: Any = await self._redis.xrevrange(stream, count=1)
-                    self._last_peeked[stream] = last[0][0] if last else b"0-0"
+                last: Any = await self._redis.xrevrange(stream, count=1)
+                self._last_peeked[stream] = last[0][0] if last else b"0-0"
 
     async def _create_group(self, stream: str) -> None:
         self._last_peeked.pop(stream, None)
@@ -86,7 +85,7 @@ class JobStreams:
                 raise
 
     async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
-        """Claim up to `count` new entries, interactive jobs first, without a wait."""
+        """Read up to `count` new entries, interactive jobs first, without a wait."""
         found: Entries = []
         for priority in priorities:
             streams = [self._partitions[partition][priority] for partition in self._in_order()]
@@ -121,11 +120,11 @@ class JobStreams:
 
     async def _read_new(self, streams: Sequence[str], share: int) -> list[Reply]:
         if not self._is_scattered:
-            new = dict(await self._read_group(streams, share, None))
+            new = dict(await self._read_group(streams, share))
             return [(stream, new.get(stream, [])) for stream in streams]
 
         async def read_one(stream: str) -> StreamEntries:
-            return dict(await self._read_group([stream], share, None)).get(stream, [])
+            return dict(await self._read_group([stream], share)).get(stream, [])
 
         return await self._read_each(streams, read_one)
 
@@ -156,22 +155,9 @@ class JobStreams:
         now_s = asyncio.get_running_loop().time()
         return [partition for partition in order if self._avoided_until_s.get(partition, 0.0) <= now_s] or order
 
-    async def wait(self, wait_s: float) -> Entries:
-        """Wait up to `wait_s` for a new entry and claim it.
-
-        On a cluster with several partitions the call claims nothing. It returns an empty list as soon as a new entry
-        may exist.
-        """
-        if self._is_scattered:
-            await self._peek(wait_s)
-            return []
-        streams = [stream for partition in self._in_order() for stream in self._partitions[partition].values()]
-        return await self._read_group(streams, 1, int(wait_s * 1000))
-
-    async def _read_group(self, streams: Sequence[str], count: int, block_ms: int | None) -> Entries:
-        wanted: dict[Any, Any] = dict.fromkeys(streams, ">")
+    async def _read_group(self, streams: Sequence[str], count: int) -> Entries:
         try:
-            reply: Any = await self._redis.xreadgroup(GROUP, self._consumer, wanted, count=count, block=block_ms)
+            return await self._scripts.read(streams, count, self._lease_ms)
         except ResponseError as exc:
             if "NOGROUP" not in str(exc):
                 raise
@@ -179,13 +165,16 @@ class JobStreams:
             for stream in streams:
                 await self._create_group(stream)
             return []
-        return [(stream.decode(), entries) for stream, entries in reply or ()]
 
-    async def _peek(self, wait_s: float) -> None:
-        """Wait up to `wait_s` for a new entry in any partition. The next call also awaits unfinished peeks."""
-        for partition in self._in_order():
+    async def wait(self, wait_s: float) -> None:
+        """Wait up to `wait_s` for a new entry in any partition. The next call also awaits unfinished peeks.
+
+        The call may return early without a new entry. It takes no entry.
+        """
+        for partition in self._in_order() if self._is_scattered else [0]:
             if partition not in self._peeks:
-                streams = list(self._partitions[partition].values())
+                partitions = [self._partitions[partition]] if self._is_scattered else self._partitions
+                streams = [stream for one in partitions for stream in one.values()]
                 self._peeks[partition] = asyncio.create_task(self._peek_at(streams, wait_s))
         done, _ = await asyncio.wait(self._peeks.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         for partition, peek in list(self._peeks.items()):
@@ -204,31 +193,34 @@ class JobStreams:
         for stream, entries in reply or ():
             self._last_peeked[stream.decode()] = entries[-1][0]
 
-    async def reclaim(self, count: int, idle_ms: int) -> Entries:
-        """Claim up to `count` entries whose lease was not renewed for `idle_ms`, or that were requeued."""
+    async def reclaim(
+        self, count: int, priorities: Sequence[Priority] = tuple(Priority), *, only_requeued: bool = False
+    ) -> Entries:
+        """Take up to `count` entries that were requeued or whose lease has expired, interactive jobs first.
+
+        Args:
+            count: Number of entries to take at most.
+            priorities: The priorities of the jobs.
+            only_requeued: Whether to leave the entries whose lease has expired.
+        """
+
+        async def reclaim_from(stream: str, share: int) -> StreamEntries:
+            try:
+                return await self._scripts.reclaim(stream, share, self._lease_ms, only_requeued=only_requeued)
+            except ResponseError as exc:
+                if "NOGROUP" not in str(exc):
+                    raise
+                await self._create_group(stream)
+                return []
 
         async def reclaim_some(streams: Sequence[str], share: int) -> list[Reply]:
-            return await self._read_each(streams, lambda stream: self._reclaim_from(stream, share, idle_ms))
+            return await self._read_each(streams, lambda stream: reclaim_from(stream, share))
 
-        streams = [stream for partition in self._in_order() for stream in self._partitions[partition].values()]
-        return await self._read_fairly(streams, count, reclaim_some)
-
-    async def _reclaim_from(self, stream: str, count: int, idle_ms: int) -> StreamEntries:
-        """Claim expired entries of one stream: XPENDING finds them, then XCLAIM claims them.
-
-        XAUTOCLAIM examines at most `10 * count` entries, and all of them may have a valid lease.
-        """
-        try:
-            idle: Any = await self._redis.xpending_range(stream, GROUP, min="-", max="+", count=count, idle=idle_ms)
-        except ResponseError as exc:
-            if "NOGROUP" not in str(exc):
-                raise
-            await self._create_group(stream)
-            return []
-        ids = [item["message_id"] for item in idle]
-        claimed: Any = await self._redis.xclaim(stream, GROUP, self._consumer, idle_ms, ids) if ids else []
-        # Redis 6.2 answers (None, None) for an entry that was deleted without being acknowledged.
-        return [(entry, fields) for entry, fields in claimed if entry is not None]
+        found: Entries = []
+        for priority in priorities:
+            streams = [self._partitions[partition][priority] for partition in self._in_order()]
+            found += await self._read_fairly(streams, count - _size(found), reclaim_some)
+        return found
 
     async def close(self) -> None:
         """Requeue the entries that are still claimed, and remove this consumer from the groups.
@@ -254,7 +246,7 @@ class JobStreams:
         )
         entries = [item["message_id"] for item in pending]
         if entries:
-            await self._redis.xclaim(stream, GROUP, REQUEUED_CONSUMER, 0, entries, idle=EXPIRED_IDLE_MS, justid=True)
+            await self._redis.xclaim(stream, GROUP, WAITING_CONSUMER, 0, entries, idle=REQUEUED_IDLE_MS, justid=True)
         if len(entries) < MAX_CLAIMED:  # deleting a consumer would drop its remaining pending entries
             await self._redis.xgroup_delconsumer(stream, GROUP, self._consumer)
 

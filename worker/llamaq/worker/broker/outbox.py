@@ -24,7 +24,7 @@ from llamaq.common.protocol.script_calls import Claim, FlushReply, Increment, Sc
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
+from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class EngineControls(Protocol):
 class Outbox:
     """Writes what the jobs of one worker generate to Redis, and renews their leases.
 
-    A job is registered here from the start of its attempt until its terminal event is stored, the job is requeued, or
-    its lease is lost. `Intake` registers jobs and `OutputMailbox` delivers what the engine thread generates for them.
+    A job is registered here from its claim until its terminal event is stored, the job is requeued, or its lease is
+    lost. `Intake` registers jobs and `OutputMailbox` delivers what the engine thread generates for them.
 
     Threads: all methods run on the I/O thread. The engine thread reaches the outbox through the mailbox only.
     """
@@ -85,6 +85,7 @@ class Outbox:
         self._scripts = scripts
         self._worker_id = worker_id
         self._engine = engine
+        self._lease_ms = int(lease_s * 1000)
         self._renew_every_s = lease_s / 3
         self._renewed_s = 0.0
         self._disconnect_s = disconnect_s
@@ -103,7 +104,7 @@ class Outbox:
 
     @property
     def n_running(self) -> int:
-        """Number of registered jobs that have not ended."""
+        """Number of registered jobs that have not ended, with or without a slot."""
         return sum(job.terminal_write is None for job in self._jobs.values())
 
     @property
@@ -124,7 +125,7 @@ class Outbox:
     # ---- registering jobs: called by the intake
 
     def register(self, lease: Lease, n_stored: int) -> None:
-        """Register a job whose attempt has started, before it is prepared.
+        """Register a claimed job, before it is prepared.
 
         From now on flushes renew its lease and check whether it was cancelled, also during a long preparation.
 
@@ -145,7 +146,7 @@ class Outbox:
         Returns:
             True when the engine may run the job. False when its lease was lost during the preparation.
         """
-        if not self._is_registered(job.lease):
+        if not self.is_registered(job.lease):
             return False
         request = job.request
         checkpoints = None if request.stream else self._checkpoints
@@ -157,22 +158,26 @@ class Outbox:
 
     def reject(self, lease: Lease, error: JobRejected) -> None:
         """End a registered job that could not be prepared."""
-        if self._is_registered(lease):
+        if self.is_registered(lease):
             self._jobs[lease.job_id].terminal_write = failed_write(error)
             self._flush_needed.set()
             self.room_freed.set()
 
-    def requeue_all(self) -> None:
-        """Requeue every running job for other workers, and drop it in the engine. May be called repeatedly."""
+    def requeue_all(self, *, except_for: Lease) -> None:
+        """Requeue all jobs but one for other workers, and drop them in the engine. May be called repeatedly."""
         for job in self._jobs.values():
-            if job.terminal_write is None and not job.must_requeue:
+            if job.terminal_write is None and not job.must_requeue and job.lease != except_for:
                 job.must_requeue = True
                 self._engine.release(job.lease.job_id, job.lease.attempt)
                 self._flush_needed.set()
 
-    def _is_registered(self, lease: Lease) -> bool:
+    def is_registered(self, lease: Lease) -> bool:
+        """Return whether this attempt is registered: it has not ended, and its lease is not lost."""
         job = self._jobs.get(lease.job_id)
         return job is not None and job.lease == lease
+
+    def _has(self, job: JobProgress) -> bool:
+        return self._jobs.get(job.lease.job_id) is job
 
     # ---- messages of the engine thread
 
@@ -185,6 +190,8 @@ class Outbox:
                 job.must_requeue = True
             elif job.lease != message.job.lease:
                 continue  # the message belongs to an older attempt
+            elif isinstance(message, SlotAcquired):
+                job.has_started = True
             elif isinstance(message, NewToken):
                 job.add(message.token, message.text)
             elif isinstance(message, JobEnded):
@@ -231,16 +238,14 @@ class Outbox:
 
     async def _flush_partition(self, jobs: list[JobProgress], now_s: float, *, renew: bool) -> None:
         running = [job for job in jobs if job.terminal_write is None]
-        if running:
-            await self._flush_running(running, now_s, renew=renew)
-        await _run_all(
-            [self._finish(job, job.terminal_write, now_s) for job in jobs if job.terminal_write]
-            + [self._requeue(job) for job in running if job.can_requeue and self._is_registered(job.lease)]
-        )
+        flushed = [self._flush_running(running, now_s, renew=renew)] if running else []
+        # A full Redis refuses the tokens of the running jobs, and accepts the ends of jobs, which free memory.
+        await _run_all(flushed + [self._finish(job, job.terminal_write, now_s) for job in jobs if job.terminal_write])
+        await _run_all(self._requeue(job) for job in running if job.can_requeue and self._has(job))
 
     async def _flush_running(self, jobs: list[JobProgress], now_s: float, *, renew: bool) -> None:
         increments = [job.next_increment(now_s) for job in jobs]
-        replies = await self._scripts.flush(self._worker_id, increments, renew=renew)
+        replies = await self._scripts.flush(self._worker_id, increments, self._lease_ms, renew=renew)
         for job, increment, reply in zip(jobs, increments, replies, strict=True):
             self._handle_reply(job, increment, reply, now_s)
         if refusal := next((reply.refusal for reply in replies if reply.refusal), ""):
@@ -270,24 +275,22 @@ class Outbox:
 
     async def _finish(self, job: JobProgress, terminal_write: TerminalWrite, now_s: float) -> None:
         """Write the last tokens and the terminal event of a job."""
-        last = job.next_increment(now_s)
         try:
-            outcome = await self._scripts.finish(last, terminal_write)
+            has_ended = await self._scripts.finish(self._worker_id, job.next_increment(now_s), terminal_write)
         except ResponseError as exc:
             if not is_job_key_error(exc):
                 raise
             # The entry stays pending. The worker that claims it next moves it to the dead letters.
             log.error("job.unwritable id=%s error=%s", job.lease.job_id, exc)
-            outcome = "lost"
-        if outcome == "ok":
-            log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
-            self._unregister(job)
-            if job.stats is not None:
-                await self._on_finished(job.stats)
-        elif outcome == "lost" or outcome > max(len(job.tokens), job.n_stored):
+            has_ended = False
+        if not has_ended:
             self._drop_lost(job)
-        else:
-            self._set_stored(job, last, outcome, now_s)
+            return
+        log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
+        self._unregister(job)
+        self.room_freed.set()
+        if job.stats is not None:
+            await self._on_finished(job.stats)
 
     async def close(self, *, crashed: bool = False) -> None:
         """Write all tokens and ends, then requeue the jobs that have not ended.
@@ -307,11 +310,10 @@ class Outbox:
             await self.flush()
 
     async def _requeue(self, job: JobProgress) -> None:
-        """Requeue a started job, so that another worker claims it at once."""
+        """Requeue a claimed job, so that another worker takes it at once."""
         lease = job.lease
         claim = Claim(lease.job_id, lease.stream, lease.entry_id)
-        crashed = self._worker_id if self._has_crashed else ""
-        accepted = await self._scripts.requeue(claim, lease.attempt, crashed=crashed)
+        accepted = await self._scripts.requeue(claim, lease.attempt, self._worker_id, crashed=self._has_crashed)
         log.info("job.requeued id=%s accepted=%s", lease.job_id, accepted)
         self._unregister(job)
 
@@ -324,7 +326,7 @@ class Outbox:
 
     def _unregister(self, job: JobProgress) -> None:
         """Remove the job, unless a newer attempt of it is registered already."""
-        if self._jobs.get(job.lease.job_id) is job:
+        if self._has(job):
             del self._jobs[job.lease.job_id]
 
     def __repr__(self) -> str:

@@ -210,7 +210,6 @@ class IoThread:
             self._executor,
             self._ticks.admit,
             capacity=settings.n_parallel + settings.inbox_window,
-            lease_s=settings.lease_s,
             is_alive=lambda: self._ticks.is_alive,
         )
 

@@ -1,23 +1,38 @@
 -- Functions that the scripts share. This file is put in front of each script when the script is loaded.
 --
 -- Fields of a job's hash:
---   request               msgpack of JobRequest
---   status                'queued' | 'running' | 'finished' | 'failed'
+--   request               msgpack of JobRequest; deleted when the job finishes
+--   returned              msgpack of the parameters that the result contains: seed and metadata
+--   status                'queued' | 'running' | 'finished' | 'failed'. A queued job has no slot: it waits in its job
+--                         stream, or in the worker that has claimed it
 --   priority              'interactive' | 'bulk'
 --   entry                 id of the job's entry in its job stream
 --   attempt               number of the newest attempt; only this attempt may write (the fence)
---   worker                id of the worker that runs the job or ran it last
+--   worker                id of the worker that claimed the job last
+--   lease_ms              lease of this worker in ms
+--   claimed_ms            time of this claim in ms since the epoch
+--   at_risk               1 from the time at which this worker began to prepare the job: if it dies, that counts as a
+--                         crash
 --   generated             number of tokens stored so far
 --   generated_at_start    number of tokens that were stored when the newest attempt began
 --   cancel                1 after a client has called cancel
 --   ttl_ms                how long the job's keys live after its end, in ms
---   queue_deadline_ms     latest start of the first attempt, in ms since the epoch; 0: none
---   idempotency           key of the job's idempotency record; '': none
---   submitted_ms, started_ms, finished_ms    times in ms since the epoch
---   crashes               number of consecutive workers that died while they ran the job and before they stored a token
+--   events_ttl_ms         how long the events live after an end that stored the output, in ms
+--   queue_deadline_ms     latest time of the first slot, in ms since the epoch; 0: none
+--   idempotency           key of the job's idempotency record; absent: the job has no idempotency key
+--   digest                digest of the request of a job with an idempotency key
+--   submitted_ms, started_ms, finished_ms    times in ms since the epoch; the job starts when it has its first slot
+--   crashes               number of consecutive workers that died with the job before they stored a token of it
 --   deaths                attempt and worker of each of these crashes, oldest first: "ATTEMPT=WORKER ATTEMPT=WORKER"
---   finish_reason, stats (msgpack), output (msgpack)    of a finished job
---   error (msgpack)       of a failed job
+--   finish_reason, stats (msgpack)    of a finished job
+--   error                 msgpack of the event `failed` of a failed job
+--   output                compressed msgpack of text and tokens, if a worker ended the job
+
+-- Pending entries of the consumer group belong to the consumer WAITING until their job has a slot, and then to the
+-- consumer named after the worker that runs the job. The idle time of an entry tells when its lease expires.
+local WAITING = 'waiting'
+local EXPIRED_IDLE_MS = 100000000000   -- the idle time at which a lease expires
+local REQUEUED_IDLE_MS = 1000000000000 -- the idle time of a requeued entry; no jump of a clock makes it of an expired one
 
 -- Returns the time of the server in ms since the epoch.
 local function now_ms()
@@ -31,6 +46,25 @@ local function emit(events, channel, payload)
   return redis.call('PUBLISH', channel, payload)
 end
 
+-- Gives a pending entry to a consumer, with a lease of `lease_ms`: its idle time is set so that it reaches
+-- EXPIRED_IDLE_MS when the lease expires. So the lease of its holder counts, whoever looks for expired entries.
+local function renew_lease(stream, group, consumer, entry, lease_ms)
+  redis.call('XCLAIM', stream, group, consumer, 0, entry, 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'JUSTID')
+end
+
+-- Returns the number of running jobs of a job stream: the entries of workers whose lease has not expired. All other
+-- entries of the stream wait. Until the first worker has created the group, XPENDING returns an error.
+local function count_running(stream, group)
+  local pending, running = redis.pcall('XPENDING', stream, group), 0
+  for _, consumer in ipairs(pending[4] or {}) do
+    if consumer[1] ~= WAITING then
+      local n_expired = #redis.call('XPENDING', stream, group, 'IDLE', EXPIRED_IDLE_MS, '-', '+', consumer[2], consumer[1])
+      running = running + tonumber(consumer[2]) - n_expired
+    end
+  end
+  return running
+end
+
 -- Acknowledges and deletes an entry. A deleted entry that is not acknowledged would stay pending and could never be
 -- claimed.
 local function drop_entry(stream, group, entry)
@@ -38,23 +72,50 @@ local function drop_entry(stream, group, entry)
   redis.call('XDEL', stream, entry)
 end
 
--- Ends a job: emits its terminal event, sets its status, drops its entry and starts the time to live of its keys.
--- Every job ends in this function, exactly once. `fields` is a flat list of further fields for the hash.
+-- Lets the later writes of a script pass although Redis has reached `maxmemory`. Redis checks the limit only at the first
+-- write of a script, and never refuses PERSIST. A job that has not ended has no expiry that PERSIST could remove.
+local function allow_writes_when_full(job)
+  redis.call('PERSIST', job)
+end
+
+-- Emits one of the last events of a job. An event stream that another client has overwritten must not keep the job from
+-- its end.
+local function emit_last(events, channel, payload)
+  redis.pcall('XADD', events, '*', 'e', payload)
+  redis.call('PUBLISH', channel, payload)
+end
+
+-- Ends a job: sets its status, drops its entry, emits its terminal event and starts the time to live of its keys.
+-- Every job ends in this function, exactly once, also when Redis is full. `fields` is a flat list of further fields for
+-- the hash.
+--
+-- The events are deleted after `events_ttl_ms` if the field `output` contains the whole output, or if there is none.
+-- Otherwise they are the only record of the output. Nothing reads the request of a finished job, so it is deleted.
 local function terminate(job, events, channel, stream, group, entry, status, terminal, fields)
-  emit(events, channel, terminal)
+  allow_writes_when_full(job)
   redis.call('HSET', job, 'status', status, 'finished_ms', now_ms(), unpack(fields))
   drop_entry(stream, group, entry)
-  local ttl = redis.call('HGET', job, 'ttl_ms')
+  emit_last(events, channel, terminal)
+  local state = redis.call('HMGET', job, 'ttl_ms', 'events_ttl_ms', 'idempotency', 'generated')
+  local ttl, idempotency = state[1], state[3]
+  local needs_events = state[4] ~= '0' and redis.call('HEXISTS', job, 'output') == 0
   redis.call('PEXPIRE', job, ttl)
-  redis.call('PEXPIRE', events, ttl)
-  local idempotency = redis.call('HGET', job, 'idempotency')
-  if idempotency and idempotency ~= '' then
+  redis.call('PEXPIRE', events, needs_events and ttl or state[2] or 0) -- a time to live of 0 deletes the key
+  if idempotency then
     redis.call('PEXPIRE', idempotency, ttl)
+  end
+  if status == 'finished' then
+    redis.call('HDEL', job, 'request', 'entry', 'ttl_ms', 'events_ttl_ms', 'idempotency', 'queue_deadline_ms',
+      'generated_at_start', 'deaths', 'lease_ms', 'claimed_ms', 'at_risk')
   end
 end
 
 local function has_ended(status)
   return status == 'finished' or status == 'failed'
+end
+
+local function is_open(status)
+  return status == 'queued' or status == 'running'
 end
 
 -- Returns whether this entry was made for the job. The id alone does not prove it: entries of two streams have the same
@@ -95,4 +156,34 @@ local function remove_death(job, attempt, worker)
   if #remaining < #deaths then
     redis.pcall('HSET', job, 'crashes', #remaining, 'deaths', table.concat(remaining, ' '))
   end
+end
+
+-- Makes a job of a worker that does not run it to its end ready for another claim. The attempt number rises, so that the
+-- worker can no longer write. `state` has the fields attempt, generated, generated_at_start, worker and at_risk of the
+-- job's hash in the places 2 to 6.
+local function requeue_job(job, state, has_crashed)
+  if has_crashed and state[6] and state[3] == state[4] then
+    add_death(job, state[2], state[5])
+  end
+  redis.call('HINCRBY', job, 'attempt', 1)
+  redis.call('HSET', job, 'status', 'queued')
+  redis.call('HDEL', job, 'at_risk')
+end
+
+-- Requeues an entry: the next worker that looks for requeued entries takes it at once.
+local function requeue_entry(stream, group, entry)
+  redis.call('XCLAIM', stream, group, WAITING, 0, entry, 'IDLE', REQUEUED_IDLE_MS, 'JUSTID')
+end
+
+-- Requeues all pending entries of a consumer. Returns their number.
+local function requeue_entries(stream, group, consumer)
+  local n_requeued = 0
+  repeat
+    local pending = redis.pcall('XPENDING', stream, group, '-', '+', 1000, consumer)
+    for _, item in ipairs(pending.err and {} or pending) do
+      requeue_entry(stream, group, item[1])
+      n_requeued = n_requeued + 1
+    end
+  until pending.err or #pending < 1000
+  return n_requeued
 end

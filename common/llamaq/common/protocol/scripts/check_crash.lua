@@ -1,51 +1,51 @@
--- Checks whether the last worker of a job died while it ran the job. A worker calls this script after it has claimed
--- the job's entry from another worker, and before it starts the job.
+-- Checks whether the last worker of a job died with the job. A worker calls this script after it has taken the job's
+-- entry from another worker, and before it claims the job.
 --
--- The death counts if all of these hold: the job is 'running' (a worker that requeues a job sets it to 'queued'),
--- another worker claimed the entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes`
--- and `deaths` record it. After too many deaths the job ends here with the error `poison`.
+-- The death counts if all of these hold: the job is `at_risk` (requeue.lua deletes this field), another worker took the
+-- entry, the last worker's heartbeat is old, and its attempt stored no token. Then `crashes` and `deaths` record it.
+-- After too many deaths the job ends here with the error `poison`.
 --
--- A running job becomes 'queued', so that no worker writes to it before the next start, and so that a repeated call
--- does not count the death again. The status stays if the result is 'stale', or if the job was cancelled: start.lua
--- ends a cancelled job.
+-- The job becomes 'queued' and is no longer at risk, so that a repeated call does not count the death again. It stays as
+-- it is if the result is 'stale', or if the job was cancelled: claim.lua ends a cancelled job.
 --
 -- A worker that is only paused or disconnected appears dead, and its death counts. When the worker continues, its
 -- first call for this attempt returns 'lost' and removes the death (see `remove_death` in _lib.lua).
 --
 -- KEYS[1]   job             hash of the job
 -- KEYS[2]   events          stream of the job's events
--- KEYS[3]   stream          job stream that the job was claimed from
+-- KEYS[3]   stream          job stream that the job was read from
 -- KEYS[4]   dead            stream of dead letters
 -- ARGV[1]   entry           id of the job's entry
 -- ARGV[2]   group           consumer group of the job stream
 -- ARGV[3]   channel         channel of the job's events
 -- ARGV[4]   id              id of the job
--- ARGV[5]   worker          id of the worker that has claimed the entry
--- ARGV[6]   last_worker     id of the worker that ran the job last; '': none
+-- ARGV[5]   worker          id of the worker that has taken the entry
+-- ARGV[6]   last_worker     id of the worker that claimed the job last; '': the job is not at risk
 -- ARGV[7]   heartbeat_ms    time of the last worker's last heartbeat, in ms since the epoch; 0: none
 -- ARGV[8]   dead_after_ms   age of a heartbeat, in ms, from which its worker counts as dead
 -- ARGV[9]   suspect_deaths  number of deaths that make the job a suspect; one more ends it
 -- ARGV[10]  dead_ttl_ms     shortest life of a dead job's keys, in ms
 -- ARGV[11]  max_dead        number of entries stored in the stream of dead letters
 --
--- Returns 'ok'       the job may be started
---         'suspect'  the job may be started while no other job runs on the worker
+-- Returns 'ok'       the job may be claimed
+--         'suspect'  the job may be prepared and run while no other job runs on the worker
 --         'dead'     the job has ended here
---         'stale'    another worker has started the job meanwhile
+--         'stale'    another worker has claimed the job meanwhile
 
 local job, events, stream, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local entry, group, channel, id, worker, last_worker = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local suspect_deaths = tonumber(ARGV[9])
 
 local state = redis.call('HMGET', job,
-  'status', 'worker', 'entry', 'priority', 'cancel', 'attempt', 'generated', 'generated_at_start', 'ttl_ms')
+  'status', 'worker', 'entry', 'priority', 'cancel', 'attempt', 'generated', 'generated_at_start', 'ttl_ms',
+  'at_risk')
 if not state[1] or has_ended(state[1]) or not is_entry_of_job(state[3], state[4], stream, entry) or state[5] then
-  return 'ok' -- start.lua drops such an entry, or ends the job
+  return 'ok' -- claim.lua drops such an entry, or ends the job
 end
 
 -- Unproven: the newest attempt has stored no token, so the job may have crashed its worker.
 local deaths, is_unproven = deaths_of(job), state[7] and state[7] == state[8]
-if state[1] == 'running' then
+if state[10] then
   if state[2] ~= last_worker then
     return 'stale'
   end
@@ -53,6 +53,7 @@ if state[1] == 'running' then
     deaths = add_death(job, state[6], last_worker)
   end
   redis.call('HSET', job, 'status', 'queued')
+  redis.call('HDEL', job, 'at_risk')
 end
 if not is_unproven or #deaths < suspect_deaths then
   return 'ok'

@@ -1,15 +1,16 @@
--- Stores and publishes the tokens that running jobs generated since the last flush, and renews the leases of the jobs.
--- One call flushes all jobs of a worker in one partition.
+-- Stores and publishes the tokens that jobs generated since the last flush, starts the jobs that have a slot, and renews
+-- the leases of the jobs. One call flushes all jobs of a worker in one partition.
 --
 -- Keys of job i, where i counts from 0:
 -- KEYS[3i+1]  job      hash of the job
 -- KEYS[3i+2]  events   stream of the job's events
--- KEYS[3i+3]  stream   job stream that the job was claimed from
+-- KEYS[3i+3]  stream   job stream that the job was read from
 --
--- ARGV[1]  group    consumer group of the job streams
--- ARGV[2]  worker   id of the worker
--- ARGV[3]  renew    '1': renew the leases; '0': do not
--- ARGV[4]  values   msgpack of an array with seven values for each job. One argument is cheaper to send than many.
+-- ARGV[1]  group     consumer group of the job streams
+-- ARGV[2]  worker    id of the worker
+-- ARGV[3]  lease_ms  how long the worker keeps a job without a renewal, in ms
+-- ARGV[4]  renew     '1': renew the leases; '0': do not
+-- ARGV[5]  values    msgpack of an array with eight values for each job. One argument is cheaper to send than many.
 --     1  attempt       number of the worker's attempt
 --     2  entry         id of the job's entry
 --     3  channel       channel of the job's events
@@ -17,6 +18,7 @@
 --     5  count         number of new tokens
 --     6  payload       msgpack of the event `tokens` with the new tokens; '': there are none
 --     7  is_published  whether to publish the event; with stream=false it is only stored
+--     8  has_started   whether the job has a slot, or had one in this attempt. The first such call starts the job
 --
 -- Returns an array with four values for each job:
 --     1  code       'ok'      the worker may continue
@@ -29,38 +31,64 @@
 -- An event is stored only if its offset equals the number of stored tokens. Otherwise the worker
 -- sends the tokens from offset `stored` again. A repeated call therefore stores nothing twice.
 
-local group, worker, renew = ARGV[1], ARGV[2], ARGV[3] == '1'
-local values = cmsgpack.unpack(ARGV[4])
+local group, worker, lease_ms, renew = ARGV[1], ARGV[2], ARGV[3], ARGV[4] == '1'
+local values = cmsgpack.unpack(ARGV[5])
 
--- Stores one event. Returns the number of stored tokens and the error text of Redis. An error affects only this job.
-local function store(job, events, stored, count, payload)
+-- Appends an event. Returns the error text of Redis, or ''. If another client overwrote the key, the worker must send all
+-- tokens again: it has them all.
+local function append(job, events, payload)
   local added = redis.pcall('XADD', events, '*', 'e', payload)
   if type(added) ~= 'table' then
-    redis.call('HSET', job, 'generated', stored + count)
-    return stored + count, ''
+    return ''
   end
   if string.find(added.err, 'WRONGTYPE', 1, true) or string.find(added.err, 'exhausted', 1, true) then
-    -- Another client overwrote the key. The worker has all tokens, and sends them again from the first token.
     redis.call('DEL', events)
     redis.call('HSET', job, 'generated', 0)
-    return 0, ''
+    return 'overwritten'
   end
-  return stored, added.err
+  return added.err
 end
 
-local function flush(job, events, attempt, channel, offset, count, payload, is_published)
+-- Starts a job that has its first slot in this attempt. Returns the error text of Redis, or ''.
+local function start(job, events, stream, entry, attempt, channel)
+  local set = redis.pcall('HSET', job, 'status', 'running')
+  if type(set) == 'table' then
+    return set.err
+  end
+  redis.call('HSETNX', job, 'started_ms', now_ms())
+  local started = cmsgpack.pack({type = 'started', attempt = attempt, worker = worker})
+  local refusal = append(job, events, started)
+  if refusal == 'overwritten' then
+    refusal = append(job, events, started)
+  end
+  redis.call('PUBLISH', channel, started)
+  renew_lease(stream, group, worker, entry, lease_ms)
+  return refusal
+end
+
+local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started)
   local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker')
-  -- Compare the worker too: if a failover lost the start of an attempt, two workers may have the same number.
-  if state.err or state[1] ~= 'running' or tonumber(state[2]) ~= attempt or state[5] ~= worker then
+  -- Compare the worker too: if a failover lost a claim, two workers may have the same attempt number.
+  if state.err or not is_open(state[1]) or tonumber(state[2]) ~= attempt or state[5] ~= worker then
     remove_death(job, attempt, worker)
     return 'lost', tonumber(not state.err and state[3] or '0') or 0, 0, ''
   end
-  local before = tonumber(state[3] or '0') or 0
-  local stored, refusal, listeners = before, '', nil
-  if payload ~= '' and offset == before then
-    stored, refusal = store(job, events, before, count, payload)
-    if is_published and refusal == '' and stored == before + count then
-      listeners = redis.call('PUBLISH', channel, payload)
+  local refusal = ''
+  if has_started and state[1] == 'queued' then
+    refusal = start(job, events, stream, entry, attempt, channel)
+    state[3] = redis.call('HGET', job, 'generated')
+  end
+  local stored, listeners = tonumber(state[3] or '0') or 0, nil
+  if payload ~= '' and offset == stored and refusal == '' then
+    refusal = append(job, events, payload)
+    if refusal == 'overwritten' then
+      stored, refusal = 0, ''
+    elseif refusal == '' then
+      stored = stored + count
+      redis.call('HSET', job, 'generated', stored)
+      if is_published then
+        listeners = redis.call('PUBLISH', channel, payload)
+      end
     end
   end
   listeners = listeners or redis.call('PUBSUB', 'NUMSUB', channel)[2]
@@ -69,9 +97,11 @@ end
 
 local reply = {}
 for i = 0, #KEYS / 3 - 1 do
-  local v = 7 * i
-  reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4] = flush(KEYS[3 * i + 1], KEYS[3 * i + 2],
-    values[v + 1], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7])
+  local v = 8 * i
+  reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4] = flush(
+    KEYS[3 * i + 1], KEYS[3 * i + 2], KEYS[3 * i + 3],
+    values[v + 1], values[v + 2], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7],
+    values[v + 8])
   local refusal = reply[4 * i + 4]
   if string.find(refusal, 'READONLY', 1, true) or string.find(refusal, 'NOREPLICAS', 1, true) then
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
@@ -82,7 +112,8 @@ end
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     if reply[4 * i + 1] ~= 'lost' then
-      redis.pcall('XCLAIM', KEYS[3 * i + 3], group, worker, 0, values[7 * i + 2], 'JUSTID')
+      local consumer = values[8 * i + 8] and worker or WAITING
+      renew_lease(KEYS[3 * i + 3], group, consumer, values[8 * i + 2], lease_ms)
     end
   end
 end

@@ -2,30 +2,31 @@
 -- The entry keeps its place in the stream. The attempt number rises, so that the old worker can no longer write.
 --
 -- KEYS[1]  job       hash of the job
--- KEYS[2]  stream    job stream that the job was claimed from
--- ARGV[1]  attempt   number of the worker's attempt; '': the job was claimed and not started
+-- KEYS[2]  stream    job stream that the job was read from
+-- ARGV[1]  attempt   number of the worker's attempt; '': the worker has read the entry and has not claimed the job
 -- ARGV[2]  group     consumer group of the job stream
 -- ARGV[3]  entry     id of the job's entry
--- ARGV[4]  idle_ms   idle time to set on the entry, longer than any lease
--- ARGV[5]  consumer  consumer that owns requeued entries
--- ARGV[6]  crashed   id of the worker if it crashed; the death counts as in check_crash.lua. '': it did not crash
+-- ARGV[4]  worker    id of the worker
+-- ARGV[5]  crashed   '1': the worker crashed, which counts as in check_crash.lua; '0': it did not
 --
 -- Returns 'ok'    the job is requeued
 --         'lost'  a newer attempt exists, or the job has ended
 
-local state = redis.call('HMGET', KEYS[1], 'status', 'attempt', 'generated', 'generated_at_start')
-if ARGV[1] ~= '' then
-  if state[1] ~= 'running' or state[2] ~= ARGV[1] then
-    if ARGV[6] == '' then
-      remove_death(KEYS[1], ARGV[1])
+local job, attempt, worker, crashed = KEYS[1], ARGV[1], ARGV[4], ARGV[5] == '1'
+if attempt ~= '' then
+  local state = redis.call('HMGET', job, 'status', 'attempt', 'generated', 'generated_at_start', 'worker', 'at_risk')
+  if not is_open(state[1]) or state[2] ~= attempt or state[5] ~= worker then
+    if not crashed then
+      remove_death(job, attempt, worker)
     end
     return 'lost'
   end
-  if ARGV[6] ~= '' and state[3] == state[4] then
-    add_death(KEYS[1], ARGV[1], ARGV[6])
+  if crashed and state[6] and state[3] == state[4] then
+    add_death(job, attempt, worker)
   end
-  redis.call('HINCRBY', KEYS[1], 'attempt', 1)
-  redis.call('HSET', KEYS[1], 'status', 'queued')
+  redis.call('HINCRBY', job, 'attempt', 1)
+  redis.call('HSET', job, 'status', 'queued')
+  redis.call('HDEL', job, 'at_risk')
 end
-redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[5], 0, ARGV[3], 'IDLE', ARGV[4], 'JUSTID')
+redis.call('XCLAIM', KEYS[2], ARGV[2], WAITING, 0, ARGV[3], 'IDLE', REQUEUED_IDLE_MS, 'JUSTID')
 return 'ok'

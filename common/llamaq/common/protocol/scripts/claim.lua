@@ -1,0 +1,77 @@
+-- Claims a job for a worker: begins a new attempt, which prepares the job and waits for a slot. `flush.lua` starts the
+-- job when it has a slot.
+--
+-- KEYS[1]  job        hash of the job
+-- KEYS[2]  events     stream of the job's events
+-- KEYS[3]  stream     job stream that the job's entry was read from
+-- ARGV[1]  entry      id of the job's entry
+-- ARGV[2]  group      consumer group of the job stream
+-- ARGV[3]  worker     id of the worker
+-- ARGV[4]  lease_ms   how long the worker keeps the job without a renewal, in ms
+-- ARGV[5]  channel    channel of the job's events
+-- ARGV[6]  cancelled  msgpack of the event `finished` with the reason `cancelled`
+-- ARGV[7]  expired    msgpack of the event `finished` with the reason `deadline`
+-- ARGV[8]  from       number of the attempt that waits for a slot in another worker, from which the job is taken; '': any
+-- ARGV[9]  at_risk    '1': the worker prepares the job now, so its death counts as a crash; '0': it does not yet
+--
+-- With `from`, the other worker's death is counted as in check_crash.lua, because it may have died. If it is alive, its
+-- next call for its attempt returns 'lost' and removes the death.
+--
+-- Returns {'run', attempt, request, generated, waited_ms, queue_ms}
+--                    the attempt has begun; `generated` tokens are stored. `waited_ms` is the time since submit, and
+--                    `queue_ms` the time from submit to the first slot, -1 if the job had no slot so far
+--         {'gone'}   the job does not exist; the caller makes a dead letter of the entry
+--         {'done'}   the job has ended, or this is not its entry; the entry was dropped
+--         {'ended'}  the job was cancelled, or its queue deadline has passed; it has ended here
+--         {'stale'}  the job is no longer waiting in the attempt `from`
+
+local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
+local entry, group, worker, lease_ms, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local from, at_risk = ARGV[8], ARGV[9] == '1'
+
+local state = redis.call('HMGET', job,
+  'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms', 'priority',
+  'generated', 'generated_at_start', 'attempt', 'worker', 'at_risk')
+if not state[1] then
+  return {'gone'}
+end
+if has_ended(state[1]) or not is_entry_of_job(state[2], state[7], stream, entry) then
+  drop_entry(stream, group, entry)
+  return {'done'}
+end
+if from ~= '' and (state[1] ~= 'queued' or state[10] ~= from) then
+  return {'stale'}
+end
+if state[3] then
+  terminate(job, events, channel, stream, group, entry, 'finished', ARGV[6], {'finish_reason', 'cancelled'})
+  return {'ended'}
+end
+
+local now = now_ms()
+local deadline = tonumber(state[4])
+if not state[6] and deadline > 0 and now >= deadline then
+  terminate(job, events, channel, stream, group, entry, 'finished', ARGV[7], {'finish_reason', 'deadline'})
+  return {'ended'}
+end
+
+local submitted, started = tonumber(state[5]), tonumber(state[6] or '-1')
+local waited = now - submitted
+allow_writes_when_full(job) -- claimed jobs end, and that frees memory
+local attempt = redis.call('HINCRBY', job, 'attempt', 1)
+if state[9] and state[8] ~= state[9] then
+  redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so earlier crashes no longer count
+elseif from ~= '' and state[12] then
+  add_death(job, from, state[11])
+end
+redis.call('HSET', job, 'status', 'queued', 'worker', worker, 'lease_ms', lease_ms, 'claimed_ms', now,
+  'generated_at_start', state[8])
+if at_risk then
+  redis.call('HSET', job, 'at_risk', 1)
+else
+  redis.call('HDEL', job, 'at_risk')
+end
+renew_lease(stream, group, WAITING, entry, lease_ms)
+return {
+  'run', attempt, redis.call('HGET', job, 'request') or '', tonumber(state[8]), waited,
+  started < 0 and -1 or started - submitted,
+}

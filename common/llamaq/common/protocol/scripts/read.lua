@@ -1,0 +1,27 @@
+-- Reads new entries of job streams and gives each a lease, so that no entry is left without one if the worker dies.
+--
+-- KEYS[..]  streams   job streams
+-- ARGV[1]   group     consumer group of the job streams
+-- ARGV[2]   count     number of entries to read from each stream at most
+-- ARGV[3]   lease_ms  how long the worker keeps an entry without a renewal, in ms
+--
+-- Returns an array with {stream, entries} for each stream that has new entries. `entries` is an array with
+-- {id, {name, value, ...}} for each entry.
+
+local command = {'XREADGROUP', 'GROUP', ARGV[1], WAITING, 'COUNT', ARGV[2], 'STREAMS'}
+for _, stream in ipairs(KEYS) do
+  command[#command + 1] = stream
+end
+for _ = 1, #KEYS do
+  command[#command + 1] = '>'
+end
+local found = redis.call(unpack(command))
+if not found then
+  return {}
+end
+for _, reply in ipairs(found) do
+  for _, entry in ipairs(reply[2]) do
+    renew_lease(reply[1], ARGV[1], WAITING, entry[1], ARGV[3])
+  end
+end
+return found

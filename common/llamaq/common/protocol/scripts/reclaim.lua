@@ -1,0 +1,25 @@
+-- Takes entries of one job stream that were requeued, or whose lease has expired. An entry's lease is that of the worker
+-- that holds it, because it is stored with the entry (see `renew_lease` in _lib.lua).
+--
+-- KEYS[1]  stream     job stream
+-- ARGV[1]  group      consumer group of the job stream
+-- ARGV[2]  count      number of entries to take at most
+-- ARGV[3]  lease_ms   how long the caller keeps an entry without a renewal, in ms
+-- ARGV[4]  expired    '1': take requeued entries and expired leases; '0': take requeued entries only
+--
+-- Returns an array with {id, {name, value, ...}} for each entry.
+
+local stream, group = KEYS[1], ARGV[1]
+local idle_ms = ARGV[4] == '1' and EXPIRED_IDLE_MS or REQUEUED_IDLE_MS / 2
+local taken = {}
+for _, pending in ipairs(redis.call('XPENDING', stream, group, 'IDLE', idle_ms, '-', '+', ARGV[2])) do
+  local id = pending[1]
+  local entry = redis.call('XRANGE', stream, id, id)[1]
+  if entry then
+    renew_lease(stream, group, WAITING, id, ARGV[3])
+    taken[#taken + 1] = entry
+  else
+    redis.call('XACK', stream, group, id) -- another client deleted the entry and did not acknowledge it
+  end
+end
+return taken
