@@ -22,6 +22,8 @@ TICK_S = 0.01
 SHARED_TOKENS = 40
 ENDLESS_TOKENS = 3000
 """Length of the jobs with one caller. If such a job is not cancelled, it is still in the queue when the soak ends."""
+FIRST_S = 0.05
+"""Seconds that the first caller is ahead, so that its call creates the job."""
 LEAVES_AFTER_S = (0.0, 0.8)
 """Range of the seconds after which a caller leaves: the job waits, is in prefill, or generates."""
 SETTINGS: dict[str, Any] = {"n_parallel": 4, "n_ctx": 16384, "chunk_size": 32}
@@ -60,6 +62,7 @@ async def _leave_shared(
     """Submit one job from two callers. The first leaves, and the second must read the whole output."""
     options = _options(rng, SHARED_TOKENS) | {"idempotency_key": key, "stream": True}
     calling = asyncio.create_task(first.generate_tokens(**options))
+    await asyncio.sleep(FIRST_S)
     shape = JobShape(options, demands={"n_tokens": SHARED_TOKENS, "ending": "length"})
     reading = asyncio.create_task(read(await submit(second, checker, shape), checker, "second caller"))
     await asyncio.sleep(rng.uniform(*LEAVES_AFTER_S))
