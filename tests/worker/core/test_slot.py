@@ -62,6 +62,7 @@ def test_an_idle_slot_has_no_pending_tokens_and_no_job() -> None:
         _ = slot.active
 
 
-def test_a_reservation_ends_at_the_context_limit() -> None:
-    assert make_job([7] * 10, max_tokens=1000, context_limit=64).reservation == 64
-    assert make_job([7] * 10, max_tokens=4, context_limit=64).reservation == 14
+def test_the_length_of_a_job_is_bounded_by_max_tokens_and_by_the_context_limit() -> None:
+    assert make_job([7] * 10, max_tokens=1000, context_limit=64).max_length == 64
+    assert make_job([7] * 10, max_tokens=4, context_limit=64).max_length == 14
+    assert make_job([7] * 10, context_limit=64).max_length == 64

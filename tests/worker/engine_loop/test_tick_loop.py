@@ -18,6 +18,7 @@ from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, Outp
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS, TickLoop
+from llamaq.worker.scheduling.scheduler import SHED_AFTER_S
 from llamaq.worker.testing.fake_engine import FakeEngine
 from llamaq.worker.testing.fake_job import make_job
 from llamaq.worker.testing.ticks import ManualClock, make_memory, make_scheduler
@@ -135,10 +136,11 @@ def test_a_stopping_worker_withdraws_jobs_without_a_slot_before_it_computes() ->
 
 async def test_bulk_jobs_beyond_the_capacity_are_withdrawn() -> None:
     loop = Loop(capacity=N_SLOTS + 1)
-    jobs = [make_job(max_tokens=5, priority=Priority.BULK) for _ in range(N_SLOTS + 3)]
+    jobs = [make_job(max_tokens=500, priority=Priority.BULK) for _ in range(N_SLOTS + 3)]
     with loop.running():
         await asyncio.wrap_future(loop.ticks.call(lambda: admit_all(loop, jobs)))
-        while len(loop.effects) < 2:  # noqa: ASYNC110 - the engine thread has no event for a tick
+        loop.clock.now_s += SHED_AFTER_S
+        while sum(isinstance(effect, JobWithdrawn) for effect in loop.effects) < 2:  # noqa: ASYNC110 - the engine thread has no event for a tick
             await asyncio.sleep(POLL_S)
     withdrawn = [effect for effect in loop.effects if isinstance(effect, JobWithdrawn)]
     assert withdrawn == [JobWithdrawn(jobs[-1]), JobWithdrawn(jobs[-2])]

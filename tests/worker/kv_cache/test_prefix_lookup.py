@@ -1,4 +1,4 @@
-"""Each admission looks up each prompt once. A lookup is repeated only if an eviction makes the hit stale."""
+"""A lookup is stored until a job starts or leaves or an entry changes. A job is admitted only with a new lookup."""
 
 from __future__ import annotations
 
@@ -54,12 +54,30 @@ def test_each_admission_looks_up_each_compared_job_once() -> None:
     assert rig.lookups_of_a_tick() == 0
 
 
-def test_a_job_that_waits_for_room_is_looked_up_once_per_tick() -> None:
-    rig = Rig(n_slots=2, n_ctx=100)
-    rig.submit(make_job([1] * 20, max_tokens=40))
+def test_a_job_that_waits_for_room_is_looked_up_once_and_again_before_its_admission() -> None:
+    rig = Rig(n_slots=3, n_ctx=100)
+    rig.submit(make_job([1] * 75, job_id="running", max_tokens=15))
     assert rig.lookups_of_a_tick() == 1
-    rig.submit(make_job([2] * 20, max_tokens=40))
-    assert [rig.lookups_of_a_tick() for _ in range(3)] == [1, 1, 1]
+    rig.submit(make_job([2] * 20, max_tokens=1), make_job([3] * 30, max_tokens=1))
+    n_lookups = [rig.lookups_of_a_tick() for _ in range(6)]
+    assert n_lookups == [2, 0, 0, 0, 0, 0]
+    assert rig.running == ["running", None, None]
+    rig.scheduler.cancel("running")
+    assert rig.lookups_of_a_tick() == 3  # two jobs for the first admission, one for the second
+    assert rig.scheduler.n_waiting == 0
+
+
+def test_a_waiting_job_uses_what_a_running_job_computed_after_the_first_lookup() -> None:
+    rig = Rig(n_slots=2, n_ctx=100)
+    rig.submit(make_job([1] * 60, job_id="running", max_tokens=30, slot=0))
+    run_tick(rig.scheduler, rig.engine)
+    rig.submit(make_job([1] * 59 + [2] * 15, job_id="sharing", max_tokens=5))
+    assert rig.running == ["running", None]
+    for _ in range(5):
+        run_tick(rig.scheduler, rig.engine)
+    assert rig.running == ["running", "sharing"]
+    stats = {end.job.id: end.stats for end in rig.finish()}
+    assert stats["sharing"].prefix_cache_tokens == 59
 
 
 def test_while_all_slots_are_busy_no_prefix_is_looked_up() -> None:
@@ -75,7 +93,7 @@ def test_the_eviction_of_other_entries_does_not_repeat_the_lookup() -> None:
     rig.finish()
     rig.submit(make_job([2] * 40, max_tokens=2))
     rig.finish()
-    rig.submit(make_job([2] * 40 + [3] * 10, job_id="third", max_tokens=20))
+    rig.submit(make_job([2] * 40 + [3] * 30, job_id="third", max_tokens=20))
     assert rig.lookups_of_a_tick() == 1
     assert rig.scheduler.cache_snapshot().evictions == 1
     (end,) = rig.finish()
@@ -86,10 +104,10 @@ def test_the_cells_of_a_stale_hit_do_not_count_as_room() -> None:
     rig = Rig(n_slots=2, n_ctx=100)
     rig.submit(make_job([1] * 44, max_tokens=2))
     rig.finish()
-    rig.submit(make_job([2] * 20, job_id="running", max_tokens=30))
+    rig.submit(make_job([2] * 42, job_id="running", max_tokens=20))
     run_tick(rig.scheduler, rig.engine)
     # The job would fit if it reused 21 tokens of the entry. But this entry must be evicted to free enough cells.
-    rig.submit(make_job([1] * 21 + [3] * 20, job_id="waiting", max_tokens=20))
+    rig.submit(make_job([1] * 21 + [3] * 25, job_id="waiting", max_tokens=20))
     assert rig.lookups_of_a_tick() == 2
     assert rig.running == [None, "running"]
     assert rig.scheduler.cache_snapshot().evictions == 1

@@ -83,6 +83,7 @@ class RandomWorker:
             offload=BlockTransfers(store, self.engine.sequences) if self.random.random() < 0.8 else None,
             held_cells=self.random.choice([0, 100, None]),
             similarity=0.2,
+            margin=self.random.choice([1, 8, 64]),
         )
         self.scheduler = make_scheduler(self.engine, memory, chunk_size=chunk_size, clock=self.clock)
         self.jobs: dict[str, Job] = {}
@@ -115,7 +116,7 @@ class RandomWorker:
         job = make_job(
             prompt,
             context_limit=min(self.engine.sequences.cells_per_sequence, 300),
-            max_tokens=self.random.randint(1, 40),
+            max_tokens=self.random.choice([None, *[self.random.randint(1, 40)] * 9]),
             priority=self.random.choice(["interactive", "bulk"]),
             cache_prompt=self.random.random() < 0.9,
             slot=self.random.choice([None, None, None, 0, 2]),
@@ -153,7 +154,7 @@ class RandomWorker:
         assert end.reason in (FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
         assert generated == first_tokens_alone(end.job.prompt, len(generated))
         if end.reason is FinishReason.LENGTH:
-            assert len(generated) == min(end.job.request.max_tokens, end.job.context_limit - len(end.job.prompt))
+            assert len(generated) == end.job.max_length - len(end.job.prompt)
         self.histories = [*self.histories[-30:], [*end.job.prompt, *generated]]
 
 

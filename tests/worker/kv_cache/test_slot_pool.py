@@ -11,17 +11,43 @@ from llamaq.worker.testing import make_job
 
 def can_acquire(pool: SlotPool, job: Job) -> bool:
     """Return whether the pool has an idle slot, a free sequence and enough cells for the job."""
-    return pool.n_free_sequences > 0 and pool.has_slot(job) and pool.missing_cells(job.reservation) == 0
+    return pool.n_free_sequences > 0 and pool.has_slot(job) and pool.missing_cells(pool.cells_to_admit(job)) == 0
 
 
-def test_a_job_is_acquired_only_when_prompt_and_answer_can_be_reserved() -> None:
-    pool = SlotPool(4, 100, 4)
-    pool.acquire(make_job([7] * 40, max_tokens=30, priority="bulk"), 0.0)
-    assert pool.promised_cells == 70
+def test_a_job_is_acquired_only_when_its_prompt_and_a_margin_fit_beside_the_margins_of_the_running_jobs() -> None:
+    pool = SlotPool(4, 100, 4, margin=20)
+    slot = pool.acquire(make_job([7] * 40, max_tokens=1000, priority="bulk"), 0.0)
+    assert (pool.promised_cells, pool.reserved_cells) == (60, 60)
     assert pool.slots[0].priority is Priority.BULK
-    assert can_acquire(pool, make_job([7] * 10, max_tokens=20))
-    assert not can_acquire(pool, make_job([7] * 10, max_tokens=21))
-    assert pool.missing_cells(make_job([7] * 10, max_tokens=25).reservation) == 5
+    assert can_acquire(pool, make_job([7] * 20))
+    assert not can_acquire(pool, make_job([7] * 21))
+    assert can_acquire(pool, make_job([7] * 35, max_tokens=5))
+    assert pool.missing_cells(pool.cells_to_admit(make_job([7] * 25))) == 5
+    slot.active.n_past = 40
+    pool.resize(slot.active.seq_id, 40)
+    assert (pool.promised_cells, pool.reserved_cells) == (20, 60)
+
+
+def test_the_margin_doubles_each_time_a_job_lost_its_slot_because_cells_ran_out() -> None:
+    pool = SlotPool(4, 500, 4, margin=20)
+    job = make_job([7] * 40, context_limit=400)
+    needed = []
+    for job.n_out_of_cells in (0, 1, 2, 3, 4, 400):
+        needed.append(pool.cells_to_admit(job))
+    assert needed == [60, 80, 120, 200, 360, 400]
+    job.resumed = [7] * 100
+    job.n_out_of_cells = 0
+    assert pool.cells_to_admit(job) == 160
+
+
+def test_running_jobs_lack_cells_when_their_next_tokens_do_not_fit() -> None:
+    pool = SlotPool(2, 50, 2, margin=20)
+    slot = pool.acquire(make_job([7] * 40), 0.0)
+    slot.active.n_past = 40
+    pool.resize(slot.active.seq_id, 40)
+    slot.active.tokens += [1] * 6
+    assert (pool.lacks_cells(), pool.lacks_cells(4), pool.lacks_cells(5)) == (False, False, True)
+    assert pool.missing_cells(0) == 16  # the margin of 20 ends at token 66
 
 
 def test_without_an_idle_slot_no_job_is_acquired() -> None:
@@ -32,7 +58,7 @@ def test_without_an_idle_slot_no_job_is_acquired() -> None:
 
 
 def test_a_released_sequence_belongs_to_the_cache_with_its_cells_until_it_is_freed() -> None:
-    pool = SlotPool(1, 100, 1)
+    pool = SlotPool(1, 100, 1, margin=20)
     slot = pool.acquire(make_job([7] * 30, max_tokens=30), 0.0)
     slot.active.n_past = 45
     pool.resize(slot.active.seq_id, 45)

@@ -103,7 +103,7 @@ JOB_RECIPES = st.builds(
     fails_at=st.sampled_from([None, None, None, 0, 4]),
     params=st.fixed_dictionaries(
         {
-            "max_tokens": st.integers(1, 60),
+            "max_tokens": st.one_of(st.none(), st.integers(1, 60)),
             "priority": st.sampled_from(["interactive", "bulk"]),
             "timeout_s": st.sampled_from([None, None, 3.0]),
             "stop": st.sampled_from([[], [], ["ab", "m"], ["z"]]),
@@ -118,16 +118,21 @@ class Jobs(RuleBasedStateMachine):
     submitted = Bundle("submitted")
 
     @initialize(
-        strategy=st.sampled_from(sorted(STRATEGIES)), n_slots=st.integers(1, 4), chunk_size=st.sampled_from([1, 5, 32])
+        strategy=st.sampled_from(sorted(STRATEGIES)),
+        n_slots=st.integers(1, 4),
+        chunk_size=st.sampled_from([1, 5, 32]),
+        margin=st.sampled_from([1, 8, 40]),
+        bulk_share=st.sampled_from([0.0, 0.1, 0.5]),
     )
-    def start(self, strategy: str, n_slots: int, chunk_size: int) -> None:
+    def start(self, strategy: str, n_slots: int, chunk_size: int, margin: int, bulk_share: float) -> None:
         self.engine = FakeEngine(n_ctx=N_CTX, n_batch=24, n_seq_max=n_slots + 3, next_token=letter_or_end)
         self.clock = ManualClock()
         self.scheduler = make_scheduler(
             self.engine,
-            make_memory(self.engine, n_slots=n_slots),
+            make_memory(self.engine, n_slots=n_slots, margin=margin),
             strategy=STRATEGIES[strategy](),
             chunk_size=chunk_size,
+            bulk_share=bulk_share,
             clock=self.clock,
         )
         self.jobs: dict[str, Job] = {}
@@ -213,8 +218,7 @@ class Jobs(RuleBasedStateMachine):
         assert (end.reason is None) != (end.error is None)
         assert end.stats.generated_tokens == len(generated)
         if end.reason is FinishReason.LENGTH:
-            full = len(generated) >= job.request.max_tokens or len(job.prompt) + len(generated) >= job.context_limit
-            assert full
+            assert len(job.prompt) + len(generated) >= job.max_length
         if end.reason is FinishReason.STOP and not job.detokenizer.stopped:
             assert generated_alone(job, len(generated) + 1) == [*generated, ByteVocab.eos]
 
@@ -231,9 +235,9 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def let_all_jobs_end(self) -> None:
-        # Each tick computes at least one token of a job, so within this number of ticks all jobs end.
-        work = sum(len(job.prompt) + job.request.max_tokens for job in self.jobs.values())
-        for _ in range(work + len(self.jobs) + 200):
+        # Each tick computes at least one token of a job. Preempted jobs compute some tokens twice.
+        work = sum(job.max_length for job in self.jobs.values())
+        for _ in range(2 * work + len(self.jobs) + 200):
             if not self.scheduler.has_work:
                 break
             self.collect_outputs()

@@ -85,6 +85,20 @@ class BatchSettings(BaseModel):
         description="Strategy that builds each batch: `decode-maximal`, `prefill-priority`, `balanced`, or a class of "
         "your own as `module:Class`.",
     )
+    cell_margin: int = Field(
+        64,
+        ge=1,
+        description="Number of KV cells that a job needs in addition to its prompt to get a slot. It takes further cells "
+        "as it generates. When none are left, cached sequences are evicted, and then the job that began last waits. A "
+        "larger margin means fewer interruptions and fewer jobs at the same time.",
+    )
+    bulk_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Share of the slot time that bulk jobs get while interactive jobs want all of it. 0: bulk jobs run "
+        "only in slots that no interactive job wants.",
+    )
     max_queue: int = Field(
         0,
         ge=0,

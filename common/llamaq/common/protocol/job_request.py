@@ -51,11 +51,11 @@ class Message(StrictModel):
 class JobParams(SamplingParams):
     """All parameters of a job except its prompt."""
 
-    max_tokens: int = Field(
-        256,
+    max_tokens: int | None = Field(
+        None,
         ge=1,
         le=MAX_GENERATED_TOKENS,
-        description="Maximum number of generated tokens. The job may reach its context limit earlier.",
+        description="Maximum number of generated tokens. If not set: up to the context limit of the job.",
     )
     seed: int | None = Field(
         None,
@@ -199,7 +199,7 @@ class JobOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     penalty_last_n: int
-    max_tokens: int
+    max_tokens: int | None
     seed: int | None
     logit_bias: dict[int, float]
     grammar: str | None

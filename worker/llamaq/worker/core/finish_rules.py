@@ -14,10 +14,7 @@ def finish_reason(job: Job, n_generated: int) -> FinishReason | None:
     """Return why a job with `n_generated` tokens is finished, or None when it continues."""
     if job.detokenizer.stopped:
         return FinishReason.STOP
-    n_tokens = len(job.prompt) + n_generated
-    if n_generated >= job.request.max_tokens or n_tokens >= job.context_limit:
-        return FinishReason.LENGTH
-    return None
+    return FinishReason.LENGTH if len(job.prompt) + n_generated >= job.max_length else None
 
 
 def finish_on_submit(job: Job, end_tokens: frozenset[int], n_slots: int) -> JobFinish | None:

@@ -94,7 +94,11 @@ class Job:
     first_token_s: float | None = None
     """Time of this attempt's first sampled token. A preemption does not reset this time."""
     protected_tokens: int = 0
-    """A job of higher priority cannot preempt this job before this job has generated this many tokens."""
+    """A job of higher priority does not preempt this job before this job has generated this many tokens."""
+    has_had_slot: bool = False
+    """Whether this attempt has had a slot. False while a job waits for its first slot."""
+    n_out_of_cells: int = 0
+    """How often this job lost its slot because cells ran out. Each time doubles the margin of its next admission."""
     scope: Scope = field(default_factory=Scope)
     """The jobs that may share the KV cells of this job."""
     system_tokens: int = 0
@@ -110,9 +114,15 @@ class Job:
         return self.lease.job_id
 
     @property
-    def reservation(self) -> int:
-        """KV cells that admission reserves: prompt plus `max_tokens`, at most the context limit."""
-        return min(len(self.prompt) + self.request.max_tokens, self.context_limit)
+    def n_history(self) -> int:
+        """Number of tokens that the job has without a slot: its prompt and its resumed tokens."""
+        return len(self.prompt) + len(self.resumed)
+
+    @property
+    def max_length(self) -> int:
+        """The largest number of tokens, prompt and generated, that this job can reach."""
+        max_tokens = self.request.max_tokens
+        return self.context_limit if max_tokens is None else min(len(self.prompt) + max_tokens, self.context_limit)
 
     def __repr__(self) -> str:
         return f"<Job {self.id} attempt={self.lease.attempt} prompt={len(self.prompt)} max={self.request.max_tokens}>"

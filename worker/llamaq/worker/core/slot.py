@@ -87,10 +87,9 @@ class Run:
         """Number of tokens of the history that are not in KV memory yet: 1 in DECODE, 1 or more in PREFILL."""
         return len(self.tokens) - self.n_past
 
-    @property
-    def promised_cells(self) -> int:
-        """Cells that are reserved for the job and not used yet."""
-        return max(0, self.job.reservation - self.n_past)
+    def promised_cells(self, margin: int) -> int:
+        """Return how many cells the job still needs for its history and for the next `margin` tokens."""
+        return max(0, min(len(self.tokens) + margin, self.job.max_length) - self.n_past)
 
     @property
     def is_preemptible(self) -> bool:
@@ -179,5 +178,5 @@ class Slot:
         if self.state is not SlotState.DECODE:
             progress = f"{run.n_past}/{len(run.tokens)}"
         else:
-            progress = f"{run.n_generated}/{run.job.request.max_tokens}"
+            progress = f"{run.n_generated}/{run.job.max_length - run.n_prompt}"
         return f"<Slot {self.index} {self.state.name} {progress} job={run.job.id}>"

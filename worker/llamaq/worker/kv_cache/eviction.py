@@ -102,7 +102,7 @@ class Eviction:
             candidate.hit = self._lookup.find(candidate.job)
 
     def _missing_cells(self, candidate: Candidate) -> int:
-        return self._pool.missing_cells(candidate.job.reservation - candidate.hit.n_held)
+        return self._pool.missing_cells(self._pool.cells_to_admit(candidate.job) - candidate.hit.n_held)
 
     def _can_admit(self, candidate: Candidate) -> bool:
         has_sequence = self._pool.n_free_sequences > 0 or self.adoptable(candidate) is not None
@@ -131,9 +131,16 @@ class Eviction:
     def trim(self) -> None:
         """Evict entries until their cells are within `held_cells` and each idle slot has a free sequence.
 
+        Evicts further entries when the margins of the running jobs no longer fit beside them, so that the cells are
+        saved and free when the jobs need them.
+
         Does nothing while no job runs: entries then slow nothing down, and the next job may reuse them.
         """
-        if not self._needs_trim or not self._pool.active:
+        if not self._pool.active:
+            return
+        while (n_missing := self._pool.missing_cells(0)) and not self._is_enough_in_transfer(n_missing):
+            self.evict_coldest()
+        if not self._needs_trim:
             return
         self._needs_trim = False
         while self._cache.coldest() is not None and (self._excess_cells() > 0 or self._lacks_sequences()):

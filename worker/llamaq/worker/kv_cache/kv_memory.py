@@ -46,6 +46,10 @@ class KvMemory:
         self._offload = NoOffload() if offload is None else offload
         self._lookup = PrefixLookup(cache, self._offload, can_save_parts=sequences.can_save_parts)
         self._eviction = Eviction(pool, cache, self._lookup, self._offload, self._remove_entry, held_cells=held_cells)
+        self._hits: dict[Job, tuple[int, PrefixHit]] = {}
+        """The last lookups of waiting jobs and the ticks in which they were made. A change of what can be reused
+        removes them."""
+        self._n_ticks = 0
         self._n_hits = self._n_misses = self._n_hit_tokens = 0
 
     # ---- slots
@@ -66,9 +70,16 @@ class KvMemory:
         return self._pool.n_cells
 
     @property
-    def is_overdrawn(self) -> bool:
-        """Whether used and promised cells together exceed `n_cells`. This can happen after jobs lost shared cells."""
-        return self._pool.is_overdrawn
+    def has_entries(self) -> bool:
+        """Whether at least one sequence is cached."""
+        return len(self._cache) > 0
+
+    def lacks_cells(self, n_ahead: int = 0) -> bool:
+        """Whether the running jobs need more cells than exist, for their histories and the next `n_ahead` tokens.
+
+        This happens because jobs grow, and because a job that lost shared cells computes them again.
+        """
+        return self._pool.lacks_cells(n_ahead)
 
     def has_slot(self, job: Job) -> bool:
         """Whether a slot that the job can use is idle."""
@@ -81,11 +92,23 @@ class KvMemory:
     # ---- admission of a job
 
     def find_prefix(self, job: Job) -> PrefixHit:
-        """Return the reusable prefix of the job's prompt. The entry that holds this prefix counts as used now."""
-        return self._lookup.find(job)
+        """Return the reusable prefix of the job's prompt. The entry that holds this prefix counts as used now.
+
+        The lookup of a long prompt takes time, so its result is stored for the next ticks.
+        """
+        looked_up, hit = self._hits.get(job, (self._n_ticks, None))
+        if hit is None or (hit.may_grow and looked_up != self._n_ticks):
+            hit = self._lookup.find(job)
+            self._hits[job] = self._n_ticks, hit
+        return hit
 
     def make_room(self, candidate: Candidate) -> Room:
         """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle."""
+        room = self._eviction.make_room(candidate)
+        looked_up, _ = self._hits.get(candidate.job, (self._n_ticks, None))
+        if room is not Room.AVAILABLE or looked_up == self._n_ticks:
+            return room
+        candidate.hit = self._lookup.find(candidate.job)
         return self._eviction.make_room(candidate)
 
     def admit(self, candidate: Candidate, now_s: float) -> Slot:
@@ -99,6 +122,7 @@ class KvMemory:
         self._reuse(slot, hit)
         if job.request.cache_prompt:
             self._cache.add_run(slot.active)
+        self._hits.clear()
         self._eviction.request_trim()
         return slot
 
@@ -147,6 +171,8 @@ class KvMemory:
     def record_progress(self, slot: Slot, n_past: int) -> None:
         """Record that the slot's sequence now holds `n_past` tokens. Fewer than before means that cells were lost."""
         run = slot.active
+        if n_past < run.n_past:
+            self._hits.clear()
         run.n_past = n_past
         run.cached_tokens = min(run.cached_tokens, n_past)
         self._pool.resize(run.seq_id, n_past)
@@ -168,12 +194,13 @@ class KvMemory:
         n_copied = self._sequences.copy(run.seq_id, seq_id, run.n_past)
         self._pool.share(run.seq_id, seq_id, n_copied)
         if n_copied:
-            self._remove_sequences(self._cache.insert(seq_id, run.packed_history(n_copied), run.job.scope))
+            self._insert(seq_id, run.packed_history(n_copied), run.job.scope)
         else:
             self._remove_sequences([seq_id])
 
     def release(self, slot: Slot, *, reusable: bool) -> None:
         """Remove the job from its slot. A `reusable` sequence becomes an entry, any other sequence is removed."""
+        self._hits.clear()
         run = self._pool.release(slot)
         self._offload.cancel_transfers(run.seq_id)
         if run.job.request.cache_prompt:
@@ -265,6 +292,9 @@ class KvMemory:
 
     def move(self, budget_s: float) -> bool:
         """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job."""
+        self._n_ticks += 1
+        if self._offload.has_transfers:
+            self._hits.clear()
         self._eviction.trim()
         step = self._offload.step(budget_s)
         for run, n_tokens, tier in step.loaded:
@@ -282,11 +312,13 @@ class KvMemory:
 
     def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> Entry | None:
         """Offer a sequence to the cache. Returns its entry, or None when another entry holds the same tokens."""
+        self._hits.clear()
         self._remove_sequences(self._cache.insert(seq_id, tokens, scope))
         self._eviction.request_trim()
         return self._cache.entry_of(seq_id)
 
     def _remove_entry(self, entry: Entry) -> None:
+        self._hits.clear()
         self._cache.remove(entry)
         self._remove_sequences([entry.seq_id])
 
@@ -303,7 +335,7 @@ class KvMemory:
         pool = self._pool
         return CacheSnapshot(
             n_cells=pool.n_cells,
-            reserved_cells=sum(slot.active.job.reservation for slot in pool.active),
+            reserved_cells=pool.reserved_cells,
             used_cells=pool.ledger.used,
             shared_cells=pool.ledger.shared,
             entries=len(self._cache),

@@ -44,6 +44,11 @@ class PrefixHit:
         """Number of tokens of the prompt that this job need not compute."""
         return max(self.n_held, self.n_coming, self.stored.n_tokens if self.stored else 0)
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether a run that computes its prompt may soon hold more of this prefix."""
+        return self.leader is not None or (isinstance(self.source, Run) and self.source.n_pending > 1)
+
 
 @dataclass(slots=True, eq=False)
 class Candidate:

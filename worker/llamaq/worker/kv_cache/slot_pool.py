@@ -10,6 +10,9 @@ from llamaq.worker.core.packed_tokens import common_prefix
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.kv_cache.cell_ledger import CellLedger
 
+MAX_DOUBLINGS = 24
+"""Upper bound on the doublings of a margin, so that the shift stays small. No context has more than 2**24 cells."""
+
 
 class SlotPool:
     """Assigns the slots, sequences and KV cells of a worker.
@@ -17,8 +20,13 @@ class SlotPool:
     A sequence belongs to a running job, belongs to the prefix cache, or is free. The pool counts cells, but does not
     record which cell belongs to which sequence.
 
-    Invariant between ticks: the number of cells that sequences hold (a shared cell counts once), plus the number of
-    cells that running jobs may still need, is at most `n_cells`.
+    A running job holds the cells of its history and takes one more with each token. The pool does not reserve the cells
+    of all tokens that a job may generate, because most jobs end earlier. There are three bounds:
+
+    - A job is admitted only if there is room for its history and a margin, and for the margins of the running jobs.
+    - When the margins of the running jobs no longer fit, `missing_cells` reports it, and entries are evicted.
+    - Invariant between ticks: the cells that sequences hold (a shared cell counts once), plus the cells that the
+      running jobs need for the tokens that they have already, are at most `n_cells`.
 
     Args:
         n_slots: Number of slots.
@@ -28,10 +36,18 @@ class SlotPool:
             has at least this length. 0 disables the preference.
         shares_cells: Whether a copied sequence shares its cells with its source. If False, a copy uses additional
             cells.
+        margin: Number of cells for future tokens that the admission of a job reserves, in addition to its history.
     """
 
     def __init__(
-        self, n_slots: int, n_cells: int, n_sequences: int, *, similarity: float = 0.0, shares_cells: bool = True
+        self,
+        n_slots: int,
+        n_cells: int,
+        n_sequences: int,
+        *,
+        similarity: float = 0.0,
+        shares_cells: bool = True,
+        margin: int = 64,
     ) -> None:
         if n_sequences < n_slots:
             raise ValueError(f"{n_slots} slots need as many sequences, there are {n_sequences}")
@@ -40,6 +56,7 @@ class SlotPool:
         self.ledger = CellLedger(n_cells)
         self._similarity = similarity
         self._shares_cells = shares_cells
+        self._margin = margin
         self._sequences = frozenset(range(n_sequences))
         self._free = list(range(n_sequences))[::-1]
         self._cached: set[int] = set()
@@ -76,13 +93,20 @@ class SlotPool:
 
     @property
     def promised_cells(self) -> int:
-        """Number of cells that running jobs may still need."""
-        return sum(slot.run.promised_cells for slot in self.slots if slot.run is not None)
+        """Number of cells that the running jobs need for their histories and margins and do not hold yet."""
+        return self._promised(self._margin)
 
     @property
-    def is_overdrawn(self) -> bool:
-        """Whether used and promised cells together exceed `n_cells`."""
-        return self.ledger.used + self.promised_cells > self.n_cells
+    def reserved_cells(self) -> int:
+        """Number of cells that the running jobs hold or have been promised. A shared cell counts for each holder."""
+        return self.promised_cells + sum(slot.run.n_past for slot in self.slots if slot.run is not None)
+
+    def lacks_cells(self, n_ahead: int = 0) -> bool:
+        """Whether the running jobs need more cells than exist, for their histories and the next `n_ahead` tokens."""
+        return self.ledger.used + self._promised(min(n_ahead, self._margin)) > self.n_cells
+
+    def _promised(self, margin: int) -> int:
+        return sum(slot.run.promised_cells(margin) for slot in self.slots if slot.run is not None)
 
     # ---- room for a job
 
@@ -95,11 +119,20 @@ class SlotPool:
         pinned = job.request.slot
         return any(slot.run is None for slot in (self.slots if pinned is None else self.slots[pinned : pinned + 1]))
 
+    def cells_to_admit(self, job: Job) -> int:
+        """Return how many cells the admission of the job needs: its history and a margin.
+
+        The margin doubles each time the job loses its slot because cells ran out. Without this, the job would soon lose
+        its next slot too.
+        """
+        return min(job.n_history + (self._margin << min(job.n_out_of_cells, MAX_DOUBLINGS)), job.max_length)
+
     def could_admit(self, job: Job, without: Sequence[Slot] = ()) -> bool:
         """Whether there would be room for the job if nothing were cached and the slots in `without` were idle."""
-        reserved = sum(slot.active.job.reservation for slot in self.active if slot not in without)
+        staying = [slot.active for slot in self.active if slot not in without]
+        reserved = sum(run.n_past + run.promised_cells(self._margin) for run in staying)
         has_slot = self.has_slot(job) or any(job.request.slot in (None, slot.index) for slot in without)
-        return has_slot and reserved + job.reservation <= self.n_cells
+        return has_slot and reserved + self.cells_to_admit(job) <= self.n_cells
 
     def _choose_slot(self, job: Job) -> Slot | None:
         """Return the idle slot for the job, or None.
@@ -197,9 +230,9 @@ class SlotPool:
                 f"a sequence has no owner or two owners: used={used} cached={self._cached} free={self._free}"
             )
         self.ledger.check_integrity()
-        if self.is_overdrawn:
+        if self.lacks_cells():
             raise AssertionError(
-                f"{self.ledger.used} cells are used and {self.promised_cells} promised, there are {self.n_cells}"
+                f"{self.ledger.used} cells are used and {self._promised(0)} needed, there are {self.n_cells}"
             )
         if any(self.ledger.held(seq_id) for seq_id in self._free):
             raise AssertionError("a free sequence holds cells")

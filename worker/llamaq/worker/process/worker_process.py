@@ -21,7 +21,7 @@ from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import ContextOptions, Model
+from llamaq.worker.engine.llama_bindings import ContextOptions, Model, has_gpu
 from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
@@ -103,6 +103,7 @@ class WorkerProcess:
             engine.sequences.n_sequences,
             similarity=settings.slot_prompt_similarity,
             shares_cells=engine.context.kv_unified,
+            margin=settings.cell_margin,
         )
         cache, held_cells = make_prefix_cache(settings, engine), choose_held_cells(settings, engine)
         return KvMemory(pool, engine.sequences, cache, offload, held_cells=held_cells)
@@ -114,6 +115,7 @@ class WorkerProcess:
             GuardedStrategy(strategy, limits),
             end_tokens=self._engine.vocab.end_tokens,
             worker=self.card.worker,
+            bulk_share=self._settings.bulk_share,
         )
 
     def _make_tick_loop(self) -> TickLoop:
@@ -168,10 +170,16 @@ class WorkerProcess:
             vocab_hash=hashlib.sha256(self._vocab_blob).hexdigest(),
             host=host,
             pid=os.getpid(),
-            device="all" if self._settings.device is None else str(self._settings.device),
+            device=self._device(),
             version=version("llamaq"),
             started_ms=int(time.time() * 1000),
         )
+
+    def _device(self) -> str:
+        """Return the `device` of the worker's card."""
+        if not has_gpu() or self._settings.n_gpu_layers == 0:
+            return "cpu"
+        return "all" if self._settings.device is None else str(self._settings.device)
 
     def run(self) -> int:
         """Serve the queue until SIGTERM or SIGINT; returns the process's exit code."""

@@ -1,4 +1,4 @@
-"""Preempts running jobs, to admit a waiting job of higher priority or to free cells that a tick needs at once."""
+"""Preempts running jobs, to admit a waiting job of higher priority or to free cells that running jobs need."""
 
 from __future__ import annotations
 
@@ -8,17 +8,32 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
 
+PROTECTED_TOKENS = 32
+"""Number of tokens that a bulk job generates before it can be preempted for an interactive job a second time."""
+CELLS_AHEAD = 8
+"""A job is preempted for cells when the running jobs cannot generate this many tokens each. This leaves time to save
+the cells of the preempted job before the other jobs need them."""
+
 
 class Preemption:
-    """Moves running jobs back to the waiting queue. A preempted job resumes later, usually with its cached cells."""
+    """Moves running jobs back to the waiting queue. A preempted job resumes later, usually with its cached cells.
 
-    def __init__(self, memory: KvMemory, waiting: WaitingQueue) -> None:
+    Two rules keep jobs from losing their slots again and again:
+
+    - A bulk job that was preempted for an interactive job generates `PROTECTED_TOKENS` tokens in its next run before it
+      can be preempted again. Only as many slots as the bulk share, and at least one, are protected at the same time.
+    - A job that was preempted because cells ran out gets its next slot only with twice the margin of the last time.
+    """
+
+    def __init__(self, memory: KvMemory, waiting: WaitingQueue, bulk_share: BulkShare) -> None:
         self._memory = memory
         self._waiting = waiting
+        self._bulk_share = bulk_share
         self.n_preempted = 0
 
     def preempt_for(self, job: Job) -> bool:
@@ -33,30 +48,53 @@ class Preemption:
         """
         if job.request.priority is not Priority.INTERACTIVE:
             return False
-        active = self._memory.active_slots
-        preemptible = [slot for slot in active if slot.priority is Priority.BULK and slot.active.is_preemptible]
+        preemptible = self._preemptible()
         if not preemptible or not self._memory.could_admit(job, without=preemptible):
             return False
         has_slot = self._memory.has_slot(job)
         pinned = [slot for slot in preemptible if slot.index == job.request.slot and not has_slot]
-        self._preempt(max(pinned or preemptible, key=lambda slot: slot.active.admission_number))
+        slot = max(pinned or preemptible, key=lambda slot: slot.active.admission_number)
+        slot.active.job.protected_tokens = slot.active.n_generated + PROTECTED_TOKENS
+        self._preempt(slot)
         return True
 
-    def free_cells(self) -> bool:
-        """Free cells at once: drop the least recently used cached sequence.
+    def _preemptible(self) -> list[Slot]:
+        """Return the slots whose bulk jobs may be preempted for an interactive job."""
+        bulk = [slot for slot in self._memory.active_slots if slot.priority is Priority.BULK]
+        bulk.sort(key=lambda slot: slot.active.admission_number)
+        kept = [slot for slot in bulk if self._bulk_share.is_owed or not slot.active.is_preemptible]
+        del kept[max(1, self._bulk_share.n_slots) :]
+        return [slot for slot in bulk if slot not in kept]
 
-        If no sequence is cached, preempt the running bulk job that was admitted last. If no bulk job runs, preempt the
-        interactive job that was admitted last.
+    def keep_room(self) -> None:
+        """Free cells at once if the running jobs cannot compute their next tokens, and a little before that point."""
+        while self._memory.lacks_cells() and self.free_cells():
+            pass
+        if self._memory.lacks_cells(CELLS_AHEAD) and not self._memory.has_entries:
+            self._preempt_youngest()
+
+    def free_cells(self) -> bool:
+        """Free cells at once: drop the least recently used cached sequence. If no sequence is cached, preempt a job.
 
         Returns:
             False when there is no cached sequence and at most one running job.
         """
-        if self._memory.drop_coldest():
-            return True
+        return self._memory.drop_coldest() or self._preempt_youngest()
+
+    def _preempt_youngest(self) -> bool:
+        """Preempt the bulk job that was admitted last, or, without a bulk job, the interactive one.
+
+        The job that was admitted first among the interactive jobs is never preempted. So it reaches its end.
+
+        Returns:
+            False when at most one job runs.
+        """
         active = self._memory.active_slots
         if len(active) < 2:
             return False
-        self._preempt(max(active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.admission_number)))
+        slot = max(active, key=lambda slot: (slot.priority is Priority.BULK, slot.active.admission_number))
+        slot.active.job.n_out_of_cells += 1
+        self._preempt(slot)
         return True
 
     def _preempt(self, slot: Slot) -> None:

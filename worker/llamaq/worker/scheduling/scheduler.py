@@ -32,12 +32,16 @@ from llamaq.worker.core.slot import COMPUTING, Slot, SlotState
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
+from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.job_stats import measure
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
+
+SHED_AFTER_S = 2.0
+"""How long a bulk job waits in this worker before it may be withdrawn, so that another worker runs it."""
 
 
 class Scheduler:
@@ -48,6 +52,7 @@ class Scheduler:
         strategy: Plans the batch of each tick.
         end_tokens: The model's end-of-generation tokens.
         worker: The id of this worker, for the stats.
+        bulk_share: The part of the slot time that bulk jobs get while interactive jobs want all of it.
         clock: Returns the time in seconds. Must be monotonic.
 
     Raises:
@@ -61,6 +66,7 @@ class Scheduler:
         *,
         end_tokens: frozenset[int],
         worker: str | None = None,
+        bulk_share: float = 0.1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         n_slots, budget = len(memory.slots), strategy.limits.budget
@@ -72,7 +78,8 @@ class Scheduler:
         self._worker = worker
         self._clock = clock
         self._waiting = WaitingQueue()
-        self._preemption = Preemption(memory, self._waiting)
+        self._bulk_share = BulkShare(bulk_share, n_slots)
+        self._preemption = Preemption(memory, self._waiting, self._bulk_share)
         self._outputs: list[Output] = []
 
     # ---- jobs enter and leave
@@ -133,14 +140,19 @@ class Scheduler:
     def shed(self, n_jobs: int) -> list[Job]:
         """Remove waiting bulk jobs, starting with the last, until this worker has at most `n_jobs` jobs.
 
+        A job stays if it has had a slot here, because its cells are cached here. A job also stays for its first
+        `SHED_AFTER_S` seconds, and as one of the jobs that the bulk share needs. Each removal costs a new attempt.
+
         Returns:
             The removed jobs.
         """
         n_surplus = len(self._memory.active_slots) + self.n_waiting - n_jobs
         if n_surplus <= 0:
             return []
-        bulk = [job for job in self._waiting if job.request.priority is Priority.BULK]
-        shed = bulk[::-1][:n_surplus]
+        submitted_before_s = self._clock() - SHED_AFTER_S
+        surplus = [*self._waiting.bulk][self._bulk_share.n_slots :]
+        old = [job for job in surplus if not job.has_had_slot and job.started_s <= submitted_before_s]
+        shed = old[::-1][:n_surplus]
         for job in shed:
             self._remove(job)
         return shed
@@ -167,7 +179,7 @@ class Scheduler:
                 self._finish_early(job.id, FinishReason.DEADLINE)
 
     def admit(self) -> None:
-        """Resume followers, then admit waiting jobs until there is no room for the next one."""
+        """Resume followers, then admit waiting jobs while there is room."""
         self._memory.resume_followers()
         while self._waiting and self._admit_next():
             pass
@@ -199,6 +211,8 @@ class Scheduler:
         Raises:
             LookupError: A result belongs to a slot that is not in the batch.
         """
+        if batch:
+            self._record_tick()
         planned = {part.slot for part in batch.parts}
         without_room = None
         for result in results:
@@ -209,8 +223,7 @@ class Scheduler:
                 without_room = result.slot
         if without_room:
             self._make_room_for(without_room)
-        while self._memory.is_overdrawn and self._preemption.free_cells():
-            pass  # a job that lost shared cells computes them again, and the new cells are no longer shared
+        self._preemption.keep_room()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -256,26 +269,42 @@ class Scheduler:
 
     def _admit_next(self) -> bool:
         """Admit the next job, or preempt a running job for it. Returns False when neither is possible now."""
-        candidate = self._next_candidate()
-        if candidate is None:
-            job = self._waiting.first_interactive
-            return job is not None and self._preemption.preempt_for(job)
-        room = self._memory.make_room(candidate)
-        if room is Room.UNAVAILABLE:
-            return self._preemption.preempt_for(candidate.job)
-        if room is Room.PENDING:
-            return False
-        self._waiting.pop(candidate.job)
+        passed: list[Job] = []
+        for candidate in self._candidates():
+            room = self._memory.make_room(candidate)
+            if room is Room.AVAILABLE:
+                self._waiting.pop(candidate.job, passed)
+                self._start(candidate)
+                return True
+            if room is Room.PENDING:
+                return False
+            if self._preemption.preempt_for(candidate.job):
+                return True
+            passed.append(candidate.job)
+        first = next(iter(self._waiting.interactive), None)
+        return not passed and first is not None and self._preemption.preempt_for(first)
+
+    def _candidates(self) -> Iterable[Candidate]:
+        """Return the waiting jobs that have an idle slot, with their reusable prefixes, in the order of trial."""
+        if len(self._memory.active_slots) == len(self._memory.slots):
+            return ()
+        bulk_first = self._bulk_share.is_due(self._count_running(Priority.BULK))
+        return self._waiting.candidates(self._memory.has_slot, self._memory.find_prefix, bulk_first=bulk_first)
+
+    def _start(self, candidate: Candidate) -> None:
+        """Give the job a slot."""
         slot = self._memory.admit(candidate, self._clock())
+        candidate.job.has_had_slot = True
         self._outputs.append(SlotAcquired(candidate.job))
         log.info("job.admitted id=%s slot=%d state=%s", candidate.job.id, slot.index, slot.state.value)
-        return True
 
-    def _next_candidate(self) -> Candidate | None:
-        """Return the waiting job to admit next with its reusable prefix, or None when no job has an idle slot."""
-        if len(self._memory.active_slots) == len(self._memory.slots):
-            return None
-        return self._waiting.next(self._memory.has_slot, self._memory.find_prefix)
+    def _record_tick(self) -> None:
+        """Count the slots that the tick used, for the share of bulk jobs."""
+        n_bulk = self._count_running(Priority.BULK)
+        self._bulk_share.record_tick(len(self._memory.active_slots), n_bulk, len(self._waiting.bulk))
+
+    def _count_running(self, priority: Priority) -> int:
+        return sum(slot.priority is priority for slot in self._memory.active_slots)
 
     # ---- results of a tick
 

@@ -34,6 +34,7 @@ def make_memory(
     offload: Offload | None = None,
     held_cells: int | None = None,
     similarity: float = 0.0,
+    margin: int = 8,
 ) -> KvMemory:
     """Return slots and KV memory on the engine's sequences.
 
@@ -44,6 +45,7 @@ def make_memory(
         offload: The offload tiers. None means that evicted cells are lost.
         held_cells: See `KvMemory`.
         similarity: See `SlotPool`.
+        margin: See `SlotPool`.
     """
     sequences = engine.sequences
     pool = SlotPool(
@@ -52,6 +54,7 @@ def make_memory(
         sequences.n_sequences,
         similarity=similarity,
         shares_cells=sequences.kv_unified,
+        margin=margin,
     )
     return KvMemory(pool, sequences, NullPrefixCache() if cache is None else cache, offload, held_cells=held_cells)
 
@@ -63,6 +66,7 @@ def make_scheduler(
     strategy: BatchStrategy | None = None,
     chunk_size: int = 16,
     worker: str | None = None,
+    bulk_share: float = 0.1,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """Return a scheduler whose ticks have at most `engine.n_batch` tokens.
@@ -73,10 +77,12 @@ def make_scheduler(
         strategy: The batch strategy. None uses `DecodeMaximal`.
         chunk_size: Upper bound on the prompt tokens of one slot in one tick.
         worker: The id of the worker, for the stats.
+        bulk_share: See `Scheduler`.
         clock: Returns the time in seconds.
     """
     guarded = GuardedStrategy(strategy or DecodeMaximal(), TickLimits(engine.n_batch, chunk_size))
-    return Scheduler(memory, guarded, end_tokens=engine.vocab.end_tokens, worker=worker, clock=clock)
+    end_tokens = engine.vocab.end_tokens
+    return Scheduler(memory, guarded, end_tokens=end_tokens, worker=worker, bulk_share=bulk_share, clock=clock)
 
 
 def run_tick(scheduler: Scheduler, engine: FakeEngine) -> list[Output]:
