@@ -377,9 +377,9 @@ async def test_all_six_calls_of_both_clients_return_the_same_text(
         assert (await other.generate(STORY, **options)).text == text
         assert (await other.generate_tokens(tokenizer.encode(STORY), **options)).text == text
         assert (await other.chat(CHAT, **options)).text == chat
-        assert "".join([chunk.text async for chunk in other.stream(STORY, **options)]) == text
-        assert "".join([chunk.text async for chunk in other.stream_tokens(chat_tokens, **options)]) == chat
-        assert "".join([chunk.text async for chunk in other.stream_chat(CHAT, **options)]) == chat
+        assert "".join([chunk.text async for chunk in await other.stream(STORY, **options)]) == text
+        assert "".join([chunk.text async for chunk in await other.stream_tokens(chat_tokens, **options)]) == chat
+        assert "".join([chunk.text async for chunk in await other.stream_chat(CHAT, **options)]) == chat
         job = await other.submit(messages=CHAT, **options)
         assert (await job.result()).text == chat
         assert (await job.status()).state is JobState.FINISHED

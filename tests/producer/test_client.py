@@ -57,11 +57,13 @@ async def test_the_joined_chunks_of_a_stream_equal_the_result_with_and_without_e
 ) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         serving = asyncio.create_task(worker.serve(lambda _: ["é", "", "ßø", "d"]))
-        chunks = [chunk async for chunk in client.stream("x", stream=stream)]
+        chunks = [chunk async for chunk in await client.stream("x", stream=stream)]
         assert "".join(chunk.text for chunk in chunks) == "éßød"
         assert [token for chunk in chunks for token in chunk.tokens] == [0, 1, 2, 3]
         assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-        assert [chunk.offset for chunk in chunks] == ([0, 1, 2, 3] if stream else [0])
+        assert [chunk.offset for chunk in chunks] == [
+            sum(len(c.tokens) for c in chunks[:n]) for n in range(len(chunks))
+        ]
         serving.cancel()
 
 
@@ -83,10 +85,12 @@ async def test_the_token_and_chat_variants_generate_and_stream(redis_url: str, q
         serving = asyncio.create_task(worker.serve(lambda request: [str(request.tokens or request.messages)]))
         by_tokens = (await client.generate_tokens([4, 5])).text
         assert by_tokens == "(4, 5)"
-        assert [chunk.text async for chunk in client.stream_tokens([4, 5])] == [by_tokens]
+        assert [chunk.text async for chunk in await client.stream_tokens([4, 5])] == [by_tokens]
         by_chat = (await client.chat([{"role": "user", "content": "hi"}])).text
         assert "content='hi'" in by_chat
-        assert [chunk.text async for chunk in client.stream_chat([{"role": "user", "content": "hi"}])] == [by_chat]
+        assert [chunk.text async for chunk in await client.stream_chat([{"role": "user", "content": "hi"}])] == [
+            by_chat
+        ]
         serving.cancel()
 
 
@@ -103,7 +107,7 @@ async def test_an_invalid_parameter_is_refused_without_a_redis_command(queue: st
         with pytest.raises(InvalidRequest, match="max_tokens"):
             await client.generate("x", max_tokens=0)
         with pytest.raises(InvalidRequest, match="top_p"):
-            client.stream("x", top_p=2)
+            await client.stream("x", top_p=2)
         with pytest.raises(InvalidRequest, match="exactly one"):
             await client.submit("x", tokens=[1])
         with pytest.raises(InvalidRequest, match="exactly one"):
@@ -146,7 +150,7 @@ async def test_generate_raises_no_worker_and_cancels_when_no_worker_serves_the_q
             await client.generate("hello", timeout=0.05)
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
         with pytest.raises(NoWorker, match=queue):
-            async for _ in client.stream("hello", timeout=0.05):
+            async for _ in await client.stream("hello", timeout=0.05):
                 pass
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
@@ -194,7 +198,7 @@ async def test_a_task_cancelled_during_the_submit_leaves_no_job_behind(redis_url
 
 async def test_a_stream_closed_early_cancels_its_job(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        async with aclosing(client.stream("hello")) as chunks:
+        async with await client.stream("hello") as chunks:
             first = asyncio.ensure_future(anext(chunks))
             attempt = await worker.start_next()
             await attempt.emit([7], "x")
@@ -337,7 +341,7 @@ async def test_a_full_queue_refuses_with_its_depth(redis_url: str, queue: str) -
         await client.redis.hset(client.keys.config(queue, 0), "max_queue", "2")
         await client.submit("x")
         await client.submit("x")
-        for refused in (client.submit("x"), client.generate("x"), anext(client.stream("x"))):
+        for refused in (client.submit("x"), client.generate("x"), client.stream("x")):
             with pytest.raises(QueueFull, match="2 jobs wait") as caught:
                 await refused
             assert (caught.value.depth, caught.value.max_queue) == (2, 2)

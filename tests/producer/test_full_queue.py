@@ -170,7 +170,7 @@ async def test_a_full_redis_refuses_a_submit_with_an_error_that_names_the_settin
         async with AsyncClient(server.url, queue) as client:
             kept = await client.submit("hello", idempotency_key="order 7")
             await client.redis.config_set("maxmemory", 1)
-            for attempt in (client.submit("x"), client.generate("x"), anext(client.stream("x"))):
+            for attempt in (client.submit("x"), client.generate("x"), client.stream("x")):
                 with pytest.raises(RedisFull, match=r"maxmemory.*result_ttl_s.*--max-queue"):
                     await attempt
             assert (await client.submit("hello", idempotency_key="order 7")).id == kept.id

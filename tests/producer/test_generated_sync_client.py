@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.producer import AsyncClient, AsyncJob, Client, Job
+from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Client, Job, Stream
 from llamaq.tools.sync_client import __main__ as command
 from llamaq.tools.sync_client import generator
 
@@ -31,12 +31,12 @@ def test_check_fails_for_an_outdated_file_and_does_not_write_it(
     assert command.main(["--check"]) == 0
 
 
-@pytest.mark.parametrize(("blocking", "asynchronous"), [(Client, AsyncClient), (Job, AsyncJob)])
+@pytest.mark.parametrize(("blocking", "asynchronous"), [(Client, AsyncClient), (Job, AsyncJob), (Stream, AsyncStream)])
 def test_both_clients_have_the_same_documentation(blocking: type, asynchronous: type) -> None:
     for name, method in vars(blocking).items():
         if inspect.isfunction(method) and name != "__init__":
             other = inspect.getdoc(getattr(asynchronous, name)) or ""
-            assert inspect.getdoc(method) == other.replace("AsyncJob", "Job"), name
+            assert inspect.getdoc(method) == other.replace("AsyncJob", "Job").replace("AsyncStream", "Stream"), name
     assert "Async" not in (blocking.__doc__ or "")
     assert "async " not in (blocking.__doc__ or "")
     assert "event loop" not in (blocking.__doc__ or "")

@@ -1,7 +1,8 @@
 """The hand-written base classes of the blocking client.
 
 They start the client's portal, start another one after a fork, and run the client's calls.
-The generated module `llamaq.producer.sync` adds one method for each method of `AsyncClient` and `AsyncJob`.
+The generated module `llamaq.producer.sync` adds one method for each method of `AsyncClient`, `AsyncJob` and
+`AsyncStream`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from llamaq.common.protocol.keys import JobId
-from llamaq.producer.blocking_portal import BlockingPortal
+from llamaq.producer.async_stream import AsyncStream
+from llamaq.producer.blocking_portal import BlockingPortal, next_or_none
 from llamaq.producer.client import AsyncClient
-from llamaq.producer.job import AsyncJob
+from llamaq.producer.job import AsyncJob, Chunk
 
 T = TypeVar("T")
+
+OpenedStream = tuple[BlockingPortal, AsyncStream]
+"""A stream of the asyncio client, and the portal that it runs in."""
 
 _start_lock = threading.Lock()
 _portals_of_parent: list[BlockingPortal] = []
@@ -58,7 +63,10 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """Cancel the calls of other threads, close all connections and end the thread. Submitted jobs keep running."""
+        """Cancel the calls of other threads, close all streams and connections, and end the thread.
+
+        Jobs of `submit` keep running.
+        """
         self._is_closed = True
         if self._portal is not None:
             self._portal.stop()
@@ -76,6 +84,11 @@ class BlockingClient:
     def _iterate_through(self, portal: BlockingPortal, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         # A method, so that the generator keeps a reference to this client: `for chunk in Client().stream("x")`.
         yield from portal.iterate(items)
+
+    def _open(self, call: Callable[[AsyncClient], Coroutine[Any, Any, AsyncStream]]) -> OpenedStream:
+        """Run one call of the asyncio client that returns a stream."""
+        portal = self._running_portal()
+        return portal, portal.run(call(portal.client))
 
     def _running_portal(self) -> BlockingPortal:
         """Return the portal of this process, and start it if needed.
@@ -99,6 +112,43 @@ class BlockingClient:
     def _make_client(self) -> AsyncClient:
         settings = self.settings.model_dump(exclude={"redis_url", "queue"})
         return AsyncClient(self.settings.redis_url, self.settings.queue, **settings)
+
+
+class BlockingStream:
+    """Base of `Stream`."""
+
+    def __init__(self, client: BlockingClient, opened: OpenedStream, job_class: type[BlockingJob]) -> None:
+        self._client = client  # a reference: `for chunk in Client().stream("x")`
+        self._portal, self._stream = opened
+        self.job = job_class(client, self._stream.job.id, is_new=self._stream.job.is_new)
+
+    def __repr__(self) -> str:
+        return repr(self._stream).replace(type(self._stream).__name__, type(self).__name__)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Chunk:
+        chunk = self._portal.run(next_or_none(self._stream))
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the stream. If its job has not ended, cancel it and wait until the cancellation is sent."""
+        self._portal.close_iterator(self._stream)
+
+    def _iterate(self, call: Callable[[AsyncStream], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
+        """Return an iterator over the items of one call."""
+        yield from self._portal.iterate(call(self._stream))
 
 
 class BlockingJob:

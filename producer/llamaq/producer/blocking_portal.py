@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any, Generic, TypeVar
 
+from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.client import AsyncClient
 
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
 """Longest wait for the thread in `stop`."""
+CANCEL_TIMEOUT_S = 5.0
+"""Longest time that an interrupted call waits until the cancellation of its job is sent."""
 
 
 class BlockingPortal:
@@ -42,24 +45,23 @@ class BlockingPortal:
         return self._pid == os.getpid()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop and return its result. An interrupt of the caller cancels the coroutine.
+        """Run a coroutine in the event loop and return its result.
+
+        An exception that is raised in the waiting thread (Ctrl-C, a signal handler, a job timeout of RQ) cancels the
+        coroutine. It is raised after the coroutine has ended and the cancellation of its job is sent.
 
         Raises:
             RuntimeError: The portal is stopped, or another thread stopped it during the call.
         """
-        tracked = self._track(work)
+        call = _Call(work)
         try:
-            future = asyncio.run_coroutine_threadsafe(tracked, self._loop)
-        except RuntimeError:
-            tracked.close()
-            work.close()
-            raise
-        try:
-            return future.result()
+            self._loop.call_soon_threadsafe(self._start, call)
+            return call.outcome.result()
         except CancelledError:
             raise RuntimeError("this client was closed during the call") from None
         except BaseException:
-            future.cancel()
+            if not call.outcome.done():
+                self._abandon(call)
             raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
@@ -67,13 +69,22 @@ class BlockingPortal:
         self._iterated.add(items)
         try:
             while True:
-                item = self.run(_next_or_none(items))
+                item = self.run(next_or_none(items))
                 if item is None:
                     return
                 yield item
         finally:
             self._iterated.discard(items)
-            self._close(items)
+            self.close_iterator(items)
+
+    def close_iterator(self, items: AsyncGenerator[Any, None] | AsyncStream) -> None:
+        """Close an async iterator. The garbage collector may call this in any thread, and after the loop is closed."""
+        if not self.is_of_this_process or self._loop.is_closed():
+            return
+        if threading.current_thread() is self._thread:
+            self._loop.create_task(_aclose(items))
+        else:
+            self.run(_aclose(items))
 
     def stop(self) -> None:
         """Cancel running calls, close the client and end the thread.
@@ -87,20 +98,28 @@ class BlockingPortal:
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_TIMEOUT_S)
 
-    def _close(self, items: AsyncGenerator[Any, None]) -> None:
-        """Close an async generator. The garbage collector may call this in any thread, and after the loop is closed."""
-        if not self.is_of_this_process or self._loop.is_closed():
-            return
-        if threading.current_thread() is self._thread:
-            self._loop.create_task(_aclose(items))
-        else:
-            self.run(_aclose(items))
-
-    async def _track(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.create_task(work)
+    def _start(self, call: _Call[Any]) -> None:
+        call.task = task = self._loop.create_task(call.work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await task
+        task.add_done_callback(call.finish)
+
+    def _abandon(self, call: _Call[Any]) -> None:
+        """Cancel a call and wait until it has ended, because its caller was interrupted."""
+        cancelling = self._cancel(call)
+        try:
+            wait([asyncio.run_coroutine_threadsafe(cancelling, self._loop)], CANCEL_TIMEOUT_S)
+        except RuntimeError:  # the loop is closed
+            cancelling.close()
+            call.work.close()
+
+    async def _cancel(self, call: _Call[Any]) -> None:
+        if call.task is None:  # the interrupt came before the call was passed to the loop
+            call.work.close()
+            return
+        call.task.cancel()
+        await asyncio.wait([call.task])
+        await self.client.auto_cancelled.wait_for_cancellations()
 
     def _run_loop(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -118,9 +137,29 @@ class BlockingPortal:
         await self.client.aclose()
 
 
-async def _next_or_none(items: AsyncGenerator[T, None]) -> T | None:
+class _Call(Generic[T]):
+    """A coroutine that another thread waits for."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.work = work
+        self.outcome: Future[T] = Future()
+        self.task: asyncio.Task[T] | None = None
+        """Runs `work`. None: the loop has not started it yet."""
+
+    def finish(self, task: asyncio.Task[T]) -> None:
+        """Pass the outcome of the task to the waiting thread."""
+        if task.cancelled():
+            self.outcome.cancel()
+        elif (error := task.exception()) is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(task.result())
+
+
+async def next_or_none(items: AsyncIterator[T]) -> T | None:
+    """Return the next item, or None at the end."""
     return await anext(items, None)
 
 
-async def _aclose(items: AsyncGenerator[Any, None]) -> None:
+async def _aclose(items: AsyncGenerator[Any, None] | AsyncStream) -> None:
     await items.aclose()

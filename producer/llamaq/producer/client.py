@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
+from pydantic import JsonValue
+
 from llamaq.common.errors import DeadLetterNotFound, NoWorker
-from llamaq.common.protocol.job_outcome import Result
-from llamaq.common.protocol.job_request import JobOptions, Message
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails
+from llamaq.common.protocol.job_outcome import JobState, Result
+from llamaq.common.protocol.job_request import JobOptions, Message, Priority
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobSummary
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlots
-from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, Worker
+from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.common.settings import client_settings
 from llamaq.producer import submission
+from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
-from llamaq.producer.job import AsyncJob, Chunk
-from llamaq.producer.queries import dead_letters, queue_snapshots, slot_commands
+from llamaq.producer.job import AsyncJob
+from llamaq.producer.queries import dead_letters, job_list, queue_list, queue_snapshots, slot_commands
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.submission import build_request
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +34,7 @@ class AsyncClient:
     """A client for one queue. It connects to Redis at the first call.
 
         async with AsyncClient("redis://localhost:6379/0") as client:
-            async for chunk in client.stream("Once upon a time", max_tokens=64):
+            async for chunk in await client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="", flush=True)
 
     One client serves any number of concurrent calls within one event loop.
@@ -79,7 +82,7 @@ class AsyncClient:
         self.keys = self.connection.keys
         self.redis = self.connection.redis
         self.subscriber = self.connection.subscriber
-        self._auto_cancelled = AutoCancelledJobs(self.connection)
+        self.auto_cancelled = AutoCancelledJobs(self.connection)
 
     def __repr__(self) -> str:
         return f"<AsyncClient queue={self.queue!r} {self.subscriber!r}>"
@@ -93,8 +96,8 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Send the cancellations in flight, then close all connections. Submitted jobs keep running."""
-        await self._auto_cancelled.wait_for_cancellations()
+        """Close all open streams, then all connections. Jobs of `submit` keep running."""
+        await self.auto_cancelled.close_streams()
         await self.connection.aclose()
 
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
@@ -119,7 +122,7 @@ class AsyncClient:
             NoWorker: The timeout was reached, and no worker serves the queue.
             ResultTimeout: The timeout was reached.
         """
-        return await self._auto_cancelled.generate(build_request(options, stream=False, prompt=prompt), timeout)
+        return await self.auto_cancelled.generate(build_request(options, stream=False, prompt=prompt), timeout)
 
     async def generate_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
@@ -137,7 +140,7 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `generate`.
         """
-        return await self._auto_cancelled.generate(build_request(options, stream=False, tokens=tokens), timeout)
+        return await self.auto_cancelled.generate(build_request(options, stream=False, tokens=tokens), timeout)
 
     async def chat(self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a chat and wait for the answer, like `generate`.
@@ -153,16 +156,13 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `generate`.
         """
-        return await self._auto_cancelled.generate(build_request(options, stream=False, messages=messages), timeout)
+        return await self.auto_cancelled.generate(build_request(options, stream=False, messages=messages), timeout)
 
-    def stream(
-        self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]
-    ) -> AsyncGenerator[Chunk, None]:
-        """Submit a text prompt and yield the generated text in chunks.
+    async def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> AsyncStream:
+        """Submit a text prompt and return the stream of the generated text in chunks.
 
-        The arguments are checked at once. The job is submitted when the first chunk is requested. If the iterator times
-        out, is interrupted or is closed early, its job is cancelled, unless other callers share the job through its
-        idempotency key.
+        A web backend gets the errors of the submit here, before it starts a response. The job is cancelled when the
+        stream ends early, see `AsyncStream`.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -170,22 +170,22 @@ class AsyncClient:
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
-            An iterator over the chunks of the job, in order.
+            The stream of the job's chunks.
 
         Raises:
             InvalidRequest: An argument is not valid. Nothing was submitted.
             QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
             RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
-            JobFailed: The job failed; `code` and `message` give the reason.
-            NoWorker: The timeout was reached, and no worker serves the queue.
-            ResultTimeout: The timeout was reached.
+            JobFailed: By the stream: the job failed; `code` and `message` give the reason.
+            NoWorker: By the stream: the timeout was reached, and no worker serves the queue.
+            ResultTimeout: By the stream: the timeout was reached.
         """
-        return self._auto_cancelled.stream(build_request(options, prompt=prompt), timeout)
+        return await self.auto_cancelled.stream(build_request(options, prompt=prompt), timeout)
 
-    def stream_tokens(
+    async def stream_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
-    ) -> AsyncGenerator[Chunk, None]:
-        """Submit a prompt of token ids and yield the generated text in chunks, like `stream`.
+    ) -> AsyncStream:
+        """Submit a prompt of token ids and return the stream of the generated text, like `stream`.
 
         Args:
             tokens: The token ids of the prompt. No token is added, not even BOS.
@@ -193,17 +193,17 @@ class AsyncClient:
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
-            An iterator over the chunks of the job, in order.
+            The stream of the job's chunks.
 
         Raises:
             LlamaqError: The same errors as `stream`.
         """
-        return self._auto_cancelled.stream(build_request(options, tokens=tokens), timeout)
+        return await self.auto_cancelled.stream(build_request(options, tokens=tokens), timeout)
 
-    def stream_chat(
+    async def stream_chat(
         self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]
-    ) -> AsyncGenerator[Chunk, None]:
-        """Submit a chat and yield the answer in chunks, like `stream`.
+    ) -> AsyncStream:
+        """Submit a chat and return the stream of the answer, like `stream`.
 
         Args:
             messages: The messages, oldest first. The worker renders them with the model's chat template.
@@ -211,12 +211,12 @@ class AsyncClient:
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
-            An iterator over the chunks of the job, in order.
+            The stream of the job's chunks.
 
         Raises:
             LlamaqError: The same errors as `stream`.
         """
-        return self._auto_cancelled.stream(build_request(options, messages=messages), timeout)
+        return await self.auto_cancelled.stream(build_request(options, messages=messages), timeout)
 
     async def submit(
         self,
@@ -276,6 +276,64 @@ class AsyncClient:
     async def queue_depth(self) -> QueueDepth:
         """Return the numbers of waiting and running jobs in the queue."""
         return await queue_depth(self.redis, self.keys, self.queue, self.settings.partitions)
+
+    async def queues(self) -> tuple[QueueSummary, ...]:
+        """Return all queues with this client's `key_prefix`, sorted by name, also those that no worker serves.
+
+        A queue exists from its first job or worker on. The call examines all keys of the Redis server, and finds at
+        most 10,000 partitions.
+        """
+        return await queue_list.read_queues(self.connection)
+
+    async def jobs(
+        self,
+        *,
+        state: JobState | None = None,
+        priority: Priority | None = None,
+        older_than_s: float | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+        limit: int = 100,
+    ) -> tuple[JobSummary, ...]:
+        """Return the waiting and running jobs of the queue, oldest first.
+
+        Args:
+            state: `QUEUED` or `RUNNING`. None: both.
+            priority: Only jobs of this priority. None: all.
+            older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
+            metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
+                is written so.
+            limit: Largest number of jobs.
+
+        Raises:
+            InvalidRequest: `state` is `FINISHED` or `FAILED`. Such jobs are not in the queue any more.
+        """
+        wanted = job_list.JobFilter(state, priority, older_than_s, metadata or {})
+        return await job_list.read_jobs(self.connection, wanted, limit)
+
+    async def purge(
+        self,
+        *,
+        priority: Priority | None = None,
+        older_than_s: float | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+        dry_run: bool = False,
+    ) -> tuple[str, ...]:
+        """Cancel the waiting jobs of the queue that match all arguments. Without arguments, cancel all waiting jobs.
+
+        Each job finishes with the reason `cancelled`, which its readers receive. Running jobs continue.
+
+        Args:
+            priority: Only jobs of this priority. None: all.
+            older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
+            metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
+                is written so.
+            dry_run: Whether to cancel nothing.
+
+        Returns:
+            The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.
+        """
+        wanted = job_list.JobFilter(JobState.QUEUED, priority, older_than_s, metadata or {})
+        return await job_list.purge(self.connection, wanted, dry_run=dry_run)
 
     async def workers(self) -> tuple[Worker, ...]:
         """Return the card and the last heartbeat of each live worker of the queue, sorted by worker id."""

@@ -1,18 +1,21 @@
 """The client for threads: every method runs the same method of the asyncio client and waits for it."""
 
-# Generated from client.py and job.py by `python -m llamaq.tools.sync_client`. Edit those files, not this one.
+# Generated from client.py, job.py and async_stream.py by `python -m llamaq.tools.sync_client`: edit those files.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Unpack
 
-from llamaq.common.protocol.job_outcome import Result
-from llamaq.common.protocol.job_request import JobOptions
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
+from pydantic import JsonValue
+
+from llamaq.common.protocol.job_outcome import JobState, Result
+from llamaq.common.protocol.job_request import JobOptions, Priority
+from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
-from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, Worker
-from llamaq.producer.blocking_base import BlockingClient, BlockingJob
+from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
+from llamaq.producer.blocking_base import BlockingClient, BlockingJob, BlockingStream
+from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.client import AsyncClient, Messages
 from llamaq.producer.job import Chunk
 from llamaq.producer.tokenizer import Tokenizer
@@ -127,14 +130,11 @@ class Client(BlockingClient):
         """
         return self._call(lambda client: client.chat(messages, timeout=timeout, **options))
 
-    def stream(
-        self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]
-    ) -> Generator[Chunk, None, None]:
-        """Submit a text prompt and yield the generated text in chunks.
+    def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Stream:
+        """Submit a text prompt and return the stream of the generated text in chunks.
 
-        The arguments are checked at once. The job is submitted when the first chunk is requested. If the iterator times
-        out, is interrupted or is closed early, its job is cancelled, unless other callers share the job through its
-        idempotency key.
+        A web backend gets the errors of the submit here, before it starts a response. The job is cancelled when the
+        stream ends early, see `Stream`.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -142,22 +142,22 @@ class Client(BlockingClient):
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
-            An iterator over the chunks of the job, in order.
+            The stream of the job's chunks.
 
         Raises:
             InvalidRequest: An argument is not valid. Nothing was submitted.
             QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
             RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
-            JobFailed: The job failed; `code` and `message` give the reason.
-            NoWorker: The timeout was reached, and no worker serves the queue.
-            ResultTimeout: The timeout was reached.
+            JobFailed: By the stream: the job failed; `code` and `message` give the reason.
+            NoWorker: By the stream: the timeout was reached, and no worker serves the queue.
+            ResultTimeout: By the stream: the timeout was reached.
         """
-        return self._iterate(lambda client: client.stream(prompt, timeout=timeout, **options))
+        return Stream(self, self._open(lambda client: client.stream(prompt, timeout=timeout, **options)), Job)
 
     def stream_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
-    ) -> Generator[Chunk, None, None]:
-        """Submit a prompt of token ids and yield the generated text in chunks, like `stream`.
+    ) -> Stream:
+        """Submit a prompt of token ids and return the stream of the generated text, like `stream`.
 
         Args:
             tokens: The token ids of the prompt. No token is added, not even BOS.
@@ -165,17 +165,15 @@ class Client(BlockingClient):
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
-            An iterator over the chunks of the job, in order.
+            The stream of the job's chunks.
 
         Raises:
             LlamaqError: The same errors as `stream`.
         """
-        return self._iterate(lambda client: client.stream_tokens(tokens, timeout=timeout, **options))
+        return Stream(self, self._open(lambda client: client.stream_tokens(tokens, timeout=timeout, **options)), Job)
 
-    def stream_chat(
-        self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]
-    ) -> Generator[Chunk, None, None]:
-        """Submit a chat and yield the answer in chunks, like `stream`.
+    def stream_chat(self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Stream:
+        """Submit a chat and return the stream of the answer, like `stream`.
 
         Args:
             messages: The messages, oldest first. The worker renders them with the model's chat template.
@@ -183,12 +181,12 @@ class Client(BlockingClient):
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
-            An iterator over the chunks of the job, in order.
+            The stream of the job's chunks.
 
         Raises:
             LlamaqError: The same errors as `stream`.
         """
-        return self._iterate(lambda client: client.stream_chat(messages, timeout=timeout, **options))
+        return Stream(self, self._open(lambda client: client.stream_chat(messages, timeout=timeout, **options)), Job)
 
     def submit(
         self,
@@ -248,6 +246,70 @@ class Client(BlockingClient):
     def queue_depth(self) -> QueueDepth:
         """Return the numbers of waiting and running jobs in the queue."""
         return self._call(lambda client: client.queue_depth())
+
+    def queues(self) -> tuple[QueueSummary, ...]:
+        """Return all queues with this client's `key_prefix`, sorted by name, also those that no worker serves.
+
+        A queue exists from its first job or worker on. The call examines all keys of the Redis server, and finds at
+        most 10,000 partitions.
+        """
+        return self._call(lambda client: client.queues())
+
+    def jobs(
+        self,
+        *,
+        state: JobState | None = None,
+        priority: Priority | None = None,
+        older_than_s: float | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+        limit: int = 100,
+    ) -> tuple[JobSummary, ...]:
+        """Return the waiting and running jobs of the queue, oldest first.
+
+        Args:
+            state: `QUEUED` or `RUNNING`. None: both.
+            priority: Only jobs of this priority. None: all.
+            older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
+            metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
+                is written so.
+            limit: Largest number of jobs.
+
+        Raises:
+            InvalidRequest: `state` is `FINISHED` or `FAILED`. Such jobs are not in the queue any more.
+        """
+        return self._call(
+            lambda client: client.jobs(
+                state=state, priority=priority, older_than_s=older_than_s, metadata=metadata, limit=limit
+            )
+        )
+
+    def purge(
+        self,
+        *,
+        priority: Priority | None = None,
+        older_than_s: float | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+        dry_run: bool = False,
+    ) -> tuple[str, ...]:
+        """Cancel the waiting jobs of the queue that match all arguments. Without arguments, cancel all waiting jobs.
+
+        Each job finishes with the reason `cancelled`, which its readers receive. Running jobs continue.
+
+        Args:
+            priority: Only jobs of this priority. None: all.
+            older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
+            metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
+                is written so.
+            dry_run: Whether to cancel nothing.
+
+        Returns:
+            The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.
+        """
+        return self._call(
+            lambda client: client.purge(
+                priority=priority, older_than_s=older_than_s, metadata=metadata, dry_run=dry_run
+            )
+        )
 
     def workers(self) -> tuple[Worker, ...]:
         """Return the card and the last heartbeat of each live worker of the queue, sorted by worker id."""
@@ -456,6 +518,7 @@ class Job(BlockingJob):
             ResultTimeout: The job has not finished in time.
             JobFailed: The job failed; `code` and `message` give the reason.
             JobNotFound: The id is wrong, or the result has expired.
+            NoWorker: The client has `require_worker`, and no worker serves the queue.
         """
         return self._call(lambda job: job.result(timeout=timeout))
 
@@ -474,5 +537,33 @@ class Job(BlockingJob):
             ResultTimeout: No chunk arrived in time. The job is not cancelled.
             JobFailed: The job failed; `code` and `message` give the reason.
             JobNotFound: The id is wrong, or the result has expired.
+            NoWorker: The client has `require_worker`, and no worker serves the queue.
         """
         return self._iterate(lambda job: job.stream(timeout=timeout))
+
+    def result_within(self, limit: CallTimeout) -> Result:
+        """Wait like `result`, within a timeout that has begun already."""
+        return self._call(lambda job: job.result_within(limit))
+
+
+class Stream(BlockingStream):
+    """The chunks of a submitted job, in order. `Client.stream` returns it.
+
+        stream = client.stream("Once upon a time")
+        for chunk in stream:
+            print(chunk.text, end="", flush=True)
+
+    The job belongs to the stream. It is cancelled when the stream ends early: when it times out, when its reader is
+    interrupted, when it is closed, or when nothing refers to it any more. A job that other callers share through its
+    idempotency key is not cancelled.
+    """
+
+    job: Job
+    "The handle of the job, for example for its result after the last chunk."
+
+    def text(self) -> Generator[str, None, None]:
+        """Yield the text of each chunk that has text. Closing this iterator early closes the stream.
+
+        Web frameworks accept it as the body of a response: `StreamingResponse(stream.text())`.
+        """
+        return self._iterate(lambda stream: stream.text())

@@ -22,6 +22,7 @@ from llamaq.producer import (
     QueueStats,
     Result,
     SlotFile,
+    Stream,
     Worker,
     WorkerSlots,
 )
@@ -47,7 +48,9 @@ def blocking(client: Client) -> Iterator[str]:
         assert_type(exc.code, str)
     assert_type(client.generate_tokens([1, 2, 3]), Result)
     assert_type(client.chat([{"role": "user", "content": "hi"}]), Result)
-    assert_type(client.stream_tokens([1, 2, 3]), Generator[Chunk, None, None])
+    assert_type(client.stream_tokens([1, 2, 3]), Stream)
+    assert_type(client.stream("x").text(), Generator[str, None, None])
+    assert_type(client.stream("x").job.result(), Result)
     assert_type(client.cancel(job.id), bool)
     assert_type(client.queue_depth(), QueueDepth)
     assert_type(client.workers(), tuple[Worker, ...])
@@ -67,7 +70,7 @@ def blocking(client: Client) -> Iterator[str]:
 async def asynchronous(client: AsyncClient) -> AsyncIterator[str]:
     assert_type(await client.generate_tokens([1, 2, 3], json_schema={"type": "object"}), Result)
     assert_type(await client.chat([{"role": "user", "content": "hi"}], logit_bias={5: -1.0}), Result)
-    async for chunk in client.stream("Tell me a story", max_tokens=200, timeout=None):
+    async for chunk in await client.stream("Tell me a story", max_tokens=200, timeout=None):
         assert_type(chunk, Chunk)
         yield chunk.text
     job = await client.submit("x", metadata={"user": "u1"})
@@ -83,7 +86,8 @@ async def errors_that_a_type_checker_finds(client: AsyncClient) -> None:
     await client.generate("x", temperature="hot")  # type: ignore[arg-type]
     await client.generate("x", priority="urgent")  # type: ignore[arg-type]
     await client.submit(text="x")  # type: ignore[call-arg]
-    await client.stream("x")  # type: ignore[misc]
+    async for _ in client.stream("x"):  # type: ignore[attr-defined]
+        pass
 
 
 def errors_that_a_type_checker_finds_in_blocking_code(client: Client) -> None:

@@ -1,7 +1,8 @@
-"""Turns `AsyncClient` and `AsyncJob` into `Client` and `Job`.
+"""Turns `AsyncClient`, `AsyncJob` and `AsyncStream` into `Client`, `Job` and `Stream`.
 
 Each public method keeps its signature and docstring. Its body is one call through the portal, see `BlockingClient`.
-Other members (the constructor of `Job`, `close`, the context manager) are written by hand in `blocking_base.py`.
+Other members (the constructors of `Job` and `Stream`, `close`, the context managers) are written by hand in
+`blocking_base.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 Method = ast.FunctionDef | ast.AsyncFunctionDef
@@ -20,16 +22,16 @@ SYNC_PATH = PRODUCER / "sync.py"
 
 HEADER = '''"""The client for threads: every method runs the same method of the asyncio client and waits for it."""
 
-# Generated from client.py and job.py by `python -m llamaq.tools.sync_client`. Edit those files, not this one.
+# Generated from client.py, job.py and async_stream.py by `python -m llamaq.tools.sync_client`: edit those files.
 
 from __future__ import annotations
 
 from collections.abc import Generator
 
-from llamaq.producer.blocking_base import BlockingClient, BlockingJob
+from llamaq.producer.blocking_base import BlockingClient, BlockingJob, BlockingStream
 '''
-SYNC_NAMES = {"AsyncClient": "Client", "AsyncJob": "Job"}
-DOCSTRING_WORDS = {**SYNC_NAMES, "async with": "with", "async for": "for"}
+SYNC_NAMES = {"AsyncClient": "Client", "AsyncJob": "Job", "AsyncStream": "Stream"}
+DOCSTRING_WORDS = {**SYNC_NAMES, "async with": "with", "async for": "for", "await client": "client", "aclose": "close"}
 ASYNC_SENTENCE = "One client serves any number of concurrent calls within one event loop."
 SYNC_SENTENCE = """Threads may share one client, and a child process may use it after a fork. The first call starts a
     thread, which `close` ends."""
@@ -40,12 +42,15 @@ def generate() -> str:
     """Return the text of `sync.py`, formatted by ruff."""
     client = ast.parse((PRODUCER / "client.py").read_text())
     job = ast.parse((PRODUCER / "job.py").read_text())
+    stream = ast.parse((PRODUCER / "async_stream.py").read_text())
     parts = [
         HEADER,
         *_imports(client, "llamaq.producer.client"),
         *_imports(job, "llamaq.producer.job"),
+        *_imports(stream, "llamaq.producer.async_stream"),
         _sync_class(_class(client, "AsyncClient"), "BlockingClient"),
         _sync_class(_class(job, "AsyncJob"), "BlockingJob"),
+        _sync_class(_class(stream, "AsyncStream"), "BlockingStream"),
     ]
     # The imports of both modules are copied as they are: ruff removes the unused ones and sorts the others.
     text = _ruff("\n".join(parts), "check", "--quiet", "--fix", "--select", "F401,F811,I")
@@ -70,7 +75,16 @@ def _class(module: ast.Module, name: str) -> ast.ClassDef:
 def _sync_class(source: ast.ClassDef, base: str) -> str:
     methods = [_sync_method(method, source.name) for method in _forwarded_methods(source)]
     docstring = _translate_docstring(ast.get_docstring(source, clean=False) or "")
-    return f'class {SYNC_NAMES[source.name]}({base}):\n    """{docstring}"""\n\n' + "\n\n".join(methods)
+    head = f'class {SYNC_NAMES[source.name]}({base}):\n    """{docstring}"""\n\n'
+    return head + "".join(_attributes(source)) + "\n\n".join(methods)
+
+
+def _attributes(source: ast.ClassDef) -> Iterator[str]:
+    """Yield the declarations of the attributes of a class, each with its docstring."""
+    for node, docstring in pairwise(source.body):
+        if isinstance(node, ast.AnnAssign):
+            declared = f"{ast.unparse(node.target)}: {_translate_annotation(ast.unparse(node.annotation))}"
+            yield f"    {declared}\n    {ast.unparse(docstring)}\n\n"
 
 
 def _forwarded_methods(source: ast.ClassDef) -> Iterator[Method]:
@@ -104,6 +118,8 @@ def _body(source: Method, class_name: str, returns: str) -> list[str]:
     call = f"lambda {target}: {target}.{source.name}({arguments})"
     if returns.startswith("AsyncGenerator["):
         return [f"return self._iterate({call})"]
+    if returns == "AsyncStream":
+        return [f"return Stream(self, self._open({call}), Job)"]
     if returns == "AsyncJob":
         return [f"job = self._call({call})", "return Job(self, job.id, is_new=job.is_new)"]
     return [f"self._call({call})" if returns == "None" else f"return self._call({call})"]
