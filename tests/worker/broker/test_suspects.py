@@ -22,7 +22,7 @@ from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken
+from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import OutputMailbox
 from llamaq.worker.generation.job_preparer import PreparedJob
 from llamaq.worker.testing import make_job
@@ -61,12 +61,14 @@ class FakeEngineWorker:
     def admit(self, job: Job) -> None:
         self.admitted[job.id] = job
         self.history.append(job.id)
+        self.outputs.put([SlotAcquired(job)])
 
     def cancel(self, job_id: str) -> None:
         """Ignore the cancellation."""
 
     def release(self, job_id: str, attempt: int) -> None:
-        self.admitted.pop(job_id, None)
+        if job_id in self.admitted and self.admitted[job_id].lease.attempt <= attempt:
+            del self.admitted[job_id]
 
 
 @asynccontextmanager
@@ -83,7 +85,7 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
             Scripts(connection.redis, connection.keys), name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,
             checkpoints=Checkpoints(1, 1.0), is_alive=lambda: True, on_finished=_ignore,
         )  # fmt: skip
-        await job_claims.open(max_queue=0)
+        await job_claims.open()
         with ThreadPoolExecutor(1) as executor:
             intake = Intake(
                 job_claims, outbox, BytePreparer(), executor, worker.admit,  # type: ignore[arg-type]

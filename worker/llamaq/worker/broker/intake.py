@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import ErrorCode, JobRejected
@@ -16,7 +16,6 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_calls import Claim
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.redis_errors import is_full
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, Lease
@@ -219,7 +218,7 @@ class Intake:
     async def _start(self, claim: Claim, from_attempt: int | None) -> ClaimedJob | None:
         """Claim one job and begin to prepare it. An error affects this job alone."""
         try:
-            claimed = await self._claim_job(claim, from_attempt)
+            claimed = await self._job_claims.claim_job(claim, from_attempt=from_attempt)
             if claimed is not None:
                 self._tasks.start(self._prepare(claimed, self._register(claimed)))
             return claimed
@@ -230,20 +229,6 @@ class Intake:
         finally:
             self._n_starting -= 1
             self._outbox.room_freed.set()
-
-    async def _claim_job(self, claim: Claim, from_attempt: int | None) -> ClaimedJob | None:
-        """Claim a job. While Redis is full, requeue its entry, and count it as a job of this worker until the next try."""
-        try:
-            claimed = await self._job_claims.claim_job(claim, from_attempt=from_attempt)
-        except ResponseError as exc:
-            if not is_full(exc):
-                raise
-            self._outage.record_failure(exc)
-            await self._job_claims.requeue(claim)
-            await asyncio.sleep(RETRY_S)
-            return None
-        self._outage.record_success()
-        return claimed
 
     def _register(self, claimed: ClaimedJob) -> Lease:
         claim, attempt = claimed.claim, claimed.attempt

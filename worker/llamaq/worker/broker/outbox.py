@@ -319,7 +319,7 @@ class Outbox:
 
     def _drop_lost(self, job: JobProgress) -> None:
         """Drop an attempt that has lost its lease, in the outbox and in the engine."""
-        log.warning("job.lost id=%s attempt=%d", job.lease.job_id, job.lease.attempt)
+        log.info("job.lost id=%s attempt=%d", job.lease.job_id, job.lease.attempt)
         self._unregister(job)
         self._engine.release(job.lease.job_id, job.lease.attempt)
         self.room_freed.set()
