@@ -5,6 +5,7 @@ LlamaqError
 ├── InvalidSettings       a setting, flag or environment variable is not valid (also a ValueError)
 ├── QueueFull             `max_queue` jobs wait; the job was not submitted
 ├── RedisFull             Redis has reached `maxmemory`; the job was not submitted
+├── IdempotencyConflict   the idempotency key belongs to a job with another request; nothing was submitted
 ├── NoWorker              no worker serves the queue
 ├── ResultTimeout         the timeout of a call was over before the job ended (also a TimeoutError)
 ├── JobNotFound           the job does not exist, or its result has expired (also a KeyError)
@@ -122,6 +123,20 @@ class RedisFull(LlamaqError):
         self.queue = queue
 
 
+class IdempotencyConflict(LlamaqError):
+    """The idempotency key belongs to a job with another request. The job was not submitted.
+
+    Attributes:
+        job_id: Id of the job that has the key.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"job {job_id} has the same idempotency_key and another request: use another key for another request"
+        )
+        self.job_id = job_id
+
+
 class NoWorker(LlamaqError):
     """No worker serves the queue, so its model is unknown and no job runs.
 
@@ -137,7 +152,15 @@ class NoWorker(LlamaqError):
 
 
 class ResultTimeout(LlamaqError, TimeoutError):
-    """The timeout of a call was over before the job ended. The job itself may still run."""
+    """The timeout of a call was over before the job ended. The message says what the call waited for.
+
+    Attributes:
+        job_id: Id of the job, which may still run. None: the call concerns no job.
+    """
+
+    def __init__(self, message: str, job_id: str | None = None) -> None:
+        super().__init__(message)
+        self.job_id = job_id
 
 
 class JobNotFound(LlamaqError, KeyError):

@@ -55,8 +55,20 @@ class ClientSettings(QueueSettings):
     timeout_s: float = Field(
         300.0, gt=0, description="Longest time that `generate()`, `chat()` and `result()` wait, in seconds."
     )
+    require_worker: bool = Field(
+        False,
+        description="Whether calls raise `NoWorker` at once when no worker serves the queue. By default they wait for "
+        "one.",
+    )
     result_ttl_s: float = Field(
         3600.0, gt=0, le=10**8, description="How long Redis stores a result after its job ended, in seconds."
+    )
+    event_ttl_s: float = Field(
+        0.0,
+        ge=0,
+        le=10**8,
+        description="How long Redis stores the events of a job after its end, in seconds. No reader needs them: the "
+        "result contains all tokens. 0: they are deleted at the end.",
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from contextlib import suppress
+from weakref import WeakSet
 
 from redis.exceptions import RedisError
 
@@ -12,84 +13,125 @@ from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, ResultTimeout
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.job import AsyncJob, Chunk
-from llamaq.producer.queries.queue_snapshots import read_workers
+from llamaq.producer.async_stream import AsyncStream
+from llamaq.producer.call_timeout import CallTimeout, drop_error
+from llamaq.producer.job import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.submission import submit
+from llamaq.producer.submission import new_job_id, submit
 
 log = logging.getLogger(__name__)
+
+LAST_WAIT_S = 0.1
+"""Longest wait, after the timeout of a call, for the cancellation of its job and for the look for a worker."""
+CLOSE_WAIT_S = 5.0
+"""Longest wait of a closing client for cancellations in flight."""
 
 
 class AutoCancelledJobs:
     """Submits the jobs of `generate` and `stream` calls, and cancels each job whose call ends early.
 
-    A job that other callers share through its idempotency key is not cancelled.
+    A job with an idempotency key is never cancelled, because other callers may get the same job through the key.
     """
 
     def __init__(self, connection: QueueConnection) -> None:
         self._connection = connection
         self._background = BackgroundTasks()
+        self._streams: WeakSet[AsyncStream] = WeakSet()
+        """The streams that have readers. A stream that is garbage collected cancels its job itself."""
 
     async def generate(self, request: JobRequest, timeout: float | None) -> Result:
         """Submit a job and wait for its result. See `AsyncClient.generate`."""
-        job = await self._submit(request)
+        limit = CallTimeout(self._connection.timeout_s(timeout))
+        job = await self._submit(request, limit)
         try:
-            return await job.result(timeout=timeout)
+            return await job.result_within(limit)
         except ResultTimeout as exc:
-            await self._cancel(job)
-            raise await self._cause_of(exc) from exc
-        except (asyncio.CancelledError, RedisError, OSError):
-            self._background.start(self._cancel(job))
+            await self.cancel_soon(job)
+            raise await self.explain(exc, job) from exc
+        except (JobFailed, JobNotFound):
+            raise
+        except BaseException:
+            self.cancel_soon(job)
             raise
 
-    async def stream(self, request: JobRequest, timeout: float | None) -> AsyncGenerator[Chunk, None]:
-        """Submit a job and yield its chunks. See `AsyncClient.stream`."""
-        job = await self._submit(request)
-        chunks = job.stream(timeout=timeout)
-        has_ended = False
-        try:
-            async for chunk in chunks:
-                yield chunk
-            has_ended = True
-        except (JobFailed, JobNotFound):
-            has_ended = True
-            raise
-        except ResultTimeout as exc:
-            raise await self._cause_of(exc) from exc
-        finally:
-            await chunks.aclose()
-            if not has_ended:
-                # A separate task cancels the job, because the task that closes this iterator may itself be cancelled.
-                await asyncio.shield(self._background.start(self._cancel(job)))
+    async def stream(self, request: JobRequest, timeout: float | None) -> AsyncStream:
+        """Submit a job and return the stream of its chunks. See `AsyncClient.stream`."""
+        job = await self._submit(request, CallTimeout(self._connection.timeout_s(timeout)))
+        stream = AsyncStream(job, timeout, self)
+        self._streams.add(stream)
+        return stream
+
+    def cancel_soon(self, job: AsyncJob) -> asyncio.Task[bool]:
+        """Cancel a job in the background, unless other callers may share it.
+
+        Returns:
+            A task that ends soon, although Redis may not answer for long. Its result is whether the job was cancelled.
+        """
+        return self._background.start(self._wait_briefly(self._background.start(self._cancel(job))))
+
+    async def explain(self, timeout: ResultTimeout, job: AsyncJob) -> LlamaqError:
+        """Return the error to raise after a timeout for which the job was cancelled."""
+        queue = self._connection.settings.queue
+        looking = self._background.start(self._connection.workers.look(queue))
+        await asyncio.wait([looking], timeout=LAST_WAIT_S)
+        fate = "it continues, because it has an idempotency key" if job.is_shared else "it was cancelled"
+        if looking.done() and looking.exception() is None and not looking.result():
+            error: LlamaqError = NoWorker(queue)
+            error.args = (f"{error} (job {job.id}: {fate})",)
+        else:
+            looking.add_done_callback(drop_error)
+            error = ResultTimeout(f"{timeout}; {fate}")
+        error.job_id = job.id  # type: ignore[attr-defined]
+        return error
+
+    async def close_streams(self) -> None:
+        """Close all open streams, then wait until all cancellations in flight are sent or have failed."""
+        await asyncio.gather(*(stream.aclose() for stream in list(self._streams)), return_exceptions=True)
+        await self.wait_for_cancellations()
 
     async def wait_for_cancellations(self) -> None:
-        """Wait until all cancellations in flight are sent or have failed."""
-        await self._background.wait()
+        """Wait until all cancellations in flight are sent or have failed, but not long if Redis does not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_WAIT_S):
+                await self._background.wait()
 
-    async def _submit(self, request: JobRequest) -> AsyncJob:
-        """Submit a job. If this task is cancelled during the submit, the job is cancelled too."""
-        submitting = self._background.start(submit(self._connection, request))
+    async def _submit(self, request: JobRequest, limit: CallTimeout) -> AsyncJob:
+        """Submit a job. If the time is over or this task is cancelled during the submit, the job is cancelled too.
+
+        Raises:
+            NoWorker: The client has `require_worker`, and no worker serves the queue. Nothing was submitted.
+        """
+        job_id = new_job_id(self._connection, request)
+        problem = "could not be submitted: Redis has not answered"
+        if self._connection.settings.require_worker:
+            await limit.bound(self._connection.workers.require(job_id.queue), str(job_id), problem)
+        submitting = self._background.start(submit(self._connection, request, job_id))
         try:
-            return await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            self._background.start(self._cancel_when_submitted(submitting))
-            raise
+            await asyncio.wait([submitting], timeout=limit.remaining_s)
+        finally:
+            if not submitting.done():
+                self._background.start(self._cancel_when_submitted(submitting))
+        if not submitting.done():
+            raise limit.error(str(job_id), problem)
+        return submitting.result()
 
     async def _cancel_when_submitted(self, submitting: asyncio.Task[AsyncJob]) -> None:
-        await self._cancel(await submitting)
+        await asyncio.wait([submitting])
+        if submitting.cancelled() or submitting.exception() is not None:
+            return  # nothing was submitted, or it is unknown
+        await self._cancel(submitting.result())
 
-    async def _cancel(self, job: AsyncJob) -> None:
-        if not job.is_new:  # other callers share it through its idempotency key
-            return
+    async def _cancel(self, job: AsyncJob) -> bool:
+        if job.is_shared:
+            return False
         try:
-            await job.cancel()
+            return await job.cancel()
         except JobNotFound:
             pass
         except (RedisError, OSError) as exc:
             log.warning("job.cancel_failed id=%s error=%s", job.id, exc)
+        return False
 
-    async def _cause_of(self, timeout: ResultTimeout) -> LlamaqError:
-        """Return the error to raise after a timeout: `NoWorker` if no worker serves the queue, else `timeout`."""
-        queue = self._connection.settings.queue
-        has_worker = await read_workers(self._connection.redis, self._connection.keys, queue)
-        return timeout if has_worker else NoWorker(queue)
+    async def _wait_briefly(self, cancelling: asyncio.Task[bool]) -> bool:
+        await asyncio.wait([cancelling], timeout=LAST_WAIT_S)
+        return cancelling.result() if cancelling.done() and not cancelling.cancelled() else False

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
-from llamaq.common.protocol.job_events import Failed, Finished, Tokens
+from llamaq.common.errors import JobFailed, JobNotFound
+from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_snapshots import JobStatus
+from llamaq.common.protocol.keys import JobId
+from llamaq.producer.call_timeout import CallTimeout, naming_job, timeout_error
 from llamaq.producer.queries.job_records import read_result, read_status
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.streaming.event_readers import EndWaiter, EventReader, Position
+from llamaq.producer.streaming.end_waiter import EndWaiter
+from llamaq.producer.streaming.event_reader import EventReader
+from llamaq.producer.streaming.job_listener import JobListener
+from llamaq.producer.streaming.retried_reads import RetriedReads
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +44,15 @@ class AsyncJob:
     `AsyncClient.submit` and `AsyncClient.job` return handles.
     """
 
-    def __init__(self, connection: QueueConnection, job_id: str, *, is_new: bool = False) -> None:
+    def __init__(
+        self, connection: QueueConnection, job_id: str, *, is_new: bool = False, is_shared: bool = False
+    ) -> None:
         self.id = job_id
         """The job id. It contains the queue and the partition, so another process needs only this id."""
         self.is_new = is_new
         """Whether `submit` created the job. False if its idempotency key already had a job, or after `client.job()`."""
+        self.is_shared = is_shared
+        """Whether `submit` had an idempotency key, through which other callers may get the same job."""
         self._connection = connection
         self._keys = connection.keys.of_job(job_id)
 
@@ -87,18 +96,9 @@ class AsyncJob:
             ResultTimeout: The job has not finished in time.
             JobFailed: The job failed; `code` and `message` give the reason.
             JobNotFound: The id is wrong, or the result has expired.
+            NoWorker: The client has `require_worker`, and no worker serves the queue.
         """
-        if not self.is_new and (await self.status()).state in (JobState.FINISHED, JobState.FAILED):
-            return await read_result(self._connection.redis, self._keys, self.id)
-        timeout_s = self._connection.timeout_s(timeout)
-        waiter = EndWaiter(self._connection.redis, self._keys, self.id)
-        try:
-            async with asyncio.timeout(timeout_s):
-                with self._connection.subscriber.listening(waiter):
-                    await waiter.wait()
-        except TimeoutError as exc:
-            raise ResultTimeout(f"job {self.id} has not finished within {timeout_s:g} s; it was not cancelled") from exc
-        return await read_result(self._connection.redis, self._keys, self.id)
+        return await self.result_within(CallTimeout(self._connection.timeout_s(timeout)))
 
     async def stream(self, *, timeout: float | None = None) -> AsyncGenerator[Chunk, None]:
         """Yield all chunks of the job from its first token on, even if the job started or finished before this call.
@@ -115,36 +115,52 @@ class AsyncJob:
             ResultTimeout: No chunk arrived in time. The job is not cancelled.
             JobFailed: The job failed; `code` and `message` give the reason.
             JobNotFound: The id is wrong, or the result has expired.
+            NoWorker: The client has `require_worker`, and no worker serves the queue.
         """
-        if not self.is_new:
-            await self.status()  # raises at once for an unknown id and for an unreachable Redis
         timeout_s = self._connection.timeout_s(timeout)
         reader = EventReader(self._connection.redis, self._keys, self.id)
         index = 0
-        with self._connection.subscriber.listening(reader):
-            while True:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        event = await reader.next_event()
-                except TimeoutError as exc:
-                    message = f"job {self.id} has sent no chunk for {timeout_s:g} s; it was not cancelled"
-                    raise ResultTimeout(message) from exc
-                if not isinstance(event, Tokens):
-                    break
-                yield Chunk(event.text, event.tokens, index, event.offset)
-                index += 1
-        if isinstance(event, Failed):
-            raise JobFailed(event.code, event.message, self.id)
-        rest = await self._read_rest(reader.position, event)
-        if rest is not None:
-            yield Chunk(rest.text, rest.tokens, index, rest.offset)
+        with naming_job(self.id):
+            is_open = await self._is_open(CallTimeout(timeout_s))
+            with self._following(reader, is_open=is_open):
+                while True:
+                    try:
+                        event = await reader.next_event(timeout_s)
+                    except TimeoutError as exc:
+                        raise timeout_error(self.id, "has sent no chunk", timeout_s, reader.redis_error) from exc
+                    if not isinstance(event, TokenSpan):
+                        break
+                    yield Chunk(event.text, event.tokens, index, event.offset)
+                    index += 1
+            if isinstance(event, Failed):
+                raise JobFailed(event.code, event.message, self.id)
 
-    async def _read_rest(self, position: Position, end: Finished) -> Tokens | None:
-        """Return the output after `position`, or None if all output was read.
+    async def result_within(self, limit: CallTimeout) -> Result:
+        """Wait like `result`, within a timeout that has begun already."""
+        with naming_job(self.id):
+            if await self._is_open(limit):
+                waiter = EndWaiter(self._connection.redis, self._keys, self.id)
+                with self._following(waiter):
+                    try:
+                        await waiter.wait(limit.end_s)
+                    except TimeoutError as exc:
+                        raise limit.error(self.id, "has not finished", waiter.redis_error) from exc
+            reading = RetriedReads().read(lambda: read_result(self._connection.redis, self._keys, self.id))
+            return await limit.bound(reading, self.id, "has finished, but Redis has not returned its result")
 
-        A job with `stream=False` has no `tokens` events, so this is its whole output.
-        """
-        if end.stats.generated_tokens <= position.tokens:
-            return None
-        result = await read_result(self._connection.redis, self._keys, self.id)
-        return position.advance(Tokens(offset=0, tokens=result.tokens, text_offset=0, text=result.text))
+    async def _is_open(self, limit: CallTimeout) -> bool:
+        """Return whether the job may still run. Raises at once for an unknown id and for an unreachable Redis."""
+        if self.is_new:
+            return True
+        status = await limit.bound(self.status(), self.id, "could not be found: Redis has not answered")
+        return status.state not in (JobState.FINISHED, JobState.FAILED)
+
+    @contextmanager
+    def _following(self, listener: JobListener, *, is_open: bool = True) -> Iterator[None]:
+        """Deliver the job's messages to the listener. For an open job, also watch whether a worker serves its queue."""
+        with ExitStack() as exits:
+            exits.enter_context(self._connection.subscriber.listening(listener))
+            if is_open:
+                queue = JobId.parse(self.id).queue
+                exits.enter_context(self._connection.workers.waiting(queue, listener.fail))
+            yield

@@ -11,6 +11,7 @@ from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.connect import connect
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.streaming.subscriber import Subscriber
+from llamaq.producer.worker_watch import WorkerWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,15 @@ class QueueConnection:
     keys: Keys
     scripts: Scripts
     subscriber: Subscriber
+    workers: WorkerWatch
 
     @classmethod
     def of(cls, settings: ClientSettings) -> QueueConnection:
         """Return a connection with these settings. Redis is contacted by the first call that needs it."""
         redis = connect(settings.redis_url, name="llamaq-client")
         keys = Keys(settings.key_prefix)
-        return cls(settings, redis, keys, Scripts(redis, keys), Subscriber(redis))
+        workers = WorkerWatch(redis, keys, require_worker=settings.require_worker)
+        return cls(settings, redis, keys, Scripts(redis, keys), Subscriber(redis), workers)
 
     def timeout_s(self, timeout_s: float | None) -> float:
         """Return the timeout of one call: `timeout_s`, or the client's setting if `timeout_s` is None."""
@@ -36,5 +39,6 @@ class QueueConnection:
 
     async def aclose(self) -> None:
         """Unsubscribe from all channels and close all connections."""
+        await self.workers.aclose()
         await self.subscriber.aclose()
         await self.redis.aclose()

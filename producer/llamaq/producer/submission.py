@@ -9,11 +9,11 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from llamaq.common.errors import InvalidRequest, QueueFull, RedisFull
+from llamaq.common.errors import IdempotencyConflict, InvalidRequest, QueueFull, RedisFull
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_calls import SubmitRefused
+from llamaq.common.protocol.script_calls import SubmitConflict, SubmitRefused
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queries import dead_letters
@@ -42,6 +42,11 @@ def build_request(options: JobOptions, **values: Any) -> JobRequest:
     return codec.build_request(merged)
 
 
+def new_job_id(connection: QueueConnection, request: JobRequest) -> JobId:
+    """Return the id for a new job in the client's queue."""
+    return JobId.new(connection.settings.queue, connection.settings.partitions, request.idempotency_key)
+
+
 async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId | None = None) -> AsyncJob:
     """Put a job into the queue and return its handle.
 
@@ -52,23 +57,29 @@ async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId
 
     Raises:
         InvalidRequest: The encoded request is larger than `max_request_bytes`.
+        IdempotencyConflict: A job with the same idempotency key has another request.
         QueueFull: The queue has `max_queue` waiting jobs.
         RedisFull: Redis has reached its `maxmemory`.
     """
     settings = connection.settings
     payload = codec.encode_request(request, settings.max_request_bytes)
-    job_id = job_id or JobId.new(settings.queue, settings.partitions, request.idempotency_key)
+    job_id = job_id or new_job_id(connection, request)
     try:
-        outcome = await connection.scripts.submit(job_id, request, payload, result_ttl_s=settings.result_ttl_s)
+        outcome = await connection.scripts.submit(
+            job_id, request, payload, result_ttl_s=settings.result_ttl_s, event_ttl_s=settings.event_ttl_s
+        )
     except ResponseError as exc:
         if is_full(exc):
             raise RedisFull(job_id.queue) from exc
         raise
+    if isinstance(outcome, SubmitConflict):
+        raise IdempotencyConflict(outcome.job_id)
     if isinstance(outcome, SubmitRefused):
         wait_s = await _estimate_wait_s(connection, outcome.depth)
         raise QueueFull(job_id.queue, outcome.depth, outcome.max_queue, wait_s)
     log.debug("job.submitted id=%s existing=%s bytes=%d", outcome.job_id, outcome.existing, len(payload))
-    return AsyncJob(connection, outcome.job_id, is_new=not outcome.existing)
+    is_shared = request.idempotency_key is not None
+    return AsyncJob(connection, outcome.job_id, is_new=not outcome.existing, is_shared=is_shared)
 
 
 async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> AsyncJob:

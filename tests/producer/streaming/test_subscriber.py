@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.errors import ProtocolError
-from llamaq.common.protocol.job_events import Tokens
+from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.producer import AsyncClient, AsyncJob, Chunk, FinishReason, ResultTimeout
-from llamaq.producer.streaming import event_readers as readers_module
-from llamaq.producer.streaming import subscriber as subscriber_module
-from llamaq.producer.streaming.event_readers import INBOX_MESSAGES, PAGE_EVENTS, EventReader, Position
+from llamaq.producer.streaming import look_schedule, subscriber
+from llamaq.producer.streaming.event_reader import INBOX_EVENTS, PAGE_EVENTS, EventReader
+from llamaq.producer.streaming.position import Position
 from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -93,6 +93,13 @@ async def test_the_last_reader_of_a_job_unsubscribes(redis_url: str, queue: str)
             await asyncio.sleep(0.005)
 
 
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients poll silent jobs 20 times a second."""
+    monkeypatch.setattr(subscriber, "CHECK_S", 0.02)
+    for name in ("SILENCE_S", "WAITING_SILENCE_S", "LONGEST_SILENCE_S"):
+        monkeypatch.setattr(look_schedule, name, 0.05)
+
+
 class LossyDispatch:
     """Drops, repeats and damages some pub/sub messages, but no confirmations of subscriptions."""
 
@@ -149,7 +156,7 @@ async def test_tokens_lost_right_before_the_end_are_yielded_before_the_stream_en
 async def test_a_stream_without_any_message_is_still_complete(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber_module, "SILENCE_S", 0.05)
+    look_often(monkeypatch)
     monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *_: None)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
@@ -252,7 +259,7 @@ async def test_tokens_that_redis_lost_and_the_worker_sent_again_are_yielded_once
 async def test_a_slow_reader_neither_loses_tokens_nor_delays_other_readers(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
-        count = INBOX_MESSAGES + PAGE_EVENTS + 100
+        count = INBOX_EVENTS + PAGE_EVENTS + 100
         async with aclosing(job.stream()) as slow:
             first = asyncio.ensure_future(anext(slow))
             fast = asyncio.create_task(read_all(job))
@@ -270,18 +277,18 @@ async def test_an_inbox_is_bounded_and_its_overflow_is_read_from_the_stream(redi
         with client.subscriber.listening(reader):
             await until_confirmed(client)
             await emit(attempt, 1)
-            await reader.next_event()
-            await emit(attempt, INBOX_MESSAGES)
-            while len(reader._inbox) < INBOX_MESSAGES:  # noqa: ASYNC110  # there is no event to await
+            await reader.next_event(10)
+            await emit(attempt, INBOX_EVENTS)
+            while len(reader._ready) < INBOX_EVENTS:  # noqa: ASYNC110  # there is no event to await
                 await asyncio.sleep(0.005)
-            assert f"live tokens=1 inbox={INBOX_MESSAGES}" in repr(reader)
+            assert f"live tokens={INBOX_EVENTS + 1} ready={INBOX_EVENTS}" in repr(reader)
             await emit(attempt, 1)
-            while reader._inbox:  # noqa: ASYNC110
+            while "behind" not in repr(reader):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            assert "behind tokens=1 inbox=0" in repr(reader)
-            event = await reader.next_event()
-            assert isinstance(event, Tokens)
-            assert event.tokens == (1,)
+            events = [await reader.next_event(10) for _ in range(INBOX_EVENTS + 1)]
+            assert [event.tokens for event in events if isinstance(event, TokenSpan)] == [
+                (number,) for number in range(1, INBOX_EVENTS + 2)
+            ]
 
 
 async def test_a_gap_in_the_event_stream_is_an_error(redis_url: str, queue: str) -> None:
@@ -295,17 +302,23 @@ async def test_a_gap_in_the_event_stream_is_an_error(redis_url: str, queue: str)
             await read_all(job)
 
 
-async def test_an_ended_job_without_its_events_is_an_error(redis_url: str, queue: str) -> None:
+async def test_an_ended_job_is_read_from_its_stored_output(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
         await emit(attempt, 2)
-        await attempt.finish()
-        await client.redis.xtrim(client.keys.of_job(job.id).events, maxlen=2)
-        await client.redis.xadd(client.keys.of_job(job.id).events, {"e": b"\x80"})
-        with pytest.raises(ProtocolError):
-            await read_all(job)
-        await client.redis.delete(client.keys.of_job(job.id).events)
-        with pytest.raises(ProtocolError, match="events are missing"):
+        async with aclosing(job.stream()) as chunks:
+            started = [await anext(chunks)]
+            await emit(attempt, 2)
+            await attempt.finish(tokens=[4], text="4 ")
+            keys = client.keys.of_job(job.id)
+            await client.redis.delete(keys.events)
+            await client.redis.xadd(keys.events, {"e": b"\x80"})
+            check_output(await read_all(job), 5)
+            check_output(started + [chunk async for chunk in chunks], 5)
+        await client.redis.hset(keys.job, "generated", 5)
+        await client.redis.hdel(keys.job, "output")
+        await client.redis.delete(keys.events)
+        with pytest.raises(ProtocolError, match="its output and its events are missing"):
             await read_all(job)
 
 
@@ -328,23 +341,17 @@ async def test_the_timeout_applies_to_each_chunk(redis_url: str, queue: str) -> 
 
 
 @pytest.mark.starts_processes
-async def test_a_stream_raises_the_connection_error_when_redis_does_not_return(
-    free_port: int, queue: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers_module, "OUTAGE_S", 0.2)
+async def test_a_stream_says_that_redis_did_not_return_within_the_timeout(free_port: int, queue: str) -> None:
     with EmbeddedRedis(port=free_port) as server:
         async with AsyncClient(server.url, queue) as client, FakeWorker(server.url, queue) as worker:
             job, attempt = await submit_and_start(client, worker)
-            async with aclosing(job.stream()) as chunks:
+            async with aclosing(job.stream(timeout=2)) as chunks:
                 await emit(attempt, 1)
                 await anext(chunks)
                 server.stop()
-                reader = asyncio.ensure_future(anext(chunks))
-                with suppress(RedisConnectionError):
-                    await client.queue_depth()
                 next(iter(client.subscriber._listeners.values()))[0].reread()
-                with pytest.raises(RedisConnectionError):
-                    await reader
+                with pytest.raises(ResultTimeout, match=f"{job.id} has sent no chunk within 2 s: Redis cannot be read"):
+                    await anext(chunks)
 
 
 async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(redis_url: str, queue: str) -> None:
@@ -358,7 +365,7 @@ async def test_a_thousand_streams_of_one_client_use_one_subscribed_connection(re
         assert [int(one["sub"]) for one in listed if one["name"] == "llamaq-client" and one["sub"] != "0"] == [n_jobs]
         for offset in range(n_tokens):
             increments = [attempt.increment([offset], f"{offset} ", offset=offset) for attempt in attempts]
-            await worker.scripts.flush("fake", increments, renew=False)
+            await worker.scripts.flush("fake", increments, 60_000, renew=False)
             for attempt in attempts:
                 attempt.text += f"{offset} "
         for attempt in attempts:
@@ -400,7 +407,7 @@ def test_a_position_returns_every_token_and_character_once_for_any_pieces(
     for offset, count, shift, chars in pieces:
         start = max(0, min(len(TEXT), 2 * offset + shift))
         piece = TEXT[start : start + chars]
-        event = Tokens(offset=offset, tokens=tuple(range(offset, offset + count)), text_offset=start, text=piece)
+        event = TokenSpan(offset, tuple(range(offset, offset + count)), start, piece)
         if position.is_before(event):
             continue
         new = position.advance(event)

@@ -5,6 +5,9 @@ The size of all data from Redis is checked before the data are decoded.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
@@ -12,9 +15,10 @@ import msgpack
 from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
-from llamaq.common.protocol.job_events import EVENT, Event
+from llamaq.common.protocol.job_events import EVENT, Event, TokenSpan
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.snapshots import Worker
 
@@ -22,6 +26,16 @@ M = TypeVar("M", bound=BaseModel)
 
 # Limit of an event or an output. Only workers write them, so the limit only protects against corrupt data.
 MAX_EVENT_BYTES = 64 * 1024 * 1024
+
+# Level of zlib. Higher levels take several times as long, and save a tenth.
+OUTPUT_COMPRESSION = 1
+
+# Parameters that do not determine the output of a job, and the seed, which is random unless the caller sets it. Two
+# requests that differ only in these count as the same request.
+NOT_IN_DIGEST = frozenset({
+    "seed", "metadata", "idempotency_key", "priority", "stream", "cancel_on_disconnect", "timeout_s", "queue_timeout_s",
+    "deadline_s", "slot", "cache_prompt", "cache_salt", "cache_public",
+})  # fmt: skip
 
 
 def _pack(value: object) -> bytes:
@@ -36,6 +50,18 @@ def _unpack(data: bytes, limit: int) -> Any:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as exc:
         raise ProtocolError(f"not msgpack: {exc or type(exc).__name__}") from exc
+
+
+def _decompress(data: bytes, limit: int) -> bytes:
+    """Return decompressed bytes, and never more than `limit` of them. Raises `ProtocolError`."""
+    inflater = zlib.decompressobj()
+    try:
+        plain = inflater.decompress(data, limit)
+    except zlib.error as exc:
+        raise ProtocolError(f"not compressed by zlib: {exc}") from exc
+    if not inflater.eof:
+        raise ProtocolError(f"the compressed bytes are incomplete, or larger than the allowed {limit}")
+    return plain
 
 
 def encode_values(values: Sequence[int | str | bytes]) -> bytes:
@@ -87,6 +113,26 @@ def decode_request(data: bytes, max_bytes: int) -> JobRequest:
     return build_request(values)
 
 
+def digest_of(request: JobRequest) -> str:
+    """Return a digest of the parameters that determine the output of a job, without the seed."""
+    values = request.model_dump(mode="json", exclude=NOT_IN_DIGEST, exclude_defaults=True)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def encode_returned(request: JobRequest) -> bytes:
+    """Return the encoded parameters that the result of a job contains."""
+    return _pack({"seed": request.seed, "metadata": request.metadata})
+
+
+def decode_returned(data: bytes) -> tuple[int, dict[str, Any]]:
+    """Return seed and metadata from the encoded parameters that the result contains. Raises `ProtocolError`."""
+    values = _unpack(data, MAX_EVENT_BYTES)
+    try:
+        return int(values["seed"] or 0), dict(values["metadata"])
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError("not the returned parameters of a job") from exc
+
+
 def encode_event(event: Event) -> bytes:
     """Return an encoded event."""
     return _pack(event.model_dump())
@@ -99,20 +145,53 @@ def encode_tokens(offset: int, tokens: Sequence[int], text_offset: int, text: st
 
 def decode_event(data: bytes) -> Event:
     """Return the event in these bytes. Raises `ProtocolError`."""
+    return _validate_event(_unpack(data, MAX_EVENT_BYTES))
+
+
+def _validate_event(values: object) -> Event:
     try:
-        return EVENT.validate_python(_unpack(data, MAX_EVENT_BYTES))
+        return EVENT.validate_python(values)
     except ValidationError as exc:
         raise ProtocolError(f"not an event: {explain(exc)}") from exc
 
 
+def decode_streamed(data: bytes) -> Event | TokenSpan:
+    """Return the event in these bytes like `decode_event`, but a `tokens` event as a tuple. Raises `ProtocolError`."""
+    values = _unpack(data, MAX_EVENT_BYTES)
+    if type(values) is dict and values.get("type") == "tokens":
+        return _token_span(values)
+    return _validate_event(values)
+
+
+def _token_span(values: dict[Any, Any]) -> TokenSpan:
+    """Return the content of a `tokens` event. The checks are those of the model `Tokens`."""
+    offset, tokens, text_offset, text = map(values.get, ("offset", "tokens", "text_offset", "text"))
+    if not (type(offset) is int and type(text_offset) is int and offset >= 0 and text_offset >= 0):
+        raise ProtocolError("not an event: offset or text_offset is not a natural number")
+    if not (type(text) is str and type(tokens) is list):
+        raise ProtocolError("not an event: tokens is not a list, or text is not a string")
+    for token in tokens:
+        if not (type(token) is int and 0 <= token <= MAX_TOKEN_ID):
+            raise ProtocolError("not an event: tokens contains a value that is not a token id")
+    return TokenSpan(offset, tuple(tokens), text_offset, text)
+
+
+_TOKENS_PREFIX = encode_tokens(0, (), 0, "")[:13]
+
+
+def is_tokens_event(data: bytes) -> bool:
+    """Return whether these bytes are surely a `tokens` event, without decoding them. False: they may be any event."""
+    return data.startswith(_TOKENS_PREFIX)
+
+
 def encode_output(text: str, tokens: Sequence[int]) -> bytes:
-    """Return the encoded output of a job, as it is stored in the hash of the job."""
-    return _pack({"text": text, "tokens": tokens})
+    """Return the encoded output of a job, as it is stored in the hash of the job: msgpack, compressed with zlib."""
+    return zlib.compress(_pack({"text": text, "tokens": tokens}), OUTPUT_COMPRESSION)
 
 
 def decode_output(data: bytes) -> tuple[str, tuple[int, ...]]:
     """Return text and tokens from the encoded output of a job. Raises `ProtocolError`."""
-    values = _unpack(data, MAX_EVENT_BYTES)
+    values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES)
     try:
         return str(values["text"]), tuple(int(token) for token in values["tokens"])
     except (KeyError, TypeError, ValueError) as exc:

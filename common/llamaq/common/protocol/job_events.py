@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
@@ -31,12 +31,29 @@ class Tokens(WireModel):
     text: str = Field(description="The text that became complete; it may be empty.")
 
 
+class TokenSpan(NamedTuple):
+    """The content of a `tokens` event, with the fields of `Tokens`.
+
+    Clients decode one for each token. A tuple is created in a fraction of the time that a model needs.
+    """
+
+    offset: int
+    tokens: tuple[int, ...]
+    text_offset: int
+    text: str
+
+
 class Finished(WireModel):
     """The job ended without an error. The hash of the job contains its result."""
 
     type: Literal["finished"] = Field("finished", description="Kind of the event.")
     finish_reason: FinishReason = Field(description="Why the job ended: `stop`, `length`, `cancelled` or `deadline`.")
     stats: JobStats = Field(description="Measurements of the job.")
+    text_length: int | None = Field(
+        None,
+        description="Number of characters of the whole output, which has `stats.generated_tokens` tokens. "
+        "None: not known; the stored output tells.",
+    )
 
 
 class Failed(WireModel):

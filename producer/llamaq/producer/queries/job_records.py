@@ -6,19 +6,19 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from llamaq.common.errors import ErrorCode, JobFailed, JobNotFound
+from llamaq.common.errors import JobFailed, JobNotFound
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Tokens
-from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
+from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
 from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.common.protocol.keys import JobKeys
-from llamaq.producer.streaming.event_readers import Position
+from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error
+from llamaq.producer.streaming.position import Position
 
 _STATUS_FIELDS = (
     "status", "attempt", "crashes", "worker", "generated", "submitted_ms", "started_ms", "finished_ms", "cancel",
     "finish_reason", "error",
 )  # fmt: skip
-_RESULT_FIELDS = ("status", "request", "output", "stats", "finish_reason", "error")
 
 
 async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
@@ -44,7 +44,7 @@ async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
         finished_ms=_int_or_none(text.get("finished_ms")),
         cancel_requested="cancel" in text,
         finish_reason=FinishReason(text["finish_reason"]) if "finish_reason" in text else None,
-        error=_decode_error(fields["error"]) if "error" in fields else None,
+        error=decode_error(fields["error"]) if "error" in fields else None,
     )
 
 
@@ -55,31 +55,35 @@ async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
         JobNotFound: The id is wrong, or the result has expired.
         JobFailed: The job failed.
     """
-    values: Any = await redis.hmget(keys.job, *_RESULT_FIELDS)
-    status, request, output, stats, finish_reason, error = values
-    if status is None:
+    values: Any = await redis.hmget(keys.job, *END_FIELDS, "returned")
+    *end_values, returned = values
+    end = decode_end(end_values)
+    if end is None:
         raise JobNotFound(job_id)
-    if status == JobState.FAILED.value.encode():
-        failed = _decode_error(error)
-        raise JobFailed(failed.code, failed.message, job_id)
-    text, tokens = codec.decode_output(output) if output is not None else await read_output(redis, keys)
-    job_request = codec.decode_request(request, codec.MAX_EVENT_BYTES)
+    if isinstance(end, Failed):
+        raise JobFailed(end.code, end.message, job_id)
+    text, tokens = await read_output(redis, keys)
+    seed, metadata = codec.decode_returned(returned)
     return Result(
         job_id=job_id,
         text=text,
         tokens=tokens,
-        finish_reason=FinishReason(finish_reason.decode()),
-        stats=codec.decode_model(JobStats, stats) if stats is not None else JobStats(),
-        seed=job_request.seed or 0,
-        metadata=job_request.metadata,
+        finish_reason=end.finish_reason,
+        stats=end.stats,
+        seed=seed,
+        metadata=metadata,
     )
 
 
 async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]]:
-    """Return the text and the tokens of a job from its event stream.
+    """Return the text and the tokens of a job that has ended.
 
-    For a job that was cancelled between two attempts, the event stream is the only record of the output.
+    If no worker ended the job, for example because it was cancelled between two attempts, the event stream is the only
+    record of the output.
     """
+    output: Any = await redis.hget(keys.job, "output")
+    if output is not None:
+        return codec.decode_output(output)
     position = Position()
     texts: list[str] = []
     tokens: list[int] = []
@@ -91,13 +95,6 @@ async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]
             texts.append(new.text)
             tokens += new.tokens
     return "".join(texts), tuple(tokens)
-
-
-def _decode_error(data: bytes | None) -> Failed:
-    event = codec.decode_event(data) if data is not None else None
-    if isinstance(event, Failed):
-        return event
-    return Failed(code=ErrorCode.INTERNAL, message="the job failed, and its worker stored no reason")
 
 
 def _int_or_none(text: str | None) -> int | None:

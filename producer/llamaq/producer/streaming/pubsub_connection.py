@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import hiredis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
@@ -19,6 +21,7 @@ BACKOFF_S = (0.05, 2.0)
 """First and longest delay before a reconnect."""
 MESSAGES_PER_YIELD = 64
 """Number of messages that are dispatched before other tasks of the event loop may run."""
+READ_BYTES = 64 * 1024
 
 
 class PubSubConnection:
@@ -30,8 +33,8 @@ class PubSubConnection:
     def __init__(
         self,
         make_connection: Callable[[], AbstractConnection],
-        on_message: Callable[[str, bytes], None],
-        on_confirmed: Callable[[str], None],
+        on_message: Callable[[bytes, bytes], None],
+        on_confirmed: Callable[[bytes], None],
     ) -> None:
         """Connect in a task of the running event loop. The callbacks may neither block nor raise.
 
@@ -43,10 +46,14 @@ class PubSubConnection:
         self._make_connection = make_connection
         self._on_message = on_message
         self._on_confirmed = on_confirmed
-        self._channels: set[str] = set()
-        self.confirmed: set[str] = set()
+        self._channels: set[bytes] = set()
+        self._unsent: set[bytes] = set()
+        """Channels that were added or removed since the last commands."""
+        self.confirmed: set[bytes] = set()
         """Channels whose subscription is confirmed."""
         self._changed = asyncio.Event()
+        self._heard_s = 0.0
+        """Event-loop time at which data arrived last."""
         self.task = asyncio.create_task(self._stay_connected())
         """The task that connects and reconnects. It runs until it is cancelled."""
 
@@ -58,14 +65,16 @@ class PubSubConnection:
         """Whether the connection has no channel."""
         return not self._channels
 
-    def add(self, channel: str) -> None:
+    def add(self, channel: bytes) -> None:
         """Subscribe to a channel."""
         self._channels.add(channel)
+        self._unsent.add(channel)
         self._changed.set()
 
-    def remove(self, channel: str) -> None:
+    def remove(self, channel: bytes) -> None:
         """Unsubscribe from a channel."""
         self._channels.discard(channel)
+        self._unsent.add(channel)
         self._changed.set()
 
     async def _stay_connected(self) -> None:
@@ -87,28 +96,35 @@ class PubSubConnection:
         # With a socket timeout, redis-py sends within `asyncio.wait_for`. Before Python 3.12, `wait_for` may swallow
         # the cancellation that `aclose` needs. Instead of the timeout, PINGs detect a server that no longer reads.
         connection.socket_timeout = None
+        self._heard_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_subscribed(connection))
             tasks.create_task(self._receive(connection))
 
     async def _keep_subscribed(self, connection: AbstractConnection) -> None:
         """Subscribe and unsubscribe as the set of channels changes, and send PINGs when it does not change."""
-        subscribed: set[str] = set()
+        subscribed: set[bytes] = set()
+        self._unsent |= self._channels
         while True:
             self._changed.clear()
-            wanted = set(self._channels)
-            await self._send(connection, "SUBSCRIBE", wanted - subscribed)
+            changed, self._unsent = self._unsent, set()
+            added = (changed & self._channels) - subscribed
+            removed = (changed - self._channels) & subscribed
+            subscribed |= added
+            subscribed -= removed
             # Channels are removed here, before the server replies: if one is added again, it needs a new confirmation.
-            self.confirmed &= wanted
-            await self._send(connection, "UNSUBSCRIBE", subscribed - wanted)
-            subscribed = wanted
+            self.confirmed -= removed
+            await self._send(connection, "SUBSCRIBE", added)
+            await self._send(connection, "UNSUBSCRIBE", removed)
             try:
                 async with asyncio.timeout(PING_S):
                     await self._changed.wait()
             except TimeoutError:
-                await self._send(connection, "PING", ("",))
+                await self._send(connection, "PING", (b"",))
+            if asyncio.get_running_loop().time() - self._heard_s > 2 * PING_S:
+                raise RedisConnectionError(f"no reply and no message for {2 * PING_S} s")
 
-    async def _send(self, connection: AbstractConnection, command: str, args: Iterable[str]) -> None:
+    async def _send(self, connection: AbstractConnection, command: str, args: Iterable[bytes]) -> None:
         words = list(args)
         if not words:
             return
@@ -117,20 +133,33 @@ class PubSubConnection:
         await connection.send_command(command, *words, check_health=False)
 
     async def _receive(self, connection: AbstractConnection) -> None:
-        count = 0
-        while True:
-            message = await connection.read_response(timeout=2 * PING_S, disconnect_on_error=False)
-            if message is None:
-                raise RedisConnectionError(f"no reply and no message for {2 * PING_S} s")
-            self._dispatch(message)
-            count += 1
-            if count % MESSAGES_PER_YIELD == 0:
-                await asyncio.sleep(0)
+        """Read and dispatch messages.
 
-    def _dispatch(self, message: object) -> None:
-        if not isinstance(message, list) or len(message) != 3:
+        All messages of one read are parsed together: redis-py's `read_response` takes longer for one message than
+        everything else that a client does with it.
+        """
+        reader = connection._reader  # redis-py has no public way to read more than one reply
+        if reader is None:
+            raise RedisConnectionError("the connection is closed")
+        clock = asyncio.get_running_loop().time
+        parser = hiredis.Reader(protocolError=RedisConnectionError, notEnoughData=None)
+        n_dispatched = 0
+        while data := await reader.read(READ_BYTES):
+            self._heard_s = clock()
+            parser.feed(data)
+            while (message := parser.gets()) is not None:
+                self._dispatch(message)
+                n_dispatched += 1
+                if n_dispatched % MESSAGES_PER_YIELD == 0:
+                    await asyncio.sleep(0)
+        raise RedisConnectionError("the server closed the connection")
+
+    def _dispatch(self, message: Any) -> None:
+        if type(message) is not list or len(message) != 3:
+            if isinstance(message, hiredis.ReplyError):
+                raise RedisConnectionError(f"the server refused a command: {message}")
             return  # a reply to PING
-        kind, channel, payload = message[0], message[1].decode(), message[2]
+        kind, channel, payload = message
         if kind == b"message":
             self._on_message(channel, payload)
         elif kind == b"subscribe" and channel in self._channels:

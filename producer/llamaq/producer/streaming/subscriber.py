@@ -3,8 +3,13 @@
 Redis may lose pub/sub messages without notice. Everything that is published is also stored, in the job's event stream
 or hash, so a listener rereads Redis whenever a message may be lost:
 
-- after each confirmation of its subscription: the first one, and one after each reconnect;
-- when no message arrived for `SILENCE_S`, and the job's hash then shows that the job has made progress.
+- after each confirmation of its subscription: the first one, and one after each reconnect. PINGs detect a connection
+  that no longer works within 15 s;
+- when a later message shows a gap;
+- when no message arrived for some time, and the job's hash then shows that the job has made progress. The time is 1 s
+  for a job that sends tokens, and 5 s for other jobs. It doubles with each poll without news, up to 30 s.
+
+So a message that is lost on a working connection, and that no later message follows, is noticed within 36 s.
 
 In a cluster, a worker asks only the node of a job for the number of the job's subscribers. So the subscriber connects
 to that node, and moves the channel to another node when the job's keys move.
@@ -14,41 +19,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.errors import ProtocolError
 from llamaq.common.redis.connect import is_cluster, make_connection, node_of
+from llamaq.common.redis.outage_log import OutageLog
+from llamaq.common.redis.redis_errors import is_job_key_error
+from llamaq.producer.streaming.job_listener import JobListener
+from llamaq.producer.streaming.look_schedule import LookSchedule
 from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 1.0
-"""A job without a message for this long is polled: its status is read from Redis."""
+CHECK_S = 0.5
+"""Interval at which the subscriber looks for jobs to poll, and for keys that have moved."""
 POLLS_PER_ROUND_TRIP = 500
-
-
-class Listener(Protocol):
-    """Receives the messages and the status of one job. Its methods may neither block nor raise."""
-
-    channel: str
-    job_key: str
-    last_heard_s: float
-    """Event-loop time of the last message or poll."""
-
-    def deliver(self, payload: bytes) -> None:
-        """Receive a message of the channel."""
-
-    def reread(self) -> None:
-        """Read the job from Redis, from the beginning, because messages may have been lost."""
-
-    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:
-        """Receive the `status` field of the job's hash (None: there is no such job) and its number of stored tokens."""
 
 
 class Subscriber:
@@ -56,13 +49,22 @@ class Subscriber:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
-        self._listeners: dict[str, list[Listener]] = {}
+        self._listeners: dict[bytes, list[JobListener]] = {}
         """Listeners by channel."""
+        self._partitions: dict[bytes, dict[bytes, str]] = {}
+        """Maps the hash tag of each partition to its channels, and each channel to the key of its job."""
         self._connections: dict[str, PubSubConnection] = {}
         """Connections by node."""
-        self._nodes: dict[str, str] = {}
-        """The node of each subscribed channel. A channel is missing while the nodes of the cluster are unknown."""
-        self._polling: asyncio.Task[None] | None = None
+        self._nodes: dict[bytes, str] = {}
+        """The node of each partition. A partition is missing while the nodes of the cluster are unknown."""
+        self._looks = LookSchedule()
+        self._due: dict[str | None, list[JobListener]] = defaultdict(list)
+        """Listeners to poll, by node. Each node has its own task, so that a silent node does not delay the others."""
+        self._polls: dict[str | None, asyncio.Task[None]] = {}
+        self._checking: asyncio.Task[None] | None = None
+        self._ending = BackgroundTasks()
+        """Cancelled reads of listeners."""
+        self._outage = OutageLog(log, "subscriber")
 
     def __repr__(self) -> str:
         return f"<Subscriber channels={len(self._listeners)} confirmed={self.n_confirmed}>"
@@ -73,10 +75,10 @@ class Subscriber:
         return sum(len(connection.confirmed) for connection in self._connections.values())
 
     @contextmanager
-    def listening(self, listener: Listener) -> Iterator[None]:
+    def listening(self, listener: JobListener) -> Iterator[None]:
         """Deliver messages to the listener until the context exits.
 
-        `Listener.reread` is called as soon as the subscription is confirmed.
+        `JobListener.reread` is called as soon as the subscription is confirmed.
         """
         self._add(listener)
         try:
@@ -87,96 +89,126 @@ class Subscriber:
     async def aclose(self) -> None:
         """Unsubscribe from all channels and close the connections."""
         tasks = [connection.task for connection in self._connections.values()]
-        await cancel_tasks(*tasks, *([self._polling] if self._polling else []))
+        await cancel_tasks(*tasks, *self._polls.values(), *([self._checking] if self._checking else []))
+        await self._ending.wait()
         self._connections.clear()
         self._nodes.clear()
-        self._polling = None
+        self._checking = None
 
-    def _add(self, listener: Listener) -> None:
-        if self._polling is None:
-            self._polling = asyncio.create_task(self._poll_silent_jobs())
-        listener.last_heard_s = asyncio.get_running_loop().time()
-        self._listeners.setdefault(listener.channel, []).append(listener)
-        self._subscribe(listener.channel)
-        connection = self._connection_of(listener.channel)
-        if connection is not None and listener.channel in connection.confirmed:
-            listener.reread()
-
-    def _remove(self, listener: Listener) -> None:
-        remaining = self._listeners[listener.channel]
-        remaining.remove(listener)
-        if not remaining:
-            del self._listeners[listener.channel]
-            self._unsubscribe(listener.channel)
-
-    def _connection_of(self, channel: str) -> PubSubConnection | None:
-        node = self._nodes.get(channel)
-        return None if node is None else self._connections[node]
-
-    def _subscribe(self, channel: str) -> None:
-        """Subscribe to a channel at the node of its job, and at no other node."""
-        node = node_of(self._redis, channel)
-        if node is None or node == self._nodes.get(channel):
+    def _add(self, listener: JobListener) -> None:
+        if self._checking is None:
+            self._checking = asyncio.create_task(self._check_regularly())
+        self._looks.add(listener, asyncio.get_running_loop().time())
+        channel = listener.channel
+        self._listeners.setdefault(channel, []).append(listener)
+        tag = _tag_of(channel)
+        self._partitions.setdefault(tag, {})[channel] = listener.keys.job
+        self._connect_partition(tag)
+        connection = self._connection_of(tag)
+        if connection is None:
             return
-        self._unsubscribe(channel)
+        if channel in connection.confirmed:
+            listener.reread()
+        connection.add(channel)
+
+    def _remove(self, listener: JobListener) -> None:
+        reading = listener.close()
+        if reading is not None:
+            self._ending.start(cancel_tasks(reading))
+        channel = listener.channel
+        remaining = self._listeners[channel]
+        remaining.remove(listener)
+        if remaining:
+            return
+        del self._listeners[channel]
+        tag = _tag_of(channel)
+        connection = self._connection_of(tag)
+        if connection is not None:
+            connection.remove(channel)
+        del self._partitions[tag][channel]
+        if not self._partitions[tag]:
+            del self._partitions[tag]
+            self._nodes.pop(tag, None)
+
+    def _connection_of(self, tag: bytes) -> PubSubConnection | None:
+        node = self._nodes.get(tag)
+        return None if node is None else self._connections.get(node)
+
+    def _connect_partition(self, tag: bytes) -> None:
+        """Subscribe to the channels of a partition at the node that has its keys, and at no other node."""
+        channels = self._partitions[tag]
+        node = node_of(self._redis, next(iter(channels.values())))
+        if node is None or node == self._nodes.get(tag):
+            return
+        former = self._connection_of(tag)
         if node not in self._connections:
             self._connections[node] = PubSubConnection(
                 partial(make_connection, self._redis, node), self._deliver, self._reread
             )
-        self._connections[node].add(channel)
-        self._nodes[channel] = node
+        self._nodes[tag] = node
+        for channel in channels:
+            if former is not None:
+                former.remove(channel)
+            self._connections[node].add(channel)
 
-    def _unsubscribe(self, channel: str) -> None:
-        connection = self._connection_of(channel)
-        if connection is not None:
-            connection.remove(channel)
-            del self._nodes[channel]
-
-    def _deliver(self, channel: str, payload: bytes) -> None:
+    def _deliver(self, channel: bytes, payload: bytes) -> None:
         now_s = asyncio.get_running_loop().time()
         for listener in self._listeners.get(channel, ()):
-            listener.last_heard_s = now_s
+            listener.heard_s = now_s
             listener.deliver(payload)
 
-    def _reread(self, channel: str) -> None:
+    def _reread(self, channel: bytes) -> None:
         for listener in self._listeners.get(channel, ()):
             listener.reread()
 
-    async def _poll_silent_jobs(self) -> None:
+    async def _check_regularly(self) -> None:
         """Poll jobs without messages, and move the channels of jobs whose keys have moved to another node."""
         while True:
-            await asyncio.sleep(SILENCE_S / 2)
-            due = self._listeners_to_poll()
-            for start in range(0, len(due), POLLS_PER_ROUND_TRIP):
-                try:
-                    await self._poll(due[start : start + POLLS_PER_ROUND_TRIP])
-                except (RedisError, OSError) as exc:
-                    log.warning("subscriber.poll_failed error=%s", exc)
+            await asyncio.sleep(CHECK_S)
+            due = self._looks.pop_due(asyncio.get_running_loop().time())
+            if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one job per partition is polled
+                due += [self._listeners[next(iter(channels))][0] for channels in self._partitions.values()]
+            for listener in due:
+                self._due[self._nodes.get(_tag_of(listener.channel))].append(listener)
+            for node in [node for node in self._due if node not in self._polls]:
+                self._polls[node] = asyncio.create_task(self._poll_node(node))
             if is_cluster(self._redis):
                 await self._move_channels()
 
-    def _listeners_to_poll(self) -> list[Listener]:
-        now_s = asyncio.get_running_loop().time()
-        listeners = [listener for group in self._listeners.values() for listener in group]
-        due = [listener for listener in listeners if now_s - listener.last_heard_s >= SILENCE_S]
-        if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one job per hash tag is polled
-            by_tag = {listener.channel.partition("}")[0]: listener for listener in listeners}
-            due += [listener for listener in by_tag.values() if listener not in due]
-        return due
-
     async def _move_channels(self) -> None:
         """Subscribe to each channel at the node that has its job now, and close connections without channels."""
-        for channel in list(self._listeners):
-            self._subscribe(channel)
+        for tag in list(self._partitions):
+            self._connect_partition(tag)
         idle = [node for node, connection in self._connections.items() if connection.is_idle]
         await cancel_tasks(*(self._connections.pop(node).task for node in idle))
 
-    async def _poll(self, listeners: list[Listener]) -> None:
+    async def _poll_node(self, node: str | None) -> None:
+        """Poll the due listeners of one node."""
+        try:
+            listeners = self._due.pop(node)
+            for start in range(0, len(listeners), POLLS_PER_ROUND_TRIP):
+                await self._poll(listeners[start : start + POLLS_PER_ROUND_TRIP])
+            self._outage.record_success()
+        except RedisError as exc:
+            self._outage.record_failure(exc)
+        finally:
+            del self._polls[node]
+
+    async def _poll(self, listeners: list[JobListener]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for listener in listeners:
-                pipe.hmget(listener.job_key, "status", "generated")
-            replies = await pipe.execute()
-        now_s = asyncio.get_running_loop().time()
-        for listener, (status, generated) in zip(listeners, replies, strict=True):
-            listener.last_heard_s = now_s
-            listener.update_status(status, int(generated or 0))
+                pipe.hmget(listener.keys.job, "status", "generated")
+            replies = await pipe.execute(raise_on_error=False)
+        for listener, reply in zip(listeners, replies, strict=True):
+            if not isinstance(reply, Exception):
+                status, generated = reply
+                listener.update_status(status, int(generated or 0))
+            elif is_job_key_error(reply):
+                listener.fail(ProtocolError(f"job {listener.job_id} cannot be read: {reply}"))
+            elif isinstance(reply, RedisError):
+                self._outage.record_failure(reply)
+
+
+def _tag_of(channel: bytes) -> bytes:
+    """Return the part of a channel's name up to its hash tag, which all keys of a partition share."""
+    return channel.partition(b"}")[0]

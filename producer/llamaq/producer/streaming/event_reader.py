@@ -1,0 +1,219 @@
+"""`EventReader` reads all tokens of a job and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+
+from llamaq.common.errors import ProtocolError
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Event, Failed, Finished, TokenSpan
+from llamaq.common.protocol.keys import JobKeys
+from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, has_ended
+from llamaq.producer.streaming.job_listener import JobListener
+from llamaq.producer.streaming.position import Position
+
+INBOX_EVENTS = 256
+"""Largest number of live events that are queued for a slow reader. When one more arrives, the reader drops it and reads
+the event stream instead."""
+PAGE_EVENTS = 512
+"""Largest number of events that one read of the event stream returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """What one read of a job returned."""
+
+    exists: bool
+    end: Finished | Failed | None
+    """How the job ended. None: it has not ended."""
+    output: bytes | None
+    """The encoded output. None: the job has not ended, or its events are the only record of the output."""
+    n_tokens: int
+    """Number of tokens that the events contain."""
+    entries: list[tuple[bytes, dict[bytes, bytes]]]
+    """The next page of the event stream."""
+
+
+class EventReader(JobListener):
+    """Reads a job's output from its first token on, in order, without gap or repeat, and its terminal event.
+
+    The reader applies live messages that continue its position. After a message may have been lost, the reader is
+    "behind": it drops all live messages until it has read the event stream to the end. When the job has ended, the
+    reader takes the rest from the stored output.
+    """
+
+    def __init__(self, redis: Redis, keys: JobKeys, job_id: str) -> None:
+        super().__init__(redis, keys, job_id)
+        self.position = Position()
+        self._ready: deque[TokenSpan | Finished | Failed] = deque()
+        """Events for the caller."""
+        self._held: deque[bytes] = deque()
+        """Live messages that arrived during a read of the event stream."""
+        self._cursor = "-"
+        """Start of the next page of the event stream, as an argument of XRANGE."""
+        self._must_restart = True
+        """Whether the next page is the first one of the event stream."""
+        self._is_full_read = False
+        """Whether the present read of the event stream started at the beginning of the stream."""
+        self._is_behind = False
+        self._is_paging = False
+        """Whether a page of the event stream is being read."""
+        self._has_ended = False
+        """Whether the terminal event was passed to the caller."""
+
+    def __repr__(self) -> str:
+        state = "missing" if self._is_missing else "behind" if self._is_behind else "live"
+        return f"<EventReader {self.job_id} {state} tokens={self.position.tokens} ready={len(self._ready)}>"
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether the job has sent tokens. Before that it may wait for a slot, or not stream."""
+        return self.position.tokens > 0
+
+    def deliver(self, payload: bytes) -> None:
+        """Apply a live message. While the reader is behind, messages are dropped: the event stream has them too."""
+        if self._is_behind or self._has_ended:
+            return
+        if self._is_paging:
+            self._held.append(payload)
+            if len(self._held) > INBOX_EVENTS:
+                self._fall_behind()
+        elif len(self._ready) >= INBOX_EVENTS:
+            self._fall_behind()
+        else:
+            self._apply_live(payload)
+
+    def reread(self) -> None:
+        """Read the event stream from its beginning, because a failover of Redis may reset the stream's entry ids."""
+        self._must_restart = True
+        self._fall_behind()
+
+    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:
+        """Read the event stream if the job has ended or has more tokens than were read."""
+        if status is None:
+            self._is_missing = True
+            self._wait.wake()
+        elif has_ended(status) or n_stored_tokens > self.position.tokens:
+            self._fall_behind()
+
+    async def next_event(self, timeout_s: float) -> TokenSpan | Finished | Failed:
+        """Wait for the next event and return it. The last event is the terminal event.
+
+        Raises:
+            TimeoutError: No event came within `timeout_s` seconds.
+            JobNotFound: The id is wrong, or the job has expired.
+            ProtocolError: Output of the job is missing in Redis.
+            RedisError: Redis refuses to read the job.
+        """
+        if not self._ready:
+            deadline_s = asyncio.get_running_loop().time() + timeout_s
+            while not self._ready:
+                if self._is_behind:
+                    self._start_reading()
+                await self._wait_until(deadline_s)
+        return self._ready.popleft()
+
+    def _fall_behind(self) -> None:
+        if not self._has_ended:
+            self._is_behind = True
+            self._held.clear()
+            self._wait.wake()
+
+    def _apply_live(self, payload: bytes) -> None:
+        try:
+            event = codec.decode_streamed(payload)
+        except ProtocolError:  # any client of Redis may publish; only the event stream is trusted
+            return self._fall_behind()
+        if isinstance(event, TokenSpan):
+            if self.position.is_before(event):
+                return self._fall_behind()
+            self._put(event)
+            self._wait.wake()
+        elif isinstance(event, Finished | Failed):
+            if self._has_all_output(event):
+                self._end(event)
+                self._wait.wake()
+            else:
+                self._fall_behind()
+        return None
+
+    def _has_all_output(self, end: Finished | Failed) -> bool:
+        """Return whether all output was read. No gap shows the loss of a message before the terminal event."""
+        if isinstance(end, Failed) or end.text_length is None:
+            return False
+        return (self.position.tokens, self.position.chars) == (end.stats.generated_tokens, end.text_length)
+
+    def _put(self, span: TokenSpan) -> None:
+        new = self.position.advance(span)
+        if new is not None:
+            self._ready.append(new)
+
+    async def _read(self) -> None:
+        while self._is_behind and not self._ready:
+            await self._read_page()
+
+    async def _read_page(self) -> None:
+        """Read one page of the event stream. The reader remains behind if the page was full."""
+        self._is_behind, self._is_paging = False, True
+        self._held.clear()
+        if self._must_restart:
+            self._must_restart, self._is_full_read, self._cursor = False, True, "-"
+        try:
+            stored = await self._reads.read(self._fetch_page)
+        finally:
+            self._is_paging = False
+        if not stored.exists:
+            self._is_missing = True
+        elif stored.end is not None and stored.output is not None:
+            text, tokens = codec.decode_output(stored.output)
+            self._put(TokenSpan(0, tokens, 0, text))
+            self._end(stored.end)
+        else:
+            self._apply_page(stored)
+            while self._held and not self._is_behind:
+                self._apply_live(self._held.popleft())
+
+    async def _fetch_page(self) -> StoredJob:
+        """Return the job's end and then a page of its events."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hmget(self.keys.job, *END_FIELDS, "output", "generated")
+            pipe.xrange(self.keys.events, min=self._cursor, count=PAGE_EVENTS)
+            (*end, output, generated), entries = await pipe.execute()
+        return StoredJob(end[0] is not None, decode_end(end), output, int(generated or 0), entries)
+
+    def _apply_page(self, stored: StoredJob) -> None:
+        """Apply a page of the event stream, and the end of the job if this was the last page."""
+        for entry_id, fields in stored.entries:
+            self._cursor = f"({entry_id.decode()}"
+            if not self._apply_stored(codec.decode_streamed(fields.get(b"e", b"")), stored.end):
+                break
+        else:
+            if len(stored.entries) == PAGE_EVENTS:
+                self._is_behind = True
+                return
+        if stored.end is not None:
+            if self.position.tokens < stored.n_tokens and not self._is_full_read:
+                self.reread()
+                return
+            if self.position.tokens < stored.n_tokens and isinstance(stored.end, Finished):
+                raise ProtocolError(f"job {self.job_id} has finished, but its output and its events are missing")
+            self._end(stored.end)
+        self._is_full_read = False
+
+    def _apply_stored(self, event: Event | TokenSpan, end: Finished | Failed | None) -> bool:
+        """Apply a stored event. Returns False if output before it is missing, which a failed job may have lost."""
+        if isinstance(event, TokenSpan):
+            if self.position.is_before(event):
+                if isinstance(end, Failed):
+                    return False
+                raise ProtocolError(f"job {self.job_id} has lost events before token {event.offset}")
+            self._put(event)
+        return True
+
+    def _end(self, end: Finished | Failed) -> None:
+        self._has_ended, self._is_behind = True, False
+        self._ready.append(end)

@@ -1,0 +1,140 @@
+"""Notices that no worker serves a queue while calls wait for its jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.errors import NoWorker
+from llamaq.common.protocol.keys import Keys
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 30.0
+"""Interval of the looks for a worker while calls wait."""
+FRESH_S = 5.0
+"""A new call looks at once, unless the last look is younger than this."""
+
+OnNoWorker = Callable[[str], None]
+"""Called with the name of a queue that no worker serves."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    waiting: list[Callable[[NoWorker], None]] = field(default_factory=list)
+    """For each waiting call, the function that ends it."""
+    looked_s: float = float("-inf")
+    has_worker: bool | None = None
+    """The result of the last look. None: there was none so far."""
+    look_now: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class WorkerWatch:
+    """Looks for workers in the background, so that the normal path does not wait for it.
+
+    A queue without a worker is reported once, until a worker was seen again: in the log, and to `on_no_worker`.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, *, require_worker: bool) -> None:
+        """Create a watch. With `require_worker`, calls that wait for a queue without a worker fail."""
+        self.on_no_worker: OnNoWorker | None = None
+        self._redis = redis
+        self._keys = keys
+        self._require_worker = require_worker
+        self._queues: dict[str, _Queue] = {}
+
+    def __repr__(self) -> str:
+        return f"<WorkerWatch { ({name: queue.has_worker for name, queue in self._queues.items()}) }>"
+
+    @contextmanager
+    def waiting(self, queue: str, fail: Callable[[NoWorker], None]) -> Iterator[None]:
+        """Watch the queue until the context exits.
+
+        Args:
+            queue: Name of the queue.
+            fail: Ends the waiting call with an error. It is called only with `require_worker`.
+        """
+        state = self._queues.setdefault(queue, _Queue())
+        state.waiting.append(fail)
+        if state.task is None:
+            state.task = asyncio.create_task(self._look_regularly(queue, state))
+        elif asyncio.get_running_loop().time() - state.looked_s > FRESH_S:
+            state.look_now.set()
+        elif state.has_worker is False and self._require_worker:
+            fail(NoWorker(queue))
+        try:
+            yield
+        finally:
+            state.waiting.remove(fail)
+
+    async def require(self, queue: str) -> None:
+        """Look for a worker, if this client requires one.
+
+        Raises:
+            NoWorker: No worker serves the queue.
+        """
+        if self._require_worker and not await self.look(queue):
+            raise NoWorker(queue)
+
+    async def look(self, queue: str) -> bool:
+        """Return whether a worker serves the queue."""
+        found = await has_worker(self._redis, self._keys, queue)
+        state = self._queues.setdefault(queue, _Queue())
+        state.looked_s = asyncio.get_running_loop().time()
+        if not found and state.has_worker is not False:
+            self._report(queue)
+        state.has_worker = found
+        return found
+
+    async def aclose(self) -> None:
+        """End all looks."""
+        await cancel_tasks(*(state.task for state in self._queues.values() if state.task is not None))
+        self._queues.clear()
+
+    async def _look_regularly(self, queue: str, state: _Queue) -> None:
+        try:
+            while state.waiting:
+                state.look_now.clear()
+                try:
+                    if not await self.look(queue) and self._require_worker:
+                        for fail in list(state.waiting):
+                            fail(NoWorker(queue))
+                except (RedisError, OSError) as exc:
+                    log.debug("client.no_look_for_workers queue=%s error=%s", queue, exc)
+                try:
+                    async with asyncio.timeout(LOOK_AGAIN_S):
+                        await state.look_now.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            state.task = None
+
+    def _report(self, queue: str) -> None:
+        log.warning(
+            "client.no_worker queue=%s: no worker serves this queue. Its jobs wait until one starts: "
+            "llamaq worker --queue %s",
+            queue,
+            queue,
+        )
+        if self.on_no_worker is not None:
+            self.on_no_worker(queue)
+
+
+async def has_worker(redis: Redis, keys: Keys, queue: str) -> bool:
+    """Return whether a worker of the queue has a heartbeat that has not expired."""
+    members: Any = await redis.zrange(keys.workers(queue), 0, -1)
+    if not members:
+        return False
+    async with redis.pipeline(transaction=False) as pipe:
+        for member in members:
+            pipe.exists(keys.worker(member.decode()))
+        return any(await pipe.execute())
