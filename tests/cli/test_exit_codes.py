@@ -1,0 +1,90 @@
+"""Each error ends the command with a documented exit code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from tests.support.command_line import failing
+
+from llamaq.cli import exit_codes
+from llamaq.cli.exit_codes import exit_code_of
+from llamaq.common.errors import (
+    EmbeddedRedisError,
+    InvalidRequest,
+    InvalidSettings,
+    JobFailed,
+    JobNotFound,
+    LlamaqError,
+    NoWorker,
+    QueueFull,
+    RedisFull,
+    ResultTimeout,
+)
+from llamaq.worker.process import exit_codes as worker_exit_codes
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (LlamaqError("x"), 1),
+        (JobFailed("internal", "x"), 1),
+        (JobNotFound("x"), 1),
+        (InvalidRequest("x"), 2),
+        (InvalidSettings("x"), 2),
+        (RedisConnectionError("x"), 3),
+        (ResponseError("x"), 3),
+        (RedisFull("q"), 3),
+        (EmbeddedRedisError("x"), 3),
+        (NoWorker("q"), 4),
+        (QueueFull("q", 1, 1), 4),
+        (ResultTimeout("x"), 4),
+    ],
+)
+def test_every_kind_of_error_has_its_exit_code(error: LlamaqError | RedisConnectionError, code: int) -> None:
+    assert exit_code_of(error) == code
+
+
+def test_the_documentation_lists_every_exit_code() -> None:
+    codes = {value for name, value in vars(exit_codes).items() if name.startswith("EXIT_")}
+    assert set(map(int, re.findall(r"^\| `([0-9]+)` \|", PAGE, re.MULTILINE))) == codes
+
+
+def test_the_exit_codes_of_a_worker_agree_with_those_of_the_other_commands() -> None:
+    assert worker_exit_codes.EXIT_OK == exit_codes.EXIT_OK
+    assert worker_exit_codes.EXIT_CRASHED == exit_codes.EXIT_FAILED
+    assert worker_exit_codes.EXIT_CANNOT_START == exit_codes.EXIT_USAGE
+    assert worker_exit_codes.EXIT_FORCED == exit_codes.EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "x"),
+        ("chat", "x"),
+        ("submit", "x"),
+        ("depth",),
+        ("queues",),
+        ("jobs",),
+        ("purge", "--yes"),
+        ("workers",),
+        ("stats",),
+        ("health",),
+        ("dead", "list"),
+        ("slots", "list"),
+    ],
+)
+def test_every_command_says_in_one_line_how_to_start_a_redis_that_does_not_answer(
+    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = failing(monkeypatch, capsys, *arguments, "--redis-url", "redis://127.0.0.1:1", code=3)
+    assert "Redis does not answer: Error 111 connecting to 127.0.0.1:1" in error
+    assert "Start one: llamaq up" in error
+    assert "--redis-url (LLAMAQ_REDIS_URL)" in error
