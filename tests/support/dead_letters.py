@@ -38,7 +38,7 @@ async def add_garbage_entry(worker: FakeWorker) -> None:
     job_claims = JobClaims(
         worker.redis, worker.keys, queue=worker.queue, partitions=1, worker_id="w", lease_s=10, max_crashes=3
     )
-    await job_claims.open(max_queue=0)
+    await job_claims.open()
     await worker.redis.xadd(worker.keys.of_job(str(JobId.new(worker.queue))).bulk, {"id": "nonsense"})
     assert await job_claims.claim(1, block_s=0.01) == []
     await job_claims.close()

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from redis.crc import key_slot
@@ -36,7 +37,7 @@ def silent(servers: ClusterServers) -> Iterator[Server]:
 
 def _is_ok(server: Server) -> bool:
     with server.client() as client:
-        return bool(client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")  # type: ignore[no-untyped-call]
+        return bool(client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
 
 
 def keys_of(servers: ClusterServers) -> dict[int, str]:
@@ -73,7 +74,7 @@ async def test_commands_for_other_masters_are_quick_while_one_master_is_silent(
     keys = keys_of(servers)
     lost = keys.pop(silent.port)
     redis = connect(f"{servers.url}?socket_timeout=30", name="test", failover_s=0)
-    stuck = [asyncio.create_task(redis.get(lost)) for _ in range(40)]
+    stuck: list[Any] = [asyncio.ensure_future(redis.get(lost)) for _ in range(40)]
     async with asyncio.timeout(20):  # the map was read from another node, and no command waited for the silent one
         for _ in range(20):
             await asyncio.gather(*(redis.set(key, "value") for key in keys.values()), redis.time(), redis.ping())
@@ -120,13 +121,13 @@ async def test_moved_and_ask_replies_are_followed(servers: ClusterServers) -> No
     with old.client() as at_old, new.client() as at_new:
         names = {
             port: client.execute_command("CLUSTER MYID").decode() for port, client in [("old", at_old), ("new", at_new)]
-        }  # type: ignore[no-untyped-call]
-        at_new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", names["old"])  # type: ignore[no-untyped-call]
-        at_old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", names["new"])  # type: ignore[no-untyped-call]
-        at_old.execute_command("MIGRATE", HOST, new.port, key, 0, 1000)  # type: ignore[no-untyped-call]
+        }
+        at_new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", names["old"])
+        at_old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", names["new"])
+        at_old.execute_command("MIGRATE", HOST, new.port, key, 0, 1000)
         assert await redis.get(key) == b"before"  # ASK
         for client in (at_new, at_old):
-            client.execute_command("CLUSTER SETSLOT", slot, "NODE", names["new"])  # type: ignore[no-untyped-call]
+            client.execute_command("CLUSTER SETSLOT", slot, "NODE", names["new"])
         assert await redis.get(key) == b"before"  # MOVED
         async with redis.pipeline(transaction=False) as pipe:
             pipe.get(key)

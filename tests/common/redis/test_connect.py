@@ -71,11 +71,11 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
             with pytest.raises(RedisConnectionError, match="refuses to write"):
                 await pipe.execute()
         with pytest.raises(RedisConnectionError, match="refuses to write"):
-            await scripts.flush("me", [increment], renew=False)
+            await scripts.flush("me", [increment], 1000, renew=False)
         with pytest.raises(RedisConnectionError, match="refuses to write"):
             await scripts.submit(JobId.new("q"), JobRequest(prompt="x"), b"", result_ttl_s=1)
         await redis.replicaof("NO", "ONE")
-        assert (await scripts.flush("me", [increment], renew=False))[0].stored == 1
+        assert (await scripts.flush("me", [increment], 1000, renew=False))[0].stored == 1
     finally:
         await redis.aclose()
         server.kill()
@@ -154,9 +154,9 @@ async def test_a_timeout_bounds_every_command_to_a_server_that_does_not_answer()
 async def test_a_cancelled_wait_for_a_connection_wakes_the_next_command(redis_url: str) -> None:
     redis = connect(redis_url, name="test")
     for n_turns in range(8):
-        blocking = [asyncio.create_task(redis.blpop([f"none-{n_turns}"], timeout=0.05)) for _ in range(32)]
+        blocking: list[Any] = [asyncio.ensure_future(redis.blpop([f"none-{n_turns}"], timeout=0.05)) for _ in range(32)]
         await asyncio.sleep(0.01)
-        waiting = [asyncio.create_task(redis.ping()) for _ in range(40)]
+        waiting: list[Any] = [asyncio.ensure_future(redis.ping()) for _ in range(40)]
         await asyncio.wait(blocking, return_when=asyncio.FIRST_COMPLETED)
         for _ in range(n_turns):
             await asyncio.sleep(0)

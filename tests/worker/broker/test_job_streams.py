@@ -21,7 +21,7 @@ INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
 @asynccontextmanager
 async def opened(redis_url: str, queue: str, partitions: int) -> AsyncIterator[tuple[Redis, JobStreams]]:
     redis = connect(redis_url, name="test-streams")
-    streams = JobStreams(redis, Keys(), queue=queue, partitions=partitions, consumer="me", lease_s=60)
+    streams = JobStreams(redis, Keys(), queue=queue, partitions=partitions, lease_s=60)
     await streams.open()
     try:
         yield redis, streams

@@ -10,7 +10,8 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{q:p}:events:<id>         | stream of events | as the hash of the job                             |
 | llamaq:{q:p}:tokens:<id>         | pub/sub channel  | not stored; receives the events of the stream      |
 | llamaq:{q:p}:key:<sha256>        | string: job id   | as the hash of the job; for an `idempotency_key`   |
-| llamaq:{q:p}:config              | hash             | no expiry; `max_queue`, which submit checks        |
+| llamaq:{q:p}:config              | hash             | no expiry; the settings that workers agree on      |
+| llamaq:{q:p}:sweep               | hash             | no expiry; progress of the search for lost jobs    |
 | llamaq:{q:p}:dead                | stream, capped   | dead letters                                       |
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
 | llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
@@ -103,6 +104,9 @@ class Keys:
 
     def config(self, queue: str, partition: int) -> str:
         return f"{self._partition(queue, partition)}:config"
+
+    def sweep(self, queue: str, partition: int) -> str:
+        return f"{self._partition(queue, partition)}:sweep"
 
     def dead(self, queue: str, partition: int) -> str:
         return f"{self._partition(queue, partition)}:dead"

@@ -21,12 +21,6 @@ from llamaq.common.protocol.keys import GROUP, JobId, Keys
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# The consumer that owns the pending entries of jobs without a slot; `WAITING` in _lib.lua.
-WAITING_CONSUMER = "waiting"
-
-# The idle time of a requeued entry; `REQUEUED_IDLE_MS` in _lib.lua. The next worker takes the entry at once.
-REQUEUED_IDLE_MS = 10**12
-
 # Approximate number of dead letters that are stored in each partition.
 MAX_DEAD = 1000
 

@@ -90,6 +90,7 @@ class WorkerCard(WireModel):
     worker: str = Field(description="Id of the worker.")
     queue: str = Field(description="Name of the queue that the worker serves.")
     model: str = Field(description="Name of the model.")
+    model_hash: str = Field("", description="Fingerprint of the model file. A job is not continued by another model.")
     n_ctx: int = Field(description="Number of KV cells, shared by all slots.")
     n_ctx_train: int = Field(description="Context length that the model was trained for, in tokens.")
     n_vocab: int = Field(description="Number of tokens in the vocabulary.")
@@ -101,7 +102,7 @@ class WorkerCard(WireModel):
     )
     host: str = Field(description="Name of the worker's host.")
     pid: int = Field(description="Process id of the worker.")
-    device: str = Field(description="Index of the only GPU in use, or `all`.")
+    device: str = Field(description="`cpu`, the index of the only GPU in use, or `all`: all GPUs.")
     version: str = Field(description="Version of llamaq.")
     started_ms: int = Field(description="Time when the worker started, by the clock of its host.")
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
+from collections import deque
 from contextlib import suppress
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from llamaq.common.backoff import Backoff
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.keys import Keys
@@ -31,6 +33,9 @@ MIN_TTL_MS = 2000
 VOCAB_TTL_S = 24 * 3600
 MAX_STATS = 10_000
 """Approximate upper bound on the finished jobs whose stats are stored."""
+DEPTH_TIMEOUT_S = 1.0
+"""How long the heartbeat waits for the depth of the queue. On a cluster, a partition may be away."""
+FIRST_STATS_PAUSE_S, LONGEST_STATS_PAUSE_S = 0.1, 5.0
 
 
 class Heartbeat:
@@ -73,9 +78,17 @@ class Heartbeat:
         self._shared = shared
         self._partitions = partitions
         self._every_s = every_s
+        self._unstored_stats: deque[JobStats] = deque(maxlen=MAX_STATS)
+        self._has_stats = asyncio.Event()
 
     async def run(self) -> None:
-        """Send heartbeats until cancelled. No heartbeat is sent while the engine hangs."""
+        """Send heartbeats and store the stats of finished jobs, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._run_beats())
+            tasks.create_task(self._run_stats())
+
+    async def _run_beats(self) -> None:
+        """Send heartbeats. No heartbeat is sent while the engine hangs."""
         outage = OutageLog(log, "heartbeat")
         while True:
             try:
@@ -92,9 +105,6 @@ class Heartbeat:
         Raises:
             RedisError: Redis is unreachable, or refused the write.
         """
-        with suppress(RedisError):  # an unreachable partition of a cluster must not stop the heartbeat
-            depth = await queue_depth(self._redis, self._keys, self._card.queue, self._partitions)
-            self._shared.queue_depth.n_waiting = depth.waiting
         now_ms = await server_time_ms(self._redis)
         card, key = self._card, self._keys.worker(self._card.worker)
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -106,6 +116,14 @@ class Heartbeat:
         if not has_vocab:
             blob = await asyncio.to_thread(zlib.compress, self._vocab_blob, 1)
             await self._redis.set(self._keys.vocab(card.vocab_hash), blob, ex=VOCAB_TTL_S)
+        await self._read_depth()
+
+    async def _read_depth(self) -> None:
+        """Read the depth of the queue for the engine thread. It keeps its last value if a partition does not answer."""
+        with suppress(RedisError, TimeoutError):
+            async with asyncio.timeout(DEPTH_TIMEOUT_S):
+                depth = await queue_depth(self._redis, self._keys, self._card.queue, self._partitions)
+                self._shared.queue_depth.n_waiting = depth.waiting
 
     def _worker(self, now_ms: int) -> Worker:
         snapshot, telemetry = self._ticks.snapshot, self._shared.telemetry
@@ -121,21 +139,46 @@ class Heartbeat:
         )
 
     async def record_job(self, stats: JobStats) -> None:
-        """Record a finished job: in the telemetry, and in the queue's stream of stats.
+        """Record a finished job in the telemetry, and soon in the queue's stream of stats.
 
-        Raises:
-            RedisError: Redis is unreachable, or refused the write.
+        The stream may be on another node of a cluster than the job. A node that is away must not delay the job's
+        partition, so the stats are stored in the background.
         """
         self._shared.telemetry.record_job(stats)
+        self._unstored_stats.append(stats)
+        self._has_stats.set()
+
+    async def _run_stats(self) -> None:
+        backoff = Backoff(FIRST_STATS_PAUSE_S, LONGEST_STATS_PAUSE_S)
+        while True:
+            await self._has_stats.wait()
+            self._has_stats.clear()
+            try:
+                await self._store_stats()
+                backoff.reset()
+            except RedisError:  # the heartbeat logs the outage
+                self._has_stats.set()
+                await asyncio.sleep(backoff.next_delay_s())
+
+    async def _store_stats(self) -> None:
+        batch = list(self._unstored_stats)
+        if not batch:
+            return
         stream = self._keys.stats(self._card.queue)
-        await self._redis.xadd(stream, {"stats": codec.encode_model(stats)}, maxlen=MAX_STATS, approximate=True)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for stats in batch:
+                pipe.xadd(stream, {"stats": codec.encode_model(stats)}, maxlen=MAX_STATS, approximate=True)
+            await pipe.execute()
+        for _ in batch:
+            self._unstored_stats.popleft()
 
     async def unregister(self) -> None:
-        """Remove the worker from the list of workers.
+        """Store the last stats, and remove the worker from the list of workers.
 
         Raises:
             RedisError: Redis is unreachable, or refused the write.
         """
+        await self._store_stats()
         await self._redis.zrem(self._keys.workers(self._card.queue), self._card.worker)
         await self._redis.delete(self._keys.worker(self._card.worker))
 

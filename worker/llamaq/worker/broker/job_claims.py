@@ -59,21 +59,14 @@ class JobClaims:
         self._keys = keys
         self._scripts = Scripts(redis, keys)
         self._queue = queue
-        self._partitions = range(partitions)
-        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, consumer=worker_id, lease_s=lease_s)
+        self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, lease_s=lease_s)
         self._worker_id = worker_id
         self._lease_ms = int(lease_s * 1000)
         self._max_crashes = max_crashes
 
-    async def open(self, *, max_queue: int) -> None:
-        """Create the consumer groups, and store `max_queue`, which the submit script checks.
-
-        Args:
-            max_queue: Upper bound on the waiting jobs of one partition; 0: no bound.
-        """
+    async def open(self) -> None:
+        """Create the consumer groups."""
         await self._streams.open()
-        for partition in self._partitions:
-            await self._redis.hset(self._keys.config(self._queue, partition), "max_queue", str(max_queue))
 
     async def claim(self, count: int, *, block_s: float) -> list[Claim]:
         """Read up to `count` new entries, interactive jobs first. Waits up to `block_s` seconds for the first entry."""
@@ -212,7 +205,7 @@ class JobClaims:
         return tokens
 
     async def close(self) -> None:
-        """Requeue the entries that this worker still has, and remove this consumer from the groups."""
+        """End the waits for new entries."""
         await self._streams.close()
 
     async def _dead_letter(self, stream: str, entry_id: str, fields: dict[bytes, bytes], reason: str) -> None:

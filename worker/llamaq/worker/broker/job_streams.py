@@ -14,11 +14,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import REQUEUED_IDLE_MS, WAITING_CONSUMER, Scripts, StreamEntries
+from llamaq.common.protocol.script_calls import Scripts, StreamEntries
 from llamaq.common.redis.connect import is_cluster
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,12 @@ Reply = tuple[str, StreamEntries | RedisError]
 Read = Callable[[Sequence[str], int], Awaitable[list[Reply]]]
 """Reads at most the given number of entries from each of the streams."""
 
-MAX_CLAIMED = 1000
-"""Upper bound on the entries that one worker has claimed in one stream."""
 MAX_PEEKED = 1000
 """Upper bound on the entries that one peek returns for each stream."""
-AVOID_S = 3.0
-"""How long an unreachable partition of a cluster is skipped, so that it does not delay the other partitions."""
+READ_TIMEOUT_S = 1.0
+"""How long a read waits for one partition of a cluster. Then this partition is skipped until it answers again."""
+PROBE_S = 0.5
+"""Interval at which a partition that was skipped is tested."""
 
 
 class JobStreams:
@@ -46,10 +47,9 @@ class JobStreams:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, consumer: str, lease_s: float) -> None:
+    def __init__(self, redis: Redis, keys: Keys, *, queue: str, partitions: int, lease_s: float) -> None:
         self._redis = redis
         self._scripts = Scripts(redis, keys)
-        self._consumer = consumer
         self._lease_ms = int(lease_s * 1000)
         self._partitions = [
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
@@ -58,8 +58,8 @@ class JobStreams:
         self._is_scattered = partitions > 1 and is_cluster(redis)
         self._first_partition = 0
         """The partition that the next call starts with."""
-        self._avoided_until_s: dict[int, float] = {}
-        """Maps an unreachable partition to the time at which it is read again."""
+        self._probes: dict[int, asyncio.Task[None]] = {}
+        """Maps a partition of a cluster that does not answer to the task that waits until it answers again."""
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that a peek has returned."""
         self._peeks: dict[int, asyncio.Task[None]] = {}
@@ -69,12 +69,25 @@ class JobStreams:
         return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"
 
     async def open(self) -> None:
-        """Create the consumer groups."""
-        for streams in self._partitions:
-            for stream in streams.values():
-                await self._create_group(stream)
-                last: Any = await self._redis.xrevrange(stream, count=1)
-                self._last_peeked[stream] = last[0][0] if last else b"0-0"
+        """Create the consumer groups. On a cluster, a partition that does not answer is opened later.
+
+        Raises:
+            RedisError: No partition answered.
+        """
+        replies = await self._read_each([streams[Priority.BULK] for streams in self._partitions], self._open_partition)
+        errors = [reply for _, reply in replies if isinstance(reply, RedisError)]
+        if errors and (len(errors) == len(replies) or not self._is_scattered):
+            raise errors[0]
+
+    async def _open_partition(self, bulk_stream: str) -> StreamEntries:
+        for stream in self._partitions[self._partition_of(bulk_stream)].values():
+            await self._create_group(stream)
+            last: Any = await self._redis.xrevrange(stream, count=1)
+            self._last_peeked[stream] = last[0][0] if last else b"0-0"
+        return []
+
+    def _partition_of(self, stream: str) -> int:
+        return next(number for number, streams in enumerate(self._partitions) if stream in streams.values())
 
     async def _create_group(self, stream: str) -> None:
         self._last_peeked.pop(stream, None)
@@ -131,9 +144,8 @@ class JobStreams:
     async def _read_each(self, streams: Sequence[str], read: Callable[[str], Awaitable[StreamEntries]]) -> list[Reply]:
         """Read each stream with a separate command. A `RedisError` is returned as the reply of its stream."""
         replies: list[Reply] = []
-        for stream, reply in zip(
-            streams, await asyncio.gather(*map(read, streams), return_exceptions=True), strict=True
-        ):
+        results = await asyncio.gather(*(self._bounded(read(stream)) for stream in streams), return_exceptions=True)
+        for stream, reply in zip(streams, results, strict=True):
             if isinstance(reply, RedisError):
                 self._avoid(stream)
             elif isinstance(reply, BaseException):
@@ -141,19 +153,41 @@ class JobStreams:
             replies.append((stream, reply))
         return replies
 
+    async def _bounded(self, read: Awaitable[StreamEntries]) -> StreamEntries:
+        """Await a read. On a cluster, a partition that does not answer must not delay the others for long."""
+        if not self._is_scattered:
+            return await read
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                return await read
+        except TimeoutError as exc:
+            raise RedisTimeoutError(f"the partition did not answer within {READ_TIMEOUT_S:g} s") from exc
+
     def _avoid(self, stream: str) -> None:
-        """Do not read the partition of this stream for `AVOID_S`."""
-        partition = next(number for number, streams in enumerate(self._partitions) if stream in streams.values())
-        self._avoided_until_s[partition] = asyncio.get_running_loop().time() + AVOID_S
+        """On a cluster, do not read the partition of this stream until it answers again."""
+        partition = self._partition_of(stream)
+        if self._is_scattered and partition not in self._probes:
+            log.warning("streams.partition_away partition=%d", partition)
+            self._probes[partition] = asyncio.create_task(self._probe(partition, stream))
+
+    async def _probe(self, partition: int, stream: str) -> None:
+        """Wait until the partition answers."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            try:
+                await self._redis.xlen(stream)
+            except RedisError as exc:
+                log.debug("streams.probe_failed partition=%d error=%s", partition, exc)
+            else:
+                log.info("streams.partition_back partition=%d", partition)
+                del self._probes[partition]
+                return
 
     def _in_order(self) -> list[int]:
-        """Return the partitions in the order of this call, without the avoided ones. If all are avoided, return all."""
+        """Return the partitions in the order of this call, without those that are away. If all are away, return all."""
         self._first_partition = (self._first_partition + 1) % len(self._partitions)
         order = [*range(self._first_partition, len(self._partitions)), *range(self._first_partition)]
-        if not self._is_scattered:
-            return order
-        now_s = asyncio.get_running_loop().time()
-        return [partition for partition in order if self._avoided_until_s.get(partition, 0.0) <= now_s] or order
+        return [partition for partition in order if partition not in self._probes] or order
 
     async def _read_group(self, streams: Sequence[str], count: int) -> Entries:
         try:
@@ -223,32 +257,10 @@ class JobStreams:
         return found
 
     async def close(self) -> None:
-        """Requeue the entries that are still claimed, and remove this consumer from the groups.
-
-        Raises:
-            RedisError: A partition did not answer. The entries of the other partitions were requeued.
-        """
-        await cancel_tasks(*self._peeks.values())
+        """End the waits for new entries."""
+        await cancel_tasks(*self._peeks.values(), *self._probes.values())
         self._peeks.clear()
-        errors: list[RedisError] = []
-        for partition in self._partitions:
-            for stream in partition.values():
-                try:
-                    await self._leave_group(stream)
-                except RedisError as exc:  # on a cluster, other partitions may answer
-                    errors.append(exc)
-        if errors:
-            raise errors[0]
-
-    async def _leave_group(self, stream: str) -> None:
-        pending: Any = await self._redis.xpending_range(
-            stream, GROUP, min="-", max="+", count=MAX_CLAIMED, consumername=self._consumer
-        )
-        entries = [item["message_id"] for item in pending]
-        if entries:
-            await self._redis.xclaim(stream, GROUP, WAITING_CONSUMER, 0, entries, idle=REQUEUED_IDLE_MS, justid=True)
-        if len(entries) < MAX_CLAIMED:  # deleting a consumer would drop its remaining pending entries
-            await self._redis.xgroup_delconsumer(stream, GROUP, self._consumer)
+        self._probes.clear()
 
 
 def _size(found: Entries) -> int:

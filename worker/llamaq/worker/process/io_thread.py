@@ -19,14 +19,18 @@ from redis.exceptions import RedisError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.common.redis.connect import connect, dedicated_connection
+from llamaq.common.redis.outage_log import OutageLog
+from llamaq.common.redis.server_check import log_dangers
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.slot_command_inbox import CommandHandler, CommandInbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
@@ -38,6 +42,8 @@ log = logging.getLogger(__name__)
 N_PREPARE_THREADS = 2
 """Number of threads that tokenize and compile grammars. While one compiles a slow grammar, the other prepares jobs."""
 CLOSE_TIMEOUT_S = 10.0
+REGISTER_TIMEOUT_S = 5.0
+"""How long the start of a worker waits for its first heartbeat."""
 CONNECT_EVERY_S = 1.0
 
 
@@ -143,8 +149,10 @@ class IoThread:
         # delays no other partition.
         redis = connect(settings.redis_url, name=f"llamaq-worker-{self._card.worker}", failover_s=0)
         try:
-            if not await self._wait_for_redis(redis):
+            membership = self._make_membership(redis, keys)
+            if not await self._wait_for_queue(redis, membership):
                 return
+            await log_dangers(redis)
             job_claims = JobClaims(
                 redis,
                 keys,
@@ -154,26 +162,45 @@ class IoThread:
                 lease_s=settings.lease_s,
                 max_crashes=settings.max_crashes,
             )
-            await job_claims.open(max_queue=settings.max_queue)
+            await job_claims.open()
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
                 heartbeat = self._make_heartbeat(redis, keys)
                 outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
                 commands = CommandInbox(redis, keys, self._card.worker, self._slot_commands)
-                await self._run_services(job_claims, outbox, heartbeat, commands)
+                await self._run_services(job_claims, outbox, heartbeat, commands, membership)
         finally:
             await redis.aclose()
 
-    async def _wait_for_redis(self, redis: Redis) -> bool:
-        """Wait until Redis answers. Returns False if the worker was stopped before that."""
+    async def _wait_for_queue(self, redis: Redis, membership: QueueMembership) -> bool:
+        """Wait until Redis answers, and join the queue. Returns False if the worker was stopped before that.
+
+        Raises:
+            InvalidSettings: The settings of the queue do not allow this worker.
+        """
+        outage = OutageLog(log, "worker")
         while not self._closing.is_set():
             try:
                 await redis.ping()
-                return True
+                await membership.join()
             except RedisError as exc:
-                log.warning("redis.unreachable error=%s retry_s=%.0f", exc, CONNECT_EVERY_S)
+                outage.record_failure(exc)
                 await asyncio.sleep(CONNECT_EVERY_S)
+            else:
+                outage.record_success()
+                return True
         return False
+
+    def _make_membership(self, redis: Redis, keys: Keys) -> QueueMembership:
+        settings, card = self._settings, self._card
+        config = QueueConfig(
+            partitions=settings.partitions,
+            max_queue=settings.max_queue,
+            lease_ms=int(settings.lease_s * 1000),
+            model=card.model_hash,
+            model_name=card.model,
+        )
+        return QueueMembership(redis, keys, settings.queue, card.worker, config)
 
     def _make_heartbeat(self, redis: Redis, keys: Keys) -> Heartbeat:
         return Heartbeat(
@@ -214,19 +241,33 @@ class IoThread:
         )
 
     async def _run_services(
-        self, job_claims: JobClaims, outbox: Outbox, heartbeat: Heartbeat, commands: CommandInbox
+        self,
+        job_claims: JobClaims,
+        outbox: Outbox,
+        heartbeat: Heartbeat,
+        commands: CommandInbox,
+        membership: QueueMembership,
     ) -> None:
         """Register the worker, run its services until `close`, then write the last events and unregister the worker."""
         intake = self._make_intake(job_claims, outbox)
-        await heartbeat.beat()
+        await self._register(heartbeat)
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
-            services = [tasks.create_task(service.run()) for service in (outbox, heartbeat, commands)]
+            services = [tasks.create_task(service.run()) for service in (outbox, heartbeat, commands, membership)]
             self._ready.set_result(None)
             await self._closing.wait()
             await cancel_tasks(self._intake_task, *services)
         await intake.close()
-        await self._drain_and_unregister(job_claims, outbox, heartbeat)
+        await job_claims.close()
+        await self._drain_and_unregister(outbox, heartbeat, membership)
+
+    async def _register(self, heartbeat: Heartbeat) -> None:
+        """Send the first heartbeat. On a cluster, the list of workers may be on a node that is away."""
+        try:
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                await heartbeat.beat()
+        except (RedisError, TimeoutError) as exc:
+            log.warning("worker.not_listed error=%s: the next heartbeat tries again", exc)
 
     def _cancel_intake(self) -> None:
         if self._intake_task is not None:
@@ -234,12 +275,12 @@ class IoThread:
         else:
             self._closing.set()  # Redis has not answered yet: there is nothing to drain
 
-    async def _drain_and_unregister(self, job_claims: JobClaims, outbox: Outbox, heartbeat: Heartbeat) -> None:
+    async def _drain_and_unregister(self, outbox: Outbox, heartbeat: Heartbeat, membership: QueueMembership) -> None:
         """Write the last events, requeue unfinished jobs, and unregister the worker."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S / 2):
                 await outbox.close(crashed=self.has_crashed)
-                await job_claims.close()
+                await membership.leave()
                 await heartbeat.unregister()
         except (RedisError, TimeoutError) as exc:
             # No job is lost: other workers reclaim the jobs when their leases have expired.

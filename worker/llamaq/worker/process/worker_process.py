@@ -41,6 +41,7 @@ from llamaq.worker.process.cache_factory import (
 )
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
+from llamaq.worker.process.model_fingerprint import fingerprint_model
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
@@ -84,7 +85,7 @@ class WorkerProcess:
         self._engine = load_engine(path, settings)
         self._vocab_blob = gguf_vocab.extract_vocab(path)
         self._grammar_sandbox = GrammarSandbox(self._vocab_blob)
-        self.card = self._describe(path.name)
+        self.card = self._describe(path)
         self._shared = SharedState(Telemetry(hooks))
         offload = make_offload(settings, self._engine, path)
         self._memory = self._make_memory(offload)
@@ -154,13 +155,14 @@ class WorkerProcess:
             self._slot_commands,
         )
 
-    def _describe(self, model: str) -> WorkerCard:
-        """Return the card that describes this worker to clients and operators; `model` is the name of its file."""
+    def _describe(self, path: Path) -> WorkerCard:
+        """Return the card that describes this worker to clients and operators; `path` is the model file."""
         engine, host = self._engine, socket.gethostname()
         return WorkerCard(
             worker=f"{host}-{os.getpid()}-{secrets.token_hex(3)}",
             queue=self._settings.queue,
-            model=model,
+            model=path.name,
+            model_hash=fingerprint_model(path),
             n_ctx=engine.context.n_ctx,
             n_ctx_train=engine.model.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,

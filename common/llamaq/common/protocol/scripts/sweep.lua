@@ -1,0 +1,102 @@
+-- Repairs what no other script finds, one step at a time: jobs that have not ended and can no longer be claimed, and
+-- consumers of dead workers. All workers of a queue call this script. It does nothing until `pause_ms` after the last
+-- step, so the number of workers does not change the load.
+--
+-- A job cannot be claimed if its entry is not in the job stream, or if its entry was delivered and is not pending.
+-- Redis may lose an entry in a failover, and an operator may delete a stream.
+--
+-- The hashes of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
+--
+-- KEYS[1]   state     hash with the cursor of the search and the time of the next step
+-- KEYS[2]   streams   job stream of priority 'interactive'
+-- KEYS[3]   streams   job stream of priority 'bulk'
+-- ARGV[1]   group     consumer group of the job streams
+-- ARGV[2]   pause_ms  time between two steps in ms
+-- ARGV[3]   count     number of keys that one step examines, about
+-- ARGV[4]   idle_ms   idle time from which a consumer without pending entries is removed, if its worker is not alive
+-- ARGV[5..] workers   ids of the workers that are alive
+--
+-- Returns the ids of the repaired jobs.
+
+local state, streams, group = KEYS[1], {interactive = KEYS[2], bulk = KEYS[3]}, ARGV[1]
+local now = now_ms()
+local progress = redis.call('HMGET', state, 'cursor', 'next_ms')
+if now < tonumber(progress[2] or '0') then
+  return {}
+end
+
+-- Returns whether the entry was delivered to a worker earlier and is not pending now. Nobody reads it again.
+local function was_dropped(stream, entry)
+  if #redis.call('XPENDING', stream, group, entry, entry, 1) > 0 then
+    return false
+  end
+  local ms, number = string.match(entry, '^(%d+)-(%d+)$')
+  for _, fields in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+    local info = {}
+    for i = 1, #fields, 2 do
+      info[fields[i]] = fields[i + 1]
+    end
+    if info['name'] == group then
+      local last_ms, last_number = string.match(info['last-delivered-id'], '^(%d+)-(%d+)$')
+      ms, number, last_ms, last_number = tonumber(ms), tonumber(number), tonumber(last_ms), tonumber(last_number)
+      return ms < last_ms or (ms == last_ms and number <= last_number)
+    end
+  end
+  return false
+end
+
+-- Gives a job that cannot be claimed an entry again. Returns whether it did.
+local function repair(job, id)
+  local fields = redis.pcall('HMGET', job, 'status', 'priority', 'entry')
+  if fields.err or not is_open(fields[1]) then
+    return false
+  end
+  local stream, entry = streams[fields[2]], fields[3]
+  if not stream or not entry then
+    return false
+  end
+  local found = redis.pcall('XRANGE', stream, entry, entry)
+  if found.err then
+    return false -- another client has overwritten the stream
+  end
+  if #found == 0 then
+    redis.pcall('XACK', stream, group, entry)
+    redis.call('HSET', job, 'entry', redis.call('XADD', stream, '*', 'id', id))
+    return true
+  end
+  if redis.pcall('XPENDING', stream, group).err or not was_dropped(stream, entry) then
+    return false
+  end
+  redis.call('XCLAIM', stream, group, WAITING, 0, entry, 'IDLE', EXPIRED_IDLE_MS, 'FORCE', 'JUSTID')
+  return true
+end
+
+local prefix = string.match(KEYS[2], '^(.*:)jobs:') .. 'job:'
+local pattern = string.gsub(prefix, '[%*%?%[%]\\]', '\\%0') .. '*'
+local page = redis.call('SCAN', progress[1] or '0', 'MATCH', pattern, 'COUNT', ARGV[3])
+redis.call('HSET', state, 'cursor', page[1], 'next_ms', now + tonumber(ARGV[2]))
+local repaired = {}
+for _, job in ipairs(page[2]) do
+  local id = string.sub(job, #prefix + 1)
+  if repair(job, id) then
+    repaired[#repaired + 1] = id
+  end
+end
+
+local alive = {[WAITING] = true}
+for i = 5, #ARGV do
+  alive[ARGV[i]] = true
+end
+for _, stream in pairs(streams) do
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
+  for _, fields in ipairs(consumers.err and {} or consumers) do
+    local info = {}
+    for i = 1, #fields, 2 do
+      info[fields[i]] = fields[i + 1]
+    end
+    if info['pending'] == 0 and not alive[info['name']] and info['idle'] >= tonumber(ARGV[4]) then
+      redis.call('XGROUP', 'DELCONSUMER', stream, group, info['name'])
+    end
+  end
+end
+return repaired

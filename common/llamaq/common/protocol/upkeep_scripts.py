@@ -1,0 +1,61 @@
+"""The scripts for a whole partition: leaving the queue, releasing a dead worker, and sweeping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.script_calls import source
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+MAX_WAITING_SEARCHED = 1000
+"""Number of waiting entries of one stream that are searched for the jobs which a dead worker had claimed."""
+SWEEP_PAUSE_S = 5.0
+"""Time between two steps of the search for jobs that cannot be claimed."""
+SWEEP_KEYS = 1000
+"""Number of keys that one step examines, about. Redis takes less than a millisecond for it."""
+IDLE_CONSUMER_S = 10.0
+"""A consumer without pending entries is removed after this time if its worker is not alive."""
+
+
+class UpkeepScripts:
+    """Each method works on one partition, and raises `RedisError` if Redis cannot execute the script."""
+
+    def __init__(self, redis: Redis, keys: Keys, queue: str) -> None:
+        self._keys = keys
+        self._queue = queue
+        self._leave_group, self._release_worker, self._sweep = (
+            redis.register_script(source(name)) for name in ("leave_group", "release_worker", "sweep")
+        )
+
+    def _streams(self, partition: int) -> list[str]:
+        return [self._keys.jobs(self._queue, partition, priority) for priority in Priority]
+
+    async def leave_group(self, partition: int, worker: str) -> int:
+        """Remove a worker from the consumer groups. Its pending entries are requeued; return their number."""
+        return int(await self._leave_group(keys=self._streams(partition), args=[GROUP, worker]))
+
+    async def release_worker(self, partition: int, worker: str) -> int:
+        """Requeue all jobs of a worker that is known to be dead, and return their number. The crash counts."""
+        args: list[str | int] = [GROUP, worker, MAX_WAITING_SEARCHED]
+        return int(await self._release_worker(keys=self._streams(partition), args=args))
+
+    async def sweep(
+        self, partition: int, live_workers: Iterable[str], *, pause_s: float = SWEEP_PAUSE_S, n_keys: int = SWEEP_KEYS
+    ) -> list[str]:
+        """Do one step of the search for jobs that cannot be claimed, and remove consumers of dead workers.
+
+        The call does nothing if a worker has done a step within the last `pause_s` seconds.
+
+        Returns:
+            The ids of the jobs that can be claimed again.
+        """
+        reply: Any = await self._sweep(
+            keys=[self._keys.sweep(self._queue, partition), *self._streams(partition)],
+            args=[GROUP, int(pause_s * 1000), n_keys, int(IDLE_CONSUMER_S * 1000), *live_workers],
+        )
+        return [job_id.decode() for job_id in reply]

@@ -1,0 +1,72 @@
+"""A worker warns of a Redis that may delete jobs."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+
+from llamaq.common.redis.connect import connect
+from llamaq.common.redis.server_check import log_dangers
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
+
+pytestmark = pytest.mark.starts_processes
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    """A Redis whose settings the tests change."""
+    with EmbeddedRedis() as server:
+        yield server
+
+
+async def warnings_of(url: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    redis = connect(url, name="test")
+    await log_dangers(redis)
+    await redis.aclose()
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+async def test_an_evicting_redis_with_a_memory_limit_gives_a_warning_that_names_the_policy(
+    server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Redis.from_url(server.url) as admin:
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        assert await warnings_of(server.url, caplog) == []  # without a limit nothing is evicted
+        admin.config_set("maxmemory", "1gb")
+        (warning,) = await warnings_of(server.url, caplog)
+        assert "allkeys-lru" in warning
+        assert "noeviction" in warning
+        admin.config_set("maxmemory-policy", "noeviction")
+        assert await warnings_of(server.url, caplog) == []
+
+
+@pytest.mark.parametrize(("rules", "n_warnings"), [(("+@all", "-config"), 1), (("+@all", "-config", "-info"), 0)])
+async def test_the_policy_is_also_found_without_the_permission_for_config(
+    server: EmbeddedRedis, caplog: pytest.LogCaptureFixture, rules: tuple[str, ...], n_warnings: int
+) -> None:
+    name, password = f"user{secrets.token_hex(4)}", secrets.token_hex(8)
+    with Redis.from_url(server.url) as admin:
+        admin.config_set("maxmemory", "1gb")
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        admin.execute_command("ACL", "SETUSER", name, "on", f">{password}", "~*", "&*", *rules)
+        url = f"{server.url}{'&' if '?' in server.url else '?'}username={name}&password={password}"
+        assert len(await warnings_of(url, caplog)) == n_warnings
+
+
+async def test_a_redis_without_persistence_is_mentioned(
+    server: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Redis.from_url(server.url) as admin:
+        admin.config_set("save", "")
+        admin.config_set("appendonly", "no")
+        await warnings_of(server.url, caplog)
+        assert "redis.not_persistent" in caplog.text
+        admin.config_set("appendonly", "yes")
+        await warnings_of(server.url, caplog)
+        assert "redis.not_persistent" not in caplog.text
