@@ -120,7 +120,8 @@ class BlockingStream:
     def __init__(self, client: BlockingClient, opened: OpenedStream, job_class: type[BlockingJob]) -> None:
         self._client = client  # a reference: `for chunk in Client().stream("x")`
         self._portal, self._stream = opened
-        self.job = job_class(client, self._stream.job.id, is_new=self._stream.job.is_new)
+        job = self._stream.job
+        self.job = job_class(client, job.id, is_new=job.is_new, is_shared=job.is_shared)
 
     def __repr__(self) -> str:
         return repr(self._stream).replace(type(self._stream).__name__, type(self).__name__)
@@ -154,11 +155,13 @@ class BlockingStream:
 class BlockingJob:
     """Base of `Job`."""
 
-    def __init__(self, client: BlockingClient, job_id: str, *, is_new: bool = False) -> None:
+    def __init__(self, client: BlockingClient, job_id: str, *, is_new: bool = False, is_shared: bool = False) -> None:
         self.id = str(JobId.parse(job_id))
         """The job id. It contains the queue and the partition, so another process needs only this id."""
         self.is_new = is_new
         """Whether `submit` created the job. False if its idempotency key already had a job, or after `client.job()`."""
+        self.is_shared = is_shared
+        """Whether `submit` had an idempotency key, through which other callers may get the same job."""
         self._client = client
 
     def __repr__(self) -> str:
@@ -173,4 +176,4 @@ class BlockingJob:
         return self._client._iterate(lambda client: call(self._handle(client)))
 
     def _handle(self, client: AsyncClient) -> AsyncJob:
-        return AsyncJob(client.connection, self.id, is_new=self.is_new)
+        return AsyncJob(client.connection, self.id, is_new=self.is_new, is_shared=self.is_shared)

@@ -49,9 +49,11 @@ class AsyncClient:
         queue: The setting `queue`.
         timeout_s: The setting `timeout_s`, in seconds. It applies to every call without a `timeout`.
         result_ttl_s: The setting `result_ttl_s`, in seconds.
+        event_ttl_s: The setting `event_ttl_s`, in seconds.
         key_prefix: The setting `key_prefix`.
         partitions: The setting `partitions`.
         max_request_bytes: The setting `max_request_bytes`.
+        require_worker: The setting `require_worker`.
 
     Raises:
         InvalidSettings: An argument or an environment variable is not valid.
@@ -64,18 +66,22 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         result_ttl_s: float | None = None,
+        event_ttl_s: float | None = None,
         key_prefix: str | None = None,
         partitions: int | None = None,
         max_request_bytes: int | None = None,
+        require_worker: bool | None = None,
     ) -> None:
         self.settings = client_settings(
             redis_url=url,
             queue=queue,
             timeout_s=timeout_s,
             result_ttl_s=result_ttl_s,
+            event_ttl_s=event_ttl_s,
             key_prefix=key_prefix,
             partitions=partitions,
             max_request_bytes=max_request_bytes,
+            require_worker=require_worker,
         )
         self.queue = self.settings.queue
         self.connection = QueueConnection.of(self.settings)

@@ -41,9 +41,11 @@ class Client(BlockingClient):
         queue: The setting `queue`.
         timeout_s: The setting `timeout_s`, in seconds. It applies to every call without a `timeout`.
         result_ttl_s: The setting `result_ttl_s`, in seconds.
+        event_ttl_s: The setting `event_ttl_s`, in seconds.
         key_prefix: The setting `key_prefix`.
         partitions: The setting `partitions`.
         max_request_bytes: The setting `max_request_bytes`.
+        require_worker: The setting `require_worker`.
 
     Raises:
         InvalidSettings: An argument or an environment variable is not valid.
@@ -56,9 +58,11 @@ class Client(BlockingClient):
         *,
         timeout_s: float | None = None,
         result_ttl_s: float | None = None,
+        event_ttl_s: float | None = None,
         key_prefix: str | None = None,
         partitions: int | None = None,
         max_request_bytes: int | None = None,
+        require_worker: bool | None = None,
     ) -> None:
         super().__init__(
             AsyncClient(
@@ -66,9 +70,11 @@ class Client(BlockingClient):
                 queue,
                 timeout_s=timeout_s,
                 result_ttl_s=result_ttl_s,
+                event_ttl_s=event_ttl_s,
                 key_prefix=key_prefix,
                 partitions=partitions,
                 max_request_bytes=max_request_bytes,
+                require_worker=require_worker,
             )
         )
 
@@ -215,7 +221,7 @@ class Client(BlockingClient):
             RedisFull: Redis has reached its `maxmemory`.
         """
         job = self._call(lambda client: client.submit(prompt, tokens=tokens, messages=messages, **options))
-        return Job(self, job.id, is_new=job.is_new)
+        return Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)
 
     def job(self, job_id: str) -> Job:
         """Return the handle of a submitted job. Another process may have submitted the job, to any queue.
@@ -359,7 +365,7 @@ class Client(BlockingClient):
             RedisFull: Redis has reached its `maxmemory`.
         """
         job = self._call(lambda client: client.retry_dead_letter(letter_id))
-        return Job(self, job.id, is_new=job.is_new)
+        return Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)
 
     def purge_dead_letter(self, letter_id: str) -> None:
         """Remove a dead letter. Its job then expires after `result_ttl_s`, like every other job.

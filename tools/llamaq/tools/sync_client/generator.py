@@ -121,7 +121,7 @@ def _body(source: Method, class_name: str, returns: str) -> list[str]:
     if returns == "AsyncStream":
         return [f"return Stream(self, self._open({call}), Job)"]
     if returns == "AsyncJob":
-        return [f"job = self._call({call})", "return Job(self, job.id, is_new=job.is_new)"]
+        return [f"job = self._call({call})", "return Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)"]
     return [f"self._call({call})" if returns == "None" else f"return self._call({call})"]
 
 
