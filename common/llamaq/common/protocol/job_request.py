@@ -110,14 +110,22 @@ class JobParams(SamplingParams):
         None,
         gt=0,
         le=10**7,
-        description="Longest running time in seconds; then the job ends with `deadline`. If not set: no limit.",
+        description="Longest time in a slot in seconds, summed over all attempts; then the job ends with `deadline`. "
+        "Waiting does not count. If not set: no limit.",
     )
     queue_timeout_s: float | None = Field(
         None,
         gt=0,
         le=10**7,
-        description="Longest waiting time in seconds; then the job ends with `deadline` without a start. "
+        description="Longest wait for the first slot in seconds; then the job ends with `deadline` without a start. "
         "If not set: no limit.",
+    )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        le=10**7,
+        description="Longest time from submit to the end in seconds, waiting included; then the job ends with "
+        "`deadline` and the output so far. If not set: no limit.",
     )
     priority: Priority = Field(
         Priority.INTERACTIVE, description="`interactive` or `bulk`. Workers read interactive jobs first."
@@ -213,6 +221,7 @@ class JobOptions(TypedDict, total=False):
     slot: int | None
     timeout_s: float | None
     queue_timeout_s: float | None
+    deadline_s: float | None
     priority: Priority | Literal["interactive", "bulk"]
     stream: bool
     cancel_on_disconnect: bool

@@ -95,6 +95,8 @@ class Attempt:
         generated: Number of tokens that earlier attempts stored.
         waited_ms: Milliseconds from submit to this claim.
         queue_ms: Milliseconds from submit to the first slot of the job. None: it had no slot so far.
+        slot_ms: Milliseconds that earlier attempts had a slot.
+        left_ms: Milliseconds from this claim to the deadline of the job. None: it has no deadline.
     """
 
     number: int
@@ -102,6 +104,8 @@ class Attempt:
     generated: int
     waited_ms: float
     queue_ms: float | None
+    slot_ms: float
+    left_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class Increment:
         payload: The encoded event `tokens`; empty if there are no new tokens.
         publish: Whether subscribers receive the event. False: it is only stored.
         has_started: Whether the job has a slot, or had one in this attempt.
+        slot_ms: Milliseconds that the job has had a slot, over all attempts.
     """
 
     job_id: str
@@ -129,6 +134,7 @@ class Increment:
     payload: bytes
     publish: bool = True
     has_started: bool = True
+    slot_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,11 @@ class TerminalWrite:
         return "finished" if isinstance(self.event, Finished) else "failed"
 
 
+def _limit_ms(limit_s: float | None) -> int:
+    """Return a time limit in milliseconds; 0 for no limit."""
+    return 0 if limit_s is None else max(1, int(limit_s * 1000))
+
+
 def _entry(reply: list[Any]) -> tuple[bytes, dict[bytes, bytes]]:
     entry_id, fields = reply
     return entry_id, dict(zip(fields[::2], fields[1::2], strict=True))
@@ -190,7 +201,9 @@ class Scripts:
         self._submit, self._claim, self._flush, self._finish, self._cancel, self._requeue = (
             redis.register_script(source(name)) for name in ("submit", "claim", "flush", "finish", "cancel", "requeue")
         )
-        self._read, self._reclaim = (redis.register_script(source(name)) for name in ("read", "reclaim"))
+        self._read, self._reclaim, self._expire, self._due = (
+            redis.register_script(source(name)) for name in ("read", "reclaim", "expire", "due")
+        )
         self._check_crash, self._purge_dead_letter = (
             redis.register_script(source(name)) for name in ("check_crash", "purge_dead_letter")
         )
@@ -226,9 +239,11 @@ class Scripts:
                 GROUP,
                 max(1, int(result_ttl_s * 1000)),
                 "" if key is None else codec.digest_of(request),
-                max(1, int(request.queue_timeout_s * 1000)) if request.queue_timeout_s else 0,
+                _limit_ms(request.queue_timeout_s),
                 codec.encode_returned(request),
                 int(event_ttl_s * 1000),
+                _limit_ms(request.deadline_s),
+                _limit_ms(request.timeout_s),
             ],
         )
         if reply[0] == b"full":
@@ -328,8 +343,16 @@ class Scripts:
             ],
         )
         if reply[0] == b"run":
-            number, request, generated, waited_ms, queue_ms = reply[1:]
-            return Attempt(int(number), request, int(generated), int(waited_ms), None if queue_ms < 0 else queue_ms)
+            number, request, generated, waited_ms, queue_ms, slot_ms, left_ms = reply[1:]
+            return Attempt(
+                int(number),
+                request,
+                int(generated),
+                waited_ms=float(waited_ms),
+                queue_ms=None if queue_ms < 0 else float(queue_ms),
+                slot_ms=float(slot_ms),
+                left_ms=None if left_ms < 0 else float(left_ms),
+            )
         code: ClaimCode = reply[0].decode()
         return code
 
@@ -353,7 +376,7 @@ class Scripts:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
-            values += [item.publish, item.has_started]
+            values += [item.publish, item.has_started, item.slot_ms]
         args = [GROUP, worker, lease_ms, "1" if renew else "0", codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
@@ -400,6 +423,24 @@ class Scripts:
         )
         code: CancelCode = reply.decode()
         return code
+
+    async def due_jobs(self, queue: str, partition: int, count: int) -> list[str]:
+        """Return the ids of up to `count` jobs whose deadline has passed. `expire` ends them."""
+        reply = await self._due(keys=[self._keys.deadlines(queue, partition)], args=[count])
+        return [job_id.decode() for job_id in reply]
+
+    async def expire(self, job_id: str) -> bool:
+        """End a job that has reached `deadline_s`, or has waited for a slot for `queue_timeout_s`.
+
+        Returns:
+            Whether the job has ended in this call. False: it is not due, has ended before, or does not exist.
+        """
+        keys = self._keys.of_job(job_id)
+        reply = await self._expire(
+            keys=[keys.job, keys.events, keys.interactive, keys.bulk],
+            args=[GROUP, keys.channel, finished_without_run(FinishReason.DEADLINE)],
+        )
+        return bool(reply)
 
     async def requeue(self, claim: Claim, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
         """Requeue a job, so that another worker can take it at once.

@@ -18,6 +18,9 @@
 --   cancel                1 after a client has called cancel
 --   ttl_ms                how long the job's keys live after its end, in ms
 --   events_ttl_ms         how long the events live after an end that stored the output, in ms
+--   deadline_ms           latest end of the job, in ms since the epoch; 0: none
+--   timeout_ms            longest time that the job may have a slot, in ms; 0: no limit
+--   slot_ms               time in ms that the job has had a slot so far, over all attempts
 --   queue_deadline_ms     latest time of the first slot, in ms since the epoch; 0: none
 --   idempotency           key of the job's idempotency record; absent: the job has no idempotency key
 --   digest                digest of the request of a job with an idempotency key
@@ -85,6 +88,33 @@ local function emit_last(events, channel, payload)
   redis.call('PUBLISH', channel, payload)
 end
 
+-- How long another client than its worker waits after the deadline of a running job. The worker ends the job at the
+-- deadline, with all its tokens.
+local RUNNING_GRACE_MS = 500
+
+-- Returns the time at which a job that has not ended is due, in ms since the epoch. Returns nil if it has no deadline.
+-- The arguments are fields of its hash.
+local function due_ms(status, started_ms, queue_deadline_ms, deadline_ms)
+  local deadline, queue_deadline = tonumber(deadline_ms or '0') or 0, tonumber(queue_deadline_ms or '0') or 0
+  if status == 'running' then
+    return deadline > 0 and deadline + RUNNING_GRACE_MS or nil
+  end
+  if started_ms or queue_deadline <= 0 then
+    return deadline > 0 and deadline or nil
+  end
+  return deadline > 0 and math.min(deadline, queue_deadline) or queue_deadline
+end
+
+-- Records when a job is due; `nil` or false: never. The sorted set has the hash tag of the job.
+local function set_due(job, due)
+  local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
+  if due then
+    redis.call('ZADD', partition .. 'deadlines', due, id)
+  else
+    redis.call('ZREM', partition .. 'deadlines', id)
+  end
+end
+
 -- Ends a job: sets its status, drops its entry, emits its terminal event and starts the time to live of its keys.
 -- Every job ends in this function, exactly once, also when Redis is full. `fields` is a flat list of further fields for
 -- the hash.
@@ -95,6 +125,7 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   allow_writes_when_full(job)
   redis.call('HSET', job, 'status', status, 'finished_ms', now_ms(), unpack(fields))
   drop_entry(stream, group, entry)
+  set_due(job, nil)
   emit_last(events, channel, terminal)
   local state = redis.call('HMGET', job, 'ttl_ms', 'events_ttl_ms', 'idempotency', 'generated')
   local ttl, idempotency = state[1], state[3]

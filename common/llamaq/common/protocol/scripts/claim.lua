@@ -17,12 +17,13 @@
 -- With `from`, the other worker's death is counted as in check_crash.lua, because it may have died. If it is alive, its
 -- next call for its attempt returns 'lost' and removes the death.
 --
--- Returns {'run', attempt, request, generated, waited_ms, queue_ms}
---                    the attempt has begun; `generated` tokens are stored. `waited_ms` is the time since submit, and
---                    `queue_ms` the time from submit to the first slot, -1 if the job had no slot so far
+-- Returns {'run', attempt, request, generated, waited_ms, queue_ms, slot_ms, left_ms}
+--                    the attempt has begun; `generated` tokens are stored. `waited_ms` is the time since submit,
+--                    `queue_ms` the time from submit to the first slot, -1 if the job had no slot so far, `slot_ms` the
+--                    time that it has had a slot, and `left_ms` the time until its deadline, -1 if it has none
 --         {'gone'}   the job does not exist; the caller makes a dead letter of the entry
 --         {'done'}   the job has ended, or this is not its entry; the entry was dropped
---         {'ended'}  the job was cancelled, or its queue deadline has passed; it has ended here
+--         {'ended'}  the job was cancelled, or has reached a deadline or its timeout; it has ended here
 --         {'stale'}  the job is no longer waiting in the attempt `from`
 
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
@@ -31,7 +32,8 @@ local from, at_risk = ARGV[8], ARGV[9] == '1'
 
 local state = redis.call('HMGET', job,
   'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms', 'priority',
-  'generated', 'generated_at_start', 'attempt', 'worker', 'at_risk')
+  'generated', 'generated_at_start', 'attempt', 'worker', 'at_risk', 'deadline_ms',
+  'timeout_ms', 'slot_ms')
 if not state[1] then
   return {'gone'}
 end
@@ -48,8 +50,9 @@ if state[3] then
 end
 
 local now = now_ms()
-local deadline = tonumber(state[4])
-if not state[6] and deadline > 0 and now >= deadline then
+local due = due_ms('queued', state[6], state[4], state[13])
+local timeout, slot_time = tonumber(state[14] or '0'), tonumber(state[15] or '0')
+if (due and now >= due) or (timeout > 0 and slot_time >= timeout) then
   terminate(job, events, channel, stream, group, entry, 'finished', ARGV[7], {'finish_reason', 'deadline'})
   return {'ended'}
 end
@@ -73,5 +76,5 @@ end
 renew_lease(stream, group, WAITING, entry, lease_ms)
 return {
   'run', attempt, redis.call('HGET', job, 'request') or '', tonumber(state[8]), waited,
-  started < 0 and -1 or started - submitted,
+  started < 0 and -1 or started - submitted, slot_time, (tonumber(state[13] or '0') > 0) and state[13] - now or -1,
 }

@@ -10,7 +10,7 @@
 -- ARGV[2]  worker    id of the worker
 -- ARGV[3]  lease_ms  how long the worker keeps a job without a renewal, in ms
 -- ARGV[4]  renew     '1': renew the leases; '0': do not
--- ARGV[5]  values    msgpack of an array with eight values for each job. One argument is cheaper to send than many.
+-- ARGV[5]  values    msgpack of an array with nine values for each job. One argument is cheaper to send than many.
 --     1  attempt       number of the worker's attempt
 --     2  entry         id of the job's entry
 --     3  channel       channel of the job's events
@@ -19,6 +19,7 @@
 --     6  payload       msgpack of the event `tokens` with the new tokens; '': there are none
 --     7  is_published  whether to publish the event; with stream=false it is only stored
 --     8  has_started   whether the job has a slot, or had one in this attempt. The first such call starts the job
+--     9  slot_ms       time in ms that the job has had a slot, over all attempts
 --
 -- Returns an array with four values for each job:
 --     1  code       'ok'      the worker may continue
@@ -56,6 +57,7 @@ local function start(job, events, stream, entry, attempt, channel)
     return set.err
   end
   redis.call('HSETNX', job, 'started_ms', now_ms())
+  set_due(job, due_ms('running', true, 0, redis.call('HGET', job, 'deadline_ms')))
   local started = cmsgpack.pack({type = 'started', attempt = attempt, worker = worker})
   local refusal = append(job, events, started)
   if refusal == 'overwritten' then
@@ -66,7 +68,7 @@ local function start(job, events, stream, entry, attempt, channel)
   return refusal
 end
 
-local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started)
+local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started, slot_ms)
   local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker')
   -- Compare the worker too: if a failover lost a claim, two workers may have the same attempt number.
   if state.err or not is_open(state[1]) or tonumber(state[2]) ~= attempt or state[5] ~= worker then
@@ -85,7 +87,7 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
       stored, refusal = 0, ''
     elseif refusal == '' then
       stored = stored + count
-      redis.call('HSET', job, 'generated', stored)
+      redis.call('HSET', job, 'generated', stored, 'slot_ms', slot_ms)
       if is_published then
         listeners = redis.call('PUBLISH', channel, payload)
       end
@@ -97,11 +99,11 @@ end
 
 local reply = {}
 for i = 0, #KEYS / 3 - 1 do
-  local v = 8 * i
+  local v = 9 * i
   reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4] = flush(
     KEYS[3 * i + 1], KEYS[3 * i + 2], KEYS[3 * i + 3],
     values[v + 1], values[v + 2], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7],
-    values[v + 8])
+    values[v + 8], values[v + 9])
   local refusal = reply[4 * i + 4]
   if string.find(refusal, 'READONLY', 1, true) or string.find(refusal, 'NOREPLICAS', 1, true) then
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
@@ -112,8 +114,8 @@ end
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     if reply[4 * i + 1] ~= 'lost' then
-      local consumer = values[8 * i + 8] and worker or WAITING
-      renew_lease(KEYS[3 * i + 3], group, consumer, values[8 * i + 2], lease_ms)
+      local consumer = values[9 * i + 8] and worker or WAITING
+      renew_lease(KEYS[3 * i + 3], group, consumer, values[9 * i + 2], lease_ms)
     end
   end
 end

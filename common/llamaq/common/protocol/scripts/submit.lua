@@ -12,9 +12,11 @@
 -- ARGV[4]  group        consumer group of the job streams
 -- ARGV[5]  ttl_ms       how long the job's keys live after its end, in ms
 -- ARGV[6]  digest       digest of the request of a job with an idempotency key; '': the job has no key
--- ARGV[7]  timeout_ms   longest wait for the first start, in ms; 0: no limit
+-- ARGV[7]  queue_ms     longest wait for the first slot, in ms; 0: no limit
 -- ARGV[8]  returned     msgpack of the parameters that the result contains
 -- ARGV[9]  events_ttl   how long the events live after an end that stored the output, in ms
+-- ARGV[10] life_ms      longest time from submit to the end of the job, in ms; 0: no limit
+-- ARGV[11] timeout_ms   longest time that the job may have a slot, in ms; 0: no limit
 --
 -- Returns {'ok', id}                    the job is in the queue
 --         {'same', earlier id}          a job with the same idempotency key exists; nothing was submitted
@@ -36,28 +38,26 @@ if digest ~= '' then
   end
 end
 
--- Returns the number of entries that no worker has claimed: all entries minus the pending entries. Until the first
--- worker has created the group, XPENDING returns an error.
-local function waiting(key)
-  local pending = redis.pcall('XPENDING', key, group)
-  return redis.call('XLEN', key) - ((type(pending) == 'table' and not pending.err and pending[1]) or 0)
-end
-
 local max_queue = tonumber(redis.call('HGET', config, 'max_queue') or '0')
-if max_queue > 0 then
-  local depth = waiting(stream) + waiting(other)
+local n_jobs = max_queue > 0 and redis.call('XLEN', stream) + redis.call('XLEN', other) or 0
+if n_jobs > 0 and n_jobs >= max_queue then
+  local depth = n_jobs - count_running(stream, group) - count_running(other, group)
   if depth >= max_queue then
     return {'full', depth, max_queue}
   end
 end
 
 local now = now_ms()
-local wait = tonumber(ARGV[7])
+local wait, life = tonumber(ARGV[7]), tonumber(ARGV[10])
+local queue_deadline, deadline = wait > 0 and now + wait or 0, life > 0 and now + life or 0
 local entry = redis.call('XADD', stream, '*', 'id', id)
 redis.call('HSET', job,
   'request', ARGV[2], 'status', 'queued', 'priority', ARGV[3], 'attempt', 0, 'entry', entry, 'generated', 0,
   'ttl_ms', ARGV[5], 'events_ttl_ms', ARGV[9], 'returned', ARGV[8], 'submitted_ms', now,
-  'queue_deadline_ms', wait > 0 and now + wait or 0)
+  'queue_deadline_ms', queue_deadline, 'deadline_ms', deadline, 'timeout_ms', ARGV[11])
+if wait > 0 or life > 0 then
+  set_due(job, due_ms('queued', nil, queue_deadline, deadline))
+end
 if digest ~= '' then
   redis.call('HSET', job, 'idempotency', idempotency, 'digest', digest)
   redis.call('SET', idempotency, id)
