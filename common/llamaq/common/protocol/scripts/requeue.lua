@@ -21,12 +21,7 @@ if attempt ~= '' then
     end
     return 'lost'
   end
-  if crashed and state[6] and state[3] == state[4] then
-    add_death(job, attempt, worker)
-  end
-  redis.call('HINCRBY', job, 'attempt', 1)
-  redis.call('HSET', job, 'status', 'queued')
-  redis.call('HDEL', job, 'at_risk')
+  requeue_job(job, state, crashed)
 end
-redis.call('XCLAIM', KEYS[2], ARGV[2], WAITING, 0, ARGV[3], 'IDLE', REQUEUED_IDLE_MS, 'JUSTID')
+requeue_entry(KEYS[2], ARGV[2], ARGV[3])
 return 'ok'
