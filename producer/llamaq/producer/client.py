@@ -128,7 +128,7 @@ class AsyncClient:
             NoWorker: The timeout was reached, and no worker serves the queue.
             ResultTimeout: The timeout was reached.
         """
-        return await self.auto_cancelled.generate(build_request(options, stream=False, prompt=prompt), timeout)
+        return await self.auto_cancelled.generate(await build_request(options, stream=False, prompt=prompt), timeout)
 
     async def generate_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
@@ -146,7 +146,7 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `generate`.
         """
-        return await self.auto_cancelled.generate(build_request(options, stream=False, tokens=tokens), timeout)
+        return await self.auto_cancelled.generate(await build_request(options, stream=False, tokens=tokens), timeout)
 
     async def chat(self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a chat and wait for the answer, like `generate`.
@@ -162,7 +162,9 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `generate`.
         """
-        return await self.auto_cancelled.generate(build_request(options, stream=False, messages=messages), timeout)
+        return await self.auto_cancelled.generate(
+            await build_request(options, stream=False, messages=messages), timeout
+        )
 
     async def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> AsyncStream:
         """Submit a text prompt and return the stream of the generated text in chunks.
@@ -186,7 +188,7 @@ class AsyncClient:
             NoWorker: By the stream: the timeout was reached, and no worker serves the queue.
             ResultTimeout: By the stream: the timeout was reached.
         """
-        return await self.auto_cancelled.stream(build_request(options, prompt=prompt), timeout)
+        return await self.auto_cancelled.stream(await build_request(options, prompt=prompt), timeout)
 
     async def stream_tokens(
         self, tokens: Sequence[int], *, timeout: float | None = None, **options: Unpack[JobOptions]
@@ -204,7 +206,7 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `stream`.
         """
-        return await self.auto_cancelled.stream(build_request(options, tokens=tokens), timeout)
+        return await self.auto_cancelled.stream(await build_request(options, tokens=tokens), timeout)
 
     async def stream_chat(
         self, messages: Messages, *, timeout: float | None = None, **options: Unpack[JobOptions]
@@ -222,7 +224,7 @@ class AsyncClient:
         Raises:
             LlamaqError: The same errors as `stream`.
         """
-        return await self.auto_cancelled.stream(build_request(options, messages=messages), timeout)
+        return await self.auto_cancelled.stream(await build_request(options, messages=messages), timeout)
 
     async def submit(
         self,
@@ -250,7 +252,7 @@ class AsyncClient:
             QueueFull: The queue has `max_queue` waiting jobs.
             RedisFull: Redis has reached its `maxmemory`.
         """
-        request = build_request(options, prompt=prompt, tokens=tokens, messages=messages)
+        request = await build_request(options, prompt=prompt, tokens=tokens, messages=messages)
         return await submission.submit(self.connection, request)
 
     def job(self, job_id: str) -> AsyncJob:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
+from collections.abc import Sized
 from contextlib import suppress
 from typing import Any
 
@@ -22,12 +24,16 @@ from llamaq.producer.queue_connection import QueueConnection
 
 log = logging.getLogger(__name__)
 
+LONG_PROMPT_TOKENS = 10_000
+"""Prompts of more token ids are validated and encoded in a thread, so that the event loop continues meanwhile."""
 SEED_BITS = 53
 """A JSON number keeps integers of up to 53 bits exactly, in any language."""
 
 
-def build_request(options: JobOptions, **values: Any) -> JobRequest:
+async def build_request(options: JobOptions, **values: Any) -> JobRequest:
     """Return the validated request. A missing seed is drawn here, so that every attempt of the job has the same one.
+
+    A long prompt of token ids is validated in a thread, because that takes up to a second.
 
     Args:
         options: The caller's job options. They replace `values` of the same name.
@@ -39,7 +45,13 @@ def build_request(options: JobOptions, **values: Any) -> JobRequest:
     merged = {**values, **options}
     if merged.get("seed") is None:
         merged["seed"] = secrets.randbits(SEED_BITS)
+    if _is_long(merged.get("tokens")):
+        return await asyncio.to_thread(codec.build_request, merged)
     return codec.build_request(merged)
+
+
+def _is_long(tokens: object) -> bool:
+    return isinstance(tokens, Sized) and len(tokens) > LONG_PROMPT_TOKENS
 
 
 def new_job_id(connection: QueueConnection, request: JobRequest) -> JobId:
@@ -62,7 +74,10 @@ async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId
         RedisFull: Redis has reached its `maxmemory`.
     """
     settings = connection.settings
-    payload = codec.encode_request(request, settings.max_request_bytes)
+    if _is_long(request.tokens):
+        payload = await asyncio.to_thread(codec.encode_request, request, settings.max_request_bytes)
+    else:
+        payload = codec.encode_request(request, settings.max_request_bytes)
     job_id = job_id or new_job_id(connection, request)
     try:
         outcome = await connection.scripts.submit(

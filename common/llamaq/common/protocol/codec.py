@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol.job_events import EVENT, Event, TokenSpan
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.job_request import SLICE_TOKENS, JobRequest
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.snapshots import Worker
@@ -92,7 +92,9 @@ def build_request(values: dict[str, Any]) -> JobRequest:
 def encode_request(request: JobRequest, max_bytes: int) -> bytes:
     """Return an encoded request. Raises `InvalidRequest` if it is larger than `max_bytes` or contains invalid text."""
     try:
-        data = _pack(request.model_dump(mode="python", exclude_defaults=True))
+        data = _pack_with_tokens(
+            request.model_dump(mode="python", exclude_defaults=True, exclude={"tokens"}), request.tokens
+        )
     except UnicodeEncodeError as exc:
         raise InvalidRequest(f"a text of the request is not valid Unicode: {exc.reason}") from exc
     except (ValueError, OverflowError, TypeError) as exc:
@@ -100,6 +102,29 @@ def encode_request(request: JobRequest, max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise InvalidRequest(f"the request has {len(data)} bytes, more than max_request_bytes={max_bytes}")
     return data
+
+
+def _pack_with_tokens(values: dict[str, Any], tokens: tuple[int, ...] | None) -> bytes:
+    """Return the encoded map with one more key, `tokens`, unless `tokens` is None.
+
+    The tokens are encoded in slices: each slice takes about a millisecond, and between two of them another thread may
+    run. This matters for a client that encodes a long prompt in a thread.
+    """
+    if tokens is None:
+        return _pack(values)
+    packer = msgpack.Packer(use_bin_type=True, autoreset=False)
+    packer.pack_map_header(len(values) + 1)
+    for name, value in values.items():
+        packer.pack(name)
+        packer.pack(value)
+    packer.pack("tokens")
+    packer.pack_array_header(len(tokens))
+    parts = [packer.bytes()]
+    for start in range(0, len(tokens), SLICE_TOKENS):
+        part = tokens[start : start + SLICE_TOKENS]
+        header = 1 if len(part) < 16 else 3  # bytes of msgpack's header of a list
+        parts.append(_pack(part)[header:])
+    return b"".join(parts)
 
 
 def decode_request(data: bytes, max_bytes: int) -> JobRequest:

@@ -6,10 +6,12 @@ can also write requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from itertools import chain
 from typing import Annotated, Any, Literal, Self, TypedDict
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationError, WrapValidator, model_validator
 
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingParams
 from llamaq.common.protocol.wire_model import StrictModel
@@ -27,6 +29,9 @@ MAX_SALT_CHARS = 256
 
 QUEUE_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9_\-]{1,64}\.[0-9]{1,4}\.[0-9a-f]{32}$"
+
+SLICE_TOKENS = 8192
+"""Long prompts of token ids are validated and encoded in slices. A thread cannot be interrupted within a slice."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
@@ -166,13 +171,24 @@ class JobParams(SamplingParams):
         return self.grammar is not None or self.json_schema is not None
 
 
+def _validate_in_slices(value: Any, validate: Callable[[Any], tuple[int, ...]]) -> tuple[int, ...]:
+    """Validate a long prompt slice by slice, so that other threads may run in between."""
+    if not isinstance(value, list | tuple) or len(value) <= SLICE_TOKENS:
+        return validate(value)
+    try:
+        slices = [validate(value[start : start + SLICE_TOKENS]) for start in range(0, len(value), SLICE_TOKENS)]
+    except ValidationError:
+        return validate(value)  # this error names the position within the whole prompt
+    return tuple(chain.from_iterable(slices))
+
+
 class JobRequest(JobParams):
     """A generation job: its parameters, and its prompt in exactly one of three forms."""
 
     prompt: str | None = Field(
         None, description="The prompt as text. Special tokens in it are parsed; BOS is added if the model asks for it."
     )
-    tokens: tuple[TokenId, ...] | None = Field(
+    tokens: Annotated[tuple[TokenId, ...], WrapValidator(_validate_in_slices)] | None = Field(
         None, description="The prompt as token ids. They are used unchanged; BOS is not added."
     )
     messages: tuple[Message, ...] | None = Field(
