@@ -108,10 +108,11 @@ class AutoCancelledJobs:
         submitting = self._background.start(submit(self._connection, request, job_id))
         try:
             await asyncio.wait([submitting], timeout=limit.remaining_s)
-        finally:
-            if not submitting.done():
-                self._background.start(self._cancel_when_submitted(submitting))
+        except asyncio.CancelledError:  # possible also when the submit has just ended
+            self._background.start(self._cancel_when_submitted(submitting))
+            raise
         if not submitting.done():
+            self._background.start(self._cancel_when_submitted(submitting))
             raise limit.error(str(job_id), problem)
         return submitting.result()
 

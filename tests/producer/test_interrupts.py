@@ -1,0 +1,152 @@
+"""An exception raised in a thread that waits for the blocking client surfaces as itself, and cancels the job."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import FrameType
+
+import pytest
+
+from llamaq.producer import Chunk, Client, FinishReason
+from llamaq.producer.testing import FakeWorker, serving
+
+
+class JobTimeout(Exception):
+    """As RQ's JobTimeoutException: raised by the handler of SIGALRM."""
+
+
+@contextmanager
+def alarm_after(seconds: float) -> Iterator[None]:
+    """Raise `JobTimeout` in the main thread after some seconds, as the death penalty of RQ does."""
+
+    def raise_timeout(_number: int, _frame: FrameType | None) -> None:
+        raise JobTimeout("task exceeded its maximum timeout")
+
+    previous = signal.signal(signal.SIGALRM, raise_timeout)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def read_all(chunks: Iterator[object]) -> None:
+    for _ in chunks:
+        pass
+
+
+CALLS: dict[str, Callable[[Client], None]] = {
+    "generate": lambda client: client.generate("x") and None,
+    "stream": lambda client: read_all(client.stream("x")),
+    "text": lambda client: read_all(client.stream("x").text()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_job_timeout_in_a_waiting_call_surfaces_and_cancels_the_job(redis_url: str, queue: str, call: str) -> None:
+    with Client(redis_url, queue) as client:
+        client.queue_depth()  # connects
+        with pytest.raises(JobTimeout, match="maximum timeout"), alarm_after(0.2):
+            CALLS[call](client)
+        assert client.queue_depth().waiting == 0
+        assert client.queue_depth().waiting == 0, "the client works afterwards"
+
+
+def test_a_timeout_between_two_chunks_cancels_the_running_job(redis_url: str, queue: str) -> None:
+    async def emit_until_cancelled() -> str:
+        async with FakeWorker(redis_url, queue) as worker:
+            attempt = await worker.start_next()
+            while (await attempt.emit([1], "a")).code != "cancel":  # noqa: ASYNC110  # a worker polls too
+                await asyncio.sleep(0.001)
+            await attempt.finish(FinishReason.CANCELLED)
+            return attempt.claim.job_id
+
+    with Client(redis_url, queue) as client, ThreadPoolExecutor(1) as pool:
+        emitting = pool.submit(asyncio.run, emit_until_cancelled())
+        with pytest.raises(JobTimeout), alarm_after(0.3):
+            read_all(client.stream("x"))
+        assert client.job(emitting.result()).result().finish_reason is FinishReason.CANCELLED
+
+
+def test_an_interrupted_reader_of_a_jobs_stream_gets_its_own_error_and_the_job_continues(
+    redis_url: str, queue: str
+) -> None:
+    with Client(redis_url, queue) as client:
+        job = client.submit("x")
+        with pytest.raises(JobTimeout), alarm_after(0.2):
+            read_all(job.stream())
+        assert client.queue_depth().waiting == 1
+
+
+def test_interrupts_at_any_moment_leave_no_job_and_raise_nothing_else(redis_url: str, queue: str) -> None:
+    with serving(redis_url, queue, lambda _: ["a"] * 20), Client(redis_url, queue) as client:
+        client.generate("warm up")
+        n_timeouts = 0
+        for number in range(40):
+            try:
+                with alarm_after(0.0005 * (number + 1)):
+                    read_all(client.stream("x"))
+            except JobTimeout:
+                n_timeouts += 1
+        assert n_timeouts > 0
+        deadline = time.monotonic() + 30
+        while (depth := client.queue_depth()).waiting + depth.running:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+INTERRUPTED = """
+import sys
+from llamaq.producer import Client
+with Client(*sys.argv[1:]) as client:
+    try:
+        for chunk in client.stream("x"):
+            print(chunk.text, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        import os
+        os._exit(7)  # as a work horse of RQ: nothing runs at exit
+"""
+
+
+def test_ctrl_c_in_a_stream_is_a_keyboard_interrupt_and_the_job_is_cancelled_before_it(
+    redis_url: str, queue: str
+) -> None:
+    async def emit_one() -> str:
+        async with FakeWorker(redis_url, queue) as worker:
+            attempt = await worker.start_next()
+            await attempt.emit([1], "first")
+            return attempt.claim.job_id
+
+    command = [sys.executable, "-c", INTERRUPTED, redis_url, queue]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    job_id = asyncio.run(emit_one())
+    assert process.stdout is not None
+    assert process.stdout.readline() == "first\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (out, "Traceback" in err, process.returncode) == ("interrupted\n", False, 7)
+    with Client(redis_url, queue) as client:
+        assert client.job(job_id).status().cancel_requested
+
+
+def test_closing_a_stream_ends_the_read_of_another_thread(redis_url: str, queue: str) -> None:
+    with Client(redis_url, queue) as client:
+        stream = client.stream("x")
+        got: list[Chunk] = []
+        reader = threading.Thread(target=lambda: got.extend(stream))
+        reader.start()
+        stream.close()
+        reader.join(30)
+        assert not reader.is_alive()
+        assert stream.job.status().finish_reason is FinishReason.CANCELLED
+        assert "ended" in repr(stream)
