@@ -73,7 +73,7 @@ def test_a_killed_child_is_restarted_after_a_delay_that_doubles(environment: Env
         assert untouched in children
         (victim,) = set(children) - {untouched}
     backoffs = re.findall(r"child\.died code=-9 lived_s=\S+ restart_in_s=(\S+)", supervisor.output)
-    assert backoffs == ["0.5", "1.0"]
+    assert backoffs == ["0.1", "0.2"]
     with environment.client() as client:
         assert {worker.card.pid for worker in client.workers()} >= {untouched, victim}
         assert len(client.generate(PROMPT, max_tokens=5).tokens) > 0
@@ -106,6 +106,22 @@ def test_the_job_of_a_killed_child_continues(environment: Environment, read: Rea
         environment.events_of(reader.job)
 
 
+def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: Environment, read: Read) -> None:
+    supervisor = supervise(environment, 1, LLAMAQ_LEASE_S="300", LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="1")
+    with environment.client() as client:
+        jobs = [client.submit(PROMPT, max_tokens=60, ignore_eos=True) for _ in range(2)]  # one waits in the window
+        readers = [read(job) for job in jobs]
+        readers[0].await_tokens(5)
+        (child,) = children_of(supervisor.pid)
+        os.kill(child, signal.SIGKILL)
+        for reader in readers:
+            assert len(reader.finish().tokens) == 60
+        supervisor.await_output(r"child\.released worker=\S+ jobs=2")
+        assert [worker.card.worker for worker in client.workers()] == [
+            supervisor.await_output(r"worker\.ready id=(\S+)", 2)[1]
+        ]
+
+
 def test_after_sigterm_every_child_finishes_its_running_jobs(environment: Environment, read: Read) -> None:
     supervisor = supervise(environment, 2, LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="0")
     with environment.client() as client:
@@ -132,7 +148,7 @@ def test_a_second_signal_stops_all_children_at_once(environment: Environment, re
         signalled_s = time.monotonic()
         supervisor.signal(signal.SIGINT)
         assert supervisor.end() == 130
-        assert time.monotonic() - signalled_s < 5
+        assert time.monotonic() - signalled_s < 15, "the second signal did not end the drain, which takes 30 s"
         assert client.workers() == ()
         assert reader.job.status().state is JobState.QUEUED, "the worker did not requeue its job"
         assert not environment.running_processes()

@@ -2,8 +2,8 @@
 
 The supervisor writes the settings as one line of JSON to the standard input of this process, because the password of a
 Redis URL must not appear in a process list. The standard input then stays open as a lifeline: the end of the
-standard input means that the supervisor is dead, and this process ends too. The optional argument is the file
-descriptor of the liveness pipe.
+standard input means that the supervisor is dead, and this process ends too. The optional arguments are the file
+descriptor of the liveness pipe and a part of the worker's id.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 
 from llamaq.worker.process.exit_codes import EXIT_CRASHED
 from llamaq.worker.process.liveness_pipe import LivenessWriter
 from llamaq.worker.process.logging_setup import configure_logging
-from llamaq.worker.process.worker_process import serve
+from llamaq.worker.process.worker_process import Watch, serve
 from llamaq.worker.settings import WorkerSettings
 
 ORPHAN_TIMEOUT_S = 15.0
@@ -38,18 +39,20 @@ def _end_with_supervisor() -> None:
     os._exit(EXIT_CRASHED)
 
 
-def main(liveness_fd: int | None = None) -> int:
+def main(liveness_fd: int | None = None, token: str | None = None) -> int:
     """Run the worker with the settings on standard input; returns its exit code.
 
     Args:
         liveness_fd: The write end of the liveness pipe. None: there is no pipe.
+        token: Part of the worker's id, so that the supervisor knows the id. None: a random token.
     """
     line = sys.stdin.buffer.readline()
     settings = WorkerSettings.model_validate_json(line)
     configure_logging(settings.log_level)
     threading.Thread(target=_end_with_supervisor, name="llamaq-lifeline", daemon=True).start()
-    return serve(settings) if liveness_fd is None else serve(settings, partial(LivenessWriter, liveness_fd))
+    watch: Watch = nullcontext if liveness_fd is None else partial(LivenessWriter, liveness_fd)
+    return serve(settings, watch, token)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:2])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]) if len(sys.argv) > 1 else main())

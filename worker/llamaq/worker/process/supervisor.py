@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -18,6 +20,7 @@ from typing import IO
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import LlamaqError
+from llamaq.worker.process.dead_worker import RELEASE_TIMEOUT_S, make_worker_id, release_in_background
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.liveness_pipe import LivenessReader
 from llamaq.worker.settings import WorkerSettings
@@ -25,7 +28,7 @@ from llamaq.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
 STEADY_S = 60.0
 """If a child ran for longer than this before it died, its next restart is delayed by `FIRST_BACKOFF_S` only."""
 
@@ -44,6 +47,9 @@ class Child:
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self._liveness: LivenessReader | None = None
+        self._worker_id = ""
+        self._releasing: threading.Thread | None = None
+        """The thread that releases the jobs of the last process that died."""
         self._started_s = 0.0
         self._restart_s = 0.0
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
@@ -60,9 +66,10 @@ class Child:
         """Start the process and write its settings to its standard input, which stays open as the lifeline."""
         read_fd, write_fd = os.pipe()
         self._liveness = LivenessReader(read_fd)
+        token = secrets.token_hex(3)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "llamaq.worker.process.child_main", str(write_fd)],
+                [sys.executable, "-m", "llamaq.worker.process.child_main", str(write_fd), token],
                 stdin=subprocess.PIPE,
                 stderr=self._log_file,
                 pass_fds=(write_fd,),
@@ -70,6 +77,7 @@ class Child:
             )
         finally:
             os.close(write_fd)
+        self._worker_id = make_worker_id(self._process.pid, token)
         self._started_s = time.monotonic()
         if self._process.stdin is None:
             raise RuntimeError("a child without a standard input")
@@ -78,7 +86,7 @@ class Child:
         log.info("child.started pid=%d device=%s", self._process.pid, self.settings.device)
 
     def check(self) -> int | None:
-        """Kill a process that hangs, and restart a dead process when its restart delay is over.
+        """Kill a process that hangs, release the jobs of a dead process, and restart it after its restart delay.
 
         Returns:
             The exit code of a process that cannot start, even after a restart. None otherwise.
@@ -95,6 +103,7 @@ class Child:
         self._close()
         if code == EXIT_CANNOT_START:
             return code
+        self._releasing = release_in_background(self.settings, self._worker_id)
         lived_s = now_s - self._started_s
         if lived_s > STEADY_S:
             self._backoff.reset()
@@ -104,7 +113,7 @@ class Child:
         return None
 
     def _kill_if_hung(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a process whose engine hangs: it cannot handle other signals. Other workers reclaim its jobs."""
+        """Kill a process whose engine hangs: it cannot handle other signals. Its jobs are released."""
         if self._liveness is not None and not self._liveness.poll():
             log.error("child.hung pid=%d silent_s=%.1f", process.pid, self._liveness.silent_s)
             process.kill()
@@ -124,7 +133,10 @@ class Child:
                 log.error("child.killed pid=%d", self._process.pid)
                 self._process.kill()
                 self._process.wait()
+                self._releasing = release_in_background(self.settings, self._worker_id)
             self._close()
+        if self._releasing is not None:
+            self._releasing.join(RELEASE_TIMEOUT_S)
 
     def _close(self) -> None:
         if self._process is not None and self._process.stdin is not None:

@@ -39,6 +39,7 @@ from llamaq.worker.process.cache_factory import (
     make_prefix_cache,
     make_saved_slot_files,
 )
+from llamaq.worker.process.dead_worker import make_worker_id
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.process.model_fingerprint import fingerprint_model
@@ -65,12 +66,13 @@ Watch = Callable[[TickLoop], AbstractContextManager[object]]
 class WorkerProcess:
     """All parts of one worker, wired together."""
 
-    def __init__(self, settings: WorkerSettings, watch: Watch = nullcontext) -> None:
+    def __init__(self, settings: WorkerSettings, watch: Watch = nullcontext, token: str | None = None) -> None:
         """Load the model and create all parts; `run` starts them.
 
         Args:
             settings: The settings of the worker.
             watch: Observes the tick loop while it runs.
+            token: Part of the worker's id. None: a random token.
 
         Raises:
             ModelError: The model cannot be loaded.
@@ -82,6 +84,7 @@ class WorkerProcess:
         self._settings = settings
         self._watch = watch
         self._n_signals = 0
+        self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
         self._engine = load_engine(path, settings)
         self._vocab_blob = gguf_vocab.extract_vocab(path)
         self._grammar_sandbox = GrammarSandbox(self._vocab_blob)
@@ -157,9 +160,9 @@ class WorkerProcess:
 
     def _describe(self, path: Path) -> WorkerCard:
         """Return the card that describes this worker to clients and operators; `path` is the model file."""
-        engine, host = self._engine, socket.gethostname()
+        engine = self._engine
         return WorkerCard(
-            worker=f"{host}-{os.getpid()}-{secrets.token_hex(3)}",
+            worker=self._worker_id,
             queue=self._settings.queue,
             model=path.name,
             model_hash=fingerprint_model(path),
@@ -170,7 +173,7 @@ class WorkerProcess:
             quantization=engine.model.quantization,
             chat_template=engine.vocab.chat_template,
             vocab_hash=hashlib.sha256(self._vocab_blob).hexdigest(),
-            host=host,
+            host=socket.gethostname(),
             pid=os.getpid(),
             device=self._device(),
             version=version("llamaq"),
@@ -253,10 +256,10 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
     return Engine(model, options)
 
 
-def serve(settings: WorkerSettings, watch: Watch = nullcontext) -> int:
+def serve(settings: WorkerSettings, watch: Watch = nullcontext, token: str | None = None) -> int:
     """Run a worker in this process and return its exit code. An error that prevents the start is logged in one line."""
     try:
-        process = WorkerProcess(settings, watch)
+        process = WorkerProcess(settings, watch, token)
     except LlamaqError as exc:
         log.error("worker.cannot_start error=%s", exc)
         return EXIT_CANNOT_START
