@@ -5,6 +5,7 @@ from __future__ import annotations
 from llamaq.common.errors import (
     DeadLetterNotFound,
     ErrorCode,
+    IdempotencyConflict,
     InvalidRequest,
     InvalidSettings,
     JobFailed,
@@ -52,6 +53,7 @@ __all__ = [
     "DeadLetterNotFound",
     "ErrorCode",
     "FinishReason",
+    "IdempotencyConflict",
     "InvalidRequest",
     "InvalidSettings",
     "Job",

@@ -7,6 +7,8 @@ fake server.
 from __future__ import annotations
 
 import asyncio
+import pickle
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, JobId
 from llamaq.common.protocol.script_calls import Attempt, Claim, SubmitRefused, Submitted, TerminalWrite
-from llamaq.producer import AsyncClient, AsyncJob
+from llamaq.producer import AsyncClient, AsyncJob, IdempotencyConflict
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
 
@@ -83,6 +85,30 @@ async def test_an_idempotency_key_can_be_used_again_after_the_result_has_expired
             await asyncio.sleep(0.01)
         second = await client.submit("hello", idempotency_key="key")
         assert second.is_new
+
+
+async def test_an_idempotency_key_can_be_used_again_after_its_job_was_deleted(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        first = await client.submit("hello", idempotency_key="key")
+        await client.redis.delete(client.keys.of_job(first.id).job)
+        second = await client.submit("another request", idempotency_key="key")
+        assert second.is_new
+        assert (await client.submit("another request", idempotency_key="key")).id == second.id
+
+
+async def test_an_idempotency_key_with_another_request_is_an_error_that_names_the_job(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        options: dict[str, Any] = {"idempotency_key": "key", "logit_bias": {7: 1.5, 5: -1}}
+        first = await client.submit("hello", **options)
+        same: dict[str, Any] = {"seed": 5, "metadata": {"try": 2}, "priority": "bulk", "stream": False, "timeout_s": 9}
+        assert (await client.submit("hello", **options, **same)).id == first.id
+        for prompt, changed in (("other", {}), ("hello", {"max_tokens": 3}), ("hello", {"logit_bias": {7: 1.5}})):
+            with pytest.raises(IdempotencyConflict, match=first.id) as caught:
+                await client.submit(prompt, **{**options, **changed})
+            assert pickle.loads(pickle.dumps(caught.value)).job_id == first.id
+        assert (await client.queue_depth()).waiting == 1
 
 
 async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(redis_url: str, queue: str) -> None:
@@ -225,9 +251,9 @@ async def test_only_the_newest_attempt_writes(redis_url: str, queue: str) -> Non
         job, old = await start(client, worker)
         await worker.scripts.claim_job(old.claim, "other", LEASE_MS)
         assert (await old.emit([1], "a")).code == "lost"
-        assert await old.finish() == "lost"
+        assert not await old.finish()
         assert await worker.scripts.requeue(old.claim, old.number, "fake") is False
-        assert (await job.status()).state is JobState.RUNNING
+        assert (await job.status()).finished_ms is None
         assert not [e for e in await stored_events(worker, job.id) if not isinstance(e, Started)]
 
 
@@ -274,31 +300,99 @@ async def test_a_finish_sent_twice_ends_the_job_once(redis_url: str, queue: str)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         last = attempt.increment([1], "a")
-        assert await worker.scripts.finish(last, terminal_write()) == "ok"
-        assert await worker.scripts.finish(last, terminal_write()) == "lost"
-        kinds = [event.type for event in await stored_events(worker, job.id)]
-        assert kinds == ["started", "tokens", "finished"]
+        async with worker.redis.pubsub() as pubsub:
+            await pubsub.subscribe(client.keys.of_job(job.id).channel)
+            await pubsub.get_message(timeout=5)
+            for has_ended in (True, False):
+                assert await worker.scripts.finish("fake", last, terminal_write()) is has_ended
+            await worker.redis.publish(
+                client.keys.of_job(job.id).channel, codec.encode_event(Failed(code="x", message=""))
+            )
+            messages = [await pubsub.get_message(timeout=5) for _ in range(3)]
+        kinds = [codec.decode_event(message["data"]).type for message in messages if message]
+        assert kinds == ["tokens", "finished", "failed"], "the second call published nothing before the marker"
         assert await worker.redis.xlen(attempt.claim.stream) == 0
         assert (await worker.redis.xpending(attempt.claim.stream, GROUP))["pending"] == 0
 
 
-async def test_a_finish_with_a_gap_returns_the_number_of_stored_tokens(redis_url: str, queue: str) -> None:
+async def test_a_worker_with_the_number_of_the_newest_attempt_that_has_not_claimed_the_job_cannot_end_it(
+    redis_url: str, queue: str
+) -> None:
+    # After a failover that lost the claim of worker "fake", another worker may have the same attempt number.
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
-        await attempt.emit([1], "a")
-        assert await worker.scripts.finish(attempt.increment([4], "d", offset=3), terminal_write()) == 1
+        await worker.redis.hset(client.keys.of_job(job.id).job, "worker", "living")
+        assert not await attempt.finish(tokens=[1], text="stale")
+        assert not await worker.scripts.requeue(attempt.claim, attempt.number, "fake")
         assert (await job.status()).state is JobState.RUNNING
+        assert await worker.scripts.finish("living", attempt.increment(), terminal_write())
+
+
+async def test_a_job_that_ends_before_its_first_flush_has_started(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        claim = await worker.claim()
+        assert claim is not None
+        claimed = await worker.scripts.claim_job(claim, "fake", LEASE_MS)
+        assert isinstance(claimed, Attempt)
+        assert (await job.status()).started_ms is None
+        await FakeAttempt(worker, claim, claimed).finish(tokens=[1], text="a")
+        status = await job.status()
+        assert status.started_ms is not None
+        assert (status.state, status.generated_tokens) == (JobState.FINISHED, 1)
 
 
 async def test_all_keys_of_an_ended_job_expire_together(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, result_ttl_s=100) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker, idempotency_key="k")
         keys = client.keys.of_job(job.id)
-        owned = [keys.job, keys.events, client.keys.idempotency(queue, 0, "k")]
-        assert [await worker.redis.pttl(key) for key in owned] == [-1, -1, -1]
+        owned = [keys.job, client.keys.idempotency(queue, 0, "k")]
+        assert [await worker.redis.pttl(key) for key in (*owned, keys.events)] == [-1, -1, -1]
         await attempt.finish()
         for key in owned:
             assert 90_000 < await worker.redis.pttl(key) <= 100_000
+        assert not await worker.redis.exists(keys.events), "the output has all tokens"
+
+
+async def test_a_finished_job_of_500_streamed_tokens_takes_at_most_3_kib(redis_server: Any, queue: str) -> None:
+    url = redis_server.url  # the fake server does not measure memory
+    async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
+        job, attempt = await start(client, worker)
+        draw = random.Random(1)
+        words = [draw.choice(["once", "upon", "a", "time", "there", "was", "river"]) for _ in range(100)]
+        for _ in range(500):
+            assert (await attempt.emit([draw.randrange(2048)], draw.choice(words)[:2])).code == "ok"
+        await attempt.finish()
+        keys = [key async for key in worker.redis.scan_iter(f"*{job.id}*")]
+        assert keys == [client.keys.of_job(job.id).job.encode()]
+        sizes: list[Any] = [await worker.redis.memory_usage(key, samples=0) for key in keys]
+        assert sum(sizes) <= 3 * 1024
+        result = await client.job(job.id).result()
+        assert (list(result.tokens), result.text) == (attempt.tokens, attempt.text)
+
+
+async def test_events_are_kept_after_the_end_for_event_ttl_s(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAQ_EVENT_TTL_S", "50")
+    async with AsyncClient(redis_url, queue, result_ttl_s=100) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await attempt.emit([1], "a")
+        await attempt.finish(tokens=[2], text="b")
+        assert [e.type for e in await stored_events(worker, job.id)] == ["started", "tokens", "tokens", "finished"]
+        assert 40_000 < await worker.redis.pttl(client.keys.of_job(job.id).events) <= 50_000
+
+
+async def test_the_request_of_a_finished_job_is_deleted_and_seed_and_metadata_stay(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        finished, attempt = await start(client, worker, seed=7, metadata={"user": "u"})
+        await attempt.finish(tokens=[1], text="a")
+        assert await field(worker, finished.id, "request") is None
+        result = await client.job(finished.id).result()
+        assert (result.seed, result.metadata) == (7, {"user": "u"})
+        failed, attempt = await start(client, worker)
+        await attempt.fail()
+        assert await field(worker, failed.id, "request") is not None, "a failed job can be retried"
 
 
 # cancel
@@ -309,7 +403,7 @@ async def test_cancelling_a_waiting_job_ends_it_and_deletes_its_entry(redis_url:
         job = await client.submit("hello", priority="bulk")
         assert await worker.scripts.cancel(job.id) == "cancelled"
         assert await worker.scripts.cancel(job.id) == "done"
-        assert [event.type for event in await stored_events(worker, job.id)] == ["finished"]
+        assert (await job.status()).finish_reason is FinishReason.CANCELLED
         assert (await client.queue_depth()).waiting == 0
 
 

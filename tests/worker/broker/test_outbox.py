@@ -260,7 +260,6 @@ async def test_a_rejected_job_ends_although_its_events_were_overwritten(redis_ur
         at.outbox.reject(running.lease, JobRejected(ErrorCode.INVALID_GRAMMAR, "no root"))
         for _ in range(2):
             await at.outbox.flush()
-        assert [type(event) for event in await at.events(job)] == [Failed]
         with pytest.raises(JobFailed, match="no root"):
             await job.result()
 
@@ -328,10 +327,10 @@ async def test_jobs_keep_their_leases_while_redis_is_full_and_continue_afterward
                 await asyncio.sleep(0.005)
                 idle.append(await idle_ms(at, running))
             assert await at.stored(job) == [0, 1]
-            assert at.outbox.n_jobs == 3
+            assert at.outbox.n_jobs == 2
+            assert (await ending.result(timeout=5)).tokens == (5,), "the end of a job passes"
         await until(at.stored, job, [0, 1, 2, 3])
         await until(at.stored, requeued, [9])
-        assert (await ending.result(timeout=5)).tokens == (5,)
         while "redis_recovered" not in caplog.text:  # noqa: ASYNC110 - logged only after the flush that stored these results
             await asyncio.sleep(0.005)
         await cancel_tasks(task)

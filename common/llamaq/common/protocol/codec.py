@@ -224,8 +224,8 @@ def decode_output(data: bytes) -> tuple[str, tuple[int, ...]]:
 
 
 def encode_model(model: JobStats | Worker | SlotCommand | SlotReply) -> bytes:
-    """Return an encoded model."""
-    return _pack(model.model_dump(mode="json"))
+    """Return an encoded model. Fields that are None are omitted."""
+    return _pack(model.model_dump(mode="json", exclude_none=True))
 
 
 def decode_model(kind: type[M], data: bytes, max_bytes: int = MAX_EVENT_BYTES) -> M:

@@ -97,7 +97,7 @@ class Intake:
     @property
     def room(self) -> int:
         """How many more jobs may be claimed."""
-        return self._capacity - self._outbox.n_running - self._n_starting
+        return self._capacity - self._outbox.n_claimed - self._n_starting
 
     @property
     def interactive_room(self) -> int:
@@ -248,7 +248,7 @@ class Intake:
                 attempt.request,
                 lease,
                 claimed.published,
-                attempt.queue_ms or 0.0,
+                claimed.times,
             )
         except JobRejected as exc:
             log.info("job.rejected id=%s code=%s", lease.job_id, exc.code)

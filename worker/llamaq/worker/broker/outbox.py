@@ -108,6 +108,14 @@ class Outbox:
         return sum(job.terminal_write is None for job in self._jobs.values())
 
     @property
+    def n_claimed(self) -> int:
+        """Number of jobs that count against the capacity of this worker. During an outage of Redis, ended jobs count.
+
+        The ends of jobs are not stored then, so a worker that replaced these jobs would claim more and more.
+        """
+        return self.n_jobs if self._outage else self.n_running
+
+    @property
     def n_interactive(self) -> int:
         """Number of registered interactive jobs that have not ended."""
         return sum(job.terminal_write is None and job.lease.is_interactive for job in self._jobs.values())
@@ -150,7 +158,7 @@ class Outbox:
             return False
         request = job.request
         checkpoints = None if request.stream else self._checkpoints
-        progress = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, n_stored=len(job.resumed))
+        progress = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, len(job.resumed), job.times)
         for token, text in zip(job.resumed, texts, strict=True):
             progress.add(token, text)
         self._jobs[job.id] = progress
@@ -238,13 +246,15 @@ class Outbox:
 
     async def _flush_partition(self, jobs: list[JobProgress], now_s: float, *, renew: bool) -> None:
         running = [job for job in jobs if job.terminal_write is None]
-        flushed = [self._flush_running(running, now_s, renew=renew)] if running else []
+        increments = [job.next_increment(now_s) for job in running]
+        flushed = [self._flush_running(running, increments, now_s, renew=renew)] if running else []
         # A full Redis refuses the tokens of the running jobs, and accepts the ends of jobs, which free memory.
         await _run_all(flushed + [self._finish(job, job.terminal_write, now_s) for job in jobs if job.terminal_write])
         await _run_all(self._requeue(job) for job in running if job.can_requeue and self._has(job))
 
-    async def _flush_running(self, jobs: list[JobProgress], now_s: float, *, renew: bool) -> None:
-        increments = [job.next_increment(now_s) for job in jobs]
+    async def _flush_running(
+        self, jobs: list[JobProgress], increments: list[Increment], now_s: float, *, renew: bool
+    ) -> None:
         replies = await self._scripts.flush(self._worker_id, increments, self._lease_ms, renew=renew)
         for job, increment, reply in zip(jobs, increments, replies, strict=True):
             self._handle_reply(job, increment, reply, now_s)
