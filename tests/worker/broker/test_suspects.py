@@ -23,6 +23,7 @@ from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import OutputMailbox
 from llamaq.worker.generation.job_preparer import PreparedJob
 from llamaq.worker.testing import make_job
@@ -33,7 +34,7 @@ LEASE_S = 1.0
 class BytePreparer:
     """Prepares jobs without a model."""
 
-    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> PreparedJob:
+    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], times: JobTimes) -> PreparedJob:
         request = codec.decode_request(payload, codec.MAX_EVENT_BYTES)
         job = make_job(request.prompt or "", job_id=lease.job_id, resumed=published)
         job.lease, job.request = lease, request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.worker.core.job import JobEnded, NewToken, Output, SlotAcquired
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
@@ -35,6 +35,10 @@ class Rig:
     def submit(self, job_id: str, prompt: list[int], *, bulk: bool = False, **params: object) -> None:
         priority = "bulk" if bulk else "interactive"
         self.scheduler.submit(make_job(prompt, job_id=job_id, priority=priority, **params))  # type: ignore[arg-type]
+
+    def job(self, job_id: str) -> Job:
+        """Return a job that has had a slot."""
+        return next(output.job for output in self.outputs if output.job.id == job_id)
 
     def tick(self, times: int = 1) -> None:
         for _ in range(times):
@@ -125,10 +129,32 @@ def test_no_job_is_preempted_if_the_room_is_still_too_small_or_for_a_job_of_equa
     assert (rig.running, rig.preemptions) == (["bulk", "interactive"], 0)
 
 
-def test_a_preempted_job_expires_in_the_waiting_queue() -> None:
+def test_the_time_that_a_preempted_job_waits_does_not_count_for_its_timeout() -> None:
     rig = Rig(n_slots=1)
     rig.submit("bulk", [1] * 20, bulk=True, max_tokens=30, timeout_s=5)
+    rig.tick(3)
+    rig.clock.now_s += 4
+    rig.tick()
+    rig.submit("urgent", [2] * 20, max_tokens=5)
+    rig.tick(2)
+    assert rig.running == ["urgent"]
+    rig.clock.now_s += 100
+    while rig.running != ["bulk"]:
+        rig.tick()
+    rig.clock.now_s += 0.9
+    rig.tick()
+    assert rig.running == ["bulk"]
+    rig.clock.now_s += 0.2
+    rig.tick()
+    ends = {output.job.id: output.reason for output in rig.outputs if isinstance(output, JobEnded)}
+    assert ends == {"urgent": FinishReason.LENGTH, "bulk": FinishReason.DEADLINE}
+
+
+def test_a_preempted_job_reaches_its_deadline_in_the_waiting_queue() -> None:
+    rig = Rig(n_slots=1)
+    rig.submit("bulk", [1] * 20, bulk=True, max_tokens=30)
     rig.tick(6)
+    rig.job("bulk").times.deadline_s = rig.clock.now_s + 5
     rig.submit("urgent", [2] * 20, max_tokens=30)
     rig.tick(2)
     assert rig.running == ["urgent"]
@@ -144,7 +170,7 @@ def test_a_preempted_job_expires_in_the_waiting_queue() -> None:
     assert end.job.sampler.closed == 1
 
 
-def test_times_count_from_the_start_of_the_attempt_and_not_of_its_last_run() -> None:
+def test_times_count_from_the_first_slot_of_the_attempt_and_not_of_its_last_run() -> None:
     rig = Rig(n_slots=1)
     rig.submit("bulk", [1] * 20, bulk=True, max_tokens=10)
     rig.clock.now_s += 1
@@ -153,7 +179,7 @@ def test_times_count_from_the_start_of_the_attempt_and_not_of_its_last_run() -> 
     rig.tick()
     rig.clock.now_s += 10
     stats = rig.finish()["bulk"].stats
-    assert (stats.ttft_ms, stats.duration_ms) == (1000, 11_000)
+    assert (stats.queue_ms, stats.ttft_ms, stats.duration_ms) == (1000, 0, 10_000)
 
 
 def test_jobs_that_are_preempted_repeatedly_generate_the_same_tokens_as_alone() -> None:

@@ -14,9 +14,9 @@ class JobState(StrEnum):
     """The state of a job in its queue."""
 
     QUEUED = "queued"
-    """The job waits for a worker."""
+    """The job waits for a slot, in the queue or in a worker."""
     RUNNING = "running"
-    """A worker runs the job."""
+    """The job has a slot of a worker."""
     FINISHED = "finished"
     """The job ended with a result; its `FinishReason` names the cause."""
     FAILED = "failed"
@@ -33,7 +33,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     """A client called `cancel()`, or a job with `cancel_on_disconnect` had no subscriber."""
     DEADLINE = "deadline"
-    """The job reached its limit of running time, `timeout_s`, or of waiting time, `queue_timeout_s`."""
+    """The job reached `timeout_s`, `queue_timeout_s` or `deadline_s`."""
 
 
 class CacheTier(StrEnum):
@@ -52,17 +52,20 @@ class CacheTier(StrEnum):
 class JobStats(WireModel):
     """Measurements of one job.
 
-    Times describe the last attempt of the job. Only `queue_ms` describes the wait for the first attempt.
+    Times describe the last attempt of the job, from its first slot on. Only `queue_ms` describes the wait for the first
+    slot of the first attempt.
 
     Rates describe the last run of the last attempt: a preempted job has several runs in one attempt.
     """
 
     prompt_tokens: int = Field(0, description="Number of tokens in the prompt.")
     generated_tokens: int = Field(0, description="Number of generated tokens, over all attempts.")
-    duration_ms: float = Field(0.0, description="Milliseconds from the start of the attempt to the end of the job.")
+    duration_ms: float = Field(
+        0.0, description="Milliseconds from the first slot of the attempt to the end of the job."
+    )
     ttft_ms: float | None = Field(
         None,
-        description="Time to first token: milliseconds from the start of the attempt to its first token. Add "
+        description="Time to first token: milliseconds from the first slot of the attempt to its first token. Add "
         "`queue_ms` for the time since submit. None: no token was generated.",
     )
     prompt_eval_rate: float | None = Field(
@@ -85,7 +88,9 @@ class JobStats(WireModel):
         description="The farthest tier that reused tokens came from: `running`, `device`, `host` or `disk`. "
         "None: no token was reused.",
     )
-    queue_ms: float = Field(0.0, description="Milliseconds from submit to the start of the first attempt.")
+    queue_ms: float = Field(
+        0.0, description="Milliseconds from submit to the first slot, or to the end of a job that never had one."
+    )
     seq_id: int | None = Field(
         None, description="Sequence of llama.cpp that the job ran in. None: it never had a slot."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_calls import MAX_DEAD, Attempt, Claim, CrashVerdict, Scripts
 from llamaq.common.redis.redis_errors import refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
+from llamaq.worker.core.job_times import JobTimes
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class ClaimedJob:
     attempt: Attempt
     published: list[int]
     """The tokens that earlier attempts published."""
+    times: JobTimes
+    """When the job was submitted, when it must end, and how long it has had a slot."""
 
 
 class JobClaims:
@@ -168,6 +172,7 @@ class JobClaims:
         Raises:
             RedisError: Redis is unreachable, or refuses writes.
         """
+        claimed_s = time.monotonic()
         try:
             outcome = await self._scripts.claim_job(
                 claim, self._worker_id, self._lease_ms, from_attempt=from_attempt, at_risk=at_risk
@@ -180,7 +185,7 @@ class JobClaims:
         if isinstance(outcome, Attempt):
             published = await self._read_published(claim.job_id) if outcome.generated else []
             if len(published) == outcome.generated:
-                return ClaimedJob(claim, outcome, published)
+                return ClaimedJob(claim, outcome, published, _times(outcome, claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published)}"
             await self._dead_letter_job(claim, f"the job's events are damaged: {counts}")
         elif outcome == "gone":
@@ -219,3 +224,13 @@ class JobClaims:
             pipe.xack(stream, GROUP, entry_id)
             pipe.xdel(stream, entry_id)
             await pipe.execute()
+
+
+def _times(attempt: Attempt, claimed_s: float) -> JobTimes:
+    """Return the times of an attempt on the clock of the worker, on which the job was claimed at `claimed_s`."""
+    return JobTimes(
+        submitted_s=claimed_s - attempt.waited_ms / 1000,
+        deadline_s=None if attempt.left_ms is None else claimed_s + attempt.left_ms / 1000,
+        queue_ms=attempt.queue_ms,
+        slot_s=attempt.slot_ms / 1000,
+    )

@@ -11,6 +11,7 @@ from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.script_calls import Increment, TerminalWrite
 from llamaq.worker.core.job import JobEnded, Lease
+from llamaq.worker.core.job_times import JobTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class JobProgress:
     """Whether the job is cancelled when it has no subscriber."""
     n_stored: int
     """Tokens that Redis has stored."""
+    times: JobTimes = field(default_factory=JobTimes)
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """For each token, the text that the token completed. It may be empty."""
@@ -85,6 +87,7 @@ class JobProgress:
             payload,
             publish=self.checkpoints is None,
             has_started=self.has_started,
+            slot_ms=int(self.times.slot_s * 1000),
         )
 
     def _is_due(self, now_s: float) -> bool:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import groupby
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from redis.exceptions import RedisError, ResponseError
@@ -44,6 +44,20 @@ class EngineControls(Protocol):
 
     def release(self, job_id: str, attempt: int) -> None:
         """Drop this attempt of the job without a terminal event: its lease was lost, or the job is requeued."""
+
+
+@dataclass(slots=True, eq=False)
+class _Partition:
+    """The flushes of one partition."""
+
+    backoff: Backoff
+    flush_needed: asyncio.Event = field(default_factory=asyncio.Event)
+    renewed_s: float = 0.0
+    """When the leases were renewed."""
+    has_outage: bool = False
+    """Whether the last flush failed."""
+    outage_ended_s: float = 0.0
+    """When the last outage ended. From this time on, subscribers have `disconnect_s` to reconnect."""
 
 
 class Outbox:
@@ -87,17 +101,15 @@ class Outbox:
         self._engine = engine
         self._lease_ms = int(lease_s * 1000)
         self._renew_every_s = lease_s / 3
-        self._renewed_s = 0.0
         self._disconnect_s = disconnect_s
         self._checkpoints = checkpoints
-        self._outage = OutageLog(log, "outbox")
-        self._outage_ended_s = 0.0
-        """When the last outage of Redis ended. From this time on, subscribers have `disconnect_s` to reconnect."""
+        self._outage_log = OutageLog(log, "outbox")
         self._is_alive = is_alive
         self._on_finished = on_finished
         self._has_crashed = False
         self._jobs: dict[str, JobProgress] = {}
-        self._flush_needed = asyncio.Event()
+        self._partitions: dict[int, _Partition] = {}
+        self._partition_added = asyncio.Event()
         self.room_freed = asyncio.Event()
         """Set when a job has left the engine or will not reach it, so that the intake may claim another job."""
         outputs.attach(self._receive)
@@ -113,7 +125,7 @@ class Outbox:
 
         The ends of jobs are not stored then, so a worker that replaced these jobs would claim more and more.
         """
-        return self.n_jobs if self._outage else self.n_running
+        return self.n_jobs if self._has_outage else self.n_running
 
     @property
     def n_interactive(self) -> int:
@@ -142,7 +154,10 @@ class Outbox:
             n_stored: Number of tokens of earlier attempts that Redis has stored.
         """
         self._jobs[lease.job_id] = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=n_stored)
-        self._flush_needed.set()
+        if lease.partition not in self._partitions:
+            self._partitions[lease.partition] = _Partition(Backoff(FIRST_BACKOFF_S, self._longest_backoff_s))
+            self._partition_added.set()
+        self._request_flush()
 
     def set_prepared(self, job: Job, texts: Sequence[str]) -> bool:
         """Record that a registered job is ready for the engine.
@@ -168,7 +183,7 @@ class Outbox:
         """End a registered job that could not be prepared."""
         if self.is_registered(lease):
             self._jobs[lease.job_id].terminal_write = failed_write(error)
-            self._flush_needed.set()
+            self._request_flush()
             self.room_freed.set()
 
     def requeue_all(self, *, except_for: Lease) -> None:
@@ -177,7 +192,7 @@ class Outbox:
             if job.terminal_write is None and not job.must_requeue and job.lease != except_for:
                 job.must_requeue = True
                 self._engine.release(job.lease.job_id, job.lease.attempt)
-                self._flush_needed.set()
+                self._request_flush()
 
     def is_registered(self, lease: Lease) -> bool:
         """Return whether this attempt is registered: it has not ended, and its lease is not lost."""
@@ -205,52 +220,79 @@ class Outbox:
             elif isinstance(message, JobEnded):
                 job.end(message)
                 self.room_freed.set()
-        self._flush_needed.set()
+        self._request_flush()
 
     # ---- flushes
 
+    @property
+    def _has_outage(self) -> bool:
+        return any(partition.has_outage for partition in self._partitions.values())
+
+    @property
+    def _longest_backoff_s(self) -> float:
+        return min(MAX_BACKOFF_S, self._renew_every_s)
+
+    def _request_flush(self) -> None:
+        for partition in self._partitions.values():
+            partition.flush_needed.set()
+
     async def run(self) -> None:
-        """Flush after every message, and every `POLL_S` while jobs are registered. Runs until cancelled."""
-        backoff = Backoff(FIRST_BACKOFF_S, min(MAX_BACKOFF_S, self._renew_every_s))
+        """Flush each partition on its own, until cancelled. A partition that does not answer delays no other."""
+        started: set[int] = set()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for number in self._partitions.keys() - started:
+                    started.add(number)
+                    tasks.create_task(self._run_partition(number))
+                self._partition_added.clear()
+                await self._partition_added.wait()
+
+    async def _run_partition(self, number: int) -> None:
+        """Flush one partition after every message, and every `POLL_S` while it has registered jobs."""
+        partition = self._partitions[number]
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S if self._jobs else None):
-                    await self._flush_needed.wait()
-            self._flush_needed.clear()
+                async with asyncio.timeout(POLL_S if self._jobs_of(number) else None):
+                    await partition.flush_needed.wait()
+            partition.flush_needed.clear()
             started_s = time.monotonic()
             try:
-                await self.flush()
+                await self._flush_partition(number)
             except RedisError as exc:
-                self._outage.record_failure(exc)
-                self._flush_needed.set()
-                await asyncio.sleep(backoff.next_delay_s())
+                partition.has_outage = True
+                self._outage_log.record_failure(exc)
+                partition.flush_needed.set()
+                await asyncio.sleep(partition.backoff.next_delay_s())
             else:
-                if self._outage or time.monotonic() - started_s > OUTAGE_S:
-                    self._outage_ended_s = time.monotonic()
-                self._outage.record_success()
-                backoff.reset()
+                if partition.has_outage or time.monotonic() - started_s > OUTAGE_S:
+                    partition.outage_ended_s = time.monotonic()
+                partition.has_outage = False
+                partition.backoff.reset()
+                if not self._has_outage:
+                    self._outage_log.record_success()
 
     async def flush(self) -> None:
         """Write all due tokens and ends that Redis has not stored yet. May be repeated after a failure.
 
         Raises:
-            RedisError: Redis is unreachable, or refused a write.
+            RedisError: A partition is unreachable, or refused a write. The other partitions were flushed.
         """
-        now_s = time.monotonic()
-        renew = now_s - self._renewed_s >= self._renew_every_s and self._is_alive()
-        jobs = sorted(self._jobs.values(), key=lambda job: job.lease.partition)
-        partitions = groupby(jobs, key=lambda job: job.lease.partition)
-        await _run_all(self._flush_partition(list(group), now_s, renew=renew) for _, group in partitions)
-        if renew:
-            self._renewed_s = now_s
+        await _run_all(self._flush_partition(number) for number in self._partitions)
 
-    async def _flush_partition(self, jobs: list[JobProgress], now_s: float, *, renew: bool) -> None:
+    def _jobs_of(self, number: int) -> list[JobProgress]:
+        return [job for job in self._jobs.values() if job.lease.partition == number]
+
+    async def _flush_partition(self, number: int) -> None:
+        partition, jobs, now_s = self._partitions[number], self._jobs_of(number), time.monotonic()
+        renew = now_s - partition.renewed_s >= self._renew_every_s and self._is_alive()
         running = [job for job in jobs if job.terminal_write is None]
         increments = [job.next_increment(now_s) for job in running]
         flushed = [self._flush_running(running, increments, now_s, renew=renew)] if running else []
         # A full Redis refuses the tokens of the running jobs, and accepts the ends of jobs, which free memory.
         await _run_all(flushed + [self._finish(job, job.terminal_write, now_s) for job in jobs if job.terminal_write])
         await _run_all(self._requeue(job) for job in running if job.can_requeue and self._has(job))
+        if renew:
+            partition.renewed_s = now_s
 
     async def _flush_running(
         self, jobs: list[JobProgress], increments: list[Increment], now_s: float, *, renew: bool
@@ -268,8 +310,9 @@ class Outbox:
             return
         if reply.listeners:
             job.subscriber_seen_s = now_s
-        unseen_s = now_s - max(job.subscriber_seen_s, self._outage_ended_s)
-        is_abandoned = job.cancel_on_disconnect and not self._outage and unseen_s > self._disconnect_s
+        partition = self._partitions[job.lease.partition]
+        unseen_s = now_s - max(job.subscriber_seen_s, partition.outage_ended_s)
+        is_abandoned = job.cancel_on_disconnect and not partition.has_outage and unseen_s > self._disconnect_s
         if (reply.code == "cancel" or is_abandoned) and not job.is_cancelling:
             job.is_cancelling = True
             self._engine.cancel(job.lease.job_id)
@@ -280,7 +323,7 @@ class Outbox:
         """Record how many tokens Redis has stored. Tokens that a failover lost are written by the next flush."""
         if n_stored != sent.offset + sent.count:
             log.warning("job.tokens_resent id=%s offset=%d stored=%d", sent.job_id, sent.offset, n_stored)
-            self._flush_needed.set()
+            self._request_flush()
         job.set_stored(n_stored, now_s)
 
     async def _finish(self, job: JobProgress, terminal_write: TerminalWrite, now_s: float) -> None:
@@ -315,9 +358,11 @@ class Outbox:
         self._has_crashed = crashed
         for job in self._jobs.values():
             job.must_requeue = True
-        self._flush_needed.set()
-        while self._jobs:  # several flushes are needed when Redis has lost tokens
-            await self.flush()
+        await _run_all(self._close_partition(number) for number in self._partitions)
+
+    async def _close_partition(self, number: int) -> None:
+        while self._jobs_of(number):  # several flushes are needed when Redis has lost tokens
+            await self._flush_partition(number)
 
     async def _requeue(self, job: JobProgress) -> None:
         """Requeue a claimed job, so that another worker takes it at once."""

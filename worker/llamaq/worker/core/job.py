@@ -10,6 +10,7 @@ from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import pack
 
 if TYPE_CHECKING:
@@ -85,12 +86,11 @@ class Job:
     detokenizer: Detokenizer
     resumed: list[int] = field(default_factory=list)
     """Tokens that earlier attempts published. The detokenizer and the grammar have processed them already."""
-    queue_ms: float = 0.0
-    """Time that the job spent in the queue, in milliseconds."""
+    times: JobTimes = field(default_factory=JobTimes)
     context_limit: int = 0
     """The largest number of tokens, prompt and generated, that this job may have."""
     started_s: float = 0.0
-    """Start of this attempt on the scheduler's clock, set by `Scheduler.submit`."""
+    """When this attempt was submitted to the scheduler, on its clock. Set by `Scheduler.submit`."""
     first_token_s: float | None = None
     """Time of this attempt's first sampled token. A preemption does not reset this time."""
     protected_tokens: int = 0

@@ -14,6 +14,7 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import common_prefix, pack
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.generation.grammar.compiled_grammar import Grammar
@@ -64,14 +65,14 @@ class JobPreparer:
         self._counts_system_tokens = counts_system_tokens
         self._system_prefix = lru_cache(maxsize=SYSTEM_PREFIX_CACHE_SIZE)(self._find_system_prefix)
 
-    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], queue_ms: float) -> PreparedJob:
+    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], times: JobTimes) -> PreparedJob:
         """Return the job of an encoded request.
 
         Args:
             payload: The request as msgpack.
             lease: The job's entry in Redis.
             published: Tokens that earlier attempts have published.
-            queue_ms: Time that the job spent in the queue, in milliseconds.
+            times: When the job was submitted, when it must end, and how long it has had a slot.
 
         Raises:
             JobRejected: The request is not valid, or its job cannot run on this model.
@@ -94,7 +95,7 @@ class JobPreparer:
             sampler=self._sampler(request),
             detokenizer=detokenizer,
             resumed=list(published),
-            queue_ms=queue_ms,
+            times=times,
             context_limit=self._context_limit,
             scope=Scope(request.cache_salt, public),
             system_tokens=system_tokens,

@@ -10,7 +10,7 @@ from llamaq.worker.core.slot import Slot
 def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> JobStats:
     """Return the stats of a job that ends now.
 
-    Times are measured from the start of this attempt. Rates describe only the last run, which began with the last
+    Times are measured from the first slot of this attempt. Rates describe only the last run, which began with the last
     admission:
 
     - `prompt_eval_rate` counts the prompt and resumed tokens that did not come from the prefix cache. The time for this
@@ -27,8 +27,8 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
     stats = JobStats(
         prompt_tokens=len(job.prompt),
         generated_tokens=len(job.resumed),
-        duration_ms=_ms(now_s - job.started_s),
-        queue_ms=job.queue_ms,
+        duration_ms=_ms(now_s - (now_s if job.times.started_s is None else job.times.started_s)),
+        queue_ms=round(job.times.waited_ms(now_s), 3),
         worker=worker,
         mode=mode,
     )
@@ -47,7 +47,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         n_evaluated = run.n_prompt + len(job.resumed) - run.cached_tokens
         n_after_first = run.n_generated - len(job.resumed) - 1
         measured |= {
-            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - job.started_s),
+            "ttft_ms": _ms((job.first_token_s or run.prefilled_s) - (job.times.started_s or run.admitted_s)),
             "prompt_eval_rate": _rate(n_evaluated, run.prefilled_s - run.admitted_s),
             "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
         }

@@ -81,6 +81,8 @@ class Scheduler:
         self._bulk_share = BulkShare(bulk_share, n_slots)
         self._preemption = Preemption(memory, self._waiting, self._bulk_share)
         self._outputs: list[Output] = []
+        self._expired_s = 0.0
+        """Time of the last call of `expire`."""
 
     # ---- jobs enter and leave
 
@@ -101,6 +103,8 @@ class Scheduler:
             job.sampler.close()
             return
         job.started_s = self._clock()
+        if job.times.submitted_s is None:
+            job.times.submitted_s = job.started_s
         job.context_limit = min(job.context_limit, self._memory.n_cells)
         self._waiting.append(job)
         if finish := finish_on_submit(job, self._end_tokens, len(self._memory.slots)):
@@ -171,11 +175,14 @@ class Scheduler:
     # ---- one tick
 
     def expire(self) -> None:
-        """End the jobs that exceed their `timeout_s`."""
+        """End the jobs that have reached their deadline, or had a slot for `timeout_s`."""
         now_s = self._clock()
+        for slot in self._memory.active_slots:
+            run = slot.active
+            run.job.times.slot_s += now_s - max(self._expired_s, run.admitted_s)
+        self._expired_s = now_s
         for job in self._jobs():
-            timeout_s = job.request.timeout_s
-            if timeout_s is not None and now_s - job.started_s >= timeout_s:
+            if job.times.has_expired(now_s, job.request.timeout_s):
                 self._finish_early(job.id, FinishReason.DEADLINE)
 
     def admit(self) -> None:
@@ -293,7 +300,9 @@ class Scheduler:
 
     def _start(self, candidate: Candidate) -> None:
         """Give the job a slot."""
-        slot = self._memory.admit(candidate, self._clock())
+        now_s = self._clock()
+        slot = self._memory.admit(candidate, now_s)
+        candidate.job.times.start(now_s)
         candidate.job.has_had_slot = True
         self._outputs.append(SlotAcquired(candidate.job))
         log.info("job.admitted id=%s slot=%d state=%s", candidate.job.id, slot.index, slot.state.value)

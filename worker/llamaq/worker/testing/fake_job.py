@@ -12,6 +12,7 @@ import numpy.typing as npt
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.worker.core.job import Job, Lease
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 
 
@@ -70,7 +71,7 @@ def make_job(
     attempt: int = 1,
     resumed: Sequence[int] = (),
     context_limit: int = 1_000_000,
-    queue_ms: float = 0.0,
+    queue_ms: float | None = None,
     sampler: GreedySampler | None = None,
     **params: Any,
 ) -> Job:
@@ -82,7 +83,7 @@ def make_job(
         attempt: The number of the attempt.
         resumed: Tokens that earlier attempts generated.
         context_limit: Upper bound on the tokens of prompt and answer.
-        queue_ms: Time that the job spent in the queue, in milliseconds.
+        queue_ms: Milliseconds from submit to the first slot, in an earlier attempt. None: the job had no slot so far.
         sampler: The sampler. None gives it a `GreedySampler`.
         **params: Fields of `JobRequest`, such as `max_tokens`.
     """
@@ -98,6 +99,6 @@ def make_job(
         sampler=sampler or GreedySampler(),
         detokenizer=detokenizer,
         resumed=list(resumed),
-        queue_ms=queue_ms,
+        times=JobTimes(queue_ms=queue_ms),
         context_limit=context_limit,
     )

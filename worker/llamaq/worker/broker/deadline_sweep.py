@@ -1,0 +1,62 @@
+"""Ends the jobs of a queue that have reached a deadline, in every state and whichever worker has them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from redis.exceptions import RedisError
+
+from llamaq.common.protocol.script_calls import Scripts
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 0.25
+"""Time between two searches. All workers of a queue search, so each of them may be away."""
+MAX_DUE = 100
+"""Upper bound on the jobs that one search ends in each partition."""
+
+
+class DeadlineSweep:
+    """Searches each partition of a queue for jobs that are due, and ends them.
+
+    The worker that runs a job ends it at its `deadline_s` by itself. The sweep ends jobs that wait, and those whose
+    worker is away.
+
+    Threads: all methods run on the I/O thread.
+    """
+
+    def __init__(self, scripts: Scripts, queue: str, partitions: int) -> None:
+        self._scripts = scripts
+        self._queue = queue
+        self._partitions = range(partitions)
+
+    async def run(self) -> None:
+        """Search until cancelled. A partition that does not answer delays no other partition."""
+        async with asyncio.TaskGroup() as tasks:
+            for partition in self._partitions:
+                tasks.create_task(self._run_partition(partition))
+
+    async def _run_partition(self, partition: int) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                while await self.expire_due(partition) == MAX_DUE:
+                    pass
+            except RedisError as exc:  # the other services of the worker log an outage
+                log.debug("deadline_sweep.failed partition=%d error=%r", partition, exc)
+
+    async def expire_due(self, partition: int) -> int:
+        """End the jobs of one partition that are due, and return the number of jobs that were found.
+
+        Raises:
+            RedisError: Redis is unreachable, or refused a write.
+        """
+        due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
+        for job_id in due:
+            if await self._scripts.expire(job_id):
+                log.info("job.expired id=%s", job_id)
+        return len(due)
+
+    def __repr__(self) -> str:
+        return f"<DeadlineSweep {self._queue!r} partitions={len(self._partitions)}>"

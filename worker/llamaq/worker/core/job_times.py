@@ -1,0 +1,39 @@
+"""When a job waits, computes and must end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class JobTimes:
+    """The times of one attempt of a job. Points in time are seconds on the clock of the worker, `time.monotonic`."""
+
+    submitted_s: float | None = None
+    """When the client submitted the job. None: `Scheduler.submit` sets it."""
+    deadline_s: float | None = None
+    """When the job must end. None: it has no deadline."""
+    queue_ms: float | None = None
+    """Milliseconds from submit to the first slot of the job. None: it had no slot so far, in any attempt."""
+    slot_s: float = 0.0
+    """Seconds that the job has had a slot, over all attempts."""
+    started_s: float | None = None
+    """When this attempt had its first slot. None: not yet."""
+
+    def start(self, now_s: float) -> None:
+        """Record that the job has a slot now. May be called again after a preemption."""
+        if self.queue_ms is None:
+            self.queue_ms = self.waited_ms(now_s)
+        if self.started_s is None:
+            self.started_s = now_s
+
+    def waited_ms(self, now_s: float) -> float:
+        """Return the milliseconds from submit to the first slot, or to `now_s` if the job had no slot so far."""
+        if self.queue_ms is not None:
+            return self.queue_ms
+        return 0.0 if self.submitted_s is None else (now_s - self.submitted_s) * 1000
+
+    def has_expired(self, now_s: float, timeout_s: float | None) -> bool:
+        """Return whether the job has reached its deadline, or had a slot for `timeout_s`."""
+        is_late = self.deadline_s is not None and now_s >= self.deadline_s
+        return is_late or (timeout_s is not None and self.slot_s >= timeout_s)
