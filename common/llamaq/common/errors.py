@@ -49,6 +49,8 @@ class ErrorCode(StrEnum):
     """llama.cpp could not decode the tokens of this job, even without other jobs."""
     POISON = "poison"
     """`max_crashes` workers in a row died with this job. It is now a dead letter (`llamaq dead`)."""
+    DAMAGED = "damaged"
+    """Another client of Redis overwrote or deleted data of the job. It is now a dead letter (`llamaq dead`)."""
     INTERNAL = "internal"
     """A defect of the worker. The log of the worker contains the traceback."""
 

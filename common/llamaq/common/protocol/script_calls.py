@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Event, Finished
+from llamaq.common.protocol.job_events import Event, Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
@@ -204,8 +204,8 @@ class Scripts:
         self._read, self._reclaim, self._expire, self._due = (
             redis.register_script(source(name)) for name in ("read", "reclaim", "expire", "due")
         )
-        self._check_crash, self._purge_dead_letter = (
-            redis.register_script(source(name)) for name in ("check_crash", "purge_dead_letter")
+        self._check_crash, self._bury, self._purge_dead_letter = (
+            redis.register_script(source(name)) for name in ("check_crash", "bury", "purge_dead_letter")
         )
 
     async def submit(
@@ -287,6 +287,37 @@ class Scripts:
         )
         verdict: CrashVerdict = reply.decode()
         return verdict
+
+    async def bury(self, claim: Claim, worker: str, attempt: int | None, error: Failed) -> bool:
+        """Fail a job whose data in Redis were damaged, and make a dead letter of it.
+
+        Args:
+            claim: The entry of the job, which `worker` has taken.
+            worker: Id of the worker.
+            attempt: Number of the worker's attempt. None: the job could not be claimed.
+            error: The error of the job.
+
+        Returns:
+            Whether the job has ended now. False: a newer attempt exists, or the job had already ended.
+        """
+        keys = self._keys.of_job(claim.job_id)
+        job_id = JobId.parse(claim.job_id)
+        reply = await self._bury(
+            keys=[keys.job, keys.events, claim.stream, self._keys.dead(job_id.queue, job_id.partition)],
+            args=[
+                "" if attempt is None else attempt,
+                worker,
+                GROUP,
+                claim.entry_id,
+                keys.channel,
+                claim.job_id,
+                error.code,
+                error.message,
+                DEAD_TTL_S * 1000,
+                MAX_DEAD,
+            ],
+        )
+        return bool(reply == b"ok")
 
     async def read(self, streams: Sequence[str], count: int, lease_ms: int) -> list[tuple[str, StreamEntries]]:
         """Read new entries of job streams that are on one Redis server.

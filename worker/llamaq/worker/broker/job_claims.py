@@ -11,13 +11,13 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from llamaq.common.errors import InvalidRequest, ProtocolError
+from llamaq.common.errors import ErrorCode, InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Tokens
+from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_calls import MAX_DEAD, Attempt, Claim, CrashVerdict, Scripts
-from llamaq.common.redis.redis_errors import refuses_writes
+from llamaq.common.redis.redis_errors import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.core.job_times import JobTimes
 
@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 MAX_DEAD_BYTES = 4096
 """Maximum size, in bytes, of the copy of an unusable entry that its dead letter contains."""
+PAGE_EVENTS = 256
+"""Number of events of an earlier attempt that are read at a time."""
+Page = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,34 +183,53 @@ class JobClaims:
         except (ResponseError, ValueError, LookupError) as exc:
             if refuses_writes(exc):
                 raise  # the fault is not in the job
-            await self._dead_letter_job(claim, f"the job's hash is damaged: {exc}")
+            await self._bury(claim, None, f"the job's hash is damaged: {exc}")
             return None
         if isinstance(outcome, Attempt):
             published = await self._read_published(claim.job_id) if outcome.generated else []
             if len(published) == outcome.generated:
                 return ClaimedJob(claim, outcome, published, _times(outcome, claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published)}"
-            await self._dead_letter_job(claim, f"the job's events are damaged: {counts}")
+            await self._bury(claim, outcome.number, f"the job's events are damaged: {counts}")
         elif outcome == "gone":
-            await self._dead_letter_job(claim, "the job does not exist")
+            await self._dead_letter(
+                claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, "the job does not exist"
+            )
         return None
 
-    async def _dead_letter_job(self, claim: Claim, reason: str) -> None:
-        await self._dead_letter(claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, reason)
+    async def _bury(self, claim: Claim, attempt: int | None, reason: str) -> None:
+        """Fail a job that cannot continue, and make a dead letter of it."""
+        log.warning("job.dead_lettered id=%s reason=%s", claim.job_id, reason)
+        error = Failed(code=ErrorCode.DAMAGED, message=reason)
+        await self._scripts.bury(claim, self._worker_id, attempt, error)
 
     async def _read_published(self, job_id: str) -> list[int]:
-        """Return the tokens of the stored events, up to the first gap in the offsets."""
+        """Return the tokens of the stored events, up to the first gap in the offsets.
+
+        A job may have many events. They are read in pages, so that flushes and renewals of other jobs can run between.
+        """
         tokens: list[int] = []
-        entries: Any = await self._redis.xrange(self._keys.of_job(job_id).events)
-        for _, fields in entries:
-            try:
-                event = codec.decode_event(fields[b"e"])
-            except (KeyError, ProtocolError):
-                log.warning("job.bad_event id=%s", job_id)
-                continue
-            if isinstance(event, Tokens) and event.offset == len(tokens):
-                tokens.extend(event.tokens)
+        cursor = "-"
+        while entries := await self._read_events(job_id, cursor):
+            cursor = f"({entries[-1][0].decode()}"
+            for _, fields in entries:
+                try:
+                    event = codec.decode_streamed(fields.get(b"e", b""))
+                except ProtocolError:
+                    log.warning("job.bad_event id=%s", job_id)
+                    continue
+                if isinstance(event, TokenSpan) and event.offset == len(tokens):
+                    tokens.extend(event.tokens)
         return tokens
+
+    async def _read_events(self, job_id: str, cursor: str) -> Page:
+        try:
+            page: Page = await self._redis.xrange(self._keys.of_job(job_id).events, min=cursor, count=PAGE_EVENTS)
+        except ResponseError as exc:
+            if not is_job_key_error(exc):
+                raise
+            return []  # another client overwrote the key
+        return page
 
     async def close(self) -> None:
         """End the waits for new entries."""

@@ -141,6 +141,20 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   end
 end
 
+-- Fails a job that no worker can run, and makes a dead letter of it. Its keys live for at least `dead_ttl` ms, so that an
+-- operator can examine and retry it. The stream `dead` has about `max_dead` entries at most. `workers` are the ids of
+-- the workers that died with the job.
+local function bury(job, events, channel, stream, group, entry, dead, id, code, reason, workers, dead_ttl, max_dead)
+  allow_writes_when_full(job)
+  redis.call('XADD', dead, 'MAXLEN', '~', max_dead, '*', 'job', id, 'reason', reason, 'workers', workers)
+  redis.call('HSETNX', job, 'ttl_ms', dead_ttl) -- a damaged hash may lack it
+  local life = math.max(tonumber(redis.call('HGET', job, 'ttl_ms')) or 0, tonumber(dead_ttl))
+  local failed = cmsgpack.pack({type = 'failed', code = code, message = reason})
+  terminate(job, events, channel, stream, group, entry, 'failed', failed, {'error', failed})
+  redis.call('PEXPIRE', job, life)
+  redis.call('PEXPIRE', events, life)
+end
+
 local function has_ended(status)
   return status == 'finished' or status == 'failed'
 end

@@ -37,18 +37,18 @@ local entry, group, channel, id, worker, last_worker = ARGV[1], ARGV[2], ARGV[3]
 local suspect_deaths = tonumber(ARGV[9])
 
 local state = redis.call('HMGET', job,
-  'status', 'worker', 'entry', 'priority', 'cancel', 'attempt', 'generated', 'generated_at_start', 'ttl_ms',
-  'at_risk')
+  'status', 'worker', 'entry', 'priority', 'cancel', 'attempt', 'generated', 'generated_at_start', 'at_risk')
 if not state[1] or has_ended(state[1]) or not is_entry_of_job(state[3], state[4], stream, entry) or state[5] then
   return 'ok' -- claim.lua drops such an entry, or ends the job
 end
 
 -- Unproven: the newest attempt has stored no token, so the job may have crashed its worker.
 local deaths, is_unproven = deaths_of(job), state[7] and state[7] == state[8]
-if state[10] then
+if state[9] then
   if state[2] ~= last_worker then
     return 'stale'
   end
+  allow_writes_when_full(job)
   if is_unproven and last_worker ~= worker and now_ms() - tonumber(ARGV[7]) >= tonumber(ARGV[8]) then
     deaths = add_death(job, state[6], last_worker)
   end
@@ -68,10 +68,5 @@ for place, death in ipairs(deaths) do
 end
 workers = table.concat(workers, ' ')
 local reason = #deaths .. ' workers died with this job before they stored a token of it: ' .. workers
-local failed = cmsgpack.pack({type = 'failed', code = 'poison', message = reason})
-redis.call('XADD', dead, 'MAXLEN', '~', ARGV[11], '*', 'job', id, 'reason', reason, 'workers', workers)
-terminate(job, events, channel, stream, group, entry, 'failed', failed, {'error', failed})
-local life = math.max(tonumber(state[9]), tonumber(ARGV[10]))
-redis.call('PEXPIRE', job, life)
-redis.call('PEXPIRE', events, life)
+bury(job, events, channel, stream, group, entry, dead, id, 'poison', reason, workers, ARGV[10], ARGV[11])
 return 'dead'
