@@ -26,10 +26,6 @@ from llamaq.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-COMMANDS = (
-    *("generate", "chat", "submit", "stream", "result", "cancel", "status", "depth", "workers", "stats", "health"),
-    *("worker", "up", "demo"),
-)
 START_TIMEOUT_S = 60.0
 
 
@@ -88,18 +84,18 @@ def test_every_python_block_has_a_test() -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_the_backend_example_streams_and_then_shows_stats(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_backend_example_streams_a_text() -> None:
     example = run_block("backend")
 
     async def use() -> list[str]:
-        pieces = [piece async for piece in example["answer"]("Once upon a time")]
+        response = await example["answer"]("Once upon a time")
+        pieces = [piece async for piece in response.body_iterator]
         await example["client"].aclose()
         return pieces
 
     pieces = asyncio.run(use())
     assert len(pieces) > 3
     assert len("".join(pieces)) > 40
-    assert re.fullmatch(r"(stop|length) \d+ \d+\.\d+", capsys.readouterr().out.strip())
 
 
 @pytest.mark.usefixtures("environment")
@@ -169,11 +165,13 @@ def test_every_command_of_the_readme_parses(line: str) -> None:
 
 
 def test_every_flag_that_the_documents_name_exists() -> None:
-    commands = [*map(command_named, COMMANDS), *command_named("dead").commands.values()]
-    commands += command_named("slots").commands.values()
+    root: Any = typer.main.get_command(build_app())
+    commands = [root, *root.commands.values(), *map(command_named, ("worker", "up", "demo"))]
+    commands += [*root.commands["dead"].commands.values(), *root.commands["slots"].commands.values()]
     known = {flag for command in commands for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     documents = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
-    lines = [line for text in documents for line in text.splitlines() if "docker compose" not in line]
+    of_others = re.compile(r"docker compose|redis-cli|--profile gpu")
+    lines = [line for text in documents for line in text.splitlines() if not of_others.search(line)]
     named = {flag for line in lines for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}
     assert len(named) >= 10
     assert named <= known

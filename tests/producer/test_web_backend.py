@@ -1,0 +1,128 @@
+"""The web backend of the README, served by uvicorn: readers that leave cancel their jobs, and errors have a status."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from llamaq.producer import AsyncClient, FinishReason
+from llamaq.producer.testing import FakeAttempt, FakeWorker
+
+README = Path(__file__).parents[2] / "README.md"
+N_READERS = 50
+N_LEAVING = 32
+
+Reader = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+def backend(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that the README's example defines: its `app` and its `client`."""
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMAQ_QUEUE", queue)
+    monkeypatch.setenv("LLAMAQ_MAX_REQUEST_BYTES", "1024")
+    (code,) = re.findall(r"<!-- test: backend -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), namespace)
+    return namespace
+
+
+@asynccontextmanager
+async def serving_http(backend: dict[str, Any]) -> AsyncIterator[int]:
+    """Serve the app and yield its port."""
+    with socket.create_server(("127.0.0.1", 0), backlog=N_READERS) as listening:
+        config = uvicorn.Config(backend["app"], log_level="error", lifespan="off", ws="none")
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve([listening]))
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+            await backend["client"].aclose()
+
+
+async def post(port: int, path: str) -> Reader:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: llamaq\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+    return reader, writer
+
+
+async def read_response(reader: Reader) -> str:
+    text = (await reader[0].read()).decode()
+    reader[1].close()
+    return text
+
+
+async def generate_until(released: asyncio.Event, attempt: FakeAttempt) -> FinishReason:
+    """Generate one token after the other, until the job is cancelled or the event is set."""
+    reason = FinishReason.STOP
+    while not released.is_set():
+        if (await attempt.emit([1], "word ")).code == "cancel":
+            reason = FinishReason.CANCELLED
+            break
+        await asyncio.sleep(0.02)
+    await attempt.finish(reason)
+    return reason
+
+
+async def test_readers_that_leave_cancel_their_jobs_and_the_others_read_to_the_end(
+    backend: dict[str, Any], redis_url: str, queue: str
+) -> None:
+    released = asyncio.Event()
+    async with FakeWorker(redis_url, queue) as worker, serving_http(backend) as port:
+        readers = [await post(port, f"/answer?prompt={number}") for number in range(N_READERS)]
+        attempts = [await worker.start_next() for _ in range(N_READERS)]
+        running = [asyncio.create_task(generate_until(released, attempt)) for attempt in attempts]
+        for reader, _ in readers:
+            await reader.readuntil(b"word")
+        for _, writer in readers[:N_LEAVING]:
+            writer.transport.abort()
+        leaving = [
+            task
+            for task, attempt in zip(running, attempts, strict=True)
+            if int(attempt.request.prompt or 0) < N_LEAVING
+        ]
+        reasons = await asyncio.gather(*leaving)
+        released.set()
+        await asyncio.gather(*running)
+        assert reasons == [FinishReason.CANCELLED] * N_LEAVING
+        assert [task.result() for task in running].count(FinishReason.STOP) == N_READERS - N_LEAVING
+        for reader in readers[N_LEAVING:]:
+            assert "word" in await read_response(reader)
+
+
+async def test_a_reader_that_leaves_before_the_first_token_cancels_its_waiting_job(
+    backend: dict[str, Any], redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, serving_http(backend) as port:
+        readers = [await post(port, "/answer?prompt=x") for _ in range(4)]
+        while (await client.queue_depth()).waiting < len(readers):  # noqa: ASYNC110  # there is no event to await
+            await asyncio.sleep(0.01)
+        for _, writer in readers:
+            writer.transport.abort()
+        while (await client.queue_depth()).waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_errors_of_the_submit_have_a_status(backend: dict[str, Any], redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, serving_http(backend) as port:
+        refused = await read_response(await post(port, "/answer?prompt=" + "x" * 2000))
+        missing = await read_response(await post(port, "/answer"))
+        await client.redis.hset(client.keys.config(queue, 0), "max_queue", "1")
+        await client.submit("x")
+        full = await read_response(await post(port, "/answer?prompt=x"))
+    assert refused.startswith("HTTP/1.1 400 ")
+    assert "max_request_bytes=1024" in refused
+    assert missing.startswith("HTTP/1.1 422 ")
+    assert full.startswith("HTTP/1.1 503 ")
+    assert "\r\nretry-after: 1\r\n" in full
+    assert "1 jobs wait" in full
