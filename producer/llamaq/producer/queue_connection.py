@@ -31,7 +31,8 @@ class QueueConnection:
         redis = connect(settings.redis_url, name="llamaq-client")
         keys = Keys(settings.key_prefix)
         workers = WorkerWatch(redis, keys, require_worker=settings.require_worker)
-        return cls(settings, redis, keys, Scripts(redis, keys), Subscriber(redis), workers)
+        scripts = Scripts(redis, keys)
+        return cls(settings, redis, keys, scripts, Subscriber(redis, scripts.expire), workers)
 
     def timeout_s(self, timeout_s: float | None) -> float:
         """Return the timeout of one call: `timeout_s`, or the client's setting if `timeout_s` is None."""

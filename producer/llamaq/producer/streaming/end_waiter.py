@@ -7,6 +7,7 @@ from typing import Any
 from llamaq.common.protocol import codec
 from llamaq.producer.streaming.job_end import has_ended
 from llamaq.producer.streaming.job_listener import JobListener
+from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
 
 
 class EndWaiter(JobListener):
@@ -29,10 +30,11 @@ class EndWaiter(JobListener):
         self._must_read = True
         self._start_reading()
 
-    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:  # noqa: ARG002  # the base class has it
-        """Receive the job's status."""
-        self._is_missing = status is None
-        self._has_ended = has_ended(status)
+    def update_state(self, state: StoredState) -> None:
+        """Receive the state of the job."""
+        self.on_deadline(state.due_ms)
+        self._is_missing = state.status is None
+        self._has_ended = has_ended(state.status)
         if self._is_missing or self._has_ended:
             self._wait.wake()
 
@@ -50,8 +52,8 @@ class EndWaiter(JobListener):
     async def _read(self) -> None:
         while self._must_read and not self._has_ended:
             self._must_read = False
-            self.update_status(await self._reads.read(self._read_status), 0)
+            self.update_state(await self._reads.read(self._read_state))
 
-    async def _read_status(self) -> bytes | None:
-        status: Any = await self._redis.hget(self.keys.job, "status")
-        return status if isinstance(status, bytes) else None
+    async def _read_state(self) -> StoredState:
+        values: Any = await self._redis.hmget(self.keys.job, *STATE_FIELDS)
+        return read_state(values)

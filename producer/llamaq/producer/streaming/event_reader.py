@@ -14,6 +14,7 @@ from llamaq.common.protocol.job_events import Event, Failed, Finished, TokenSpan
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, has_ended
 from llamaq.producer.streaming.job_listener import JobListener
+from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
 from llamaq.producer.streaming.position import Position
 
 INBOX_EVENTS = 256
@@ -27,13 +28,11 @@ PAGE_EVENTS = 512
 class StoredJob:
     """What one read of a job returned."""
 
-    exists: bool
+    state: StoredState
     end: Finished | Failed | None
     """How the job ended. None: it has not ended."""
     output: bytes | None
     """The encoded output. None: the job has not ended, or its events are the only record of the output."""
-    n_tokens: int
-    """Number of tokens that the events contain."""
     entries: list[tuple[bytes, dict[bytes, bytes]]]
     """The next page of the event stream."""
 
@@ -92,12 +91,13 @@ class EventReader(JobListener):
         self._must_restart = True
         self._fall_behind()
 
-    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:
+    def update_state(self, state: StoredState) -> None:
         """Read the event stream if the job has ended or has more tokens than were read."""
-        if status is None:
+        self.on_deadline(state.due_ms)
+        if state.status is None:
             self._is_missing = True
             self._wait.wake()
-        elif has_ended(status) or n_stored_tokens > self.position.tokens:
+        elif has_ended(state.status) or state.n_tokens > self.position.tokens:
             self._fall_behind()
 
     async def next_event(self, timeout_s: float) -> TokenSpan | Finished | Failed:
@@ -166,7 +166,8 @@ class EventReader(JobListener):
             stored = await self._reads.read(self._fetch_page)
         finally:
             self._is_paging = False
-        if not stored.exists:
+        self.on_deadline(stored.state.due_ms)
+        if stored.state.status is None:
             self._is_missing = True
         elif stored.end is not None and stored.output is not None:
             text, tokens = codec.decode_output(stored.output)
@@ -180,10 +181,11 @@ class EventReader(JobListener):
     async def _fetch_page(self) -> StoredJob:
         """Return the job's end and then a page of its events."""
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hmget(self.keys.job, *END_FIELDS, "output", "generated")
+            pipe.hmget(self.keys.job, *STATE_FIELDS)
+            pipe.hmget(self.keys.job, *END_FIELDS, "output")
             pipe.xrange(self.keys.events, min=self._cursor, count=PAGE_EVENTS)
-            (*end, output, generated), entries = await pipe.execute()
-        return StoredJob(end[0] is not None, decode_end(end), output, int(generated or 0), entries)
+            state, (*end, output), entries = await pipe.execute()
+        return StoredJob(read_state(state), decode_end(end), output, entries)
 
     def _apply_page(self, stored: StoredJob) -> None:
         """Apply a page of the event stream, and the end of the job if this was the last page."""
@@ -196,10 +198,10 @@ class EventReader(JobListener):
                 self._is_behind = True
                 return
         if stored.end is not None:
-            if self.position.tokens < stored.n_tokens and not self._is_full_read:
+            if self.position.tokens < stored.state.n_tokens and not self._is_full_read:
                 self.reread()
                 return
-            if self.position.tokens < stored.n_tokens and isinstance(stored.end, Finished):
+            if self.position.tokens < stored.state.n_tokens and isinstance(stored.end, Finished):
                 raise ProtocolError(f"job {self.job_id} has finished, but its output and its events are missing")
             self._end(stored.end)
         self._is_full_read = False

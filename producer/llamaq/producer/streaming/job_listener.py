@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from redis.asyncio import Redis
 
 from llamaq.common.errors import JobNotFound
 from llamaq.common.protocol.keys import JobKeys
+from llamaq.producer.streaming.job_state import StoredState
 from llamaq.producer.streaming.retried_reads import RetriedReads
 from llamaq.producer.streaming.timed_wait import TimedWait
+
+
+def _ignore(_: object) -> None:
+    """Do nothing."""
 
 
 class JobListener(ABC):
@@ -25,6 +31,10 @@ class JobListener(ABC):
         self.job_id = job_id
         self.heard_s = 0.0
         """Event-loop time of the last message."""
+        self.due_ms: int | None = None
+        """Time, by the clock of Redis, at which any client may end the job. None: none, or not read so far."""
+        self.on_deadline: Callable[[int | None], None] = _ignore
+        """Called with `due_ms` each time that the job was read."""
         self.is_closed = False
         self._redis = redis
         self._reads = RetriedReads()
@@ -53,8 +63,8 @@ class JobListener(ABC):
         """Read the job from Redis, from the beginning, because messages may have been lost."""
 
     @abstractmethod
-    def update_status(self, status: bytes | None, n_stored_tokens: int) -> None:
-        """Receive the `status` field of the job's hash (None: there is no such job) and its number of stored tokens."""
+    def update_state(self, state: StoredState) -> None:
+        """Receive the state of the job, which was read because the job was silent."""
 
     @abstractmethod
     async def _read(self) -> None:

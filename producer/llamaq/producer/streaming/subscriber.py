@@ -1,4 +1,6 @@
-"""Delivers pub/sub messages to the listeners of a client, over one connection, or one for each node of a cluster.
+"""Delivers pub/sub messages to the listeners of a client, and ends their jobs at their deadlines.
+
+Messages come over one connection, or one for each node of a cluster.
 
 Redis may lose pub/sub messages without notice. Everything that is published is also stored, in the job's event stream
 or hash, so a listener rereads Redis whenever a message may be lost:
@@ -20,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -33,7 +35,9 @@ from llamaq.common.errors import ProtocolError
 from llamaq.common.redis.connect import is_cluster, make_connection, node_of
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_job_key_error
+from llamaq.producer.streaming.deadline_watch import DeadlineWatch
 from llamaq.producer.streaming.job_listener import JobListener
+from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
 from llamaq.producer.streaming.look_schedule import LookSchedule
 from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 
@@ -47,7 +51,13 @@ POLLS_PER_ROUND_TRIP = 500
 class Subscriber:
     """Delivers the messages of each channel to its listeners. It belongs to the event loop of its first use."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, expire: Callable[[str], Awaitable[bool]]) -> None:
+        """Create a subscriber, which connects when the first listener is added.
+
+        Args:
+            redis: Connections to Redis.
+            expire: Ends a job that has reached a deadline. Returns whether it has ended.
+        """
         self._redis = redis
         self._listeners: dict[bytes, list[JobListener]] = {}
         """Listeners by channel."""
@@ -64,6 +74,7 @@ class Subscriber:
         self._checking: asyncio.Task[None] | None = None
         self._ending = BackgroundTasks()
         """Cancelled reads of listeners."""
+        self._deadlines = DeadlineWatch(redis, expire, self._poll_soon)
         self._outage = OutageLog(log, "subscriber")
 
     def __repr__(self) -> str:
@@ -90,6 +101,7 @@ class Subscriber:
         """Unsubscribe from all channels and close the connections."""
         tasks = [connection.task for connection in self._connections.values()]
         await cancel_tasks(*tasks, *self._polls.values(), *([self._checking] if self._checking else []))
+        await self._deadlines.aclose()
         await self._ending.wait()
         self._connections.clear()
         self._nodes.clear()
@@ -99,6 +111,7 @@ class Subscriber:
         if self._checking is None:
             self._checking = asyncio.create_task(self._check_regularly())
         self._looks.add(listener, asyncio.get_running_loop().time())
+        listener.on_deadline = partial(self._deadlines.update, listener)
         channel = listener.channel
         self._listeners.setdefault(channel, []).append(listener)
         tag = _tag_of(channel)
@@ -169,11 +182,15 @@ class Subscriber:
             if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one job per partition is polled
                 due += [self._listeners[next(iter(channels))][0] for channels in self._partitions.values()]
             for listener in due:
-                self._due[self._nodes.get(_tag_of(listener.channel))].append(listener)
+                self._poll_soon(listener)
+            self._deadlines.check()
             for node in [node for node in self._due if node not in self._polls]:
                 self._polls[node] = asyncio.create_task(self._poll_node(node))
             if is_cluster(self._redis):
                 await self._move_channels()
+
+    def _poll_soon(self, listener: JobListener) -> None:
+        self._due[self._nodes.get(_tag_of(listener.channel))].append(listener)
 
     async def _move_channels(self) -> None:
         """Subscribe to each channel at the node that has its job now, and close connections without channels."""
@@ -197,12 +214,11 @@ class Subscriber:
     async def _poll(self, listeners: list[JobListener]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for listener in listeners:
-                pipe.hmget(listener.keys.job, "status", "generated")
+                pipe.hmget(listener.keys.job, *STATE_FIELDS)
             replies = await pipe.execute(raise_on_error=False)
         for listener, reply in zip(listeners, replies, strict=True):
             if not isinstance(reply, Exception):
-                status, generated = reply
-                listener.update_status(status, int(generated or 0))
+                listener.update_state(read_state(reply))
             elif is_job_key_error(reply):
                 listener.fail(ProtocolError(f"job {listener.job_id} cannot be read: {reply}"))
             elif isinstance(reply, RedisError):
