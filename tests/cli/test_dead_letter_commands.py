@@ -51,22 +51,24 @@ def test_retry_submits_one_job_and_prints_its_id(letters: list[str], redis_url: 
 
 
 def test_retry_and_purge_have_an_option_for_all_letters(letters: list[str]) -> None:
-    new_id = llamaq("dead", "retry", "--all").strip()
-    assert new_id not in letters
-    assert llamaq("dead", "purge", letters[1]) == ""
+    retried = json.loads(llamaq("dead", "retry", "--all", "--json"))
+    assert retried["id"] == letters[0]
+    assert retried["job_id"] not in letters
+    assert json.loads(llamaq("dead", "purge", letters[1], "--json")) == {"id": letters[1]}
     assert llamaq("dead", "purge", "--all") == ""
     assert llamaq("dead", "list", "--json") == ""
+    assert llamaq("dead", "list") == f"queue {retried['job_id'].split('.')[0]!r} has no dead letters\n"
 
 
 def test_an_error_is_one_line(
     letters: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for args, complaint in (
-        (["retry", letters[1]], "is not a job"),
-        (["show", letters[0][:-1] + "x"], "not a job id"),
-        (["purge", letters[0][:-4] + "0000"], "no dead letter"),
+    for args, complaint, code in (
+        (["retry", letters[1]], "is not a job", 2),
+        (["show", letters[0][:-1] + "x"], "not a job id", 2),
+        (["purge", letters[0][:-4] + "0000"], "no dead letter", 1),
     ):
-        assert complaint in failing(monkeypatch, capsys, "dead", *args)
+        assert complaint in failing(monkeypatch, capsys, "dead", *args, code=code)
 
 
 @pytest.mark.parametrize("args", [["retry"], ["purge"], ["purge", "x", "--all"]])

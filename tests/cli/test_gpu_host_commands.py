@@ -47,7 +47,7 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
 
 def test_an_invalid_setting_prints_one_line_without_a_traceback() -> None:
     ended = run("worker", "--n-parallel", "0", LLAMAQ_LEASE_S="soon")
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith("llamaq: ")
     assert "--n-parallel (LLAMAQ_N_PARALLEL)" in line

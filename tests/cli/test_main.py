@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from tests.support.command_line import failing, llamaq
 from typer.testing import CliRunner
 
@@ -25,14 +29,14 @@ ROOT = Path(__file__).parents[2]
         (["generate", "x", "--wait-s", "0"], "--timeout-s"),
         (["depth", "--queue", "a b"], "--queue (LLAMAQ_QUEUE)"),
         (["depth", "--redis-url", "http://localhost"], "--redis-url (LLAMAQ_REDIS_URL)"),
-        (["depth", "--redis-url", "redis://127.0.0.1:1"], "Redis: "),
+        (["jobs", "--state", "finished"], "state: only queued and running"),
         (["stream", "nonsense"], "not a job id"),
     ],
 )
-def test_an_error_is_one_line(
-    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_value_that_is_not_valid_is_an_error_in_one_line_with_exit_code_2(
+    served: str, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in failing(monkeypatch, capsys, *args)
+    assert message in failing(monkeypatch, capsys, *args, code=2)
 
 
 def test_wrong_arguments_print_the_usage_and_exit_with_2() -> None:
@@ -47,6 +51,27 @@ def test_help_names_every_command_and_loads_no_worker() -> None:
     for name in (*WORKER_COMMANDS, "generate", "chat", "submit", "stream", "result", "cancel", "health"):
         assert re.search(rf"\b{name}\b", shown)
     assert "--max-tokens" in llamaq("generate", "--help")
+
+
+def test_the_version_and_the_short_form_of_help_are_options() -> None:
+    assert llamaq("--version") == f"llamaq {version('llamaq')}\n"
+    for args in (["-h"], ["generate", "-h"], ["dead", "-h"], ["dead", "list", "-h"]):
+        assert "Usage" in llamaq(*args)
+
+
+@pytest.mark.starts_processes
+def test_python_dash_m_llamaq_is_the_command() -> None:
+    shown = subprocess.run([sys.executable, "-m", "llamaq", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == llamaq("--version")
+
+
+def test_every_command_that_prints_data_has_the_option_json() -> None:
+    group: Any = typer.main.get_command(build_app())
+    commands = dict(group.commands)
+    for name in ("dead", "slots"):
+        commands |= {f"{name} {sub}": command for sub, command in commands.pop(name).commands.items()}
+    without = {name for name, command in commands.items() if not any("--json" in one.opts for one in command.params)}
+    assert without == WORKER_COMMANDS.keys()
 
 
 def test_the_help_of_a_gpu_host_command_lists_its_options() -> None:

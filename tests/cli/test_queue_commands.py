@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from typing import Any
 
 import pytest
 from tests.support.command_line import failing, llamaq
+from typer.testing import CliRunner
 
-from llamaq.producer import QueueStats, Worker
+from llamaq.cli.main import build_app
+from llamaq.producer import Client, FinishReason, JobSummary, Priority, QueueStats, QueueSummary, Worker
 from llamaq.producer.testing import FakeWorker
 
 
@@ -31,8 +34,8 @@ def test_health_requires_a_worker_on_this_host_with_a_recent_tick(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--redis-url", redis_url, "--queue", queue, "--max-age-s", "30"]
-    assert "no worker on this host" in failing(monkeypatch, capsys, "health", *options)
-    assert "no worker serves" in failing(monkeypatch, capsys, "health", *options, "--any")
+    assert "no worker on this host" in failing(monkeypatch, capsys, "health", *options, code=4)
+    assert "no worker serves" in failing(monkeypatch, capsys, "health", *options, "--any", code=4)
 
     def announce(**heartbeat: Any) -> None:
         async def send_heartbeat() -> None:
@@ -43,12 +46,76 @@ def test_health_requires_a_worker_on_this_host_with_a_recent_tick(
 
     now_ms = int(time.time() * 1000)
     announce(now_ms=now_ms)
-    assert "no worker on this host" in failing(monkeypatch, capsys, "health", *options)
+    assert "no worker on this host" in failing(monkeypatch, capsys, "health", *options, code=4)
     assert llamaq("health", *options, "--any") == f"ok: fake serves {queue}\n"
     announce(now_ms=now_ms, host=socket.gethostname())
     assert llamaq("health", *options) == f"ok: fake serves {queue}\n"
+    assert json.loads(llamaq("health", *options, "--json"))["worker"] == "fake"
     announce(now_ms=now_ms, host=socket.gethostname(), tick_age_ms=40_000)
     assert "the last tick of fake is 4" in failing(monkeypatch, capsys, "health", *options)
     announce(now_ms=now_ms - 60_000, host=socket.gethostname())
     assert "the last tick of fake is 6" in failing(monkeypatch, capsys, "health", *options)
-    assert "Redis" in failing(monkeypatch, capsys, "health", "--redis-url", "redis://127.0.0.1:1")
+
+
+@pytest.fixture
+def selected(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A queue without a worker that the commands use by default."""
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMAQ_QUEUE", queue)
+    monkeypatch.setenv("LLAMAQ_KEY_PREFIX", queue)  # so that `llamaq queues` does not list the queues of other tests
+    return queue
+
+
+def test_an_empty_table_says_what_is_missing(selected: str) -> None:
+    assert llamaq("queues") == "no queue has a job or a worker\n"
+    assert llamaq("jobs") == f"no such job is in queue {selected!r}\n"
+    missing = f"no worker serves queue {selected!r}; start one with: llamaq worker --queue {selected}\n"
+    assert llamaq("workers") == missing
+    assert llamaq("stats").endswith(f"{missing}\nno job of this queue has finished\n")
+    assert llamaq("dead", "list") == f"queue {selected!r} has no dead letters\n"
+
+
+def test_queues_lists_a_mistyped_queue_and_hides_empty_ones(redis_url: str, selected: str) -> None:
+    with Client(redis_url, "mistyped", key_prefix=selected) as client:
+        job = client.submit("x")
+    header, row = llamaq("queues").splitlines()
+    assert header.split() == ["queue", "waiting", "running", "workers", "oldest", "model"]
+    assert re.fullmatch(r"mistyped +1 +0 +0 +[0-9]+s +-", row)
+    assert QueueSummary.model_validate_json(llamaq("queues", "--json")).waiting == 1
+    assert llamaq("cancel", job.id) == "cancelled\n"
+    assert "no queue" in llamaq("queues")
+    assert "mistyped" in llamaq("queues", "--all")
+
+
+def test_jobs_prints_whole_ids_and_filters(redis_url: str, selected: str) -> None:
+    with Client(redis_url, key_prefix=selected) as client:
+        first = client.submit("x", metadata={"user": 42})
+        second = client.submit("x", priority=Priority.BULK)
+    rows = llamaq("jobs").splitlines()
+    assert rows[0].split() == ["job", "state", "priority", "age", "attempt"]
+    assert {tuple(row.split()[:3]) for row in rows[1:]} == {
+        (first.id, "queued", "interactive"),
+        (second.id, "queued", "bulk"),
+    }
+    for options, job in ((["--metadata", "user=42"], first), (["--priority", "bulk"], second)):
+        assert JobSummary.model_validate_json(llamaq("jobs", "--json", *options)).job_id == job.id
+    assert len(llamaq("jobs", "--limit", "1", "--json").splitlines()) == 1
+    assert llamaq("jobs", "--state", "running", "--json") == llamaq("jobs", "--older-than-s", "60", "--json") == ""
+
+
+def test_purge_asks_first_and_cancels_what_matches(redis_url: str, selected: str) -> None:
+    with Client(redis_url, key_prefix=selected) as client:
+        jobs = [client.submit("x", metadata={"user": user}) for user in ("a", "b", "b")]
+        runner = CliRunner()
+        assert llamaq("purge", "--dry-run") == "3 waiting jobs would be cancelled\n"
+        asked = runner.invoke(build_app("purge"), ["purge", "--metadata", "user=b"], input="n\n")
+        assert asked.exit_code == 1
+        assert f"Cancel 2 waiting jobs of queue {selected!r}?" in asked.stderr
+        assert client.queue_depth().waiting == 3
+        agreed = runner.invoke(build_app("purge"), ["purge", "--metadata", "user=b"], input="y\n")
+        assert agreed.stdout.endswith("cancelled 2 waiting jobs\n")
+        assert client.job(jobs[1].id).result().finish_reason is FinishReason.CANCELLED
+        assert [job.job_id for job in client.jobs()] == [jobs[0].id]
+        purged = json.loads(llamaq("purge", "--yes", "--json"))
+        assert purged == {"queue": selected, "jobs": [jobs[0].id], "dry_run": False}
+    assert runner.invoke(build_app("purge"), ["purge", "--metadata", "user"]).exit_code == 2

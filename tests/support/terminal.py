@@ -33,7 +33,7 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
-            [sys.executable, "-X", "dev", "-m", "llamaq", *arguments],
+            [sys.executable, "-m", "llamaq", *arguments],
             env={**environment, "TERM": "dumb", **variables},
             preexec_fn=partial(os.login_tty, theirs),  # noqa: PLW1509  # the function makes only system calls
         )

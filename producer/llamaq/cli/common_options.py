@@ -31,8 +31,12 @@ WaitForReply = Annotated[
     ),
 ]
 RequireWorker = Annotated[
-    bool,
-    typer.Option("--require-worker", help="If no worker serves the queue, end at once with exit code 4."),
+    bool | None,
+    typer.Option(
+        help=setting_help(
+            "require_worker", _FIELDS["require_worker"], "If no worker serves the queue, end at once with exit code 4."
+        ),
+    ),
 ]
 OfPriority = Annotated[Priority | None, typer.Option("--priority", help="Only jobs of this priority.")]
 OlderThan = Annotated[

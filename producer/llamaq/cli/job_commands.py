@@ -40,15 +40,15 @@ def generate(
     redis_url: RedisUrl = None,
     queue: Queue = None,
     wait_s: WaitForJob = None,
-    require_worker: RequireWorker = False,
+    require_worker: RequireWorker = None,
     as_json: AsJson = False,
     *,
     options: dict[str, Any],
 ) -> None:
     """Continue a text and print the new text as it is generated. With --json, print the result when it is complete."""
     text = _read_text(prompt)
-    with Client(redis_url, queue, timeout_s=wait_s) as client:
-        check_worker(client, is_required=require_worker)
+    with Client(redis_url, queue, timeout_s=wait_s, require_worker=require_worker) as client:
+        check_worker(client)
         if as_json:
             _show_result(client.generate(text, **options), as_json=True)
             return
@@ -68,7 +68,7 @@ def chat(
     redis_url: RedisUrl = None,
     queue: Queue = None,
     wait_s: WaitForJob = None,
-    require_worker: RequireWorker = False,
+    require_worker: RequireWorker = None,
     history: Annotated[
         bool,
         typer.Option(
@@ -84,8 +84,8 @@ def chat(
     In a conversation, Ctrl-C ends the answer, and at the prompt it ends the conversation.
     """
     messages = [{"role": "system", "content": system}] if system else []
-    with Client(redis_url, queue, timeout_s=wait_s) as client:
-        check_worker(client, is_required=require_worker)
+    with Client(redis_url, queue, timeout_s=wait_s, require_worker=require_worker) as client:
+        check_worker(client)
         if message is None and sys.stdin.isatty():
             with line_editing(keeps_history=history):
                 Conversation(client, messages, options).run()
@@ -103,15 +103,15 @@ def submit(
     prompt: PromptArgument,
     redis_url: RedisUrl = None,
     queue: Queue = None,
-    require_worker: RequireWorker = False,
+    require_worker: RequireWorker = None,
     as_json: AsJson = False,
     *,
     options: dict[str, Any],
 ) -> None:
     """Put a job into the queue and print its id."""
     text = _read_text(prompt)
-    with Client(redis_url, queue) as client:
-        check_worker(client, is_required=require_worker)
+    with Client(redis_url, queue, require_worker=require_worker) as client:
+        check_worker(client)
         job = client.submit(text, **options)
         if as_json:
             views.show_json_fields(job_id=job.id, is_new=job.is_new)
@@ -156,16 +156,16 @@ def status(job_id: JobArgument, redis_url: RedisUrl = None, as_json: AsJson = Fa
             views.show_status(found)
 
 
-def check_worker(client: Client, *, is_required: bool) -> None:
+def check_worker(client: Client) -> None:
     """Print a notice if no worker serves the client's queue.
 
     Raises:
-        NoWorker: A worker is required, and no worker serves the queue.
+        NoWorker: No worker serves the queue, and the client has `require_worker`.
     """
     if client.workers():
         return
     missing = NoWorker(client.queue)
-    if is_required:
+    if client.settings.require_worker:
         raise missing
     views.notice(f"{missing} (the job waits for a worker; `llamaq queues` lists all queues)")
 
@@ -178,7 +178,7 @@ def _client_of(job_id: str, redis_url: str | None, wait_s: float | None) -> Clie
 def _check_worker_of(client: Client, job: Job) -> None:
     """Print a notice if the job waits and no worker serves its queue."""
     if job.status().state is JobState.QUEUED:
-        check_worker(client, is_required=False)
+        check_worker(client)
 
 
 def _show_result(found: Result, *, as_json: bool) -> None:

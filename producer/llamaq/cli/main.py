@@ -7,6 +7,7 @@ them is called.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -102,6 +103,8 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
 
 def main() -> None:
     """Run the `llamaq` command."""
+    # The commands print a notice themselves if no worker serves the queue.
+    logging.getLogger("llamaq.producer.worker_watch").setLevel(logging.ERROR)
     try:
         build_app(sys.argv[1] if len(sys.argv) > 1 else None)()
     except (LlamaqError, RedisError) as exc:
