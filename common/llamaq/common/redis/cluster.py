@@ -110,7 +110,7 @@ class Cluster(RetryingRedis):
             async with asyncio.timeout(KEYLESS_TIMEOUT_S):
                 return await self._send_to(address, args, options)
         except TimeoutError as exc:
-            raise self._note_failure(address, RedisTimeoutError(f"{address}: no reply")) from exc
+            raise self._note_failure(address, RedisTimeoutError(f"{_name(address)}: no reply")) from exc
 
     async def _send_to(
         self, address: Address, args: Sequence[Any], options: Mapping[str, Any], *, is_asking: bool = False
@@ -131,7 +131,7 @@ class Cluster(RetryingRedis):
         """Read the map again, and return the error as one that is retried."""
         self._failed[address] = asyncio.get_running_loop().time()
         self._reload_soon()
-        return error if isinstance(error, RedisTimeoutError) else RedisConnectionError(f"{address}: {error}")
+        return error if isinstance(error, RedisTimeoutError) else RedisConnectionError(f"{_name(address)}: {error}")
 
     async def send_pipeline(self, commands: Sequence[Command], transaction: bool) -> list[Any]:
         """Send commands to their nodes in one round trip each, without a retry."""
@@ -175,7 +175,7 @@ class Cluster(RetryingRedis):
     def node_of(self, key: str) -> str | None:
         """Return the name of the master that has the key. None: it is not known."""
         address = self._masters[key_slot(key.encode())] if self._masters else None
-        return None if address is None else f"{address[0]}:{address[1]}"
+        return None if address is None else _name(address)
 
     def pool_of(self, node: str) -> BoundedPool:
         """Return the pool of connections to a node that `node_of` named."""
@@ -241,7 +241,7 @@ class Cluster(RetryingRedis):
         async with asyncio.timeout(MAP_TIMEOUT_S):
             ranges = await self._node(address).commands.send(["CLUSTER SLOTS"], {})
         if not ranges:
-            raise RedisConnectionError(f"{address}: this node knows no hash slots")
+            raise RedisConnectionError(f"{_name(address)}: this node knows no hash slots")
         return address, ranges
 
     def _use_map(self, source: Address, ranges: Any) -> None:
@@ -265,6 +265,10 @@ class Cluster(RetryingRedis):
         await self._tasks.cancel()
         nodes, self._nodes = list(self._nodes.values()), {}
         await asyncio.gather(*(node.aclose() for node in nodes))
+
+
+def _name(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
 
 
 def _key_of(args: Sequence[Any]) -> str | bytes | None:

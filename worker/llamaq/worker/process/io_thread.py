@@ -25,6 +25,7 @@ from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_check import log_dangers
+from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
@@ -168,7 +169,8 @@ class IoThread:
                 heartbeat = self._make_heartbeat(redis, keys)
                 outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
                 commands = CommandInbox(redis, keys, self._card.worker, self._slot_commands)
-                await self._run_services(job_claims, outbox, heartbeat, commands, membership)
+                sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions)
+                await self._run_services(job_claims, outbox, heartbeat, commands, membership, sweep)
         finally:
             await redis.aclose()
 
@@ -247,13 +249,16 @@ class IoThread:
         heartbeat: Heartbeat,
         commands: CommandInbox,
         membership: QueueMembership,
+        sweep: DeadlineSweep,
     ) -> None:
         """Register the worker, run its services until `close`, then write the last events and unregister the worker."""
         intake = self._make_intake(job_claims, outbox)
         await self._register(heartbeat)
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
-            services = [tasks.create_task(service.run()) for service in (outbox, heartbeat, commands, membership)]
+            services = [
+                tasks.create_task(service.run()) for service in (outbox, heartbeat, commands, membership, sweep)
+            ]
             self._ready.set_result(None)
             await self._closing.wait()
             await cancel_tasks(self._intake_task, *services)
@@ -276,15 +281,18 @@ class IoThread:
             self._closing.set()  # Redis has not answered yet: there is nothing to drain
 
     async def _drain_and_unregister(self, outbox: Outbox, heartbeat: Heartbeat, membership: QueueMembership) -> None:
-        """Write the last events, requeue unfinished jobs, and unregister the worker."""
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S / 2):
-                await outbox.close(crashed=self.has_crashed)
-                await membership.leave()
-                await heartbeat.unregister()
-        except (RedisError, TimeoutError) as exc:
-            # No job is lost: other workers reclaim the jobs when their leases have expired.
-            log.warning("io_thread.unregister_failed jobs=%d error=%r", outbox.n_jobs, exc)
+        """Write the last events, requeue unfinished jobs, and unregister the worker.
+
+        On a cluster, a step may fail for a partition that is away. The next steps are tried nevertheless.
+        """
+        deadline_s = asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S / 2
+        for step in (outbox.close(crashed=self.has_crashed), membership.leave(), heartbeat.unregister()):
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await step
+            except (RedisError, TimeoutError) as exc:
+                # No job is lost: other workers reclaim the jobs when their leases have expired.
+                log.warning("io_thread.unregister_failed jobs=%d error=%s %s", outbox.n_jobs, type(exc).__name__, exc)
 
     def __repr__(self) -> str:
         return f"<IoThread {self._card.worker} queue={self._card.queue!r}>"
