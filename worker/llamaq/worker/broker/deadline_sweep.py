@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from redis.exceptions import RedisError
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
 
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.redis.redis_errors import refuses_writes
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +30,10 @@ class DeadlineSweep:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, scripts: Scripts, queue: str, partitions: int) -> None:
-        self._scripts = scripts
+    def __init__(self, redis: Redis, keys: Keys, queue: str, partitions: int) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._scripts = Scripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
 
@@ -54,8 +60,14 @@ class DeadlineSweep:
         """
         due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
         for job_id in due:
-            if await self._scripts.expire(job_id):
-                log.info("job.expired id=%s", job_id)
+            try:
+                if await self._scripts.expire(job_id):
+                    log.info("job.expired id=%s", job_id)
+            except (ResponseError, InvalidRequest) as exc:
+                if isinstance(exc, ResponseError) and refuses_writes(exc):
+                    raise
+                log.warning("job.cannot_expire id=%s error=%s", job_id, exc)  # another client wrote the id or its keys
+                await self._redis.zrem(self._keys.deadlines(self._queue, partition), job_id)
         return len(due)
 
     def __repr__(self) -> str:

@@ -1,0 +1,113 @@
+"""Jobs end at their deadlines whoever is alive: a worker of the queue, or a client that waits for the job."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.protocol.job_outcome import FinishReason, JobState
+from llamaq.common.protocol.keys import JobId
+from llamaq.producer import AsyncClient, AsyncJob
+from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.worker.broker.deadline_sweep import DeadlineSweep
+
+
+async def sweep_until_due(worker: FakeWorker) -> None:
+    """Sweep until a job is due."""
+    sweep = DeadlineSweep(worker.redis, worker.keys, worker.queue, 1)
+    while not await sweep.expire_due(0):
+        await asyncio.sleep(0.01)
+
+
+async def deadlines(client: AsyncClient) -> dict[str, float]:
+    found: Any = await client.redis.zrange(client.keys.deadlines(client.queue, 0), 0, -1, withscores=True)
+    return {job_id.decode(): score for job_id, score in found}
+
+
+@pytest.mark.parametrize("option", ["queue_timeout_s", "deadline_s"])
+@pytest.mark.parametrize("is_claimed", [False, True])
+async def test_a_job_that_waits_too_long_ends_without_a_start(
+    redis_url: str, queue: str, option: str, is_claimed: bool
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("late", **{option: 0.05})  # type: ignore[arg-type]
+        if is_claimed:
+            claim = await worker.claim()
+            assert claim is not None
+            await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+        await sweep_until_due(worker)
+        result = await job.result(timeout=5)
+        assert (result.finish_reason, result.tokens) == (FinishReason.DEADLINE, ())
+        assert (await job.status()).started_ms is None
+        assert await deadlines(client) == {}
+
+
+async def test_a_client_can_end_a_job_that_waits_too_long_without_any_worker(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("late", queue_timeout_s=0.05)
+        while not await worker.scripts.expire(job.id):
+            await asyncio.sleep(0.01)
+        assert (await job.result(timeout=5)).finish_reason is FinishReason.DEADLINE
+        assert not await worker.scripts.expire(job.id)
+        assert not await worker.scripts.expire(str(JobId.new(queue)))
+
+
+async def test_queue_timeout_s_does_not_end_a_job_that_had_a_slot(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("in time", queue_timeout_s=0.05)
+        attempt = await worker.start_next()
+        assert await deadlines(client) == {}
+        await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
+        await asyncio.sleep(0.06)
+        assert not await worker.scripts.expire(job.id)
+        assert (await job.status()).state is JobState.QUEUED
+
+
+async def test_deadline_s_ends_a_job_whose_worker_does_not_answer_with_the_tokens_so_far(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("slow", deadline_s=0.05)
+        attempt = await worker.start_next()
+        await attempt.emit([1, 2], "ab")
+        await sweep_until_due(worker)
+        result = await job.result(timeout=5)
+        assert (result.finish_reason, result.tokens, result.text) == (FinishReason.DEADLINE, (1, 2), "ab")
+        assert (await attempt.emit([3], "c")).code == "lost"
+        assert (await client.queue_depth()).running == 0
+
+
+async def test_the_sweep_ends_the_due_jobs_of_all_partitions_and_drops_ids_that_are_no_jobs(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue, partitions=3) as client, FakeWorker(redis_url, queue) as worker:
+        redis: Redis = worker.redis
+        await redis.zadd(client.keys.deadlines(queue, 0), {"nonsense": 1, str(JobId.new(queue)): 1})
+        jobs: list[AsyncJob] = [await client.submit("late", queue_timeout_s=0.01) for _ in range(9)]
+        task = asyncio.create_task(DeadlineSweep(redis, client.keys, queue, 3).run())
+        for job in jobs:
+            assert (await job.result(timeout=10)).finish_reason is FinishReason.DEADLINE
+        while await deadlines(client):  # noqa: ASYNC110  # the sweep empties it
+            await asyncio.sleep(0.01)
+        await cancel_tasks(task)
+
+
+async def test_the_time_in_slots_is_stored_and_a_job_that_used_it_up_ends_at_its_next_claim(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("long", timeout_s=2)
+        attempt = await worker.start_next()
+        await worker.scripts.flush("fake", [replace(attempt.increment([1], "a"), slot_ms=1500)], LEASE_MS, renew=False)
+        await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
+        again = await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS)
+        assert not isinstance(again, str)
+        assert (again.slot_ms, again.generated) == (1500, 1)
+        await worker.redis.hset(client.keys.of_job(job.id).job, "slot_ms", "2000")
+        assert await worker.scripts.claim_job(attempt.claim, "third", LEASE_MS) == "ended"
+        assert (await job.result(timeout=5)).finish_reason is FinishReason.DEADLINE
