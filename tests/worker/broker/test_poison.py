@@ -199,7 +199,7 @@ async def test_a_worker_that_was_only_paused_uncounts_its_crash_once(redis_url: 
             if call == "flush":
                 assert (await paused.emit([], "")).code == "lost"
             elif call == "finish":
-                assert await paused.finish() == "lost"
+                assert not await paused.finish()
             else:
                 assert not await worker.scripts.requeue(claim, paused.number, "paused")
             assert await crashes(job) == 1, "the first worker did crash"
@@ -234,9 +234,6 @@ async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_u
         assert caught.value.message.endswith(": a b c")
         status = await job.status()
         assert (status.state, status.crashes, status.attempt) == (JobState.FAILED, 3, 3)
-        entries: Any = await worker.redis.xrange(keys.events)
-        events = [codec.decode_event(fields[b"e"]) for _, fields in entries]
-        assert [event.type for event in events] == ["started", "started", "started", "failed"]
         (letter,) = await client.dead_letters()
         assert (letter.job_id, letter.workers, letter.reason) == (job.id, ("a", "b", "c"), caught.value.message)
 
@@ -244,8 +241,7 @@ async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_u
         assert (await worker.redis.xpending(claim.stream, GROUP))["pending"] == 0
         assert await check_crash(worker, claim, "c") == "ok"
         assert await worker.scripts.claim_job(claim, "successor", LEASE_MS) == "done"
-        for key in (keys.job, keys.events):
-            assert (DEAD_TTL_S - 60) * 1000 < await worker.redis.pttl(key) <= DEAD_TTL_S * 1000
+        assert (DEAD_TTL_S - 60) * 1000 < await worker.redis.pttl(keys.job) <= DEAD_TTL_S * 1000
         assert 0 < await worker.redis.pttl(client.keys.idempotency(queue, 0, "key")) <= 60_000
 
 
@@ -298,7 +294,7 @@ async def test_a_suspect_that_finishes_is_not_a_dead_letter(redis_url: str, queu
         attempt = await begin(worker, claim, "c")
         event = Finished(finish_reason=FinishReason.STOP, stats=JobStats())
         ending = TerminalWrite(event, {"finish_reason": "stop", "output": codec.encode_output("", [])})
-        assert await worker.scripts.finish(attempt.increment(), ending) == "ok"
+        assert await worker.scripts.finish(attempt.worker.name, attempt.increment(), ending)
         assert (await job.result(timeout=5)).finish_reason is FinishReason.STOP
         assert await client.dead_letters() == ()
 

@@ -81,10 +81,13 @@ local function allow_writes_when_full(job)
   redis.call('PERSIST', job)
 end
 
--- Emits one of the last events of a job. An event stream that another client has overwritten must not keep the job from
--- its end.
+-- Emits one of the last events of a job. An event stream that another client has overwritten is deleted: it must not keep
+-- the job from its end.
 local function emit_last(events, channel, payload)
-  redis.pcall('XADD', events, '*', 'e', payload)
+  local added = redis.pcall('XADD', events, '*', 'e', payload)
+  if type(added) == 'table' then
+    redis.call('DEL', events)
+  end
   redis.call('PUBLISH', channel, payload)
 end
 

@@ -1,0 +1,128 @@
+"""A job whose data were damaged by another client of Redis ends: it fails, and is a dead letter."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import Failed
+from llamaq.common.protocol.keys import JobKeys
+from llamaq.producer import AsyncClient, AsyncJob, ErrorCode, JobFailed, JobState
+from llamaq.producer.testing import FakeAttempt, FakeWorker
+from llamaq.worker.broker.job_claims import PAGE_EVENTS, JobClaims
+
+Damage = Callable[[Any, JobKeys], Awaitable[object]]
+
+
+async def delete_events(redis: Any, keys: JobKeys) -> None:
+    await redis.delete(keys.events)
+
+
+async def overwrite_events(redis: Any, keys: JobKeys) -> None:
+    await redis.set(keys.events, "not a stream")
+
+
+async def delete_one_event(redis: Any, keys: JobKeys) -> None:
+    entries = await redis.xrange(keys.events)
+    await redis.xdel(keys.events, entries[2][0])
+
+
+async def overwrite_hash(redis: Any, keys: JobKeys) -> None:
+    await redis.set(keys.job, "not a hash")
+
+
+async def delete_fields(redis: Any, keys: JobKeys) -> None:
+    await redis.hdel(keys.job, "submitted_ms", "ttl_ms")
+
+
+def claims_of(worker: FakeWorker, name: str) -> JobClaims:
+    return JobClaims(
+        worker.redis, worker.keys, queue=worker.queue, partitions=1, worker_id=name, lease_s=10, max_crashes=3
+    )
+
+
+@asynccontextmanager
+async def interrupted_job(url: str, queue: str) -> AsyncIterator[tuple[AsyncClient, FakeWorker, AsyncJob, FakeAttempt]]:
+    """A job that has stored three tokens and was requeued by its worker."""
+    async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
+        job = await client.submit("hello")
+        attempt = await worker.start_next()
+        for number, letter in enumerate("abc"):
+            await attempt.emit([number], letter)
+        assert await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
+        yield client, worker, job, attempt
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [delete_events, overwrite_events, delete_one_event, overwrite_hash, delete_fields],
+    ids=lambda it: it.__name__,
+)
+async def test_a_job_with_damaged_data_fails_once_and_is_a_dead_letter(
+    redis_url: str, queue: str, damage: Damage
+) -> None:
+    async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
+        keys = client.keys.of_job(job.id)
+        await damage(client.redis, keys)
+        async with worker.redis.pubsub() as pubsub:
+            await pubsub.subscribe(keys.channel)
+            await pubsub.get_message(timeout=5)
+            for _ in range(2):
+                assert await claims_of(worker, "heir").claim_job(attempt.claim) is None
+            await worker.redis.publish(keys.channel, codec.encode_tokens(0, [], 0, ""))
+            messages = [await pubsub.get_message(timeout=5) for _ in range(2)]
+        published = [codec.decode_event(message["data"]).type for message in messages if message]
+        assert published == ["failed", "tokens"], "one terminal event before the marker"
+
+        assert (await job.status()).state is JobState.FAILED
+        assert await job.cancel() is False
+        for read in (client.job(job.id).result, job.result):
+            with pytest.raises(JobFailed, match="damaged") as caught:
+                await read(timeout=5)
+            assert caught.value.code == ErrorCode.DAMAGED
+        with pytest.raises(JobFailed, match="damaged"):
+            [chunk async for chunk in client.job(job.id).stream(timeout=5)]
+        (letter,) = await client.dead_letters()
+        assert letter.job_id == job.id
+        assert (await client.dead_letter(letter.id)).reason == letter.reason
+        assert await worker.redis.xlen(attempt.claim.stream) == 0
+
+
+async def test_a_job_whose_events_were_damaged_can_be_retried(redis_url: str, queue: str) -> None:
+    async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
+        await delete_events(client.redis, client.keys.of_job(job.id))
+        assert await claims_of(worker, "heir").claim_job(attempt.claim) is None
+        retried = await client.retry_dead_letter(job.id)
+        await (await worker.start_next()).answer(["fine"])
+        assert (await client.job(retried.id).result()).text == "fine"
+
+
+async def test_a_worker_that_lost_the_job_cannot_fail_it(redis_url: str, queue: str) -> None:
+    async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
+        claimed = await claims_of(worker, "heir").claim_job(attempt.claim)
+        assert claimed is not None
+        assert claimed.published == [0, 1, 2]
+        error = Failed(code=ErrorCode.DAMAGED, message="late")
+        for name, number in (("heir", 1), ("other", claimed.attempt.number)):
+            assert not await worker.scripts.bury(attempt.claim, name, number, error)
+        assert (await job.status()).finished_ms is None
+        assert await client.dead_letters() == ()
+
+
+async def test_stored_tokens_are_read_back_over_several_pages(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        attempt = await worker.start_next()
+        n_tokens = 2 * PAGE_EVENTS
+        async with client.redis.pipeline() as pipe:
+            for number in range(n_tokens):
+                pipe.xadd(client.keys.of_job(job.id).events, {"e": codec.encode_tokens(number, [number], number, "a")})
+            pipe.hset(client.keys.of_job(job.id).job, "generated", n_tokens)
+            await pipe.execute()
+        claimed = await claims_of(worker, "heir").claim_job(attempt.claim)
+        assert claimed is not None
+        assert claimed.published == list(range(n_tokens))
