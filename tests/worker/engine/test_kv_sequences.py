@@ -49,7 +49,9 @@ class Kind:
 
     @property
     def options(self) -> ContextOptions:
-        return replace(OPTIONS, kv_unified=self.kv_unified, swa_full=self.swa_full)
+        has_guards = self.model == "sliding" and self.can_save_parts
+        n_seq_max = 7 if has_guards else 4  # three sequences for callers, their guards, and the scratch sequence
+        return replace(OPTIONS, kv_unified=self.kv_unified, swa_full=self.swa_full, n_seq_max=n_seq_max)
 
 
 KINDS = {
@@ -116,6 +118,7 @@ def compute(engine: Engine, seq_id: int, tokens: Sequence[int]) -> Logits:
         batch.clear()
         batch.add_chunk(tokens[start:end], start, seq_id, wants_logits=end == len(tokens))
         assert engine.context.decode() == 0
+        engine.sequences.keep_cells(seq_id, end)
     logits: Logits = engine.context.logits(1)[0].copy()
     return logits
 
@@ -375,7 +378,7 @@ def test_without_room_a_block_is_refused_and_the_sequence_is_unchanged(make_engi
     engine.sequences.cut(0, 120)
     compute(engine, 2, prompt(100, seed=2))
     assert not engine.sequences.load(1, 100, 150, data, 0)
-    assert lengths(engine, 0, 1, 2, 3) == [120, 100, 100, 0]
+    assert lengths(engine, 0, 1, 2) == [120, 100, 100]
     engine.sequences.remove(2)
     assert_as_recomputed(make_engine, name, [*tokens[:100], *TAIL], compute(engine, 1, [*tokens[:100], *TAIL]))
     for seq_id in (0, 1):
@@ -487,12 +490,29 @@ def test_the_target_of_a_copy_may_be_removed_and_loaded_immediately(make_engine:
         assert_as_recomputed(make_engine, name, [*history, *TAIL], compute(engine, seq_id, [*history, *TAIL]))
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_cells_that_left_the_window_stay_while_other_sequences_are_computed(make_engine: MakeEngine, name: str) -> None:
+    engine, tokens = make_engine(name), prompt(250)
+    compute(engine, 1, prompt(100, 2))
+    compute(engine, 0, tokens)
+    engine.sequences.remove(1)
+    compute(engine, 1, prompt(500, 3))  # fills the free cells before those of the sequence, and goes on behind them
+    engine.sequences.remove(1)
+    assert engine.sequences.copy(0, 1, 150) == 150
+    data = engine.sequences.save(0, 0, 250)
+    engine.sequences.remove(0)
+    assert engine.sequences.load(2, 0, 250, data, 0)
+    for seq_id, n_tokens in ((1, 150), (2, 250)):
+        history = [*tokens[:n_tokens], *TAIL]
+        assert_as_recomputed(make_engine, name, history, compute(engine, seq_id, history))
+
+
 def test_a_copy_may_be_saved_immediately(make_engine: MakeEngine, name: str) -> None:
     engine, tokens = make_engine(name), prompt(150)
     compute(engine, 0, tokens)
     assert engine.sequences.copy(0, 1, 150) == 150
     data = engine.sequences.save(1, 0, 150)
-    assert lengths(engine, 0, 1, 2, 3) == [150, 150, 0, 0]
+    assert lengths(engine, 0, 1, 2) == [150, 150, 0]
     assert engine.sequences.load(2, 0, 150, data, 0)
     for seq_id in (0, 1, 2):
         assert_as_recomputed(make_engine, name, [*tokens, *TAIL], compute(engine, seq_id, [*tokens, *TAIL]))

@@ -82,13 +82,20 @@ def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     folder.mkdir(exist_ok=True)
 
     def build(
-        model: str, unified: bool, *, cache: bool = True, host: bool = False, n_slots: int = 4, n_seq_max: int = 12
+        model: str,
+        unified: bool,
+        *,
+        cache: bool = True,
+        host: bool = False,
+        n_slots: int = 4,
+        n_seq_max: int = 12,
+        n_ctx: int = 3072,
     ) -> Rig:
         path = folder / f"{model}.gguf"
         if not path.exists():
             write_model(path, MEMORY_KINDS[model], seed=3)
         options = ContextOptions(
-            n_ctx=3072,
+            n_ctx=n_ctx,
             n_batch=256,
             n_ubatch=64,
             n_seq_max=n_seq_max,
@@ -171,6 +178,23 @@ def test_jobs_submitted_together_compute_their_common_prefix_once(
     assert {stat.prefix_cache_tier for stat in stats.values()} <= {None, CacheTier.RUNNING, CacheTier.DEVICE}
     reference.run(*jobs())
     assert_alike(rig, reference)
+
+
+@pytest.mark.parametrize(("model", "unified"), KINDS)
+def test_users_share_a_system_prompt_however_many_other_tokens_were_computed_meanwhile(
+    make_rig: Callable[..., Rig], model: str, unified: bool
+) -> None:
+    rig = make_rig(model, unified, n_ctx=1024 if unified else 8192, n_seq_max=16)
+    reused = []
+    for user in range(4):
+        # The cells of this job are free again when the next job takes cells, which are then not in the order of time.
+        rig.run(make_job(prompt(100 + user, 20 + user), max_tokens=2, cache_prompt=False, context_limit=1000))
+        job = make_job(prompt(228, 1) + prompt(30, 10 + user), job_id=f"user{user}", max_tokens=90, context_limit=1000)
+        job.system_tokens = 228
+        reused.append(rig.run(job)[job.id].prefix_cache_tokens)
+        rig.run(make_job(prompt(450, 30 + user), max_tokens=2, cache_prompt=False, context_limit=1000))
+    assert reused[0] == 0
+    assert min(reused[1:]) >= 228
 
 
 @pytest.mark.parametrize(("model", "unified"), KINDS)

@@ -23,8 +23,8 @@ from llamaq.worker.settings import WorkerSettings
 from llamaq.worker.testing import FakeEngine
 
 
-def model(*, is_recurrent: bool = False) -> Any:
-    return SimpleNamespace(is_recurrent=is_recurrent)
+def model(*, is_recurrent: bool = False, n_swa: int = 0) -> Any:
+    return SimpleNamespace(is_recurrent=is_recurrent, n_swa=n_swa)
 
 
 def engine(n_ctx: int = 8192, *, kv_unified: bool = True) -> Any:
@@ -58,6 +58,21 @@ def test_the_number_of_sequences_follows_from_slots_cache_and_limits(
     settings: dict[str, Any], is_recurrent: bool, n_sequences: int
 ) -> None:
     assert choose_n_sequences(WorkerSettings(**settings), model(is_recurrent=is_recurrent)) == n_sequences
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_sequences"),
+    [
+        ({}, 2 * (4 + 32) + 1),
+        ({"cache_sequences": 10}, 2 * (4 + 10) + 1),
+        ({"kv_unified": False}, 4),
+        ({"cache_prompt": False}, 4),
+        ({"n_parallel": 120}, 256),
+        ({"n_parallel": 200}, 200),
+    ],
+)
+def test_with_a_sliding_window_each_sequence_has_a_guard(settings: dict[str, Any], n_sequences: int) -> None:
+    assert choose_n_sequences(WorkerSettings(**settings), model(n_swa=512)) == n_sequences
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class CacheSettings(BaseModel):
         ge=0,
         le=MAX_SEQUENCES,
         description="Maximum number of cached sequences on the device. If not set: with a recurrent model three for "
-        "each slot; with other models 64, or 0 if `kv_unified` is off.",
+        "each slot; with a sliding window 32; with other models 64. If `kv_unified` is off, 0 with the last two.",
     )
     held_cells: int | None = Field(
         None,

@@ -114,7 +114,10 @@ class Engine:
         """
         self._fill(parts)
         status = self.context.decode()
-        if status not in (SUCCESS, NO_ROOM):
+        if status == SUCCESS:
+            for part in parts:
+                self.sequences.keep_cells(_seq_id(part), _n_past_after(part))
+        elif status != NO_ROOM:
             for part in parts:
                 self.sequences.cut(_seq_id(part), part.slot.active.n_past)
         return status

@@ -23,6 +23,7 @@ from llamaq.common.errors import EngineError
 from llamaq.worker.core.cell_buffers import Allocate, Data, no_buffer
 from llamaq.worker.engine.llama_bindings import Context, Model
 from llamaq.worker.engine.state_format import SequenceState, StatePart, allocate_state
+from llamaq.worker.engine.swa_guards import SwaGuards
 
 
 class KvSequences:
@@ -31,7 +32,8 @@ class KvSequences:
     Attributes:
         can_cut: Whether a sequence can be cut, and shared, at any token.
         can_save_parts: Whether parts of a sequence can be saved, and appended to a sequence that is not empty. If so,
-            the last sequence of the context is a scratch sequence, which is empty between calls.
+            the last sequence of the context is a scratch sequence, which is empty between calls. With a sliding window,
+            half of the other sequences are guards, see `SwaGuards`.
         n_sequences: Number of sequences that callers may use. Their ids are 0 to `n_sequences - 1`.
         cells_per_sequence: Upper bound on the cells of one sequence.
         isolated: Sequences that lost their cells in a failed batch. The engine decodes each of them in a batch of its
@@ -46,6 +48,10 @@ class KvSequences:
         self.can_cut = not model.is_recurrent and (not model.n_swa or context.swa_full)
         self.can_save_parts = self.can_cut and context.kv_unified and context.has_scratch_sequence
         self.n_sequences = context.n_seq_max - 1 if self.can_save_parts else context.n_seq_max
+        self._guards: SwaGuards | None = None
+        if self.can_save_parts and model.n_swa and self.n_sequences > 1:
+            self.n_sequences //= 2
+            self._guards = SwaGuards(context, model.n_swa, offset=self.n_sequences)
         self.cells_per_sequence = context.cells_per_sequence
         self.isolated: set[int] = set()
         self._scratch = context.n_seq_max - 1
@@ -62,6 +68,14 @@ class KvSequences:
             return self._context.first_position(seq_id) == last
         return not self._n_swa or self._context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
 
+    def keep_cells(self, seq_id: int, n_tokens: int) -> None:
+        """Keep the cells of a sequence that now holds `n_tokens`, also those that have left the sliding window.
+
+        Called after each decode.
+        """
+        if self._guards is not None:
+            self._guards.extend(seq_id, n_tokens)
+
     def remove(self, seq_id: int) -> None:
         """Remove all cells of a sequence. The sequence may already be empty."""
         self.isolated.discard(seq_id)
@@ -73,11 +87,12 @@ class KvSequences:
         Returns:
             The number of cells that the sequence holds afterwards: `n_tokens`, or 0 if it cannot be cut there.
         """
+        if self._guards is not None:
+            self._guards.cut(seq_id, n_tokens)
         self._context.remove(seq_id, n_tokens)
         if self.holds(seq_id, n_tokens):
             return n_tokens
-        self._context.remove(seq_id, 0)
-        return 0
+        return self.cut(seq_id, 0) if n_tokens else 0
 
     def copy(self, source: int, target: int, n_tokens: int) -> int:
         """Copy the first `n_tokens` cells of `source` to the empty sequence `target`.
@@ -94,7 +109,9 @@ class KvSequences:
             self._context.copy_stream(source, target)
         else:
             self._context.share(source, target, 0, n_tokens)
-        return n_tokens if self.holds(target, n_tokens) else self.cut(target, n_tokens)
+        n_held = n_tokens if self.holds(target, n_tokens) else self.cut(target, n_tokens)
+        self.keep_cells(target, n_held)
+        return n_held
 
     def save(self, seq_id: int, start: int, end: int, allocate: Allocate = no_buffer) -> Data:
         """Return the state of the cells [start, end) of a sequence.
@@ -191,6 +208,7 @@ class KvSequences:
             if start < part.end and part.start < end and not self._append(seq_id, start, end, part):
                 self.cut(seq_id, start)
                 return False
+        self.keep_cells(seq_id, end)
         return True
 
     def _append(self, seq_id: int, start: int, end: int, part: StatePart) -> bool:

@@ -41,9 +41,13 @@ def choose_n_sequences(settings: WorkerSettings, model: Model) -> int:
     In a unified KV cache a further sequence costs little. In other KV caches even an empty sequence takes memory.
     """
     n_scratch = SCRATCH_SEQUENCES if settings.kv_unified and settings.cache_prompt else 0
-    n_wanted = settings.n_parallel + _choose_n_cached(settings, model) + n_scratch
+    n_wanted = settings.n_parallel + _choose_n_cached(settings, model)
     n_max = min(MAX_SEQUENCES, settings.batch_budget)
-    return max(settings.n_parallel, min(n_max, n_wanted))
+    if model.n_swa and n_scratch:
+        n_wanted *= 2  # each sequence has a guard, see `SwaGuards`
+        has_room = (n_max - n_scratch) // 2 >= settings.n_parallel
+        return min(n_max, n_wanted + n_scratch) if has_room else settings.n_parallel
+    return max(settings.n_parallel, min(n_max, n_wanted + n_scratch))
 
 
 def _choose_n_cached(settings: WorkerSettings, model: Model) -> int:
@@ -54,6 +58,8 @@ def _choose_n_cached(settings: WorkerSettings, model: Model) -> int:
         return settings.cache_sequences
     if model.is_recurrent:
         return CACHED_STATES_PER_SLOT * settings.n_parallel
+    if model.n_swa:
+        return CACHED_SEQUENCES // 2 if settings.kv_unified else 0  # as many again are guards
     return CACHED_SEQUENCES if settings.kv_unified else 0
 
 
