@@ -11,11 +11,11 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from llamaq.common.errors import IdempotencyConflict, InvalidRequest, QueueFull, RedisFull
+from llamaq.common.errors import IdempotencyConflict, InvalidRequest, InvalidSettings, QueueFull, RedisFull
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_calls import SubmitConflict, SubmitRefused
+from llamaq.common.protocol.script_calls import OtherPartitions, SubmitConflict, SubmitRefused
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queries import dead_letters
@@ -69,6 +69,7 @@ async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId
 
     Raises:
         InvalidRequest: The encoded request is larger than `max_request_bytes`.
+        InvalidSettings: The workers of the queue have another number of partitions.
         IdempotencyConflict: A job with the same idempotency key has another request.
         QueueFull: The queue has `max_queue` waiting jobs.
         RedisFull: Redis has reached its `maxmemory`.
@@ -81,12 +82,22 @@ async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId
     job_id = job_id or new_job_id(connection, request)
     try:
         outcome = await connection.scripts.submit(
-            job_id, request, payload, result_ttl_s=settings.result_ttl_s, event_ttl_s=settings.event_ttl_s
+            job_id,
+            request,
+            payload,
+            result_ttl_s=settings.result_ttl_s,
+            event_ttl_s=settings.event_ttl_s,
+            partitions=settings.partitions if job_id.queue == settings.queue else 0,
         )
     except ResponseError as exc:
         if is_full(exc):
             raise RedisFull(job_id.queue) from exc
         raise
+    if isinstance(outcome, OtherPartitions):
+        raise InvalidSettings(
+            f"partitions (LLAMAQ_PARTITIONS): this client has {settings.partitions}, but the workers of queue "
+            f"{job_id.queue!r} have {outcome.partitions}. Use the same number"
+        )
     if isinstance(outcome, SubmitConflict):
         raise IdempotencyConflict(outcome.job_id)
     if isinstance(outcome, SubmitRefused):

@@ -235,3 +235,17 @@ async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url:
         assert [fields[b"id"].decode() for _, fields in taken] == [started.id, proven.id, waiting.id]
         assert [(await job.status()).crashes for job in (started, proven, waiting)] == [1, 0, 1]
         assert worker.name not in await consumers(worker.redis, stream)
+
+
+async def test_a_client_with_other_partitions_than_the_workers_gets_an_error_at_its_first_submit(
+    redis_url: str, queue: str
+) -> None:
+    async with (
+        AsyncClient(redis_url, queue, partitions=2) as client,
+        AsyncClient(redis_url, queue, partitions=1) as other,
+    ):
+        await other.submit("hello")  # no worker has stored the settings of the queue
+        await QueueMembership(client.redis, Keys(), queue, "one", CONFIG).join()
+        await client.submit("hello")
+        with pytest.raises(InvalidSettings, match=r"LLAMAQ_PARTITIONS.*has 1.*have 2"):
+            await other.submit("hello")

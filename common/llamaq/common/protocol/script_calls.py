@@ -66,6 +66,17 @@ class SubmitRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherPartitions:
+    """The reply to a submit of a client whose number of partitions is not that of the queue.
+
+    Attributes:
+        partitions: Number of partitions of the queue.
+    """
+
+    partitions: int
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitConflict:
     """The reply to a submit whose idempotency key belongs to a job with another request.
 
@@ -209,8 +220,15 @@ class Scripts:
         )
 
     async def submit(
-        self, job_id: JobId, request: JobRequest, payload: bytes, *, result_ttl_s: float, event_ttl_s: float = 0.0
-    ) -> Submitted | SubmitRefused | SubmitConflict:
+        self,
+        job_id: JobId,
+        request: JobRequest,
+        payload: bytes,
+        *,
+        result_ttl_s: float,
+        event_ttl_s: float = 0.0,
+        partitions: int = 0,
+    ) -> Submitted | SubmitRefused | SubmitConflict | OtherPartitions:
         """Put a job into its queue.
 
         Args:
@@ -220,6 +238,8 @@ class Scripts:
             result_ttl_s: How long Redis stores the result after the end of the job, in seconds.
             event_ttl_s: How long Redis stores the events after the end of the job, in seconds. The result does not need
                 them.
+            partitions: Number of partitions of the queue, which the script compares with that of the workers. 0: not
+                known.
         """
         key = request.idempotency_key
         keys = self._keys.of_job(str(job_id))
@@ -244,8 +264,11 @@ class Scripts:
                 int(event_ttl_s * 1000),
                 _limit_ms(request.deadline_s),
                 _limit_ms(request.timeout_s),
+                partitions,
             ],
         )
+        if reply[0] == b"partitions":
+            return OtherPartitions(int(reply[1]))
         if reply[0] == b"full":
             return SubmitRefused(int(reply[1]), int(reply[2]))
         if reply[0] == b"conflict":

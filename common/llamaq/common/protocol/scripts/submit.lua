@@ -4,7 +4,7 @@
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  stream       job stream of the job's priority
 -- KEYS[3]  other        job stream of the other priority
--- KEYS[4]  config       hash with max_queue, which workers write
+-- KEYS[4]  config       hash with the settings that workers write
 -- KEYS[5]  idempotency  record of the idempotency key, a string with a job id; not used if ARGV[6] is ''
 -- ARGV[1]  id           id of the job
 -- ARGV[2]  request      msgpack of JobRequest
@@ -17,17 +17,23 @@
 -- ARGV[9]  events_ttl   how long the events live after an end that stored the output, in ms
 -- ARGV[10] life_ms      longest time from submit to the end of the job, in ms; 0: no limit
 -- ARGV[11] timeout_ms   longest time that the job may have a slot, in ms; 0: no limit
+-- ARGV[12] partitions   number of partitions that the client knows; 0: it submits to a queue of another client
 --
 -- Returns {'ok', id}                    the job is in the queue
 --         {'same', earlier id}          a job with the same idempotency key exists; nothing was submitted
 --         {'conflict', earlier id}      such a job exists and has another request; nothing was submitted
 --         {'full', waiting, max_queue}  `waiting` jobs wait; nothing was submitted
+--         {'partitions', number}        the workers have another number of partitions; nothing was submitted
 
 local job, stream, other, config, idempotency = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, group, digest = ARGV[1], ARGV[4], ARGV[6]
 
 if redis.call('EXISTS', job) == 1 then
   return {'ok', id}
+end
+local settings = redis.call('HMGET', config, 'max_queue', 'partitions')
+if ARGV[12] ~= '0' and settings[2] and settings[2] ~= ARGV[12] then
+  return {'partitions', settings[2]}
 end
 if digest ~= '' then
   local earlier = redis.call('GET', idempotency)
@@ -38,7 +44,7 @@ if digest ~= '' then
   end
 end
 
-local max_queue = tonumber(redis.call('HGET', config, 'max_queue') or '0')
+local max_queue = tonumber(settings[1] or '0')
 local n_jobs = max_queue > 0 and redis.call('XLEN', stream) + redis.call('XLEN', other) or 0
 if n_jobs > 0 and n_jobs >= max_queue then
   local depth = n_jobs - count_running(stream, group) - count_running(other, group)
