@@ -96,7 +96,7 @@ class WorkerCard(WireModel):
     n_vocab: int = Field(description="Number of tokens in the vocabulary.")
     n_parallel: int = Field(description="Number of slots.")
     quantization: str = Field(description="Quantization of the model file.")
-    chat_template: str | None = Field(description="Chat template of the model. None: the model has none.")
+    chat_template: str | None = Field(None, description="Chat template of the model. None: the model has none.")
     vocab_hash: str = Field(
         pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the vocabulary, which is stored at `keys.vocab(vocab_hash)`."
     )

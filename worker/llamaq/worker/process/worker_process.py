@@ -89,7 +89,7 @@ class WorkerProcess:
         self._vocab_blob = gguf_vocab.extract_vocab(path)
         self._grammar_sandbox = GrammarSandbox(self._vocab_blob)
         self.card = self._describe(path)
-        self._shared = SharedState(Telemetry(hooks))
+        self._shared = SharedState(Telemetry(hooks, self.card.worker))
         offload = make_offload(settings, self._engine, path)
         self._memory = self._make_memory(offload)
         self._scheduler = self._make_scheduler(strategy)
@@ -216,6 +216,14 @@ class WorkerProcess:
         """Drain at the first signal. Stop at once at the second signal."""
         self._n_signals += 1
         log.info("worker.stopping signal=%s", signal.Signals(number).name)
+        n_running = sum(slot.job_id is not None for slot in self._scheduler.snapshot())
+        if self._n_signals == 1 and n_running:
+            log.info(
+                "worker.draining running=%d: these jobs may finish within %g s (--drain-s); a second signal requeues "
+                "them at once",
+                n_running,
+                self._settings.drain_s,
+            )
         self.stop(self._settings.drain_s if self._n_signals == 1 else 0)
 
     def _shut_down(self) -> None:
