@@ -26,6 +26,7 @@ from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import OutputMailbox
 from llamaq.worker.generation.job_preparer import PreparedJob
+from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.testing import make_job
 
 LEASE_S = 1.0
@@ -90,7 +91,7 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
         with ThreadPoolExecutor(1) as executor:
             intake = Intake(
                 job_claims, outbox, BytePreparer(), executor, worker.admit,  # type: ignore[arg-type]
-                capacity=capacity, is_alive=lambda: True,
+                capacity=capacity, bulk_share=BulkShare(0.1, 1), is_alive=lambda: True,
             )  # fmt: skip
             tasks = [asyncio.create_task(intake.run()), asyncio.create_task(outbox.run())]
             try:

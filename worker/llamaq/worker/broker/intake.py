@@ -20,6 +20,7 @@ from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.generation.job_preparer import JobPreparer
+from llamaq.worker.scheduling.bulk_share import BulkShare
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ RETRY_S = 0.5
 MAX_SUSPECT_WAIT_S = 3.0
 """How long a suspect waits for the running jobs to end. Then the running jobs are requeued for other workers."""
 POLL_S = 0.05
-INTERACTIVE_POLL_S = 0.1
-"""How often a worker full of bulk jobs checks for interactive jobs."""
+FULL_POLL_S = 0.1
+"""How often a worker that is full of jobs of one priority checks for jobs of the other priority."""
 CLAIM_TIMEOUT_S = 2.0
 """How long a stopping worker waits for the replies of Redis to `claim.lua` calls."""
 
@@ -46,7 +47,8 @@ class Intake:
 
     Jobs that other workers requeued or lost are claimed before new jobs. Bulk jobs never keep interactive jobs waiting
     in Redis. A worker that is full of bulk jobs still claims interactive jobs. The surplus bulk jobs are then preempted
-    or requeued.
+    or requeued. A worker that is full of interactive jobs still claims the few bulk jobs that `BulkShare` asks for,
+    so that the scheduler can give them their share of the slots.
 
     A suspect is a job that is one crash away from the dead-letter limit. A suspect is prepared only while this
     worker has no other job. No other job is claimed until a token of the suspect is stored or the suspect has ended.
@@ -64,6 +66,7 @@ class Intake:
         admit: Callable[[Job], None],
         *,
         capacity: int,
+        bulk_share: BulkShare,
         is_alive: Callable[[], bool],
     ) -> None:
         """Create the intake; `run` starts to claim.
@@ -75,6 +78,7 @@ class Intake:
             executor: Its threads run the preparer.
             admit: Passes a prepared job to the engine thread, without blocking.
             capacity: Upper bound on the jobs that this worker has claimed at a time: its slots plus a small window.
+            bulk_share: Decides how many bulk jobs are claimed although interactive jobs wait.
             is_alive: Returns whether the engine runs ticks. No job is claimed while the engine hangs.
         """
         self._job_claims = job_claims
@@ -83,6 +87,7 @@ class Intake:
         self._executor = executor
         self._admit = admit
         self._capacity = capacity
+        self._bulk_share = bulk_share
         self._is_alive = is_alive
         self._clock = asyncio.get_running_loop().time
         self._reclaimed_s = -BLOCK_S
@@ -104,10 +109,15 @@ class Intake:
         """How many more interactive jobs may be claimed. Bulk jobs do not count."""
         return self._capacity - self._outbox.n_interactive - self._n_starting
 
+    @property
+    def bulk_room(self) -> int:
+        """How many bulk jobs may be claimed although interactive jobs fill this worker."""
+        return self._bulk_share.n_to_claim(self._outbox.n_claimed - self._outbox.n_interactive + self._n_starting)
+
     async def run(self) -> None:
         """Claim jobs until cancelled."""
         while True:
-            if max(self.room, self.interactive_room) <= 0 or not self._is_alive():
+            if max(self.room, self.interactive_room, self.bulk_room) <= 0 or not self._is_alive():
                 await self._wait_for_room(BLOCK_S)
                 continue
             try:
@@ -133,28 +143,38 @@ class Intake:
             if reclaimed:
                 return await self._select_startable(reclaimed)
         if self.room <= 0:
-            return await self._read_interactive()
+            return await self._read_although_full()
         block_s = self._reclaimed_s + BLOCK_S - self._clock()
         return await self._job_claims.claim(self.room, block_s=max(block_s, MIN_BLOCK_S))
 
     async def _reclaim(self) -> list[Claim]:
         """Take entries that were requeued or whose lease has expired.
 
-        A worker that is full of bulk jobs takes those of interactive jobs, which do not wait for its bulk jobs.
+        A worker that is full of bulk jobs takes those of interactive jobs, which do not wait for its bulk jobs. A
+        worker that is full of interactive jobs takes those of the bulk share.
         """
         if self.room > 0:
             return await self._job_claims.reclaim(self.room)
-        return await self._job_claims.reclaim(self.interactive_room, [Priority.INTERACTIVE])
+        for priority, room in self._room_although_full():
+            if claims := await self._job_claims.reclaim(room, [priority]):
+                return claims
+        return []
 
-    async def _read_interactive(self) -> list[Claim]:
-        """Read entries of interactive jobs while bulk jobs fill this worker.
+    async def _read_although_full(self) -> list[Claim]:
+        """Read new entries of interactive jobs while bulk jobs fill this worker, and of bulk jobs for their share.
 
         This polls Redis, because a blocking read would not notice when a slot becomes free.
         """
-        claims = await self._job_claims.claim_interactive(self.interactive_room)
-        if not claims:
-            await self._wait_for_room(INTERACTIVE_POLL_S)
-        return claims
+        for priority, room in self._room_although_full():
+            if claims := await self._job_claims.claim_now(room, priority):
+                return claims
+        await self._wait_for_room(FULL_POLL_S)
+        return []
+
+    def _room_although_full(self) -> list[tuple[Priority, int]]:
+        """Return the priorities of which jobs may be claimed although `room` is 0, and how many."""
+        rooms = [(Priority.INTERACTIVE, self.interactive_room), (Priority.BULK, self.bulk_room)]
+        return [(priority, room) for priority, room in rooms if room > 0]
 
     async def _wait_for_room(self, timeout_s: float) -> None:
         """Wait until `Outbox.room_freed` is set, at most `timeout_s` seconds."""

@@ -83,9 +83,9 @@ class JobClaims:
             found = await self._streams.read(count)
         return await self._accept_all(found)
 
-    async def claim_interactive(self, count: int) -> list[Claim]:
-        """Read up to `count` new entries of interactive jobs, without a wait."""
-        return await self._accept_all(await self._streams.read(count, [Priority.INTERACTIVE]))
+    async def claim_now(self, count: int, priority: Priority) -> list[Claim]:
+        """Read up to `count` new entries of jobs of this priority, without a wait."""
+        return await self._accept_all(await self._streams.read(count, [priority]))
 
     async def reclaim(
         self, count: int, priorities: Sequence[Priority] = tuple(Priority), *, only_requeued: bool = False

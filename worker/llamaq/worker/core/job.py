@@ -37,7 +37,7 @@ class Sampler(Protocol):
         """
 
     def close(self) -> None:
-        """Free the memory that llama.cpp holds for the sampler. May be called twice."""
+        """Free the memory that the sampler holds outside of Python. May be called twice."""
 
 
 class Detokenizer(Protocol):
@@ -95,8 +95,6 @@ class Job:
     """Time of this attempt's first sampled token. A preemption does not reset this time."""
     protected_tokens: int = 0
     """A job of higher priority does not preempt this job before this job has generated this many tokens."""
-    has_had_slot: bool = False
-    """Whether this attempt has had a slot. False while a job waits for its first slot."""
     n_out_of_cells: int = 0
     """How often this job lost its slot because cells ran out. Each time doubles the margin of its next admission."""
     scope: Scope = field(default_factory=Scope)

@@ -36,6 +36,7 @@ from llamaq.worker.broker.slot_command_inbox import CommandHandler, CommandInbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.job_preparer import JobPreparer
+from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -239,6 +240,7 @@ class IoThread:
             self._executor,
             self._ticks.admit,
             capacity=settings.n_parallel + settings.inbox_window,
+            bulk_share=BulkShare(settings.bulk_share, settings.n_parallel),
             is_alive=lambda: self._ticks.is_alive,
         )
 

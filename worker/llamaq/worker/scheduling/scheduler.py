@@ -155,7 +155,7 @@ class Scheduler:
             return []
         submitted_before_s = self._clock() - SHED_AFTER_S
         surplus = [*self._waiting.bulk][self._bulk_share.n_slots :]
-        old = [job for job in surplus if not job.has_had_slot and job.started_s <= submitted_before_s]
+        old = [job for job in surplus if job.times.started_s is None and job.started_s <= submitted_before_s]
         shed = old[::-1][:n_surplus]
         for job in shed:
             self._remove(job)
@@ -303,7 +303,6 @@ class Scheduler:
         now_s = self._clock()
         slot = self._memory.admit(candidate, now_s)
         candidate.job.times.start(now_s)
-        candidate.job.has_had_slot = True
         self._outputs.append(SlotAcquired(candidate.job))
         log.info("job.admitted id=%s slot=%d state=%s", candidate.job.id, slot.index, slot.state.value)
 
