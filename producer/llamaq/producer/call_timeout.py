@@ -23,7 +23,7 @@ class CallTimeout:
         """Event-loop time of the end."""
 
     def __repr__(self) -> str:
-        return f"<CallTimeout {self.timeout_s:g} s, {self.remaining_s:.3f} s remain>"
+        return f"<CallTimeout {self.timeout_s:g} s>"
 
     @property
     def remaining_s(self) -> float:

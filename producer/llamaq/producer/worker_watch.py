@@ -23,9 +23,6 @@ LOOK_AGAIN_S = 30.0
 FRESH_S = 5.0
 """A new call looks at once, unless the last look is younger than this."""
 
-OnNoWorker = Callable[[str], None]
-"""Called with the name of a queue that no worker serves."""
-
 
 @dataclass(slots=True)
 class _Queue:
@@ -41,12 +38,11 @@ class _Queue:
 class WorkerWatch:
     """Looks for workers in the background, so that the normal path does not wait for it.
 
-    A queue without a worker is reported once, until a worker was seen again: in the log, and to `on_no_worker`.
+    A queue without a worker is logged once, until a worker was seen again.
     """
 
     def __init__(self, redis: Redis, keys: Keys, *, require_worker: bool) -> None:
         """Create a watch. With `require_worker`, calls that wait for a queue without a worker fail."""
-        self.on_no_worker: OnNoWorker | None = None
         self._redis = redis
         self._keys = keys
         self._require_worker = require_worker
@@ -91,7 +87,12 @@ class WorkerWatch:
         state = self._queues.setdefault(queue, _Queue())
         state.looked_s = asyncio.get_running_loop().time()
         if not found and state.has_worker is not False:
-            self._report(queue)
+            log.warning(
+                "client.no_worker queue=%s: no worker serves this queue. Its jobs wait until one starts: "
+                "llamaq worker --queue %s",
+                queue,
+                queue,
+            )
         state.has_worker = found
         return found
 
@@ -117,16 +118,6 @@ class WorkerWatch:
                     pass
         finally:
             state.task = None
-
-    def _report(self, queue: str) -> None:
-        log.warning(
-            "client.no_worker queue=%s: no worker serves this queue. Its jobs wait until one starts: "
-            "llamaq worker --queue %s",
-            queue,
-            queue,
-        )
-        if self.on_no_worker is not None:
-            self.on_no_worker(queue)
 
 
 async def has_worker(redis: Redis, keys: Keys, queue: str) -> bool:

@@ -1,0 +1,174 @@
+"""The timeout of a call bounds whatever the call waits for, and its errors name the job."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from redis.exceptions import BusyLoadingError, NoPermissionError
+from tests.support.tcp_proxy import Proxy
+
+from llamaq.producer import AsyncClient, JobFailed, JobState, NoWorker, QueueDepth, ResultTimeout, auto_cancelled_jobs
+from llamaq.producer import job as job_module
+from llamaq.producer.testing import FakeWorker
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
+
+SOON_S = 3.0
+"""A bound for slow machines. Redis commands alone would take at least 5 s in these tests."""
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """Yield the URL of a server that accepts connections and never replies."""
+    connected: set[asyncio.StreamWriter] = set()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.add(writer)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    finally:
+        for writer in connected:
+            writer.close()
+        server.close()
+
+
+async def test_a_timeout_bounds_the_submit_to_a_silent_redis(queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_cancelled_jobs, "CLOSE_WAIT_S", 0.1)
+    loop = asyncio.get_running_loop()
+    async with silent_server() as url, AsyncClient(url, queue) as client:
+        start_s = loop.time()
+        with pytest.raises(ResultTimeout, match=r"could not be submitted: Redis has not answered within 0\.2 s") as one:
+            await client.generate("hello", timeout=0.2)
+        with pytest.raises(ResultTimeout, match="could not be submitted"):
+            await client.stream("hello", timeout=0.2)
+        assert loop.time() - start_s < SOON_S
+        assert one.value.job_id is not None
+        assert one.value.job_id.startswith(f"{queue}.")
+
+
+@pytest.mark.starts_processes
+async def test_a_timeout_bounds_the_wait_for_the_end_and_the_cancellation(
+    queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_cancelled_jobs, "CLOSE_WAIT_S", 0.1)
+    loop = asyncio.get_running_loop()
+    with EmbeddedRedis() as server, Proxy(server.url) as proxy:
+        async with AsyncClient(proxy.url, queue) as client, FakeWorker(server.url, queue) as worker:
+            await worker.announce()
+            waiting = asyncio.create_task(client.generate("hello", timeout=1.5))
+            await worker.start_next()
+            start_s = loop.time()
+            proxy.silence()
+            with pytest.raises(ResultTimeout, match=r"has not finished within 1\.5 s"):
+                await waiting
+            assert loop.time() - start_s < SOON_S + 1.5
+
+
+async def test_a_job_is_cancelled_although_the_timeout_ended_its_submit(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        send = client.connection.scripts.submit
+
+        async def send_late(*args: Any, **options: Any) -> Any:
+            await asyncio.sleep(0.1)
+            return await send(*args, **options)
+
+        monkeypatch.setattr(client.connection.scripts, "submit", send_late)
+        with pytest.raises(ResultTimeout, match="could not be submitted"):
+            await client.generate("hello", timeout=0.01)
+        await client.auto_cancelled.wait_for_cancellations()
+        assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
+
+
+async def test_no_error_of_a_cancelled_submit_is_logged(
+    queue: str, free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncClient(f"redis://127.0.0.1:{free_port}", queue) as client:
+        waiting = asyncio.create_task(client.generate("hello"))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+async def test_the_read_of_the_result_is_repeated_while_redis_loads_its_data(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_result, n_failed = job_module.read_result, 0
+
+    async def loading(*args: Any) -> Any:
+        nonlocal n_failed
+        n_failed += 1
+        if n_failed <= 3:
+            raise BusyLoadingError("Redis is loading the dataset in memory")
+        return await read_result(*args)
+
+    monkeypatch.setattr(job_module, "read_result", loading)
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        waiting = asyncio.create_task(client.generate("hello"))
+        await (await worker.start_next()).answer(["a"])
+        assert (await waiting).text == "a"
+        assert n_failed == 4
+
+
+async def test_every_error_after_the_submit_names_the_job(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forbidden(*_: Any) -> Any:
+        raise NoPermissionError("this user has no permissions to run the 'hmget' command")
+
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        failing = asyncio.create_task(client.generate("hello"))
+        attempt = await worker.start_next()
+        await attempt.fail()
+        caught = [await error_of(failing), await error_of(client.generate("hello", timeout=0.01))]
+        await worker.announce()
+        caught.append(await error_of(client.generate("hello", timeout=0.01)))
+        monkeypatch.setattr(job_module, "read_result", forbidden)
+        denied = asyncio.create_task(client.generate("hello"))
+        await (await worker.start_next()).answer(["a"])
+        caught.append(await error_of(denied))
+        assert [type(error) for error in caught] == [JobFailed, NoWorker, ResultTimeout, NoPermissionError]
+        for error in caught:
+            assert error.job_id.startswith(f"{queue}.0.")
+            assert error.job_id in str(error)
+        assert caught[0].job_id == attempt.claim.job_id
+        for error in caught[:3]:
+            assert pickle.loads(pickle.dumps(error)).job_id == error.job_id  # our own bytes
+
+
+async def error_of(call: Any) -> Any:
+    """Return the error that a call raises."""
+    outcome = (await asyncio.gather(call, return_exceptions=True))[0]
+    assert isinstance(outcome, Exception)
+    return outcome
+
+
+async def test_a_job_with_an_idempotency_key_is_never_cancelled_by_its_caller(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        first = asyncio.create_task(client.generate("hello", idempotency_key="order 7"))
+        attempt = await worker.start_next()
+        second = asyncio.create_task(client.generate("hello", idempotency_key="order 7"))
+        first.cancel()
+        with suppress(asyncio.CancelledError):
+            await first
+        with pytest.raises(ResultTimeout, match="it continues, because it has an idempotency key"):
+            await client.generate("hello", idempotency_key="order 7", timeout=0.01)
+        stream = await client.stream("hello", idempotency_key="order 7")
+        await stream.aclose()
+        await client.auto_cancelled.wait_for_cancellations()
+        assert (await client.job(attempt.claim.job_id).status()).cancel_requested is False
+        await attempt.answer(["a"])
+        assert (await second).text == "a"
+        assert (await client.job(attempt.claim.job_id).status()).state is JobState.FINISHED
