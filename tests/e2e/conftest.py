@@ -85,12 +85,12 @@ class ServedQueue:
     def _run_marker_job(self) -> int:
         """Run a job of one tick, and return the index of its measurement. All earlier jobs have lower indexes."""
         with self.client() as client:
-            stats = client.generate_tokens([1], max_tokens=1).stats.model_dump(mode="json")
+            job_id = client.generate_tokens([1], max_tokens=1).job_id
         deadline = time.monotonic() + AWAIT_TIMEOUT_S
-        while (report := {"name": "request.done", **stats}) not in (measured := self.measurements()):
-            assert time.monotonic() < deadline, f"no measurement of {stats}"
+        while job_id not in (measured := [each.get("job_id") for each in self.measurements()]):
+            assert time.monotonic() < deadline, f"no measurement of {job_id}"
             time.sleep(POLL_S)
-        return measured.index(report)
+        return measured.index(job_id)
 
     def measurements(self) -> list[dict[str, Any]]:
         """Return the measurements that the worker's hook has received so far."""
@@ -99,7 +99,7 @@ class ServedQueue:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def client(self) -> Client:
-        return Client(self.url, self.queue, timeout_s=60)
+        return Client(self.url, self.queue, timeout_s=60, event_ttl_s=60)
 
 
 _served: list[ServedQueue] = []

@@ -34,6 +34,8 @@ from llamaq.worker.local.embedded_redis import EmbeddedRedis
 LLAMAQ = Path(sys.executable).with_name("llamaq")
 TIMEOUT_S = 60.0
 """Much longer than any step takes on an idle machine."""
+EVENT_TTL_S = 600.0
+"""The events of ended jobs are stored for this long, so that tests can read them."""
 POLL_S = 0.01
 LEASE_S = 1
 OUTPUT_TAIL_CHARS = 6000
@@ -162,7 +164,7 @@ class Environment:
         return worker
 
     def client(self) -> Client:
-        return Client(self.redis_url, self.queue, timeout_s=TIMEOUT_S)
+        return Client(self.redis_url, self.queue, timeout_s=TIMEOUT_S, event_ttl_s=EVENT_TTL_S)
 
     def events_of(self, job: Job) -> list[Event]:
         """Return the stored events of a job that has ended. `check_events` has checked them."""

@@ -29,6 +29,8 @@ POLL_S = 0.02
 START_TIMEOUT_S = 60.0
 CLIENT_TIMEOUT_S = 90.0
 """Timeout of the clients. A stream without an event for this long counts as lost."""
+EVENT_TTL_S = 3600.0
+"""The events of ended jobs are stored for this long, because the checker reads them at the end of the soak."""
 READY = re.compile(r"worker\.ready id=(\S+)")
 KILLED = re.compile(r"^soak\.killed point=(\S+)$", re.MULTILINE)
 
@@ -193,4 +195,4 @@ class Environment:
 
     def client(self, url: str | None = None) -> AsyncClient:
         """Return a client of the queue. It connects to `url` instead of `redis_url` if given."""
-        return AsyncClient(url or self.redis_url, self.queue, timeout_s=CLIENT_TIMEOUT_S)
+        return AsyncClient(url or self.redis_url, self.queue, timeout_s=CLIENT_TIMEOUT_S, event_ttl_s=EVENT_TTL_S)

@@ -210,7 +210,7 @@ async def test_a_job_that_waited_longer_than_its_queue_timeout_ends_with_deadlin
         assert claim is not None
         await asyncio.sleep(0.01)  # until the deadline has passed on the clock of Redis
         assert await worker.scripts.claim_job(claim, "fake", LEASE_MS) == "ended"
-        result = await job.result(timeout=5)
+        result = await client.job(job.id).result(timeout=5)
         assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())
 
 
@@ -371,11 +371,8 @@ async def test_a_finished_job_of_500_streamed_tokens_takes_at_most_3_kib(redis_s
         assert (list(result.tokens), result.text) == (attempt.tokens, attempt.text)
 
 
-async def test_events_are_kept_after_the_end_for_event_ttl_s(
-    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMAQ_EVENT_TTL_S", "50")
-    async with AsyncClient(redis_url, queue, result_ttl_s=100) as client, FakeWorker(redis_url, queue) as worker:
+async def test_events_are_kept_after_the_end_for_event_ttl_s(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, event_ttl_s=50) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)
         await attempt.emit([1], "a")
         await attempt.finish(tokens=[2], text="b")
@@ -434,7 +431,7 @@ async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_st
         await attempt.emit([1], "a")
         await job.cancel()
         assert await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS) == "ended"
-        result = await job.result(timeout=5)
+        result = await client.job(job.id).result(timeout=5)
         assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
 
 
