@@ -195,8 +195,9 @@ def test_a_generate_call_that_times_out_cancels_its_job(slow_client: Client, wai
     wait_for(lambda: job.status().finish_reason is FinishReason.CANCELLED)
 
 
-def test_a_result_call_that_times_out_does_not_cancel_its_job(slow_client: Client) -> None:
+def test_a_result_call_that_times_out_does_not_cancel_its_job(slow_client: Client, wait_for: Await) -> None:
     job = slow_client.submit("the world", max_tokens=LONG)
+    wait_for(lambda: job.status().state is JobState.RUNNING)
     with pytest.raises(ResultTimeout):
         job.result(timeout=0.2)
     assert job.status().state is JobState.RUNNING

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 PROMPT = "Once upon a time"
 HANG_S = 1.0
 LEASE_S = 1.0
-SLACK_S = 4.0
-"""Extra time for the search for lost jobs, for the liveness pipe, and for a busy machine."""
+SLACK_S = 20.0
+"""Extra time for the search for lost jobs, for the liveness pipe, and for a very busy machine."""
 
 FAULTS_STRATEGY = """
 import ctypes
