@@ -51,6 +51,8 @@ class ErrorCode(StrEnum):
     """`max_crashes` workers in a row died with this job. It is now a dead letter (`llamaq dead`)."""
     DAMAGED = "damaged"
     """Another client of Redis overwrote or deleted data of the job. It is now a dead letter (`llamaq dead`)."""
+    OTHER_MODEL = "other_model"
+    """Another model generated the first tokens, and a worker with `--other-model restart` took the job."""
     INTERNAL = "internal"
     """A defect of the worker. The log of the worker contains the traceback."""
 

@@ -194,6 +194,12 @@ class LifeSettings(BaseModel):
     checkpoint_s: float = Field(
         5.0, gt=0, description="Jobs with `stream=False`: seconds after which new output is stored in any case."
     )
+    other_model: Literal["leave", "restart"] = Field(
+        "leave",
+        description="What the worker does with a job of which another model generated the first tokens. `leave`: the "
+        "job waits for a worker with that model. `restart`: a job with `stream=False` starts again; other jobs fail "
+        "with the code `other_model`, because published tokens never change.",
+    )
     disconnect_s: float = Field(
         5.0,
         gt=0,

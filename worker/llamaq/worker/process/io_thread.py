@@ -163,6 +163,8 @@ class IoThread:
                 worker_id=self._card.worker,
                 lease_s=settings.lease_s,
                 max_crashes=settings.max_crashes,
+                model=self._card.model_hash,
+                restart_other_model=settings.other_model == "restart",
             )
             await job_claims.open()
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
@@ -239,6 +241,7 @@ class IoThread:
             self._preparer,
             self._executor,
             self._ticks.admit,
+            n_slots=settings.n_parallel,
             capacity=settings.n_parallel + settings.inbox_window,
             bulk_share=BulkShare(settings.bulk_share, settings.n_parallel),
             is_alive=lambda: self._ticks.is_alive,

@@ -13,6 +13,7 @@
 --   claimed_ms            time of this claim in ms since the epoch
 --   at_risk               1 from the time at which this worker began to prepare the job: if it dies, that counts as a
 --                         crash
+--   model                 fingerprint of the model that generates the tokens
 --   generated             number of tokens stored so far
 --   generated_at_start    number of tokens that were stored when the newest attempt began
 --   cancel                1 after a client has called cancel

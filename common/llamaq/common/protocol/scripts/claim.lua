@@ -13,6 +13,12 @@
 -- ARGV[7]  expired    msgpack of the event `finished` with the reason `deadline`
 -- ARGV[8]  from       number of the attempt that waits for a slot in another worker, from which the job is taken; '': any
 -- ARGV[9]  at_risk    '1': the worker prepares the job now, so its death counts as a crash; '0': it does not yet
+-- ARGV[10] model      fingerprint of the worker's model; '': not known
+-- ARGV[11] restart    '1': the worker starts a job of another model again, if possible; '0': it leaves the job
+--
+-- Tokens of two models are never mixed in one job. If another model has stored tokens of the job, its entry is left to
+-- the workers of that model: it can be taken again after LEFT_MS. With `restart`, a job with stream=false, of which no
+-- token was published, begins again with its first token, and other jobs fail.
 --
 -- With `from`, the other worker's death is counted as in check_crash.lua, because it may have died. If it is alive, its
 -- next call for its attempt returns 'lost' and removes the death.
@@ -25,15 +31,17 @@
 --         {'done'}   the job has ended, or this is not its entry; the entry was dropped
 --         {'ended'}  the job was cancelled, or has reached a deadline or its timeout; it has ended here
 --         {'stale'}  the job is no longer waiting in the attempt `from`
+--         {'left'}   the job is left to a worker with the model that has begun it
 
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
 local entry, group, worker, lease_ms, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local from, at_risk = ARGV[8], ARGV[9] == '1'
+local from, at_risk, model = ARGV[8], ARGV[9] == '1', ARGV[10]
+local LEFT_MS = 2000
 
 local state = redis.call('HMGET', job,
   'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms', 'priority',
   'generated', 'generated_at_start', 'attempt', 'worker', 'at_risk', 'deadline_ms',
-  'timeout_ms', 'slot_ms')
+  'timeout_ms', 'slot_ms', 'model')
 if not state[1] then
   return {'gone'}
 end
@@ -57,6 +65,26 @@ if (due and now >= due) or (timeout > 0 and slot_time >= timeout) then
   return {'ended'}
 end
 
+if model ~= '' and state[16] and state[16] ~= model and state[8] ~= '0' then
+  if ARGV[11] ~= '1' then
+    if from ~= '' then
+      return {'stale'}
+    end
+    renew_lease(stream, group, WAITING, entry, LEFT_MS)
+    return {'left'}
+  end
+  if cmsgpack.unpack(redis.call('HGET', job, 'request')).stream ~= false then
+    local failed = cmsgpack.pack({type = 'failed', code = 'other_model',
+      message = 'another model generated the first ' .. state[8] .. ' tokens, and its workers are gone'})
+    terminate(job, events, channel, stream, group, entry, 'failed', failed, {'error', failed})
+    return {'ended'}
+  end
+  allow_writes_when_full(job)
+  redis.call('DEL', events)
+  redis.call('HSET', job, 'generated', 0)
+  state[8] = '0'
+end
+
 local submitted, started = tonumber(state[5]), tonumber(state[6] or '-1')
 local waited = now - submitted
 allow_writes_when_full(job) -- claimed jobs end, and that frees memory
@@ -68,6 +96,9 @@ elseif from ~= '' and state[12] then
 end
 redis.call('HSET', job, 'status', 'queued', 'worker', worker, 'lease_ms', lease_ms, 'claimed_ms', now,
   'generated_at_start', state[8])
+if model ~= '' and state[8] == '0' then
+  redis.call('HSET', job, 'model', model)
+end
 if at_risk then
   redis.call('HSET', job, 'at_risk', 1)
 else
