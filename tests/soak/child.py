@@ -105,7 +105,7 @@ def add_io_points(faults: Faults) -> None:
         if outcome == "ok":
             faults.reach("publish.finished")
 
-    after_async(JobClaims, "claim", claimed)
+    after_async(JobClaims, "read", claimed)
     after_async(JobClaims, "reclaim", reclaimed)
     after_async(Scripts, "claim_job", claimed_job)
     after_async(Scripts, "flush", flushed)

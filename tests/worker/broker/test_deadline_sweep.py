@@ -20,7 +20,7 @@ from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 async def sweep_until_due(worker: FakeWorker) -> None:
     """Sweep until a job is due."""
     sweep = DeadlineSweep(worker.redis, worker.keys, worker.queue, 1)
-    while not await sweep.expire_due(0):
+    while not await sweep.expire_due(0):  # noqa: ASYNC110  # the clock of Redis decides
         await asyncio.sleep(0.01)
 
 
@@ -50,7 +50,7 @@ async def test_a_job_that_waits_too_long_ends_without_a_start(
 async def test_a_client_can_end_a_job_that_waits_too_long_without_any_worker(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("late", queue_timeout_s=0.05)
-        while not await worker.scripts.expire(job.id):
+        while not await worker.scripts.expire(job.id):  # noqa: ASYNC110  # the clock of Redis decides
             await asyncio.sleep(0.01)
         assert (await job.result(timeout=5)).finish_reason is FinishReason.DEADLINE
         assert not await worker.scripts.expire(job.id)

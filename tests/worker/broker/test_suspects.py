@@ -53,6 +53,8 @@ class FakeEngineWorker:
     """Jobs that were passed to the engine, by id."""
     history: list[str] = field(default_factory=list)
     """Ids of the jobs, in the order in which they were passed to the engine."""
+    n_slots: int = 8
+    """The jobs that were passed to the engine first have slots, at most this number of jobs."""
 
     def generate(self, job: AsyncJob, token: int = 65) -> None:
         self.outputs.put([NewToken(self.admitted[job.id], token, "A")])
@@ -63,7 +65,8 @@ class FakeEngineWorker:
     def admit(self, job: Job) -> None:
         self.admitted[job.id] = job
         self.history.append(job.id)
-        self.outputs.put([SlotAcquired(job)])
+        if len(self.admitted) <= self.n_slots:
+            self.outputs.put([SlotAcquired(job)])
 
     def cancel(self, job_id: str) -> None:
         """Ignore the cancellation."""
@@ -74,11 +77,13 @@ class FakeEngineWorker:
 
 
 @asynccontextmanager
-async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 8) -> AsyncIterator[FakeEngineWorker]:
+async def working(
+    redis_url: str, queue: str, name: str = "w1", capacity: int = 8, n_slots: int = 0
+) -> AsyncIterator[FakeEngineWorker]:
     """Run the intake and the outbox of a worker until the end of the block."""
     async with FakeWorker(redis_url, queue, name=name) as connection:
         await connection.announce()
-        worker = FakeEngineWorker(name, outbox=None, outputs=OutputMailbox())  # type: ignore[arg-type]  # set below, because intake and outbox refer to each other
+        worker = FakeEngineWorker(name, outbox=None, outputs=OutputMailbox(), n_slots=n_slots or capacity)  # type: ignore[arg-type]  # set below, because intake and outbox refer to each other
         job_claims = JobClaims(
             connection.redis, connection.keys,
             queue=queue, partitions=1, worker_id=name, lease_s=LEASE_S, max_crashes=2,
@@ -91,7 +96,7 @@ async def working(redis_url: str, queue: str, name: str = "w1", capacity: int = 
         with ThreadPoolExecutor(1) as executor:
             intake = Intake(
                 job_claims, outbox, BytePreparer(), executor, worker.admit,  # type: ignore[arg-type]
-                capacity=capacity, bulk_share=BulkShare(0.1, 1), is_alive=lambda: True,
+                n_slots=n_slots or capacity, capacity=capacity, bulk_share=BulkShare(0.1, 1), is_alive=lambda: True,
             )  # fmt: skip
             tasks = [asyncio.create_task(intake.run()), asyncio.create_task(outbox.run())]
             try:

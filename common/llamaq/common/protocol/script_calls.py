@@ -21,6 +21,13 @@ from llamaq.common.protocol.keys import GROUP, JobId, Keys
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+# How long a job that waits in a worker stays there although another worker has a free slot. The time doubles with each
+# attempt, up to the maximum.
+MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
+
+# Upper bound on the waiting entries of one stream that are examined for a worker with a free slot.
+MAX_WAITING_EXAMINED = 100
+
 # Approximate number of dead letters that are stored in each partition.
 MAX_DEAD = 1000
 
@@ -29,7 +36,7 @@ DEAD_TTL_S = 7 * 24 * 3600
 
 StreamEntries = list[tuple[bytes, dict[bytes, bytes]]]
 """The id and the fields of each entry of one stream."""
-ClaimCode = Literal["gone", "done", "ended", "stale"]
+ClaimCode = Literal["gone", "done", "ended", "stale", "left"]
 """Why a job was not claimed; claim.lua explains the values."""
 FlushCode = Literal["ok", "cancel", "lost"]
 """What a worker must do with a job after a flush; flush.lua explains the values."""
@@ -212,8 +219,8 @@ class Scripts:
         self._submit, self._claim, self._flush, self._finish, self._cancel, self._requeue = (
             redis.register_script(source(name)) for name in ("submit", "claim", "flush", "finish", "cancel", "requeue")
         )
-        self._read, self._reclaim, self._expire, self._due = (
-            redis.register_script(source(name)) for name in ("read", "reclaim", "expire", "due")
+        self._read, self._reclaim, self._movable, self._expire, self._due = (
+            redis.register_script(source(name)) for name in ("read", "reclaim", "movable", "expire", "due")
         )
         self._check_crash, self._bury, self._purge_dead_letter = (
             redis.register_script(source(name)) for name in ("check_crash", "bury", "purge_dead_letter")
@@ -365,8 +372,34 @@ class Scripts:
         reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, 0 if only_requeued else 1])
         return [_entry(entry) for entry in reply]
 
+    async def movable_jobs(self, queue: str, partition: int, worker: str, count: int) -> list[tuple[Claim, int]]:
+        """Return jobs that wait for a slot in other workers, and the numbers of their attempts.
+
+        Args:
+            queue: Name of the queue.
+            partition: The partition.
+            worker: Id of the worker that has a free slot.
+            count: Number of jobs to return at most.
+        """
+        reply = await self._movable(
+            keys=[self._keys.jobs(queue, partition, priority) for priority in Priority],
+            args=[GROUP, worker, count, MAX_WAITING_EXAMINED, int(MOVE_AFTER_S * 1000), int(MAX_MOVE_AFTER_S * 1000)],
+        )
+        return [
+            (Claim(job_id.decode(), stream.decode(), entry.decode()), int(attempt))
+            for stream, entry, job_id, attempt in reply
+        ]
+
     async def claim_job(
-        self, claim: Claim, worker: str, lease_ms: int, *, from_attempt: int | None = None, at_risk: bool = True
+        self,
+        claim: Claim,
+        worker: str,
+        lease_ms: int,
+        *,
+        from_attempt: int | None = None,
+        at_risk: bool = True,
+        model: str = "",
+        restart_other_model: bool = False,
     ) -> Attempt | ClaimCode:
         """Claim a job whose entry a worker has read: begin a new attempt, without a slot so far.
 
@@ -377,6 +410,9 @@ class Scripts:
             from_attempt: Number of the attempt that waits for a slot in another worker. The job is claimed only if it
                 still waits there. None: the worker has taken the entry.
             at_risk: Whether the worker prepares the job at once, so that a crash of the worker counts against the job.
+            model: Fingerprint of the worker's model. Empty: not known.
+            restart_other_model: Whether a job that another model has begun starts again. Otherwise it is left to the
+                workers of that model.
 
         Returns:
             The attempt. A code if the job was not claimed.
@@ -394,6 +430,8 @@ class Scripts:
                 finished_without_run(FinishReason.DEADLINE),
                 "" if from_attempt is None else from_attempt,
                 int(at_risk),
+                model,
+                int(restart_other_model),
             ],
         )
         if reply[0] == b"run":

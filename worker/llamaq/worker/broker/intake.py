@@ -45,7 +45,8 @@ class Intake:
     `JobClaims` claims the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers them. The
     outbox also stores in Redis when a job has a slot: until then it waits.
 
-    Jobs that other workers requeued or lost are claimed before new jobs. Bulk jobs never keep interactive jobs waiting
+    Jobs that other workers requeued or lost are claimed before new jobs. Without new jobs, a worker with a free slot takes
+    jobs that wait for a slot in other workers. Bulk jobs never keep interactive jobs waiting
     in Redis. A worker that is full of bulk jobs still claims interactive jobs. The surplus bulk jobs are then preempted
     or requeued. A worker that is full of interactive jobs still claims the few bulk jobs that `BulkShare` asks for,
     so that the scheduler can give them their share of the slots.
@@ -65,6 +66,7 @@ class Intake:
         executor: Executor,
         admit: Callable[[Job], None],
         *,
+        n_slots: int,
         capacity: int,
         bulk_share: BulkShare,
         is_alive: Callable[[], bool],
@@ -77,6 +79,7 @@ class Intake:
             preparer: Prepares claimed jobs.
             executor: Its threads run the preparer.
             admit: Passes a prepared job to the engine thread, without blocking.
+            n_slots: The slots of this worker.
             capacity: Upper bound on the jobs that this worker has claimed at a time: its slots plus a small window.
             bulk_share: Decides how many bulk jobs are claimed although interactive jobs wait.
             is_alive: Returns whether the engine runs ticks. No job is claimed while the engine hangs.
@@ -90,7 +93,9 @@ class Intake:
         self._bulk_share = bulk_share
         self._is_alive = is_alive
         self._clock = asyncio.get_running_loop().time
+        self._n_slots = n_slots
         self._reclaimed_s = -BLOCK_S
+        self._moved_s = -BLOCK_S
         self._suspect_deadline_s: float | None = None
         """Time at which the running jobs are requeued, so that a waiting suspect can start. It is set when the first
         suspect begins to wait, and reset to None when other jobs are claimed."""
@@ -113,6 +118,11 @@ class Intake:
     def bulk_room(self) -> int:
         """How many bulk jobs may be claimed although interactive jobs fill this worker."""
         return self._bulk_share.n_to_claim(self._outbox.n_claimed - self._outbox.n_interactive + self._n_starting)
+
+    @property
+    def n_free_slots(self) -> int:
+        """Number of slots that no claimed job will take."""
+        return self._n_slots - self._outbox.n_claimed - self._n_starting
 
     async def run(self) -> None:
         """Claim jobs until cancelled."""
@@ -144,8 +154,21 @@ class Intake:
                 return await self._select_startable(reclaimed)
         if self.room <= 0:
             return await self._read_although_full()
-        block_s = self._reclaimed_s + BLOCK_S - self._clock()
-        return await self._job_claims.claim(self.room, block_s=max(block_s, MIN_BLOCK_S))
+        claims = await self._job_claims.read(self.room)
+        if not claims and not await self._move_jobs():
+            await self._job_claims.wait(max(self._reclaimed_s + BLOCK_S - self._clock(), MIN_BLOCK_S))
+        return claims
+
+    async def _move_jobs(self) -> bool:
+        """Claim jobs that wait for a slot in other workers, if this worker has free slots. Returns whether it did."""
+        if self.n_free_slots <= 0 or self._clock() < self._moved_s + BLOCK_S:
+            return False
+        self._moved_s = self._clock()
+        found = await self._job_claims.movable(self.n_free_slots)
+        for claim, attempt in found:
+            log.info("job.moved_here id=%s", claim.job_id)
+            self._start_soon(claim, from_attempt=attempt)
+        return bool(found)
 
     async def _reclaim(self) -> list[Claim]:
         """Take entries that were requeued or whose lease has expired.
@@ -166,7 +189,7 @@ class Intake:
         This polls Redis, because a blocking read would not notice when a slot becomes free.
         """
         for priority, room in self._room_although_full():
-            if claims := await self._job_claims.claim_now(room, priority):
+            if claims := await self._job_claims.read(room, [priority]):
                 return claims
         await self._wait_for_room(FULL_POLL_S)
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
@@ -49,7 +50,17 @@ class JobClaims:
     """
 
     def __init__(
-        self, redis: Redis, keys: Keys, *, queue: str, partitions: int, worker_id: str, lease_s: float, max_crashes: int
+        self,
+        redis: Redis,
+        keys: Keys,
+        *,
+        queue: str,
+        partitions: int,
+        worker_id: str,
+        lease_s: float,
+        max_crashes: int,
+        model: str = "",
+        restart_other_model: bool = False,
     ) -> None:
         """Create the object. `open` must be called before any other method.
 
@@ -61,31 +72,46 @@ class JobClaims:
             worker_id: The id of this worker.
             lease_s: Time after which a lease expires if it is not renewed, in seconds. Then the job may be reclaimed.
             max_crashes: A job fails after this many crashes in a row, if no token was stored between the crashes.
+            model: The fingerprint of this worker's model. Empty: not known.
+            restart_other_model: Whether a job that another model has begun starts again. Otherwise it is left to the
+                workers of that model.
         """
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys)
         self._queue = queue
+        self._partitions = range(partitions)
         self._streams = JobStreams(redis, keys, queue=queue, partitions=partitions, lease_s=lease_s)
         self._worker_id = worker_id
         self._lease_ms = int(lease_s * 1000)
         self._max_crashes = max_crashes
+        self._model = model
+        self._restart_other_model = restart_other_model
 
     async def open(self) -> None:
         """Create the consumer groups."""
         await self._streams.open()
 
-    async def claim(self, count: int, *, block_s: float) -> list[Claim]:
-        """Read up to `count` new entries, interactive jobs first. Waits up to `block_s` seconds for the first entry."""
-        found = await self._streams.read(count)
-        if not found:
-            await self._streams.wait(block_s)
-            found = await self._streams.read(count)
-        return await self._accept_all(found)
+    async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[Claim]:
+        """Read up to `count` new entries, interactive jobs first, without a wait."""
+        return await self._accept_all(await self._streams.read(count, priorities))
 
-    async def claim_now(self, count: int, priority: Priority) -> list[Claim]:
-        """Read up to `count` new entries of jobs of this priority, without a wait."""
-        return await self._accept_all(await self._streams.read(count, [priority]))
+    async def wait(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` seconds for a new entry. May return earlier without one."""
+        await self._streams.wait(timeout_s)
+
+    async def movable(self, count: int) -> list[tuple[Claim, int]]:
+        """Return up to `count` jobs that wait for a slot in other workers, and the numbers of their attempts."""
+
+        async def find(partition: int) -> list[tuple[Claim, int]]:
+            try:
+                return await self._scripts.movable_jobs(self._queue, partition, self._worker_id, count)
+            except RedisError as exc:  # on a cluster, the other partitions may answer
+                log.debug("jobs.not_searched partition=%d error=%r", partition, exc)
+                return []
+
+        found = await asyncio.gather(*map(find, self._partitions))
+        return [one for jobs in found for one in jobs][:count]
 
     async def reclaim(
         self, count: int, priorities: Sequence[Priority] = tuple(Priority), *, only_requeued: bool = False
@@ -169,8 +195,8 @@ class JobClaims:
 
         Returns:
             The claimed job. None when the job does not exist, has ended, was cancelled, has reached a deadline, no
-            longer waits in `from_attempt`, or is unusable. The entry of a missing or unusable job is moved to the dead
-            letters.
+            longer waits in `from_attempt`, was begun by another model, or is unusable. The entry of a missing or
+            unusable job is moved to the dead letters.
 
         Raises:
             RedisError: Redis is unreachable, or refuses writes.
@@ -178,7 +204,13 @@ class JobClaims:
         claimed_s = time.monotonic()
         try:
             outcome = await self._scripts.claim_job(
-                claim, self._worker_id, self._lease_ms, from_attempt=from_attempt, at_risk=at_risk
+                claim,
+                self._worker_id,
+                self._lease_ms,
+                from_attempt=from_attempt,
+                at_risk=at_risk,
+                model=self._model,
+                restart_other_model=self._restart_other_model,
             )
         except (ResponseError, ValueError, LookupError) as exc:
             if refuses_writes(exc):
@@ -191,6 +223,8 @@ class JobClaims:
                 return ClaimedJob(claim, outcome, published, _times(outcome, claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published)}"
             await self._bury(claim, outcome.number, f"the job's events are damaged: {counts}")
+        elif outcome == "left":
+            log.info("job.left id=%s: another model has begun it (--other-model)", claim.job_id)
         elif outcome == "gone":
             await self._dead_letter(
                 claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, "the job does not exist"

@@ -1,0 +1,117 @@
+"""Jobs that wait for a slot move to a worker that has one, and interrupted jobs do not wait behind bulk jobs."""
+
+from __future__ import annotations
+
+import pytest
+from tests.worker.broker.test_suspects import until, until_true, working
+
+from llamaq.common.protocol import script_calls
+from llamaq.common.protocol.job_outcome import JobState
+from llamaq.producer import AsyncClient
+from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.worker.broker import intake as intake_module
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time that a job stays with its first worker, and the time between two searches."""
+    monkeypatch.setattr(script_calls, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(intake_module, "BLOCK_S", 0.05)
+
+
+async def test_jobs_that_wait_for_a_slot_move_to_a_worker_with_free_slots(
+    redis_url: str, queue: str, short_waits: None
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, working(redis_url, queue, capacity=3, n_slots=1) as busy:
+        running, *waiting = [await client.submit(f"job {number}") for number in range(3)]
+        await until(lambda: len(busy.admitted) == 3)
+        await until_true(lambda: _is_running(running))
+        depth = await client.queue_depth()
+        assert (depth.waiting, depth.running) == (2, 1)
+        async with working(redis_url, queue, "w2", n_slots=2) as idle:
+            await until(lambda: {job.id for job in waiting} == set(idle.admitted))
+            await until(lambda: list(busy.admitted) == [running.id])
+            for job in waiting:
+                await until_true(lambda job=job: _is_running(job))
+                status = await job.status()
+                assert (status.worker, status.attempt, status.crashes) == ("w2", 2, 0)
+                idle.generate(job)
+                idle.end(job)
+                assert (await job.result(timeout=10)).tokens == (65,)
+
+
+async def _is_running(job: object) -> bool:
+    status = await job.status()  # type: ignore[attr-defined]
+    return bool(status.state is JobState.RUNNING)
+
+
+async def test_a_job_stays_with_its_worker_at_first_and_longer_after_each_move(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        claim = await worker.claim()
+        assert claim is not None
+        await worker.scripts.claim_job(claim, "first", LEASE_MS)
+        key = client.keys.of_job(job.id).job
+
+        async def move(attempt: int, claimed_s_ago: float) -> bool:
+            seconds, micros = await worker.redis.time()
+            claimed_ms = int(seconds * 1000 + micros / 1000 - claimed_s_ago * 1000)
+            await worker.redis.hset(key, mapping={"attempt": attempt, "claimed_ms": claimed_ms})
+            return bool(await worker.scripts.movable_jobs(queue, 0, "second", 10))
+
+        assert [await move(1, seconds) for seconds in (0, 0.5, 1.1)] == [False, False, True]
+        assert [await move(3, seconds) for seconds in (1.1, 3.5, 4.1)] == [False, False, True]
+        assert await move(50, 31)
+        assert await worker.scripts.movable_jobs(queue, 0, "first", 10) == [], "the worker that has the job"
+        await worker.redis.hset(key, "crashes", "1")
+        assert not await move(1, 10), "a suspect is not moved"
+
+
+async def test_a_move_counts_as_a_crash_until_the_first_worker_shows_that_it_is_alive(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        first = await worker.start_next()
+        claim = first.claim
+        assert await worker.scripts.claim_job(claim, "second", LEASE_MS, from_attempt=1) == "stale", "it has a slot"
+        await worker.scripts.requeue(claim, first.number, worker.name)
+        again = await worker.begin(claim)
+        assert again is not None
+        await client.redis.hset(client.keys.of_job(job.id).job, "status", "queued")  # as before its slot
+        moved = await worker.scripts.claim_job(claim, "second", LEASE_MS, from_attempt=again.number)
+        assert not isinstance(moved, str)
+        assert (await job.status()).crashes == 1
+        assert (await again.emit([1], "a")).code == "lost"
+        assert (await job.status()).crashes == 0
+
+
+async def test_an_interrupted_interactive_job_is_taken_although_bulk_jobs_fill_the_worker(
+    redis_url: str, queue: str, short_waits: None
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as other:
+        interrupted = await client.submit("interactive")
+        attempt = await other.start_next()
+        await attempt.emit([7], "x")
+        async with working(redis_url, queue, capacity=2, n_slots=1) as worker:
+            for _ in range(4):
+                await client.submit("bulk", priority="bulk")
+            await until(lambda: len(worker.admitted) == 2)
+            await other.scripts.requeue(attempt.claim, attempt.number, other.name)
+            await until(lambda: interrupted.id in worker.admitted)
+            assert worker.admitted[interrupted.id].resumed == [7]
+
+
+async def test_the_lease_of_the_holder_counts_and_not_that_of_the_taker(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        slow, fast = await client.submit("slow"), await client.submit("fast")
+        stream = client.keys.of_job(slow.id).interactive
+        for lease_ms in (60_000, 20):
+            claim = await worker.claim()
+            assert claim is not None
+            assert not isinstance(await worker.scripts.claim_job(claim, f"lease {lease_ms}", lease_ms), str)
+        taken = []
+        while not taken:
+            taken = await worker.scripts.reclaim(stream, 10, 10, only_requeued=False)
+        assert [fields[b"id"].decode() for _, fields in taken] == [fast.id]
+        assert await worker.scripts.reclaim(stream, 10, 10, only_requeued=True) == []
