@@ -59,6 +59,7 @@ def test_any_bytes_decode_to_a_request_or_raise_invalid_request(data: bytes) -> 
 def test_any_bytes_decode_to_an_event_an_output_or_a_model_or_raise_protocol_error(data: bytes) -> None:
     for decode in (
         codec.decode_event,
+        codec.decode_streamed,
         codec.decode_output,
         lambda data: codec.decode_model(JobStats, data),
         lambda data: codec.decode_model(Worker, data),
@@ -116,6 +117,44 @@ def test_decoded_tokens_and_outputs_equal_the_encoded_ones(
     event = Tokens(offset=offset, tokens=tuple(tokens), text_offset=chars, text=text)
     assert codec.decode_event(codec.encode_tokens(offset, tokens, chars, text)) == event
     assert codec.decode_output(codec.encode_output(text, tokens)) == (text, tuple(tokens))
+
+
+@given(st.text(), st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31), st.integers(0, 2**31))
+def test_a_streamed_tokens_event_has_the_content_of_the_model(
+    text: str, tokens: list[int], offset: int, chars: int
+) -> None:
+    data = codec.encode_tokens(offset, tokens, chars, text)
+    model = codec.decode_event(data)
+    assert isinstance(model, Tokens)
+    assert codec.decode_streamed(data) == (model.offset, model.tokens, model.text_offset, model.text)
+    assert codec.is_tokens_event(data)
+
+
+@given(
+    st.one_of(
+        st.builds(Started, attempt=st.integers(1, 9), worker=st.text()),
+        st.builds(Failed, code=st.text(), message=st.text()),
+    )
+)
+def test_other_streamed_events_are_models(event: Any) -> None:
+    data = codec.encode_event(event)
+    assert codec.decode_streamed(data) == event
+    assert not codec.is_tokens_event(data)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"offset": -1}, {"offset": "1"}, {"offset": None}, {"offset": True}, {"text_offset": -1}, {"text_offset": 1.5},
+        {"tokens": None}, {"tokens": 5}, {"tokens": [1, "2"]}, {"tokens": [-1]}, {"tokens": [2**31]}, {"tokens": [True]},
+        {"text": None}, {"text": b"x"}, {"text": ["x"]},
+    ],
+)  # fmt: skip
+def test_a_streamed_tokens_event_with_a_wrong_field_is_refused(wrong: dict[str, Any]) -> None:
+    event = {"type": "tokens", "offset": 0, "tokens": [1], "text_offset": 0, "text": "x"}
+    assert codec.decode_streamed(msgpack.packb(event)) == (0, (1,), 0, "x")
+    with pytest.raises(ProtocolError, match="not an event"):
+        codec.decode_streamed(msgpack.packb(event | wrong))
 
 
 def test_defaults_are_not_encoded() -> None:

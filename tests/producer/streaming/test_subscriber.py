@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.job_events import TokenSpan
@@ -125,6 +126,7 @@ class LossyDispatch:
 async def test_streams_are_complete_when_messages_are_lost_repeated_or_damaged(
     redis_url: str, queue: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    look_often(monkeypatch)
     lossy = LossyDispatch(monkeypatch, seed)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await submit_and_start(client, worker)
@@ -168,6 +170,29 @@ async def test_a_stream_without_any_message_is_still_complete(
         await attempt.finish()
         check_output(await reader, 20)
         assert len((await result).tokens) == 20
+
+
+async def test_a_job_with_a_damaged_hash_fails_alone(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_often(monkeypatch)
+    monkeypatch.setattr(PubSubConnection, "_dispatch", lambda *_: None)  # only polls show progress
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await submit_and_start(client, worker)
+        damaged, strange = await client.submit("x"), await client.submit("x")
+        failing = [asyncio.create_task(damaged.result()), asyncio.create_task(read_all(damaged))]
+        failing += [asyncio.create_task(strange.result()), asyncio.create_task(read_all(strange))]
+        reader = asyncio.create_task(read_all(job))
+        await asyncio.sleep(0.01)
+        await client.redis.set(client.keys.of_job(damaged.id).job, "no hash")
+        await client.redis.hset(client.keys.of_job(strange.id).job, "generated", "many")
+        await emit(attempt, 10)
+        outcomes: list[Any] = await asyncio.gather(*failing, return_exceptions=True)
+        assert [type(one) for one in outcomes] == [ResponseError, ResponseError, ProtocolError, ProtocolError]
+        assert [one.job_id for one in outcomes] == [damaged.id, damaged.id, strange.id, strange.id]
+        await emit(attempt, 10)
+        await attempt.finish()
+        check_output(await reader, 20)
 
 
 async def kill_subscriptions(client: AsyncClient) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.job_outcome import JobState
 
 STATE_FIELDS = ("status", "generated", "started_ms", "queue_deadline_ms", "deadline_ms")
@@ -29,11 +30,15 @@ class StoredState(NamedTuple):
 
 
 def read_state(values: Sequence[bytes | None]) -> StoredState:
-    """Return the state of a job from the values of `STATE_FIELDS`."""
+    """Return the state of a job from the values of `STATE_FIELDS`. Raises `ProtocolError` if one is not a number."""
     status, generated, started, queue_deadline, deadline = values
+    try:
+        n_tokens, queue_deadline_ms, deadline_ms = (int(value or 0) for value in (generated, queue_deadline, deadline))
+    except ValueError as exc:
+        raise ProtocolError(f"a field of the job's hash is not a number: {exc}") from exc
     due = [
-        int(queue_deadline or 0) if started is None else 0,
-        int(deadline or 0) + (RUNNING_GRACE_MS if deadline not in (None, b"0") and status == _RUNNING else 0),
+        queue_deadline_ms if started is None else 0,
+        deadline_ms + RUNNING_GRACE_MS if deadline_ms and status == _RUNNING else deadline_ms,
     ]
     given = [time_ms for time_ms in due if time_ms > 0]
-    return StoredState(status, int(generated or 0), min(given) if given and status in _OPEN else None)
+    return StoredState(status, n_tokens, min(given) if given and status in _OPEN else None)

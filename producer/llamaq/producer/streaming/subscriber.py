@@ -217,12 +217,17 @@ class Subscriber:
                 pipe.hmget(listener.keys.job, *STATE_FIELDS)
             replies = await pipe.execute(raise_on_error=False)
         for listener, reply in zip(listeners, replies, strict=True):
-            if not isinstance(reply, Exception):
+            try:
+                if isinstance(reply, Exception):
+                    raise reply
                 listener.update_state(read_state(reply))
-            elif is_job_key_error(reply):
-                listener.fail(ProtocolError(f"job {listener.job_id} cannot be read: {reply}"))
-            elif isinstance(reply, RedisError):
-                self._outage.record_failure(reply)
+            except RedisError as exc:
+                if is_job_key_error(exc):
+                    listener.fail(exc)
+                else:
+                    self._outage.record_failure(exc)
+            except ProtocolError as exc:
+                listener.fail(exc)
 
 
 def _tag_of(channel: bytes) -> bytes:
