@@ -48,6 +48,7 @@ def test_a_snapshot_counts_prompt_and_generated_tokens_separately() -> None:
         "index": 0,
         "state": "prefill",
         "job_id": "j1",
+        "cached_tokens": 0,
         "prompt_tokens": 8,
         "prefilled_tokens": 8,
         "generated_tokens": 2,

@@ -526,7 +526,7 @@ def test_the_stats_of_a_job_measure_its_attempt() -> None:
         seq_id=outputs[-1].stats.seq_id if isinstance(outputs[-1], JobEnded) else None,
         slot=0,
         worker="w1",
-        mode="result",
+        mode="generate",
     )
 
 

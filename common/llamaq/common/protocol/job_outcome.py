@@ -88,6 +88,14 @@ class JobStats(WireModel):
         description="The farthest tier that reused tokens came from: `running`, `device`, `host` or `disk`. "
         "None: no token was reused.",
     )
+    prefix_cache_seq_id: int | None = Field(
+        None,
+        description="Sequence of llama.cpp that reused tokens were copied from. None: no token was copied on the "
+        "device.",
+    )
+    evicted_tokens: int = Field(
+        0, description="Number of cached tokens that were evicted from the device to make room for the job."
+    )
     queue_ms: float = Field(
         0.0, description="Milliseconds from submit to the first slot, or to the end of a job that never had one."
     )
@@ -96,8 +104,10 @@ class JobStats(WireModel):
     )
     slot: int | None = Field(None, description="Index of the slot that the job ran in. None: it never had a slot.")
     worker: str | None = Field(None, description="Id of the worker that ran the job. None: no worker ran it.")
-    mode: Literal["stream", "result"] = Field(
-        "stream", description="`stream` if the job published an event for the tokens of each tick, else `result`."
+    mode: Literal["stream", "generate"] = Field(
+        "stream",
+        description="`stream` if the job published an event for the tokens of each tick, else `generate`: the call "
+        "`generate`, `chat`, or a submit with `stream=False`.",
     )
 
 

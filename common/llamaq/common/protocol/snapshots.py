@@ -50,6 +50,9 @@ class SlotSnapshot(WireModel):
     state: str = Field(description="State of the slot: `idle`, `follow`, `load`, `prefill` or `decode`.")
     job_id: str | None = Field(None, description="Id of the running job. None: the slot is free.")
     prompt_tokens: int = Field(0, description="Number of tokens in the prompt of the running job.")
+    cached_tokens: int = Field(
+        0, description="Number of tokens that the running job reused from the prefix cache and did not compute."
+    )
     prefilled_tokens: int = Field(
         0, description="Number of prompt tokens whose KV cells the running job has: computed or reused."
     )

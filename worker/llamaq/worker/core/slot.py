@@ -8,6 +8,7 @@ from enum import Enum
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.snapshots import SlotSnapshot
+from llamaq.worker.core.admission import Admission
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, pack
@@ -67,6 +68,8 @@ class Run:
     """Number of tokens in `n_past` whose cells were copied or loaded, not computed."""
     tier: CacheTier | None = None
     """The tier that the cached tokens came from. With several tiers: the one farthest from the device."""
+    admission: Admission = field(default_factory=Admission)
+    """What the admission found in the prefix cache, and what it evicted."""
     is_released: bool = False
     """Whether the run has left its slot."""
     admitted_s: float = 0.0
@@ -156,6 +159,7 @@ class Slot:
             state=self.state.value,
             job_id=run.job.id,
             prompt_tokens=run.n_prompt,
+            cached_tokens=run.cached_tokens,
             prefilled_tokens=min(run.n_past, run.n_prompt),
             generated_tokens=run.n_generated,
             content_tokens=run.n_past,

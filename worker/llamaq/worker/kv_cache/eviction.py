@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from llamaq.worker.core.admission import Evicted
 from llamaq.worker.kv_cache.cached_prefix_index import Entry, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup
@@ -54,6 +55,7 @@ class Eviction:
         self._drop = drop
         self._held_cells = pool.n_cells if held_cells is None else held_cells
         self._needs_trim = False
+        self._evicted_for_jobs: list[Evicted] = []
         self.n_evicted = 0
 
     # ---- room for a waiting job or a restored entry
@@ -71,9 +73,15 @@ class Eviction:
                 return Room.UNAVAILABLE
             if self._is_enough_in_transfer(self._missing_cells(candidate)):
                 return Room.PENDING
-            self.evict_coldest()
+            if (entry := self.evict_coldest()) is not None:
+                self._evicted_for_jobs.append(Evicted(entry.seq_id, entry.n_tokens))
             self._refresh(candidate)
         return Room.AVAILABLE
+
+    def take_evicted(self) -> tuple[Evicted, ...]:
+        """Return what `make_room` has evicted for waiting jobs since the last call."""
+        evicted, self._evicted_for_jobs = tuple(self._evicted_for_jobs), []
+        return evicted
 
     def make_room_for_entry(self, n_cells: int) -> Room:
         """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries to make room."""
@@ -160,13 +168,18 @@ class Eviction:
 
     # ---- one entry
 
-    def evict_coldest(self) -> None:
-        """Start to save the least recently used entry. If there is nothing to save, remove the entry at once."""
+    def evict_coldest(self) -> Entry | None:
+        """Start to save the least recently used entry. If there is nothing to save, remove the entry at once.
+
+        Returns:
+            The entry, or None when there is none.
+        """
         if (entry := self._cache.coldest()) is not None:
             self.n_evicted += 1
             entry.in_transfer = True
             if not self._offload.start_save(entry):
                 self._drop(entry)
+        return entry
 
     def drop_coldest(self) -> bool:
         """Remove the least recently used entry at once, without saving it. Returns False when there is no entry."""

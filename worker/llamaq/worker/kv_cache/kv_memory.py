@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.snapshots import CacheSnapshot
+from llamaq.worker.core.admission import Admission
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
@@ -116,6 +117,9 @@ class KvMemory:
         job, hit = candidate.job, candidate.hit
         adopted = self._eviction.adoptable(candidate)
         slot = self._pool.acquire(job, now_s, adopted.seq_id if adopted else None)
+        source = hit.leader or hit.source
+        seq_id = source.seq_id if source else None
+        slot.active.admission = Admission(hit.n_tokens, hit.tier, seq_id, self._eviction.take_evicted())
         if adopted:
             self._adopt(slot.active, adopted, hit.n_held)
             hit = PrefixHit(stored=hit.stored)

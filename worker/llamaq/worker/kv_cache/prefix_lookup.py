@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
 from llamaq.worker.core.slot import Run
@@ -43,6 +44,15 @@ class PrefixHit:
     def n_tokens(self) -> int:
         """Number of tokens of the prompt that this job need not compute."""
         return max(self.n_held, self.n_coming, self.stored.n_tokens if self.stored else 0)
+
+    @property
+    def tier(self) -> CacheTier | None:
+        """The farthest tier that has some of these tokens. None: no token can be reused."""
+        if self.stored:
+            return self.stored.tier
+        if self.leader or isinstance(self.source, Run):
+            return CacheTier.RUNNING
+        return CacheTier.DEVICE if self.source else None
 
     @property
     def may_grow(self) -> bool:

@@ -23,7 +23,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         now_s: The time on the scheduler's clock.
         worker: The id of this worker.
     """
-    mode = "stream" if job.request.stream else "result"
+    mode = "stream" if job.request.stream else "generate"
     stats = JobStats(
         prompt_tokens=len(job.prompt),
         generated_tokens=len(job.resumed),
@@ -40,6 +40,8 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         "prefix_cache_tokens": run.cached_tokens,
         "prefix_cache_ratio": round(run.cached_tokens / (run.n_prompt + len(job.resumed)), 4),
         "prefix_cache_tier": run.tier if run.cached_tokens else None,
+        "prefix_cache_seq_id": run.admission.seq_id if run.cached_tokens else None,
+        "evicted_tokens": run.admission.evicted_tokens,
         "seq_id": run.seq_id,
         "slot": slot.index,
     }

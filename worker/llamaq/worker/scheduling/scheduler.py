@@ -304,7 +304,8 @@ class Scheduler:
         slot = self._memory.admit(candidate, now_s)
         candidate.job.times.start(now_s)
         self._outputs.append(SlotAcquired(candidate.job))
-        log.info("job.admitted id=%s slot=%d state=%s", candidate.job.id, slot.index, slot.state.value)
+        run = slot.active
+        log.info("job.admitted id=%s slot=%d prompt_tokens=%d %s", run.job.id, slot.index, run.n_prompt, run.admission)
 
     def _record_tick(self) -> None:
         """Count the slots that the tick used, for the share of bulk jobs."""

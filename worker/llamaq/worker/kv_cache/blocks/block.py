@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cell_buffers import Data, footprint
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
 
@@ -116,6 +117,11 @@ class StoredPrefix:
 
     def __bool__(self) -> bool:
         return self.n_tokens > 0
+
+    @property
+    def tier(self) -> CacheTier:
+        """The farthest tier that the blocks must be loaded from."""
+        return CacheTier.DISK if any(block.data is None for block in self.blocks) else CacheTier.HOST
 
 
 @dataclass(frozen=True, slots=True)
