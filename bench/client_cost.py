@@ -20,10 +20,12 @@ from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
-STREAM_COUNTS, TOKENS_PER_S, N_TOKENS, QUICK_N_TOKENS = (1, 400), 20.0, 100, 5
+STREAM_COUNTS, QUICK_STREAM_COUNTS = (1, 400), (1, 20)
+TOKENS_PER_S, N_TOKENS, QUICK_N_TOKENS = 20.0, 100, 5
 N_WARM_UP_TOKENS = 20
+LEASE_MS = 60_000
 N_WAITERS, QUICK_N_WAITERS = 10_000, 200
-SETTLE_S, WATCH_S, QUICK_SETTLE_S, QUICK_WATCH_S = 40.0, 20.0, 0.2, 0.5
+STARTED_S, FIRST_S, LATER_S, QUICK_S = 3.0, 30.0, 60.0, 0.3
 PROMPT_TOKENS, QUICK_PROMPT_TOKENS = 800_000, 20_000
 
 
@@ -44,7 +46,7 @@ async def write_tokens(url: str, queue: str, n_jobs: int, n_tokens: int) -> None
 
 async def _flush(worker: FakeWorker, attempts: list[FakeAttempt], number: int) -> None:
     increments = [attempt.increment([number], " word", offset=number) for attempt in attempts]
-    await worker.scripts.flush(worker.name, increments, lease_ms=60_000, renew=False)
+    await worker.scripts.flush(worker.name, increments, lease_ms=LEASE_MS, renew=False)
     for attempt in attempts:
         attempt.text += " word"
         attempt.stored = number + 1
@@ -75,7 +77,7 @@ async def time_streams(client: AsyncClient, n_jobs: int, n_tokens: int) -> dict[
         for job in jobs:
             tasks.create_task(readers.read(job))
     used_s = readers.used_s[n_all] - readers.used_s[n_warm_up]
-    return {"tokens": readers.n_tokens, "cpu_us_per_token": used_s / (n_all - n_warm_up) * 1e6}
+    return {"tokens": n_all - n_warm_up, "cpu_us_per_token": used_s / (n_all - n_warm_up) * 1e6}
 
 
 @asynccontextmanager
@@ -92,15 +94,15 @@ async def _writing(client: AsyncClient, n_jobs: int, n_tokens: int) -> AsyncIter
             await process.wait()
 
 
-async def time_idle_waiters(client: AsyncClient, n_jobs: int, settle_s: float, watch_s: float) -> dict[str, float]:
+async def time_idle_waiters(client: AsyncClient, n_jobs: int, first_s: float, later_s: float) -> dict[str, float]:
     """Return the share of one core that this number of calls of `result` use while no job makes progress."""
     jobs = [await client.submit("x") for _ in range(n_jobs)]
     waiting = [asyncio.create_task(job.result(timeout=3600)) for job in jobs]
-    while client.subscriber.n_confirmed < n_jobs:
+    while client.subscriber.n_confirmed < n_jobs:  # noqa: ASYNC110  # there is no event to await
         await asyncio.sleep(0.05)
-    await asyncio.sleep(0.1)
-    first = await _core_share(settle_s)
-    later = await _core_share(watch_s)
+    await asyncio.sleep(STARTED_S)  # the first read of each job
+    first = await _core_share(first_s)
+    later = await _core_share(later_s)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -141,13 +143,13 @@ async def measure_round(url: str, number: int, plan: Plan) -> dict[str, Any]:
     """Run one round and return its figures."""
     n_tokens = QUICK_N_TOKENS if plan.quick else N_TOKENS
     n_waiters = QUICK_N_WAITERS if plan.quick else N_WAITERS
-    settle_s, watch_s = (QUICK_SETTLE_S, QUICK_WATCH_S) if plan.quick else (SETTLE_S, WATCH_S)
+    first_s, later_s = (QUICK_S, QUICK_S) if plan.quick else (FIRST_S, LATER_S)
     figures: dict[str, Any] = {"streams": {}}
-    for n_streams in STREAM_COUNTS:
+    for n_streams in QUICK_STREAM_COUNTS if plan.quick else STREAM_COUNTS:
         async with AsyncClient(url, f"streams-{number}-{n_streams}") as client:
             figures["streams"][str(n_streams)] = await time_streams(client, n_streams, n_tokens)
     async with AsyncClient(url, f"waiters-{number}") as client:
-        figures["idle_waiters"] = await time_idle_waiters(client, n_waiters, settle_s, watch_s)
+        figures["idle_waiters"] = await time_idle_waiters(client, n_waiters, first_s, later_s)
     async with AsyncClient(url, f"prompt-{number}", max_request_bytes=64 * 1024 * 1024) as client:
         figures["long_prompt"] = await time_long_prompt(client, QUICK_PROMPT_TOKENS if plan.quick else PROMPT_TOKENS)
     note(", ".join(f"{n} streams: {one['cpu_us_per_token']:.1f} us" for n, one in figures["streams"].items()))
@@ -161,7 +163,7 @@ def measure(plan: Plan) -> Figures:
     idle, prompt = figures["idle_waiters"], figures["long_prompt"]
     rows = [
         *((f"{n} streams, us of CPU per token", one["cpu_us_per_token"]) for n, one in figures["streams"].items()),
-        (f"{idle['waiters']} idle waiters, % of a core, first {SETTLE_S:.0f} s", idle["core_percent_first"]),
+        (f"{idle['waiters']} idle waiters, % of a core, first {FIRST_S:.0f} s", idle["core_percent_first"]),
         (f"{idle['waiters']} idle waiters, % of a core, later", idle["core_percent_later"]),
         (f"prompt of {prompt['prompt_tokens']} tokens, ms in which the loop stands still", prompt["loop_blocked_ms"]),
     ]

@@ -124,6 +124,14 @@ def test_the_cost_of_the_cache_is_measured_with_prompts_that_share_no_prefix() -
     assert sides["held-256"]["cache"]["entries"] > sides["held-0"]["cache"]["entries"]
 
 
+def test_the_cost_of_a_client_is_measured_for_streams_waiting_calls_and_long_prompts() -> None:
+    figures = run_quickly("client_cost")
+    assert [one["tokens"] for one in figures["streams"].values()] == [5, 100]
+    assert all(one["cpu_us_per_token"] > 0 for one in figures["streams"].values())
+    assert 0 < figures["idle_waiters"]["core_percent_later"] < 100
+    assert 0 < figures["long_prompt"]["loop_blocked_ms"] < figures["long_prompt"]["submit_ms"]
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads the processes of /proc")
 def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
     command = [sys.executable, str(ROOT / "bench" / "worker_concurrent.py"), "--model", "demo", "--rounds", "100"]

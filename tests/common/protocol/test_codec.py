@@ -130,12 +130,11 @@ def test_a_streamed_tokens_event_has_the_content_of_the_model(
     assert codec.is_tokens_event(data)
 
 
-@given(
-    st.one_of(
-        st.builds(Started, attempt=st.integers(1, 9), worker=st.text()),
-        st.builds(Failed, code=st.text(), message=st.text()),
-    )
-)
+started = st.builds(Started, attempt=st.integers(1, 9), worker=st.text())
+failed = st.builds(Failed, code=st.text(), message=st.text())
+
+
+@given(started | failed)
 def test_other_streamed_events_are_models(event: Any) -> None:
     data = codec.encode_event(event)
     assert codec.decode_streamed(data) == event
@@ -146,8 +145,8 @@ def test_other_streamed_events_are_models(event: Any) -> None:
     "wrong",
     [
         {"offset": -1}, {"offset": "1"}, {"offset": None}, {"offset": True}, {"text_offset": -1}, {"text_offset": 1.5},
-        {"tokens": None}, {"tokens": 5}, {"tokens": [1, "2"]}, {"tokens": [-1]}, {"tokens": [2**31]}, {"tokens": [True]},
-        {"text": None}, {"text": b"x"}, {"text": ["x"]},
+        {"tokens": None}, {"tokens": 5}, {"tokens": [1, "2"]}, {"tokens": [-1]}, {"tokens": [2**31]},
+        {"tokens": [True]}, {"text": None}, {"text": b"x"}, {"text": ["x"]},
     ],
 )  # fmt: skip
 def test_a_streamed_tokens_event_with_a_wrong_field_is_refused(wrong: dict[str, Any]) -> None:
