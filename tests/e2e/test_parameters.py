@@ -318,7 +318,7 @@ def test_a_job_without_a_stream_has_no_token_events(client: Client, demo: Served
     chunks = list(job.stream())
     result = job.result()
     assert [(chunk.text, chunk.tokens, chunk.offset) for chunk in chunks] == [(result.text, result.tokens, 0)]
-    assert result.stats.mode == "result"
+    assert result.stats.mode == "generate"
     assert events(demo, job.id) == ["started", "finished"]
 
 

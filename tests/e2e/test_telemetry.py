@@ -12,7 +12,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.snapshots import TickStats, Worker
-from llamaq.producer import Client, NoWorker
+from llamaq.producer import Client, JobFailed, JobOptions, NoWorker
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue
@@ -41,7 +41,7 @@ def test_the_stats_of_a_job_are_its_token_counts_times_and_rates(client: Client,
     assert stats.slot in range(demo.settings.n_parallel)
     assert stats.seq_id is not None
     assert stats.worker == client.workers()[0].card.worker
-    assert stats.mode == "result"
+    assert stats.mode == "generate"
 
 
 def test_queue_ms_is_the_time_that_a_job_waited(slow: ServedQueue, slow_client: Client, wait_for: Await) -> None:
@@ -65,7 +65,8 @@ def test_a_tick_measurement_has_the_documented_names(client: Client, demo: Serve
         job = client.submit(STORY, max_tokens=30, ignore_eos=True)
         stats = job.result().stats
     for tick in ticks:
-        assert set(tick) == {"name", *TickStats.model_fields}
+        assert set(tick) == {"name", "worker", *TickStats.model_fields}
+        assert tick["worker"] == stats.worker
         assert tick["batch_size"] == tick["decode_tokens"] + tick["prefill_tokens"]
         assert tick["eval_ms"] > 0
         assert tick["active_slots"] == 1
@@ -77,10 +78,29 @@ def test_a_tick_measurement_has_the_documented_names(client: Client, demo: Serve
 
 
 def test_a_hook_receives_the_stats_of_each_finished_job(client: Client, demo: ServedQueue, wait_for: Await) -> None:
-    stats = client.generate(STORY, max_tokens=5).stats
-    received = wait_for(lambda: [one for one in demo.measurements() if one.get("duration_ms") == stats.duration_ms])
-    assert received == [{"name": "request.done", **stats.model_dump(mode="json")}]
-    assert set(received[0]) == {"name", *JobStats.model_fields}
+    result = client.generate(STORY, max_tokens=5, ignore_eos=True, metadata={"user": "u1"})
+    received = wait_for(lambda: [one for one in demo.measurements() if one.get("job_id") == result.job_id])
+    ended = {"job_id": result.job_id, "finish_reason": "length", "error_code": None, "metadata": {"user": "u1"}}
+    assert received == [{"name": "request.done", **ended, **result.stats.model_dump(mode="json")}]
+    assert set(JobStats.model_fields) < set(received[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [({"logit_bias": {10**6: 1.0}}, "invalid_token"), ({"grammar": 'root ::= "' + chr(0x10FFFE) + '"'}, None)],
+)
+def test_a_hook_can_tell_a_failed_job(
+    client: Client, demo: ServedQueue, wait_for: Await, options: JobOptions, code: str | None
+) -> None:
+    job = client.submit(STORY, metadata={"user": "u2"}, **options)
+    try:
+        expected = (job.result().finish_reason.value, None)
+    except JobFailed as failed:
+        expected = (None, failed.code)
+    assert code in (None, expected[1])
+    (received,) = wait_for(lambda: [one for one in demo.measurements() if one.get("job_id") == job.id])
+    assert (received["finish_reason"], received["error_code"]) == expected
+    assert received["worker"] == client.workers()[0].card.worker
 
 
 def test_the_stats_stream_has_every_finished_job_newest_first(

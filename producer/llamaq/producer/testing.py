@@ -227,7 +227,7 @@ class FakeAttempt:
         stats = JobStats(
             generated_tokens=len(self.tokens),
             worker=self.worker.name,
-            mode="stream" if self.request.stream else "result",
+            mode="stream" if self.request.stream else "generate",
         )
         fields: dict[str, bytes | str] = {
             "finish_reason": reason.value,

@@ -16,7 +16,7 @@ from redis.exceptions import ResponseError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Failed, Started, Tokens
+from llamaq.common.protocol.job_events import Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_calls import Attempt, Claim, Scripts
@@ -27,6 +27,7 @@ from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, OutputMailbox
+from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 NEVER = Checkpoints(tokens=10**6, every_s=10**6)
@@ -39,7 +40,7 @@ class RecordingEngine:
 
     cancelled: list[str] = field(default_factory=list)
     released: list[tuple[str, int]] = field(default_factory=list)
-    finished: list[JobStats] = field(default_factory=list)
+    finished: list[EndedJob] = field(default_factory=list)
 
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)
@@ -47,8 +48,8 @@ class RecordingEngine:
     def release(self, job_id: str, attempt: int) -> None:
         self.released.append((job_id, attempt))
 
-    async def record(self, stats: JobStats) -> None:
-        self.finished.append(stats)
+    async def record(self, ended: EndedJob) -> None:
+        self.finished.append(ended)
 
 
 @dataclass
@@ -249,7 +250,7 @@ async def test_events_overwritten_before_the_end_of_a_job_are_written_again_with
         assert at.outbox.n_jobs == 0
         chunks = [chunk async for chunk in at.client.job(job.id).stream()]
         assert "".join(chunk.text for chunk in chunks) == (await job.result()).text == "abc"
-        assert at.engine.finished == [JobStats(generated_tokens=3)]
+        assert [(ended.job_id, ended.stats) for ended in at.engine.finished] == [(job.id, JobStats(generated_tokens=3))]
 
 
 async def test_a_rejected_job_ends_although_its_events_were_overwritten(redis_url: str, queue: str) -> None:

@@ -23,6 +23,7 @@ from llamaq.common.protocol.snapshots import Worker, WorkerCard
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.engine_loop.shared_state import SharedState
+from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 
 log = logging.getLogger(__name__)
@@ -138,14 +139,14 @@ class Heartbeat:
             tick_age_ms=int(self._ticks.tick_age_s * 1000),
         )
 
-    async def record_job(self, stats: JobStats) -> None:
-        """Record a finished job in the telemetry, and soon in the queue's stream of stats.
+    async def record_job(self, ended: EndedJob) -> None:
+        """Record the end of a job in the telemetry, and soon in the queue's stream of stats.
 
         The stream may be on another node of a cluster than the job. A node that is away must not delay the job's
         partition, so the stats are stored in the background.
         """
-        self._shared.telemetry.record_job(stats)
-        self._unstored_stats.append(stats)
+        self._shared.telemetry.record_job(ended)
+        self._unstored_stats.append(ended.stats)
         self._has_stats.set()
 
     async def _run_stats(self) -> None:

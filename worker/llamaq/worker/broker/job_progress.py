@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from pydantic import JsonValue
 
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol import codec
@@ -12,6 +15,7 @@ from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.script_calls import Increment, TerminalWrite
 from llamaq.worker.core.job import JobEnded, Lease
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.engine_loop.telemetry import EndedJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class JobProgress:
     """Whether the outbox has asked the engine thread to cancel the job."""
     has_started: bool = False
     """Whether the job has a slot, or had one in this attempt."""
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    """The metadata of the request; empty until the request is read."""
     must_requeue: bool = False
     """Whether the job is requeued for other workers as soon as all its tokens are stored."""
 
@@ -101,6 +107,17 @@ class JobProgress:
         """Record how many tokens Redis has stored."""
         if n_stored != self.n_stored:
             self.n_stored, self.stored_s = n_stored, now_s
+
+    def describe_end(self, worker: str) -> EndedJob:
+        """Return the report of this job's end for the telemetry."""
+        event = self.terminal_write.event if self.terminal_write is not None else None
+        return EndedJob(
+            self.lease.job_id,
+            self.stats or JobStats(worker=worker),
+            event.finish_reason if isinstance(event, Finished) else None,
+            event.code if isinstance(event, Failed) else None,
+            self.metadata,
+        )
 
     def end(self, ended: JobEnded) -> None:
         """Record the end of the job, which the next flush writes."""

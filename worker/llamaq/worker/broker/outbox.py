@@ -19,13 +19,13 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.script_calls import Claim, FlushReply, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
+from llamaq.worker.engine_loop.telemetry import EndedJob
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Outbox:
         disconnect_s: float,
         checkpoints: Checkpoints,
         is_alive: Callable[[], bool],
-        on_finished: Callable[[JobStats], Awaitable[None]],
+        on_finished: Callable[[EndedJob], Awaitable[None]],
     ) -> None:
         """Create the outbox and attach it to the mailbox. `run` starts the flushes.
 
@@ -94,7 +94,7 @@ class Outbox:
             disconnect_s: A job with `cancel_on_disconnect` is cancelled after this many seconds without a subscriber.
             checkpoints: How often the tokens of jobs without per-token events are stored.
             is_alive: Returns whether the engine runs ticks. No lease is renewed while the engine hangs.
-            on_finished: Called with the stats of each job whose end is stored; may raise `RedisError`.
+            on_finished: Called for each job whose end is stored; may raise `RedisError`.
         """
         self._scripts = scripts
         self._worker_id = worker_id
@@ -129,7 +129,12 @@ class Outbox:
 
     @property
     def n_interactive(self) -> int:
-        """Number of registered interactive jobs that have not ended."""
+        """Number of registered interactive jobs that have not ended. During an outage of Redis, all jobs count.
+
+        Bulk jobs cannot be requeued then, so they make no room for interactive jobs.
+        """
+        if self._has_outage:
+            return self.n_jobs
         return sum(job.terminal_write is None and job.lease.is_interactive for job in self._jobs.values())
 
     @property
@@ -174,6 +179,7 @@ class Outbox:
         request = job.request
         checkpoints = None if request.stream else self._checkpoints
         progress = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, len(job.resumed), job.times)
+        progress.metadata = request.metadata
         for token, text in zip(job.resumed, texts, strict=True):
             progress.add(token, text)
         self._jobs[job.id] = progress
@@ -342,8 +348,7 @@ class Outbox:
         log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
         self._unregister(job)
         self.room_freed.set()
-        if job.stats is not None:
-            await self._on_finished(job.stats)
+        await self._on_finished(job.describe_end(self._worker_id))
 
     async def close(self, *, crashed: bool = False) -> None:
         """Write all tokens and ends, then requeue the jobs that have not ended.

@@ -1,7 +1,11 @@
 """Measurements of ticks and finished jobs, for the heartbeat and for the user's hooks.
 
-A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.done`, and `measurements` is a dict with
-the fields of `TickStats` or `JobStats`. Hooks run on the I/O thread, so a slow hook delays streams, not the engine.
+A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.done`, and `measurements` is a dict:
+
+- `tick`: `worker` and the fields of `TickStats`.
+- `request.done`: the fields of `EndedJob`, with the fields of `JobStats` in place of `stats`.
+
+Hooks run on the I/O thread, so a slow hook delays streams, not the engine.
 """
 
 from __future__ import annotations
@@ -10,9 +14,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from llamaq.common.protocol.job_outcome import JobStats
+from pydantic import JsonValue
+
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.snapshots import TickStats
 
 log = logging.getLogger(__name__)
@@ -22,6 +29,27 @@ TICK, REQUEST_DONE = "tick", "request.done"
 Hook = Callable[[str, Mapping[str, Any]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """A job whose end is stored in Redis. Exactly one of `finish_reason` and `error_code` is set."""
+
+    job_id: str
+    stats: JobStats
+    """All zero for a job that was refused before it reached the scheduler."""
+    finish_reason: FinishReason | None
+    """Why the job ended without an error."""
+    error_code: str | None
+    """The code of a failed job, a value of `ErrorCode`."""
+    metadata: Mapping[str, JsonValue]
+    """The metadata of the request; empty if the request could not be read."""
+
+    def measurements(self) -> dict[str, Any]:
+        """Return the measurements of `request.done`."""
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        ended = {"job_id": self.job_id, "finish_reason": reason, "error_code": self.error_code}
+        return {**ended, "metadata": dict(self.metadata), **self.stats.model_dump()}
+
+
 class Telemetry:
     """Counts ticks and jobs, keeps the last tick's measurements, and calls the hooks.
 
@@ -29,8 +57,10 @@ class Telemetry:
     counters.
     """
 
-    def __init__(self, hooks: Sequence[Hook] = ()) -> None:
+    def __init__(self, hooks: Sequence[Hook] = (), worker: str = "") -> None:
+        """Create the telemetry of the worker with this id."""
         self._hooks = tuple(hooks)
+        self._worker = worker
         self._loop: asyncio.AbstractEventLoop | None = None
         self.last_tick: TickStats | None = None
         self.n_ticks = 0
@@ -46,16 +76,17 @@ class Telemetry:
         self.n_ticks += 1
         if self._hooks and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to exit
-                self._loop.call_soon_threadsafe(self._call_hooks, TICK, stats)
+                measurements = {"worker": self._worker, **stats.model_dump()}
+                self._loop.call_soon_threadsafe(self._call_hooks, TICK, measurements)
 
-    def record_job(self, stats: JobStats) -> None:
-        """Record the measurements of a job whose end is stored in Redis. Called on the I/O thread."""
+    def record_job(self, ended: EndedJob) -> None:
+        """Record a job whose end is stored in Redis. Called on the I/O thread."""
         self.n_jobs_done += 1
-        self._call_hooks(REQUEST_DONE, stats)
+        self._call_hooks(REQUEST_DONE, ended.measurements())
 
-    def _call_hooks(self, name: str, stats: TickStats | JobStats) -> None:
+    def _call_hooks(self, name: str, measurements: Mapping[str, Any]) -> None:
         for hook in self._hooks:
             try:
-                hook(name, stats.model_dump())
+                hook(name, dict(measurements))
             except Exception:  # a user's hook may raise anything
                 log.exception("hook.failed hook=%r measurement=%s", hook, name)
