@@ -94,7 +94,7 @@ def test_a_signal_stops_a_worker_that_waits_for_redis(
     environment: Environment, free_port: int, number: signal.Signals
 ) -> None:
     worker = environment.start_worker(wait=False, LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
-    worker.await_output("redis.unreachable")
+    worker.await_output("worker.redis_error")
     signalled_s = time.monotonic()
     worker.signal(number)
     assert worker.end() == 0

@@ -173,7 +173,7 @@ def test_children_that_wait_for_redis_end_when_their_supervisor_is_killed(
 ) -> None:
     variables = environment.worker_variables(LLAMAQ_REDIS_URL=f"redis://127.0.0.1:{free_port}/0")
     supervisor = environment.run([sys.executable, "-c", SUPERVISE, "1"], **variables)
-    supervisor.await_output("redis.unreachable")
+    supervisor.await_output("worker.redis_error")
     supervisor.signal(signal.SIGKILL)
     supervisor.end()
     environment.await_no_process(timeout_s=5)

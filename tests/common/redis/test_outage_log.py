@@ -25,3 +25,13 @@ def test_an_outage_is_logged_once_then_seldom(caplog: pytest.LogCaptureFixture) 
         "test.redis_full",
         "test.redis_recovered",
     ]
+
+
+def test_a_redis_that_fails_and_recovers_again_and_again_gives_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    outage = OutageLog(log, "test", lambda: 5.0)
+    for _ in range(20):
+        outage.record_failure(RedisConnectionError("refused"))
+        outage.record_success()
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert len(caplog.records) == 40

@@ -16,7 +16,8 @@ REPEAT_S = 60.0
 class OutageLog:
     """Logs a warning when Redis begins to fail or the kind of failure changes, and a message when Redis recovers.
 
-    During a long outage, the warning is repeated every `REPEAT_S` seconds.
+    During a long outage, the warning is repeated every `REPEAT_S` seconds. When Redis fails again soon after it has
+    recovered, the message is not a warning, so that a Redis at its limit does not fill the log with warnings.
 
     The object is true during an outage.
     """
@@ -24,7 +25,8 @@ class OutageLog:
     def __init__(self, log: logging.Logger, component: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Write to `log`. The events are named `<component>.redis_full`, `.redis_error` and `.redis_recovered`."""
         self._clock = clock
-        self._logged_s = 0.0
+        self._warned_s: dict[str, float] = {}
+        """When each kind of failure was logged as a warning."""
         self._log = log
         self._component = component
         self._outage: str | None = None
@@ -39,10 +41,14 @@ class OutageLog:
         """Record that a command failed."""
         outage = "redis_full" if is_full(error) else "redis_error"
         now_s = self._clock()
-        if outage != self._outage or now_s - self._logged_s >= REPEAT_S:
-            self._outage, self._logged_s = outage, now_s
+        is_new, is_due = outage != self._outage, now_s - self._warned_s.get(outage, -REPEAT_S) >= REPEAT_S
+        if is_new or is_due:
+            level = logging.WARNING if is_due else logging.INFO
             message = " ".join(str(error).split()) or type(error).__name__
-            self._log.warning("%s.%s error=%s", self._component, outage, message)
+            self._log.log(level, "%s.%s error=%s", self._component, outage, message)
+        if is_due:
+            self._warned_s[outage] = now_s
+        self._outage = outage
 
     def record_success(self) -> None:
         """Record that a command succeeded, which ends the outage."""
