@@ -30,8 +30,8 @@ class AsyncStream:
             print(chunk.text, end="", flush=True)
 
     The job belongs to the stream. It is cancelled when the stream ends early: when it times out, when its reader is
-    interrupted, when it is closed, or when nothing refers to it any more. A job that other callers share through its
-    idempotency key is not cancelled.
+    interrupted, when it is closed, or when nothing refers to it any more. A job with an
+    idempotency key is never cancelled, because other callers may share it.
     """
 
     job: AsyncJob

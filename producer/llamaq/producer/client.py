@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from pydantic import JsonValue
 
@@ -26,8 +26,11 @@ from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.submission import build_request
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
 
-Messages = Sequence[Message | Mapping[str, str]]
-"""A chat, as `Message` objects or as mappings such as `{"role": "user", "content": "hi"}`."""
+Messages = Sequence[Message | Mapping[str, Any]]
+"""A chat, as `Message` objects or as mappings such as `{"role": "user", "content": "hi"}`.
+
+A content may also be a list of parts such as `{"type": "text", "text": "hi"}`.
+"""
 
 
 class AsyncClient:
@@ -109,8 +112,8 @@ class AsyncClient:
     async def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a text prompt and wait for the result.
 
-        If the call times out or is interrupted, its job is cancelled, unless other callers share the job through its
-        idempotency key.
+        If the call times out or is interrupted, its job is cancelled. A job with an idempotency key is never cancelled,
+        because other callers may share it. The timeout bounds everything that the call waits for.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -125,8 +128,8 @@ class AsyncClient:
             QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
             RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
             JobFailed: The job failed; `code` and `message` give the reason.
-            NoWorker: The timeout was reached, and no worker serves the queue.
-            ResultTimeout: The timeout was reached.
+            NoWorker: No worker serves the queue, and the timeout was reached or the client has `require_worker`.
+            ResultTimeout: The timeout was reached. The message says what the call waited for.
         """
         return await self.auto_cancelled.generate(await build_request(options, stream=False, prompt=prompt), timeout)
 

@@ -81,8 +81,8 @@ class Client(BlockingClient):
     def generate(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Result:
         """Submit a text prompt and wait for the result.
 
-        If the call times out or is interrupted, its job is cancelled, unless other callers share the job through its
-        idempotency key.
+        If the call times out or is interrupted, its job is cancelled. A job with an idempotency key is never cancelled,
+        because other callers may share it. The timeout bounds everything that the call waits for.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -97,8 +97,8 @@ class Client(BlockingClient):
             QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
             RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
             JobFailed: The job failed; `code` and `message` give the reason.
-            NoWorker: The timeout was reached, and no worker serves the queue.
-            ResultTimeout: The timeout was reached.
+            NoWorker: No worker serves the queue, and the timeout was reached or the client has `require_worker`.
+            ResultTimeout: The timeout was reached. The message says what the call waited for.
         """
         return self._call(lambda client: client.generate(prompt, timeout=timeout, **options))
 
@@ -560,8 +560,8 @@ class Stream(BlockingStream):
             print(chunk.text, end="", flush=True)
 
     The job belongs to the stream. It is cancelled when the stream ends early: when it times out, when its reader is
-    interrupted, when it is closed, or when nothing refers to it any more. A job that other callers share through its
-    idempotency key is not cancelled.
+    interrupted, when it is closed, or when nothing refers to it any more. A job with an
+    idempotency key is never cancelled, because other callers may share it.
     """
 
     job: Job
