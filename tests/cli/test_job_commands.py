@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pty
 import re
-import select
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.support.command_line import failing, llamaq, submit
+from typer.testing import CliRunner
 
+from llamaq.cli.main import build_app, main
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client, FinishReason, JobParams, Result
-from llamaq.producer.testing import FakeWorker
+from llamaq.producer.testing import FakeWorker, serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,12 +46,13 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "max_tokens": "9", "temperature": "0.5", "top_k": "3", "top_p": "0.9", "min_p": "0.1", "typical_p": "0.8",
         "repeat_penalty": "1.1", "frequency_penalty": "0.2", "presence_penalty": "0.3", "penalty_last_n": "5",
         "seed": "11", "logit_bias": '{"4": -1.5}', "json_schema": f"@{schema}", "grammar_root": "start",
-        "timeout_s": "30", "queue_timeout_s": "60", "priority": "bulk", "idempotency_key": "k",
+        "timeout_s": "30", "queue_timeout_s": "60", "deadline_s": "90", "priority": "bulk", "idempotency_key": "k",
         "metadata": '{"user": "u"}', "cache_salt": "tenant", "cache_public": "5", "slot": "1",
     }  # fmt: skip
     flags = ["--no-cache-prompt", "--no-stream", "--cancel-on-disconnect", "--stop", "one", "--stop", "two"]
     options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
-    llamaq("submit", "x", "--redis-url", redis_url, "--queue", queue, *options, *flags)
+    arguments = ["submit", "x", "--redis-url", redis_url, "--queue", queue, *options, *flags]
+    assert CliRunner().invoke(build_app("submit"), arguments, catch_exceptions=False).exit_code == 0
 
     async def start_next() -> JobRequest:
         async with FakeWorker(redis_url, queue) as worker:
@@ -74,10 +75,19 @@ def test_a_job_is_submitted_followed_and_shown(served: str) -> None:
     assert Result.model_validate_json(llamaq("result", job_id, "--json")).job_id == job_id
     assert llamaq("stream", job_id) == "one two \n"
     chunks = [json.loads(line) for line in llamaq("stream", job_id, "--json").splitlines()]
-    assert [(chunk["text"], chunk["index"], chunk["offset"]) for chunk in chunks] == [("one ", 0, 0), ("two ", 1, 1)]
+    assert "".join(chunk["text"] for chunk in chunks) == "one two "
+    assert (chunks[0]["index"], chunks[0]["offset"]) == (0, 0)
     assert re.search(r"state +finished", llamaq("status", job_id))
     assert json.loads(llamaq("status", job_id, "--json"))["generated_tokens"] == 2
     assert llamaq("cancel", job_id) == "the job had already ended\n"
+    assert json.loads(llamaq("cancel", job_id, "--json")) == {"job_id": job_id, "cancelled": False}
+
+
+def test_submit_prints_json(served: str) -> None:
+    first = json.loads(llamaq("submit", "one", "--json", "--idempotency-key", "k"))
+    again = json.loads(llamaq("submit", "one", "--json", "--idempotency-key", "k"))
+    assert (first["is_new"], again["is_new"]) == (True, False)
+    assert first["job_id"] == again["job_id"]
 
 
 def test_cancel_ends_a_waiting_job(redis_url: str, queue: str) -> None:
@@ -87,13 +97,68 @@ def test_cancel_ends_a_waiting_job(redis_url: str, queue: str) -> None:
         assert client.job(job_id).result().finish_reason is FinishReason.CANCELLED
 
 
-def test_a_queue_without_a_worker_is_an_error_that_names_the_queue(
-    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def unserved(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A queue without a worker that the commands use by default."""
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
     monkeypatch.setenv("LLAMAQ_QUEUE", queue)
+    return queue
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "submit"])
+def test_with_require_worker_a_queue_without_a_worker_is_an_error(
+    unserved: str, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    error = failing(monkeypatch, capsys, name, "x", "--require-worker", code=4)
+    assert f"no worker serves queue '{unserved}'; start one with: llamaq worker --queue {unserved}" in error
+    with Client(redis_url, unserved) as client:
+        assert client.jobs() == ()
+
+
+def test_a_queue_without_a_worker_is_noticed_at_once_and_an_error_at_the_timeout(
+    unserved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["llamaq", "generate", "x", "--wait-s", "0.05"])
-    assert f"no worker serves queue '{queue}'" in failing(monkeypatch, capsys, "generate", "x", "--wait-s", "0.05")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    notice, error = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 4
+    assert f"no worker serves queue '{unserved}'" in notice
+    assert "the job waits for a worker" in notice
+    assert f"no worker serves queue '{unserved}'" in error
+
+
+@pytest.mark.parametrize("arguments", [("generate", "x"), ("result",)])
+def test_a_command_that_waits_for_a_worker_prints_a_notice_and_goes_on(
+    redis_url: str, unserved: str, arguments: tuple[str, ...]
+) -> None:
+    given = [*arguments, *([submit(redis_url, unserved)] if arguments == ("result",) else [])]
+    process = subprocess.Popen(
+        command(*given), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
+    )
+    assert process.stderr is not None
+    assert f"no worker serves queue '{unserved}'" in process.stderr.readline()
+    with serving(redis_url, unserved, lambda _: ["the ", "answer"]):
+        output, errors = process.communicate(timeout=60)
+    assert "the answer" in output
+    assert errors == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [("stream",), ("result",), ("result", "--json")])
+def test_the_text_of_a_cancelled_job_is_incomplete_which_the_exit_code_says(
+    served: str, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+) -> None:  # fmt: skip
+    with Client(redis_url, f"{served}-2") as client:
+        job = client.submit("x")
+        client.purge()
+    name, *options = arguments
+    monkeypatch.setattr(sys, "argv", ["llamaq", name, job.id, *options])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "llamaq: the job was cancelled before its end\n"
 
 
 def command(*args: str) -> list[str]:
@@ -124,29 +189,3 @@ def test_a_real_process_streams_token_by_token(redis_url: str, queue: str) -> No
     asyncio.run(run())
     assert process.communicate(timeout=60)[0] == b"\n"
     assert process.returncode == 0
-
-
-def test_a_conversation_on_a_terminal_continues_until_ctrl_d(served: str) -> None:
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(command("chat"), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
-    os.close(theirs)
-    seen = b""
-
-    def read_until(text: bytes) -> None:
-        nonlocal seen
-        while text not in seen:
-            assert select.select([ours], [], [], 60)[0], seen
-            seen += os.read(ours, 1000)
-        seen = seen.partition(text)[2]
-
-    read_until(b"> ")
-    os.write(ours, b"hello\n")
-    read_until(b"user: hello")
-    read_until(b"> ")
-    os.write(ours, b"again\n")
-    read_until(b"assistant: user: hello")
-    read_until(b"user: again")
-    read_until(b"> ")
-    os.write(ours, b"\x04")
-    assert process.wait(60) == 0
-    os.close(ours)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,7 +36,7 @@ async def listed_worker(redis_url: str, queue: str) -> AsyncGenerator[FakeWorker
 
 async def emit_until_cancelled(attempt: FakeAttempt) -> None:
     while (await attempt.emit([1], "")).code != "cancel":
-        await asyncio.sleep(0.01)
+        pass
     await attempt.finish(FinishReason.CANCELLED)
 
 
@@ -45,7 +44,7 @@ async def run(call: object, *args: object) -> object:
     return await asyncio.to_thread(call, *args)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("arguments", [("generate", "x"), ("chat", "x"), ("generate", "x", "--json")])
+@pytest.mark.parametrize("arguments", [("generate", "x"), ("chat", "x", "--json")])
 async def test_ctrl_c_cancels_the_job_and_ends_the_command_without_a_traceback(
     redis_url: str, selected: str, arguments: tuple[str, ...]
 ) -> None:
@@ -67,7 +66,7 @@ async def test_ctrl_c_ends_a_command_that_waits_for_a_worker(redis_url: str, sel
         await run(terminal.read_until, f"no worker serves queue '{selected}'")
         with Client(redis_url, selected) as client:
             while not (waiting := client.jobs()):
-                await asyncio.sleep(0.01)
+                pass
             terminal.press(CTRL_C)
             assert await run(terminal.end) == 130
             assert client.job(waiting[0].job_id).status().finish_reason is FinishReason.CANCELLED
@@ -159,6 +158,20 @@ async def test_a_conversation_goes_on_after_a_failed_answer(redis_url: str, sele
             await run(terminal.read_until, "fine")
 
 
+def test_a_conversation_continues_until_ctrl_d(served: str, selected: str) -> None:
+    with Terminal("chat") as terminal:
+        terminal.read_until("> ")
+        terminal.press("hello\r")
+        terminal.read_until("user: hello")
+        terminal.read_until("> ")
+        terminal.press("again\r")
+        terminal.read_until("assistant: user: hello")
+        terminal.read_until("user: again")
+        terminal.read_until("> ")
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
+
+
 @pytest.mark.parametrize("keeps_history", [True, False])
 def test_lines_can_be_edited_and_recalled_in_the_next_conversation(
     served: str, selected: str, tmp_path: Path, keeps_history: bool
@@ -197,7 +210,7 @@ def test_tables_fit_80_columns_and_no_id_is_cut(redis_url: str, selected: str) -
         async with FakeWorker(redis_url, selected, name=worker_id) as worker:
             await worker.announce()
             with Client(redis_url, selected) as client:
-                job = await asyncio.to_thread(client.submit, "x")
+                await asyncio.to_thread(client.submit, "x")
                 attempt = await worker.start_next()
                 await attempt.answer(["x"])
                 waiting = await asyncio.to_thread(client.submit, "x")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -25,15 +26,17 @@ class Terminal:
     Args:
         *arguments: The arguments of `llamaq`.
         columns: The width of the terminal.
+        folder: The working directory of the command. None: the one of this process.
         **variables: Environment variables of the command, in addition to those of this process.
     """
 
-    def __init__(self, *arguments: str, columns: int = 80, **variables: str) -> None:
+    def __init__(self, *arguments: str, columns: int = 80, folder: Path | None = None, **variables: str) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "llamaq", *arguments],
+            cwd=folder,
             env={**environment, "TERM": "dumb", **variables},
             preexec_fn=partial(os.login_tty, theirs),  # noqa: PLW1509  # the function makes only system calls
         )
