@@ -1,4 +1,4 @@
-"""Running jobs wait while the memory of Redis is at `maxmemory`, and continue when Redis has free memory again."""
+"""While the memory of Redis is at `maxmemory`, new tokens wait in the workers, and claims, cancels and ends pass."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from redis import Redis
+from tests.support.redis_servers import wait_until
 
 from llamaq.common.protocol.job_events import Started
-from llamaq.producer import Job, RedisFull
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.producer import Client, Job, RedisFull
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -56,14 +59,11 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
         fill(redis)
         other.signal(signal.SIGCONT)
         worker.await_output("outbox.redis_full")
-        other.await_output("intake.redis_full")
         with pytest.raises(RedisFull):
             client.submit(PROMPT)
         n_stalled = reader.n_tokens
         time.sleep(3 * LEASE_S)  # longer than the leases, which must be renewed meanwhile
         assert reader.n_tokens == n_stalled
-        # Every start fails, so each worker claims at most one job per slot. Two more jobs may have left their slots.
-        assert client.queue_depth().running <= 2 + 2 + 2
         redis.delete("ballast")
 
         assert len(reader.finish().tokens) == 400
@@ -74,7 +74,44 @@ def test_running_jobs_wait_while_redis_is_full_and_continue_at_the_next_token(
         assert attempts == [worker.worker_id], "the lease of the job expired"
         for one in (worker, other):
             assert len(re.findall(r"WARNING .*redis_full", one.output)) <= 3, (
-                "more than one warning each of outbox, heartbeat and intake"
+                "more than one warning each of outbox, heartbeat and queue membership"
             )
             one.signal(signal.SIGTERM)
             assert one.end() == 0
+
+
+def n_claimed(redis: Redis, client: Client) -> int:
+    """Return the number of jobs that a worker has claimed and that have not ended."""
+    streams = [Keys().jobs(client.queue, 0, priority) for priority in Priority]
+    return sum(redis.xpending(stream, GROUP)["pending"] for stream in streams)
+
+
+def test_a_full_queue_drains_itself_although_redis_is_full(environment: Environment, redis: Redis) -> None:
+    worker = environment.start_worker("--n-parallel", "2", "--inbox-window", "0", "--lease-s", str(LEASE_S))
+    with environment.client() as client:
+        running = client.submit(PROMPT, max_tokens=1500, ignore_eos=True)
+        wait_until(lambda: running.status().generated_tokens, "the first token")
+        waiting = client.submit(PROMPT, max_tokens=5, ignore_eos=True, priority="bulk", queue_timeout_s=600)
+        jobs = [client.submit(PROMPT, max_tokens=5, ignore_eos=True) for _ in range(8)]
+        fill(redis)
+        assert waiting.cancel()
+        assert waiting.result(timeout=10).finish_reason == "cancelled"
+        claimed: list[int] = []
+
+        def have_ended() -> bool:
+            claimed.append(n_claimed(redis, client))
+            return all(job.status().state == "finished" for job in jobs)
+
+        wait_until(have_ended, "all short jobs have ended")
+        assert max(claimed) <= 2 + 1, "two slots, and the next job may be read before an end is stored"
+        assert {len(job.result().tokens) for job in jobs} == {5}
+        n_stored = running.status().generated_tokens
+        assert running.cancel()
+        result = running.result(timeout=10)
+        assert result.finish_reason == "cancelled"
+        assert len(result.tokens) > n_stored, "the tokens that Redis refused are in the result"
+        with pytest.raises(RedisFull):
+            client.submit(PROMPT)
+    redis.config_set("maxmemory", 0)
+    worker.signal(signal.SIGTERM)
+    assert worker.end() == 0

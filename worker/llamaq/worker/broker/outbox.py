@@ -21,7 +21,7 @@ from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.script_calls import Claim, FlushReply, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.redis_errors import is_job_key_error
+from llamaq.common.redis.redis_errors import is_full, is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
@@ -52,6 +52,8 @@ class _Partition:
 
     backoff: Backoff
     flush_needed: asyncio.Event = field(default_factory=asyncio.Event)
+    job_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a job has ended since the last flush began."""
     renewed_s: float = 0.0
     """When the leases were renewed."""
     has_outage: bool = False
@@ -225,6 +227,7 @@ class Outbox:
                 job.add(message.token, message.text)
             elif isinstance(message, JobEnded):
                 job.end(message)
+                self._partitions[job.lease.partition].job_ended.set()
                 self.room_freed.set()
         self._request_flush()
 
@@ -261,6 +264,7 @@ class Outbox:
                 async with asyncio.timeout(POLL_S if self._jobs_of(number) else None):
                     await partition.flush_needed.wait()
             partition.flush_needed.clear()
+            partition.job_ended.clear()
             started_s = time.monotonic()
             try:
                 await self._flush_partition(number)
@@ -268,7 +272,7 @@ class Outbox:
                 partition.has_outage = True
                 self._outage_log.record_failure(exc)
                 partition.flush_needed.set()
-                await asyncio.sleep(partition.backoff.next_delay_s())
+                await self._wait_to_retry(partition, exc)
             else:
                 if partition.has_outage or time.monotonic() - started_s > OUTAGE_S:
                     partition.outage_ended_s = time.monotonic()
@@ -276,6 +280,12 @@ class Outbox:
                 partition.backoff.reset()
                 if not self._has_outage:
                     self._outage_log.record_success()
+
+    async def _wait_to_retry(self, partition: _Partition, error: RedisError) -> None:
+        """Wait before the next flush after an error. A full Redis accepts ends, so the end of a job stops the wait."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(partition.backoff.next_delay_s()):
+                await (partition.job_ended if is_full(error) else asyncio.Event()).wait()
 
     async def flush(self) -> None:
         """Write all due tokens and ends that Redis has not stored yet. May be repeated after a failure.
