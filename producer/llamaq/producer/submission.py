@@ -17,6 +17,7 @@ from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_calls import OtherPartitions, SubmitConflict, SubmitRefused
 from llamaq.common.redis.redis_errors import is_full
+from llamaq.producer.accepted_forms import translate
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.queue_snapshots import estimate_wait_s
@@ -42,8 +43,8 @@ async def build_request(options: JobOptions, **values: Any) -> JobRequest:
     Raises:
         InvalidRequest: A value is out of its bounds, or there is not exactly one prompt.
     """
-    merged = {**values, **options}
-    if merged.get("seed") is None:
+    merged = translate({**values, **options})
+    if "seed" not in merged:
         merged["seed"] = secrets.randbits(SEED_BITS)
     if _is_long(merged.get("tokens")):
         return await asyncio.to_thread(codec.build_request, merged)

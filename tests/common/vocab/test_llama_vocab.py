@@ -247,3 +247,10 @@ def test_a_long_run_of_letters_does_not_overflow_the_stack(tmp_path: Path) -> No
         "assert v.decode(v.encode('a' * 200_000)) == 'a' * 200_000"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "changed.gguf"], timeout=60, check=True)
+
+
+def test_a_template_sees_the_name_of_a_message_and_no_name_without_one(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.name if m.name is defined else '-' }}:{{ m.content }};{% endfor %}"
+    vocab = template_vocab(tmp_path, template)
+    messages = [Message(role="user", content="hi", name="mia_1"), Message(role="user", content="ho")]
+    assert vocab.render_chat(messages) == "mia_1:hi;-:ho;"

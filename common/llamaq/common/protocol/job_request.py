@@ -51,6 +51,11 @@ class Message(StrictModel):
         description="Author of the message, such as `system`, `user` or `assistant`: 1 to 32 small letters or `_`.",
     )
     content: str = Field(description="Plain text. Special tokens in it are not parsed.")
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_\-]{1,64}$",
+        description="Name of the author, for chat templates that show it: 1 to 64 letters, digits, `_` or `-`.",
+    )
 
 
 class JobParams(SamplingParams):
@@ -229,7 +234,7 @@ class JobOptions(TypedDict, total=False):
     grammar: str | None
     grammar_root: str
     json_schema: dict[str, Any] | None
-    stop: list[str] | tuple[str, ...]
+    stop: str | list[str] | tuple[str, ...]
     ignore_eos: bool
     cache_prompt: bool
     cache_salt: str

@@ -143,7 +143,7 @@ class Vocab:
             JobRejected: The model has no chat template, or the template raises an error.
         """
         formatter = self._formatter
-        dicts: Any = [{"role": message.role, "content": message.content} for message in messages]
+        dicts: Any = [message.model_dump(exclude_none=True) for message in messages]
         try:
             return str(formatter(messages=dicts).prompt)
         except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
@@ -166,6 +166,8 @@ class Vocab:
         found_special = False
         hidden: list[Message] = []
         for message in messages:
+            if message.name is not None and self.special_tokens.find(message.name):
+                raise JobRejected(ErrorCode.INVALID_REQUEST, "messages: a name contains the text of a special token")
             spans = self.special_tokens.find(message.content)
             found_special |= bool(spans)
             hidden.append(self._hide(message, spans, placeholders))
@@ -199,7 +201,7 @@ class Vocab:
                 spans.append(edge)
         if not spans:
             return message
-        return Message(role=message.role, content=placeholders.replace(message.content, sorted(spans)))
+        return message.model_copy(update={"content": placeholders.replace(message.content, sorted(spans))})
 
     def _tokenize_hidden(self, rendered: str, placeholders: Placeholders, max_tokens: int | None) -> list[int]:
         tokens: list[int] = []

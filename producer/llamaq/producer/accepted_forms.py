@@ -1,0 +1,102 @@
+"""Forms of job options that users of OpenAI's API, llama.cpp and llama_cpp_ex write.
+
+A form with one possible meaning is translated here, before the request is validated: the messages in Redis have one
+form only. An unknown name is refused with the name that is probably meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_request import JobRequest
+
+SYNONYMS = {
+    "id_slot": "slot",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "penalty_freq": "frequency_penalty",
+    "penalty_present": "presence_penalty",
+    "penalty_repeat": "repeat_penalty",
+    "repeat_last_n": "penalty_last_n",
+    "repetition_penalty": "repeat_penalty",
+    "stop_sequences": "stop",
+    "temp": "temperature",
+    "typ_p": "typical_p",
+}
+"""Maps the name of an option in another program to our name. Both mean the same, in the same unit."""
+
+UNSET_BY_MINUS_ONE = frozenset({"max_tokens", "seed", "slot"})
+"""Options for which -1 means "not set" in llama.cpp."""
+
+HINTS = {
+    "logprobs": "llamaq returns no probabilities",
+    "model": "the queue of the client selects the model",
+    "n": "a job generates one text: submit several jobs",
+    "n_probs": "llamaq returns no probabilities",
+    "response_format": "use json_schema, with the schema itself",
+    "system": "add a message with the role system",
+    "timeout": "use timeout_s, the longest running time of the job",
+    "tool_choice": "llamaq parses no tool calls",
+    "tools": "llamaq parses no tool calls",
+    "top_logprobs": "llamaq returns no probabilities",
+    "user": "use metadata",
+}
+"""What to do instead, for names of other programs without a synonym."""
+
+
+def translate(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `JobRequest` that the caller's options and prompt mean.
+
+    Raises:
+        InvalidRequest: There is no option of this name, or an option is given twice under two names.
+    """
+    given: dict[str, Any] = {}
+    for written, value in values.items():
+        name = SYNONYMS.get(written, written)
+        if name not in JobRequest.model_fields:
+            raise InvalidRequest(f"{written}: there is no such option{_hint(written)}")
+        if value is None or (value == -1 and name in UNSET_BY_MINUS_ONE and not isinstance(value, bool)):
+            continue
+        if name in given:
+            raise InvalidRequest(f"{written}: another name for {name}, which is given too: give one of them")
+        given[name] = value
+    if isinstance(given.get("stop"), str):
+        given["stop"] = (given["stop"],)
+    if "messages" in given:
+        given["messages"] = _join_parts(given["messages"])
+    return given
+
+
+def _hint(name: str) -> str:
+    if name in HINTS:
+        return f"; {HINTS[name]}"
+    close = get_close_matches(name, [*JobRequest.model_fields, *SYNONYMS], n=1)
+    return f"; did you mean {SYNONYMS.get(close[0], close[0])}?" if close else ""
+
+
+def _join_parts(messages: Any) -> Any:
+    """Return the messages with plain contents. OpenAI's API also allows a list of parts."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        return messages  # the validation refuses it
+    return [_join_message(index, message) for index, message in enumerate(messages)]
+
+
+def _join_message(index: int, message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return message
+    return {**message, "content": "".join(_texts_of(content, f"messages.{index}.content"))}
+
+
+def _texts_of(parts: Sequence[Any], place: str) -> Iterator[str]:
+    for number, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f"{place}.{number}: only parts of the form {{'type': 'text', 'text': …}} are supported"
+            )
+        yield text
