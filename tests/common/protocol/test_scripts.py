@@ -115,7 +115,7 @@ async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(red
     async with FakeWorker(redis_url, queue) as worker:
         await worker.redis.hset(worker.keys.config(queue, 0), "max_queue", "5")
 
-        async def submit(number: int) -> Submitted | SubmitRefused:
+        async def submit(number: int) -> object:
             request = codec.build_request({"prompt": "x", "priority": ("bulk", "interactive")[number % 2]})
             payload = codec.encode_request(request, 1024)
             return await worker.scripts.submit(JobId.new(queue), request, payload, result_ttl_s=60)

@@ -28,7 +28,6 @@ MAX_DEAD_BYTES = 4096
 """Maximum size, in bytes, of the copy of an unusable entry that its dead letter contains."""
 PAGE_EVENTS = 256
 """Number of events of an earlier attempt that are read at a time."""
-Page = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,14 +255,15 @@ class JobClaims:
                     tokens.extend(event.tokens)
         return tokens
 
-    async def _read_events(self, job_id: str, cursor: str) -> Page:
+    async def _read_events(self, job_id: str, cursor: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         try:
-            page: Page = await self._redis.xrange(self._keys.of_job(job_id).events, min=cursor, count=PAGE_EVENTS)
+            page: Any = await self._redis.xrange(self._keys.of_job(job_id).events, min=cursor, count=PAGE_EVENTS)
         except ResponseError as exc:
             if not is_job_key_error(exc):
                 raise
             return []  # another client overwrote the key
-        return page
+        found: list[tuple[bytes, dict[bytes, bytes]]] = page
+        return found
 
     async def close(self) -> None:
         """End the waits for new entries."""

@@ -123,7 +123,10 @@ class JobProgress:
         """Record the end of the job, which the next flush writes."""
         self.final_text, self.stats = ended.text, ended.stats
         text = "".join(self.texts) + self.final_text
-        output = {"output": codec.encode_output(text, self.tokens), "generated": str(len(self.tokens))}
+        output: dict[str, bytes | str] = {
+            "output": codec.encode_output(text, self.tokens),
+            "generated": str(len(self.tokens)),
+        }
         if ended.error is not None:
             failed = failed_write(ended.error)
             self.terminal_write = TerminalWrite(failed.event, {**failed.fields, **output})
