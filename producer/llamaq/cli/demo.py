@@ -7,11 +7,12 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from importlib.resources import files
 from typing import BinaryIO
 
+from redis.exceptions import ConnectionError as RedisConnectionError
 from rich.console import Console
 from rich.live import Live
 
@@ -134,7 +135,8 @@ async def _run_jobs(console: Console, client: AsyncClient, check: Callable[[], N
 
 async def _poll_worker(client: AsyncClient, check: Callable[[], None], view: DemoView) -> None:
     check()
-    view.worker = next(iter(await client.workers()), None)
+    with suppress(RedisConnectionError):  # `check` restarts Redis when it has died
+        view.worker = next(iter(await client.workers()), None)
     await asyncio.sleep(POLL_S)
 
 

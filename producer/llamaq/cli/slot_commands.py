@@ -75,7 +75,8 @@ def _show_file(action: str, file: SlotFile, as_json: bool) -> None:
     if as_json:
         views.show_json(file)
     else:
-        typer.echo(f"{action} {file.n_tokens} tokens, {file.n_bytes} bytes")
+        took = "" if file.duration_ms is None else f", in {file.duration_ms:.1f} ms"
+        typer.echo(f"{action} {file.n_tokens} tokens, {file.n_bytes} bytes{took}")
 
 
 def erase(

@@ -236,9 +236,12 @@ async def test_a_saved_state_is_restored_by_another_worker(tmp_path: Path) -> No
         assert b"tenant" not in (tmp_path / "slots" / "story.slot").read_bytes()
     with FakeEngineWorker(tmp_path) as other:
         listed = await other.command("list")
+        saved = saved.model_copy(update={"duration_ms": None})
         assert listed.files == (saved,)
         assert [slot.content_tokens for slot in listed.slots] == [0, 0]
-        assert (await other.command("restore", 1, "story")).files == (saved,)
+        [restored] = (await other.command("restore", 1, "story")).files
+        assert restored.duration_ms
+        assert restored.model_copy(update={"duration_ms": None}) == saved
         assert [slot.content_tokens for slot in (await other.command("list")).slots] == [0, 204]
         assert await other.run() == 0
         assert await other.run(salt="tenant") == 199
@@ -370,20 +373,30 @@ def test_the_cli_lists_saves_restores_and_erases(redis_url: str, queue: str, mon
         monkeypatch.setenv(name, value)
     file = SlotFile(name="story", n_tokens=345, n_bytes=678, saved_ms=1_700_000_000_000, is_usable=False)
     slot = SlotSnapshot(index=0, state="decode", job_id="some-job", content_tokens=912)
-    handler = RecordingHandler(lambda _: SlotReply(slots=(slot,), files=(file,), n_tokens=77))
+    timed = file.model_copy(update={"duration_ms": 12.34})
+
+    def reply(command: SlotCommand) -> SlotReply:
+        files = (file,) if command.action is SlotAction.LIST else (timed,)
+        return SlotReply(slots=(slot,), files=files, n_tokens=77)
+
+    handler = RecordingHandler(reply)
     with serving_in_thread(redis_url, queue, handler):
         table = llamaq("slots", "list")
         for shown in (f"{queue}-w1", "decode", "some-job", "912", "story", "345", "678", "2023-11-14", "no"):
             assert shown in table
         assert WorkerSlots.model_validate_json(llamaq("slots", "list", "--json")).files == (file,)
-        assert llamaq("slots", "save", "story", "--slot", "3").strip() == "saved 345 tokens, 678 bytes"
+        assert llamaq("slots", "save", "story", "--slot", "3").strip() == "saved 345 tokens, 678 bytes, in 12.3 ms"
         saved = llamaq("slots", "save", "story", "--slot", "3", "--worker", f"{queue}-w1", "--json")
-        assert SlotFile.model_validate_json(saved) == file
-        assert llamaq("slots", "restore", "story", "--slot", "2").strip() == "restored 345 tokens, 678 bytes"
+        assert SlotFile.model_validate_json(saved) == timed
+        assert (
+            llamaq("slots", "restore", "story", "--slot", "2").strip() == "restored 345 tokens, 678 bytes, in 12.3 ms"
+        )
         assert json.loads(llamaq("slots", "restore", "story", "--slot", "2", "--json"))["n_tokens"] == 345
         assert llamaq("slots", "erase", "--slot", "1").strip() == "erased 77 tokens"
         assert llamaq("slots", "erase", "story").strip() == "erased"
-    assert [command.slot for command in handler.commands] == [None, None, 3, 3, 2, 2, 1, None]
+        erased = json.loads(llamaq("slots", "erase", "--slot", "1", "--json"))
+        assert erased == {"name": None, "slot": 1, "n_tokens": 77}
+    assert [command.slot for command in handler.commands] == [None, None, 3, 3, 2, 2, 1, None, 1]
 
 
 def test_the_cli_reports_an_error_in_one_line(
@@ -391,15 +404,15 @@ def test_the_cli_reports_an_error_in_one_line(
 ) -> None:
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
     monkeypatch.setenv("LLAMAQ_QUEUE", queue)
-    for args, complaint in (
-        (["save", "../x", "--slot", "0"], "name"),
-        (["save", "x", "--slot", "0"], "no worker"),
-        (["erase", "a.b"], "name"),
+    for args, complaint, code in (
+        (["save", "../x", "--slot", "0"], "name", 2),
+        (["save", "x", "--slot", "0"], "no worker", 4),
+        (["erase", "a.b"], "name", 2),
     ):
         monkeypatch.setattr(sys, "argv", ["llamaq", "slots", *args])
         with pytest.raises(SystemExit) as ended:
             main()
-        assert ended.value.code == 1
+        assert ended.value.code == code
         error = capsys.readouterr().err
         assert complaint in error
         assert error.count("\n") == 1
