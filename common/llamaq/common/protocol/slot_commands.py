@@ -69,6 +69,9 @@ class SlotFile(WireModel):
     n_bytes: int = Field(description="Size of the saved cells in bytes.")
     saved_ms: int = Field(description="Time of the save in milliseconds since the epoch, by the clock of the host.")
     is_usable: bool = Field(True, description="Whether the model and settings of this worker can restore the file.")
+    duration_ms: float | None = Field(
+        None, description="Milliseconds that the save or the restore took in the worker. None in a list of files."
+    )
 
 
 class SlotReply(WireModel):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -62,9 +63,9 @@ class SlotCommandHandler:
         files = self._require_files()
         match command:
             case SlotCommand(action=SlotAction.SAVE, slot=int(slot), name=str(name)):
-                return SlotReply(files=(await self._save(files, slot, name),))
+                return SlotReply(files=(await self._timed("saved", slot, self._save(files, slot, name)),))
             case SlotCommand(action=SlotAction.RESTORE, slot=int(slot), name=str(name)):
-                return SlotReply(files=(await self._restore(files, slot, name),))
+                return SlotReply(files=(await self._timed("restored", slot, self._restore(files, slot, name)),))
             case SlotCommand(action=SlotAction.ERASE, slot=int(slot)):
                 return SlotReply(n_tokens=await self._between_ticks(partial(self._operations.erase, slot)))
             case SlotCommand(action=SlotAction.ERASE, name=str(name)):
@@ -81,6 +82,16 @@ class SlotCommandHandler:
         slots = await self._between_ticks(self._operations.snapshots)
         saved = await self._on_disk(self._files.list_all) if self._files else []
         return SlotReply(slots=slots, files=tuple(map(_slot_file, saved)))
+
+    async def _timed(self, done: str, slot: int, operation: Awaitable[SlotFile]) -> SlotFile:
+        """Await a save or restore, log how long it took, and return its file with this time."""
+        started_s = time.monotonic()
+        file = await operation
+        duration_ms = round((time.monotonic() - started_s) * 1000, 3)
+        log.info(
+            "slot.%s slot=%d name=%s tokens=%d duration_ms=%.1f", done, slot, file.name, file.n_tokens, duration_ms
+        )
+        return file.model_copy(update={"duration_ms": duration_ms})
 
     async def _save(self, files: SavedSlotFiles, slot: int, name: str) -> SlotFile:
         saver = self._operations.saver
