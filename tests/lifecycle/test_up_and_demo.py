@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 from redis import Redis
 
+from llamaq.cli.exit_codes import EXIT_NO_REDIS
 from llamaq.producer import Client, Job
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
@@ -132,7 +133,7 @@ def test_up_ends_with_the_reason_when_its_redis_cannot_be_restarted(environment:
     os.kill(redis_pid(environment), signal.SIGKILL)
     with EmbeddedRedis(port=free_port):
         up.signal(signal.SIGCONT)
-        assert up.end() == 1
+        assert up.end() == EXIT_NO_REDIS
     assert up.output.splitlines()[-1].startswith(f"llamaq: port {free_port} is in use")
     assert "Traceback" not in up.output
     assert not environment.running_processes()
@@ -159,7 +160,7 @@ def test_up_starts_no_redis_if_a_redis_url_is_given(environment: Environment, by
 def test_a_port_in_use_is_reported_in_one_line(environment: Environment, free_port: int) -> None:
     with EmbeddedRedis(port=free_port):
         up = environment.start("up", "--port", str(free_port))
-        assert up.end() == 1
+        assert up.end() == EXIT_NO_REDIS
     (line,) = (line for line in up.output.splitlines() if not line.startswith("No --model given"))
     assert line.startswith(f"llamaq: port {free_port} is in use: choose another with --port")
     assert f"--redis-url redis://127.0.0.1:{free_port}/0" in line
@@ -190,6 +191,16 @@ def test_the_demo_prints_lines_and_stats_if_its_output_is_not_a_terminal(environ
     story = [line.partition(" | ")[2] for line in lines if line.strip().startswith("A girl named Mia |")]
     assert len(" ".join(story)) > 100
     assert re.search(r"8 jobs together: \d+ tokens", demo.output)
+
+
+def test_the_demo_continues_when_its_redis_is_killed(environment: Environment) -> None:
+    demo = environment.start("demo", "--jobs", "12", COLUMNS="80")
+    demo.await_output(r" \| ")
+    os.kill(redis_pid(environment), signal.SIGKILL)
+    assert demo.end() == 0, demo.output
+    assert re.search(r"12 jobs together: \d+ tokens", demo.output)
+    assert "Traceback" not in demo.output
+    assert not environment.running_processes()
 
 
 class Terminal:
