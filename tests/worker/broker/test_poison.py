@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.errors import ErrorCode
 from llamaq.common.protocol import codec
@@ -309,3 +310,21 @@ async def test_a_job_is_claimed_although_redis_is_full(queue: str) -> None:
             assert await job_claims.claim_job(claim) is not None
             assert (await job.status()).attempt == 1
             assert await worker.redis.xlen(Keys().dead(queue, 0)) == 0
+
+
+async def test_a_death_does_not_count_while_the_heartbeats_cannot_be_read(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cluster, the list of workers may be on a node that is away."""
+
+    async def fail(*_: object) -> float:
+        raise RedisConnectionError("the node is away")
+
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, claim = await submit(client, worker)
+        await begin(worker, claim, "first")
+        job_claims = await open_job_claims(worker)
+        monkeypatch.setattr(worker.redis, "zscore", fail)
+        assert await job_claims.check_crash(claim) == "ok"
+        assert await crashes(job) == 0
+        await job_claims.close()

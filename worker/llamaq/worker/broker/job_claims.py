@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
@@ -24,6 +26,10 @@ from llamaq.worker.core.job_times import JobTimes
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_TIMEOUT_S = 1.0
+"""How long a worker waits for the heartbeat of the last worker of a reclaimed job."""
+UNKNOWN_HEARTBEAT_MS = 2**53
+"""The time of a heartbeat that cannot be read."""
 MAX_DEAD_BYTES = 4096
 """Maximum size, in bytes, of the copy of an unusable entry that its dead letter contains."""
 PAGE_EVENTS = 256
@@ -112,17 +118,13 @@ class JobClaims:
         found = await asyncio.gather(*map(find, self._partitions))
         return [one for jobs in found for one in jobs][:count]
 
-    async def reclaim(
-        self, count: int, priorities: Sequence[Priority] = tuple(Priority), *, only_requeued: bool = False
-    ) -> list[Claim]:
-        """Take up to `count` entries that were requeued by their worker, or whose lease has expired.
+    def observe_time(self, partition: int, server_ms: int) -> None:
+        """Record the time of the server of a partition. Leases are not trusted while nothing or a jump is observed."""
+        self._streams.observe_time(partition, server_ms)
 
-        Args:
-            count: Number of entries to take at most.
-            priorities: The priorities of the jobs.
-            only_requeued: Whether to leave the entries whose lease has expired.
-        """
-        return await self._accept_all(await self._streams.reclaim(count, priorities, only_requeued=only_requeued))
+    async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[Claim]:
+        """Take up to `count` entries that were requeued by their worker, or whose lease has expired."""
+        return await self._accept_all(await self._streams.reclaim(count, priorities))
 
     async def _accept_all(self, found: Entries) -> list[Claim]:
         return [claim for stream, entries in found for claim in await self._accept(stream, entries)]
@@ -161,14 +163,12 @@ class JobClaims:
         try:
             state: Any = await self._redis.hmget(self._keys.of_job(claim.job_id).job, ["at_risk", "worker"])
             last_worker = state[1].decode() if state[1] and state[0] else ""
-            heartbeat_ms = None
-            if last_worker:
-                heartbeat_ms = await self._redis.zscore(self._keys.workers(self._queue), last_worker)
+            heartbeat_ms = await self._heartbeat_ms(last_worker) if last_worker else 0
             return await self._scripts.check_crash(
                 claim,
                 self._worker_id,
                 last_worker=last_worker,
-                heartbeat_ms=int(heartbeat_ms or 0),
+                heartbeat_ms=heartbeat_ms,
                 dead_after_s=self._lease_ms / 2000,
                 max_crashes=self._max_crashes,
             )
@@ -176,6 +176,18 @@ class JobClaims:
             if refuses_writes(exc):
                 raise
             return "ok"  # the job key has another type: `claim_job` moves the entry to the dead letters
+
+    async def _heartbeat_ms(self, worker: str) -> int:
+        """Return the time of a worker's last heartbeat; 0: it is not in the list of workers.
+
+        On a cluster the list may be on a node that is away. It must not keep the jobs of other nodes from being
+        claimed. Then the worker counts as alive, because a wrong death could end a job.
+        """
+        try:
+            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                return int(await self._redis.zscore(self._keys.workers(self._queue), worker) or 0)
+        except (RedisConnectionError, RedisTimeoutError, TimeoutError):
+            return UNKNOWN_HEARTBEAT_MS
 
     async def requeue(self, claim: Claim) -> None:
         """Requeue a job that has not been claimed, so that another worker takes it at once."""
