@@ -210,6 +210,27 @@ def test_a_failing_sampler_fails_only_its_own_job(engine: Engine, caplog: pytest
     assert_equal_output(slots[0], generate_alone(engine, prompt(9, seed=1), 6))
 
 
+@pytest.mark.parametrize("n_not_numbers", [1, 500])
+def test_logits_that_are_not_numbers_fail_only_their_own_job(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, n_not_numbers: int
+) -> None:
+    compute_logits = engine.context.logits
+
+    def damage_the_first_row(n_rows: int) -> npt.NDArray[np.float32]:
+        logits = compute_logits(n_rows)
+        logits[0, :n_not_numbers] = np.nan
+        monkeypatch.undo()
+        return logits
+
+    slots = [prefill_slot(0, prompt(9, seed=1)), prefill_slot(1, prompt(9, seed=2))]
+    monkeypatch.setattr(engine.context, "logits", damage_the_first_row)
+    errors = generate(engine, slots, 6)
+    assert errors.keys() == {0}
+    assert errors[0].code == ErrorCode.DECODE_FAILED
+    assert "not numbers" in errors[0].message
+    assert_equal_output(slots[1], generate_alone(engine, prompt(9, seed=2), 6))
+
+
 @pytest.mark.parametrize("token", [-1, 512, 2**31 - 1])
 def test_a_token_outside_the_vocabulary_fails_only_its_own_job(engine: Engine, token: int) -> None:
     slots = [prefill_slot(0, prompt(40, seed=1)), prefill_slot(1, [*prompt(30, seed=2), token, 5])]
