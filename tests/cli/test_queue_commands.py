@@ -68,7 +68,8 @@ def selected(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> str
 
 def test_an_empty_table_says_what_is_missing(selected: str) -> None:
     assert llamaq("queues") == "no queue has a job or a worker\n"
-    assert llamaq("jobs") == f"no such job is in queue {selected!r}\n"
+    assert llamaq("jobs") == f"queue {selected!r} has no waiting or running job\n"
+    assert llamaq("jobs", "--priority", "bulk") == f"queue {selected!r} has no waiting or running job that matches\n"
     missing = f"no worker serves queue {selected!r}; start one with: llamaq worker --queue {selected}\n"
     assert llamaq("workers") == missing
     assert llamaq("stats").endswith(f"{missing}\nno job of this queue has finished\n")

@@ -13,6 +13,7 @@ from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.snapshots import TickStats, Worker
 from llamaq.producer import Client, JobFailed, JobOptions, NoWorker
+from llamaq.worker.engine.llama_bindings import has_gpu
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue
@@ -134,7 +135,7 @@ def test_the_card_describes_the_worker(client: Client, demo: ServedQueue) -> Non
     assert card.chat_template is not None
     assert card.worker
     assert card.host
-    assert card.device == "all"
+    assert card.device == ("all" if has_gpu() else "cpu")
     assert card.version
     assert card.started_ms <= worker.heartbeat_ms
 

@@ -62,7 +62,9 @@ def jobs(
             limit=limit,
         )
         if not as_json:
-            views.show_jobs(found, client.queue)
+            is_filtered = any((state, priority, older_than_s, metadata))
+            missing = f"queue {client.queue!r} has no waiting or running job{' that matches' if is_filtered else ''}"
+            views.show_jobs(found, missing)
             return
         for job in found:
             views.show_json(job)

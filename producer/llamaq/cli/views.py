@@ -92,8 +92,8 @@ def show_queues(queues: Sequence[QueueSummary]) -> None:
     )
 
 
-def show_jobs(jobs: Sequence[JobSummary], queue: str) -> None:
-    """Print one row for each waiting or running job."""
+def show_jobs(jobs: Sequence[JobSummary], missing: str) -> None:
+    """Print one row for each waiting or running job, or `missing` if there is none."""
     rows = [
         (
             job.job_id,
@@ -104,7 +104,7 @@ def show_jobs(jobs: Sequence[JobSummary], queue: str) -> None:
         )
         for job in jobs
     ]
-    show_rows(("job", "state", "priority", "age", "attempt"), rows, missing=f"no such job is in queue {queue!r}")
+    show_rows(("job", "state", "priority", "age", "attempt"), rows, missing=missing)
 
 
 def show_workers(workers: Sequence[Worker], queue: str) -> None:
