@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tests.worker.broker.test_suspects import until, working
 
 from llamaq.producer import AsyncClient
@@ -18,11 +20,11 @@ async def test_a_worker_full_of_interactive_jobs_claims_one_bulk_job_at_a_time(r
             await until(lambda: len(worker.admitted) == CAPACITY + 1)
             assert sorted(worker.admitted) == sorted([*(job.id for job in interactive[:CAPACITY]), bulk_ids[0]])
             for job in bulk:
-                await until(lambda job=job: job.id in worker.admitted)
+                await until(partial(worker.admitted.__contains__, job.id))
                 assert sum(job_id in bulk_ids for job_id in worker.admitted) == 1
                 worker.end(job)
             for job in interactive:
-                await until(lambda job=job: job.id in worker.admitted)
+                await until(partial(worker.admitted.__contains__, job.id))
                 worker.end(job)
             for job in (*bulk, *interactive):
                 await job.result()
