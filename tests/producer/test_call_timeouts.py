@@ -131,9 +131,9 @@ async def test_every_error_after_the_submit_names_the_job(
         failing = asyncio.create_task(client.generate("hello"))
         attempt = await worker.start_next()
         await attempt.fail()
-        caught = [await error_of(failing), await error_of(client.generate("hello", timeout=0.01))]
+        caught = [await error_of(failing), await error_of(client.generate("hello", timeout=0.5))]
         await worker.announce()
-        caught.append(await error_of(client.generate("hello", timeout=0.01)))
+        caught.append(await error_of(client.generate("hello", timeout=0.5)))
         monkeypatch.setattr(job_module, "read_result", forbidden)
         denied = asyncio.create_task(client.generate("hello"))
         await (await worker.start_next()).answer(["a"])
@@ -164,7 +164,7 @@ async def test_a_job_with_an_idempotency_key_is_never_cancelled_by_its_caller(re
         with suppress(asyncio.CancelledError):
             await first
         with pytest.raises(ResultTimeout, match="it continues, because it has an idempotency key"):
-            await client.generate("hello", idempotency_key="order 7", timeout=0.01)
+            await client.generate("hello", idempotency_key="order 7", timeout=0.5)
         stream = await client.stream("hello", idempotency_key="order 7")
         await stream.aclose()
         await client.auto_cancelled.wait_for_cancellations()
