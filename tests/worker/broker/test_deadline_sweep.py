@@ -17,9 +17,13 @@ from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 
 
+def ignore(partition: int, server_ms: int) -> None:
+    """Ignore the time of the server."""
+
+
 async def sweep_until_due(worker: FakeWorker) -> None:
     """Sweep until a job is due."""
-    sweep = DeadlineSweep(worker.redis, worker.keys, worker.queue, 1)
+    sweep = DeadlineSweep(worker.redis, worker.keys, worker.queue, 1, on_time=ignore)
     while not await sweep.expire_due(0):  # noqa: ASYNC110  # the clock of Redis decides
         await asyncio.sleep(0.01)
 
@@ -89,7 +93,7 @@ async def test_the_sweep_ends_the_due_jobs_of_all_partitions_and_drops_ids_that_
         redis: Redis = worker.redis
         await redis.zadd(client.keys.deadlines(queue, 0), {"nonsense": 1, str(JobId.new(queue)): 1})
         jobs: list[AsyncJob] = [await client.submit("late", queue_timeout_s=0.01) for _ in range(9)]
-        task = asyncio.create_task(DeadlineSweep(redis, client.keys, queue, 3).run())
+        task = asyncio.create_task(DeadlineSweep(redis, client.keys, queue, 3, on_time=ignore).run())
         for job in jobs:
             assert (await job.result(timeout=10)).finish_reason is FinishReason.DEADLINE
         while await deadlines(client):  # noqa: ASYNC110  # the sweep empties it

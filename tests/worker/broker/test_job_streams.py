@@ -13,6 +13,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.connect import connect
+from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.broker.job_streams import JobStreams
 
 INTERACTIVE, BULK = Priority.INTERACTIVE, Priority.BULK
@@ -86,6 +87,7 @@ async def test_an_expired_entry_is_found_behind_many_with_a_valid_lease(
         await add(redis, queue, 0, INTERACTIVE, 40)
         stream = Keys().jobs(queue, 0, INTERACTIVE)
         scripts = Scripts(redis, Keys())
+        streams.observe_time(0, await server_time_ms(redis))
         await scripts.read([stream], 39, 60_000)
         ((_, [(entry, _)]),) = await scripts.read([stream], 39, 1)  # the lease of this entry expires at once
         while not (found := await streams.reclaim(1)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.worker.broker.test_suspects import until, until_true, working
+from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
 from llamaq.common.protocol import script_calls
 from llamaq.common.protocol.job_outcome import JobState
@@ -112,6 +112,6 @@ async def test_the_lease_of_the_holder_counts_and_not_that_of_the_taker(redis_ur
             assert not isinstance(await worker.scripts.claim_job(claim, f"lease {lease_ms}", lease_ms), str)
         taken = []
         while not taken:
-            taken = await worker.scripts.reclaim(stream, 10, 10, only_requeued=False)
+            taken = await worker.scripts.reclaim(stream, 10, 10, trusted_until_ms=FOREVER)
         assert [fields[b"id"].decode() for _, fields in taken] == [fast.id]
-        assert await worker.scripts.reclaim(stream, 10, 10, only_requeued=True) == []
+        assert await worker.scripts.reclaim(stream, 10, 10, trusted_until_ms=0) == []

@@ -360,16 +360,17 @@ class Scripts:
         reply = await self._read(keys=list(streams), args=[GROUP, count, lease_ms])
         return [(stream.decode(), [_entry(entry) for entry in entries]) for stream, entries in reply]
 
-    async def reclaim(self, stream: str, count: int, lease_ms: int, *, only_requeued: bool) -> StreamEntries:
+    async def reclaim(self, stream: str, count: int, lease_ms: int, *, trusted_until_ms: int) -> StreamEntries:
         """Take entries that were requeued or whose lease has expired.
 
         Args:
             stream: The job stream.
             count: Number of entries to take at most.
             lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
-            only_requeued: Whether to leave entries whose lease has expired.
+            trusted_until_ms: Time of the server until which leases that look expired are expired, in milliseconds since
+                the epoch. After this time, only requeued entries are taken.
         """
-        reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, 0 if only_requeued else 1])
+        reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, trusted_until_ms])
         return [_entry(entry) for entry in reply]
 
     async def movable_jobs(self, queue: str, partition: int, worker: str, count: int) -> list[tuple[Claim, int]]:
@@ -516,10 +517,14 @@ class Scripts:
         code: CancelCode = reply.decode()
         return code
 
-    async def due_jobs(self, queue: str, partition: int, count: int) -> list[str]:
-        """Return the ids of up to `count` jobs whose deadline has passed. `expire` ends them."""
-        reply = await self._due(keys=[self._keys.deadlines(queue, partition)], args=[count])
-        return [job_id.decode() for job_id in reply]
+    async def due_jobs(self, queue: str, partition: int, count: int) -> tuple[int, list[str]]:
+        """Find jobs whose deadline has passed. `expire` ends them.
+
+        Returns:
+            The time of the server in milliseconds since the epoch, and the ids of up to `count` jobs.
+        """
+        now_ms, *due = await self._due(keys=[self._keys.deadlines(queue, partition)], args=[count])
+        return int(now_ms), [job_id.decode() for job_id in due]
 
     async def expire(self, job_id: str) -> bool:
         """End a job that has reached `deadline_s`, or has waited for a slot for `queue_timeout_s`.

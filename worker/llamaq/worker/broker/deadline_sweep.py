@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -30,12 +31,24 @@ class DeadlineSweep:
     Threads: all methods run on the I/O thread.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, queue: str, partitions: int) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, queue: str, partitions: int, *, on_time: Callable[[int, int], None]
+    ) -> None:
+        """Create the sweep.
+
+        Args:
+            redis: The Redis client.
+            keys: The names of the keys.
+            queue: The queue to search.
+            partitions: The number of partitions of the queue.
+            on_time: Called at each search, with a partition and the time of its server in milliseconds.
+        """
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis, keys)
         self._queue = queue
         self._partitions = range(partitions)
+        self._on_time = on_time
 
     async def run(self) -> None:
         """Search until cancelled. A partition that does not answer delays no other partition."""
@@ -58,7 +71,8 @@ class DeadlineSweep:
         Raises:
             RedisError: Redis is unreachable, or refused a write.
         """
-        due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
+        now_ms, due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
+        self._on_time(partition, now_ms)
         for job_id in due:
             try:
                 if await self._scripts.expire(job_id):

@@ -45,9 +45,9 @@ class Intake:
     `JobClaims` claims the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers them. The
     outbox also stores in Redis when a job has a slot: until then it waits.
 
-    Jobs that other workers requeued or lost are claimed before new jobs. Without new jobs, a worker with a free slot takes
-    jobs that wait for a slot in other workers. Bulk jobs never keep interactive jobs waiting
-    in Redis. A worker that is full of bulk jobs still claims interactive jobs. The surplus bulk jobs are then preempted
+    Jobs that other workers requeued or lost are claimed before new jobs. Without new jobs, a worker with a free slot
+    takes jobs that wait for a slot in other workers. Bulk jobs never keep interactive jobs waiting in Redis. A worker
+    that is full of bulk jobs still claims interactive jobs. The surplus bulk jobs are then preempted
     or requeued. A worker that is full of interactive jobs still claims the few bulk jobs that `BulkShare` asks for,
     so that the scheduler can give them their share of the slots.
 

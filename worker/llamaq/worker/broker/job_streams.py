@@ -21,6 +21,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_calls import Scripts, StreamEntries
 from llamaq.common.redis.connect import is_cluster
+from llamaq.worker.broker.lease_guard import LeaseGuard
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class JobStreams:
             {priority: keys.jobs(queue, partition, priority) for priority in Priority}
             for partition in range(partitions)
         ]
+        self._guards = [LeaseGuard(lease_s) for _ in range(partitions)]
         self._is_scattered = partitions > 1 and is_cluster(redis)
         self._first_partition = 0
         """The partition that the next call starts with."""
@@ -144,7 +146,7 @@ class JobStreams:
     async def _read_each(self, streams: Sequence[str], read: Callable[[str], Awaitable[StreamEntries]]) -> list[Reply]:
         """Read each stream with a separate command. A `RedisError` is returned as the reply of its stream."""
         replies: list[Reply] = []
-        results = await asyncio.gather(*(self._bounded(read(stream)) for stream in streams), return_exceptions=True)
+        results = await asyncio.gather(*(self._bounded(read, stream) for stream in streams), return_exceptions=True)
         for stream, reply in zip(streams, results, strict=True):
             if isinstance(reply, RedisError):
                 self._avoid(stream)
@@ -153,13 +155,13 @@ class JobStreams:
             replies.append((stream, reply))
         return replies
 
-    async def _bounded(self, read: Awaitable[StreamEntries]) -> StreamEntries:
-        """Await a read. On a cluster, a partition that does not answer must not delay the others for long."""
+    async def _bounded(self, read: Callable[[str], Awaitable[StreamEntries]], stream: str) -> StreamEntries:
+        """Read a stream. On a cluster, a partition that does not answer must not delay the others for long."""
         if not self._is_scattered:
-            return await read
+            return await read(stream)
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                return await read
+                return await read(stream)
         except TimeoutError as exc:
             raise RedisTimeoutError(f"the partition did not answer within {READ_TIMEOUT_S:g} s") from exc
 
@@ -227,20 +229,17 @@ class JobStreams:
         for stream, entries in reply or ():
             self._last_peeked[stream.decode()] = entries[-1][0]
 
-    async def reclaim(
-        self, count: int, priorities: Sequence[Priority] = tuple(Priority), *, only_requeued: bool = False
-    ) -> Entries:
-        """Take up to `count` entries that were requeued or whose lease has expired, interactive jobs first.
+    def observe_time(self, partition: int, server_ms: int) -> None:
+        """Record the time of the server of a partition, on which `reclaim` depends."""
+        self._guards[partition].observe(server_ms)
 
-        Args:
-            count: Number of entries to take at most.
-            priorities: The priorities of the jobs.
-            only_requeued: Whether to leave the entries whose lease has expired.
-        """
+    async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
+        """Take up to `count` entries that were requeued or whose lease has expired, interactive jobs first."""
 
         async def reclaim_from(stream: str, share: int) -> StreamEntries:
+            trusted_until_ms = self._guards[self._partition_of(stream)].trusted_until_ms()
             try:
-                return await self._scripts.reclaim(stream, share, self._lease_ms, only_requeued=only_requeued)
+                return await self._scripts.reclaim(stream, share, self._lease_ms, trusted_until_ms=trusted_until_ms)
             except ResponseError as exc:
                 if "NOGROUP" not in str(exc):
                     raise

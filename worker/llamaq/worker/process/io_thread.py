@@ -172,7 +172,7 @@ class IoThread:
                 heartbeat = self._make_heartbeat(redis, keys)
                 outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
                 commands = CommandInbox(redis, keys, self._card.worker, self._slot_commands)
-                sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions)
+                sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
                 await self._run_services(job_claims, outbox, heartbeat, commands, membership, sweep)
         finally:
             await redis.aclose()

@@ -5,12 +5,13 @@
 -- ARGV[1]  group      consumer group of the job stream
 -- ARGV[2]  count      number of entries to take at most
 -- ARGV[3]  lease_ms   how long the caller keeps an entry without a renewal, in ms
--- ARGV[4]  expired    '1': take requeued entries and expired leases; '0': take requeued entries only
+-- ARGV[4]  trusted_ms time of the server in ms until which leases that look expired are expired. After this time, and if
+--                     it is 0, only requeued entries are taken
 --
 -- Returns an array with {id, {name, value, ...}} for each entry.
 
 local stream, group = KEYS[1], ARGV[1]
-local idle_ms = ARGV[4] == '1' and EXPIRED_IDLE_MS or REQUEUED_IDLE_MS / 2
+local idle_ms = now_ms() <= tonumber(ARGV[4]) and EXPIRED_IDLE_MS or REQUEUED_IDLE_MS / 2
 local taken = {}
 for _, pending in ipairs(redis.call('XPENDING', stream, group, 'IDLE', idle_ms, '-', '+', ARGV[2])) do
   local id = pending[1]
