@@ -90,7 +90,8 @@ class JobParams(SamplingParams):
     )
     json_schema: dict[str, JsonValue] | None = Field(
         None,
-        description="A JSON schema that constrains the output. The worker turns it into a grammar of at most 64 KiB.",
+        description="A JSON schema that constrains the output, at most 64 KiB. A keyword that is not supported is an "
+        "error; `oneOf` means the same as `anyOf`.",
     )
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (),
@@ -153,7 +154,8 @@ class JobParams(SamplingParams):
         None,
         min_length=1,
         max_length=256,
-        description="A second submit with the same key returns the first job until its result expires. "
+        description="A second submit with the same key and request returns the first job until its result expires. "
+        "With another request it is an error. The seed and parameters that do not change the output may differ. "
         "If not set, every submit creates a job.",
     )
     metadata: dict[str, JsonValue] = Field(

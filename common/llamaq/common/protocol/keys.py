@@ -7,7 +7,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | -------------------------------- | ---------------- | -------------------------------------------------- |
 | llamaq:{q:p}:jobs:<priority>     | stream, group    | an entry is deleted when its job ends              |
 | llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
-| llamaq:{q:p}:events:<id>         | stream of events | as the hash of the job                             |
+| llamaq:{q:p}:events:<id>         | stream of events | until the output is stored; else as the hash       |
 | llamaq:{q:p}:tokens:<id>         | pub/sub channel  | not stored; receives the events of the stream      |
 | llamaq:{q:p}:key:<sha256>        | string: job id   | as the hash of the job; for an `idempotency_key`   |
 | llamaq:{q:p}:config              | hash             | no expiry; the settings that workers agree on      |
