@@ -66,6 +66,10 @@ BREACHES = {
     ),
     "Only the codec imports msgpack": ("producer/llamaq/producer/job.py", "import msgpack"),
     "Few modules import llama.cpp": ("worker/llamaq/worker/engine/engine.py", "import llama_cpp"),
+    "Only the grammar package imports llguidance": (
+        "worker/llamaq/worker/generation/numpy_sampler.py",
+        "import llguidance",
+    ),
     "Nothing in the wheel imports the tools": ("producer/llamaq/cli/main.py", "import llamaq.tools.random_gguf"),
 }
 """Maps each contract to a module, and to an import that would break the contract in this module."""

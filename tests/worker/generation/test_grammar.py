@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 
@@ -16,9 +17,9 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.generation.grammar import sandbox as sandbox_module
-from llamaq.worker.generation.grammar.compiled_grammar import Grammar
+from llamaq.worker.generation.grammar.gbnf import MAX_NESTING, gbnf_to_lark
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
-from llamaq.worker.generation.grammar.static_checks import MAX_NESTING
+from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
 from llamaq.worker.generation.numpy_sampler import LogitSampler
 
 
@@ -34,10 +35,21 @@ def sandbox(blob: bytes) -> Iterator[GrammarSandbox]:
     sandbox.close()
 
 
-def generate(vocab: Vocab, text: str, params: SamplingDefaults, *, n_max: int = 200, seed: int = 1) -> list[int]:
+def constraint_of(vocab: Vocab, gbnf: str, root: str = "root") -> TokenConstraint:
+    """Compile a grammar in GBNF without the sandbox."""
+    return ConstraintTokenizer(vocab).compile(llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(gbnf, root)))
+
+
+def allows(constraint: TokenConstraint, token: int | None) -> bool:
+    return bool(constraint.allowed_mask()[token or 0])
+
+
+def generate(
+    vocab: Vocab, constraint: TokenConstraint, params: SamplingDefaults, *, n_max: int = 200, seed: int = 1
+) -> list[int]:
     """Sample tokens from random logits with a grammar, up to the first end token or `n_max` tokens."""
     noise = np.random.default_rng(seed)
-    sampler = LogitSampler(params, seed=seed, grammar=Grammar(vocab, text))
+    sampler = LogitSampler(params, seed=seed, grammar=constraint)
     history: list[int] = []
     while len(history) < n_max:
         logits = (noise.normal(size=vocab.n_tokens) * 4).astype(np.float32)
@@ -61,13 +73,16 @@ SETTINGS = (
 def test_sampled_tokens_match_the_grammar(vocab: Vocab, sandbox: GrammarSandbox, params: Any) -> None:
     schema: dict[str, Any] = {
         "type": "object",
-        "properties": {"age": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["a", "bc"]}}},
+        "properties": {
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            "tags": {"type": "array", "items": {"enum": ["a", "bc"]}},
+        },
         "required": ["age", "tags"],
     }
-    text = sandbox.compile(JobParams(json_schema=schema))
+    tokenizer, compiled = ConstraintTokenizer(vocab), sandbox.compile(JobParams(json_schema=schema))
     whole = 0
-    for seed in range(4):
-        tokens = generate(vocab, text, params, seed=seed)
+    for seed in range(8):
+        tokens = generate(vocab, tokenizer.compile(compiled), params, seed=seed)
         if len(tokens) < 200:
             value = json.loads(vocab.decode(tokens))
             assert isinstance(value["age"], int)
@@ -77,22 +92,22 @@ def test_sampled_tokens_match_the_grammar(vocab: Vocab, sandbox: GrammarSandbox,
 
 
 def test_an_end_token_is_allowed_only_where_the_grammar_can_end(vocab: Vocab) -> None:
-    grammar = Grammar(vocab, 'root ::= "ab"')
+    grammar = constraint_of(vocab, 'root ::= "ab"')
     a, b = vocab.encode("a")[1], vocab.encode("b")[1]
-    ends = [grammar.allows(vocab.eos or 0)]
+    ends = [allows(grammar, vocab.eos)]
     for n in range(2):
         grammar.accept([a, b][: n + 1])
-        ends.append(grammar.allows(vocab.eos or 0))
+        ends.append(allows(grammar, vocab.eos))
     assert ends == [False, False, True]
-    assert not grammar.allows(a)
+    assert not allows(grammar, a)
 
 
 def test_a_grammar_that_allows_only_the_end_draws_an_end_token(vocab: Vocab) -> None:
-    assert generate(vocab, 'root ::= ""', SamplingDefaults()) == []
+    assert generate(vocab, constraint_of(vocab, 'root ::= ""'), SamplingDefaults()) == []
 
 
 def test_a_token_that_the_grammar_does_not_allow_is_never_accepted(vocab: Vocab) -> None:
-    grammar = Grammar(vocab, 'root ::= "ab"')
+    grammar = constraint_of(vocab, 'root ::= "ab"')
     with pytest.raises(JobRejected) as refused:
         grammar.accept(vocab.encode("b")[1:])
     assert refused.value.code == ErrorCode.GRAMMAR_EXHAUSTED
@@ -102,23 +117,24 @@ def test_the_tokens_of_an_earlier_attempt_are_accepted_before_the_next_draw(voca
     text, params = 'root ::= "(" [a-z ]+ ")"', SamplingDefaults()
     logits = np.random.default_rng(1).normal(size=vocab.n_tokens).astype(np.float32)
     history: list[int] = []
-    first = LogitSampler(params, seed=3, grammar=Grammar(vocab, text))
+    first = LogitSampler(params, seed=3, grammar=constraint_of(vocab, text))
     for _ in range(6):
         history.append(first.sample(logits, history, 0))
-    resumed = LogitSampler(params, seed=3, grammar=Grammar(vocab, text))
+    resumed = LogitSampler(params, seed=3, grammar=constraint_of(vocab, text))
     assert resumed.sample(logits, history[:5], 0) == history[5]
 
 
-def test_a_draw_that_the_grammar_allows_is_the_same_without_the_grammar(vocab: Vocab) -> None:
+def test_a_draw_from_tokens_that_the_grammar_allows_is_the_same_without_the_grammar(vocab: Vocab) -> None:
     logits = np.random.default_rng(1).normal(size=vocab.n_tokens).astype(np.float32)
     free = LogitSampler(SamplingDefaults(), seed=3).sample(logits, [], 0)
-    assert LogitSampler(SamplingDefaults(), seed=3, grammar=Grammar(vocab, "root ::= .+")).sample(logits, [], 0) == free
+    anything = constraint_of(vocab, "root ::= .*")
+    assert LogitSampler(SamplingDefaults(), seed=3, grammar=anything).sample(logits, [], 0) == free
 
 
-def test_a_refused_draw_is_repeated_among_the_allowed_tokens_with_the_largest_logits(vocab: Vocab) -> None:
+def test_draws_come_from_the_allowed_tokens_with_the_largest_logits(vocab: Vocab) -> None:
     logits = np.random.default_rng(2).normal(size=vocab.n_tokens).astype(np.float32)
-    grammar = Grammar(vocab, "root ::= [0-9]")
-    allowed = [token for token in range(vocab.n_tokens) if grammar.allows(token)]
+    grammar = constraint_of(vocab, "root ::= [0-9]")
+    allowed = np.flatnonzero(grammar.allowed_mask()).tolist()
     best = sorted(allowed, key=lambda token: -logits[token])[:2]
     params = SamplingDefaults(top_k=2, top_p=1, min_p=0)
     drawn = {LogitSampler(params, seed=n, grammar=grammar).sample(logits, [], 0) for n in range(40)}
@@ -126,7 +142,7 @@ def test_a_refused_draw_is_repeated_among_the_allowed_tokens_with_the_largest_lo
 
 
 def test_a_sampler_and_its_grammar_may_be_closed_twice(vocab: Vocab) -> None:
-    sampler = LogitSampler(SamplingDefaults(), seed=1, grammar=Grammar(vocab, 'root ::= "a"'))
+    sampler = LogitSampler(SamplingDefaults(), seed=1, grammar=constraint_of(vocab, 'root ::= "a"'))
     sampler.close()
     sampler.close()
 
@@ -135,23 +151,21 @@ NESTED = "(" * (MAX_NESTING + 1) + '"a"' + ")" * (MAX_NESTING + 1)
 BAD_GRAMMARS = {
     "empty": ("", "no rules"),
     "comment": ("# nothing", "no rules"),
-    "no root": ('a ::= "x"', "does not contain a 'root'"),
-    "undefined rule": ('root ::= "x" nothing', "Undefined rule identifier 'nothing'"),
-    "syntax": ('root ::= "a"\n  b := "c"', "expecting ::= at line 2, column 5"),
-    "unterminated": ('root ::= "abc', "unexpected end of input"),
-    "bad escape": (r'root ::= "\q"', "unknown escape at line 1, column 11"),
-    "left recursion": ('root ::= root "x" | "y"', "'root' is left-recursive"),
-    "hidden left recursion": (
-        'root ::= [a-z]{900} c\nc ::= a c "x" | "y"\na ::= b\nb ::= "z"?',
-        "'c' is left-recursive",
-    ),
-    "indirect left recursion": ('root ::= a\na ::= (b | "x") "y"\nb ::= "z"* root', "left-recursive"),
+    "no root": ('a ::= "x"', "no rule 'root'"),
+    "undefined rule": ('root ::= "x" nothing', "'nothing', which is not defined"),
+    "second rule": ('root ::= "x"\nroot ::= "y"', "a second rule 'root' at line 2, column 1"),
+    "syntax": ('root ::= "a"\n  b := "c"', "a syntax error at line 2, column 5"),
+    "unterminated": ('root ::= "abc', "a syntax error at line 1, column 10"),
+    "open group": ('root ::= ("a"', "not closed"),
+    "closed group": ('root ::= "a")', "not opened"),
+    "repetition of nothing": ("root ::= *", "a repetition of nothing"),
+    "range": ("root ::= [z-a]", "descending order"),
+    "bad escape": (r'root ::= "\q"', "unknown escape sequence at line 1, column 10"),
     "nested": (f"root ::= {NESTED}", "nest deeper"),
     "nested 20,000 deep": ("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "nest deeper"),
-    "repetition": ('root ::= "x"{1000000}', "repetitions exceeds"),
-    "token reference": ('root ::= "a" !<[5]>', "refers to a token"),
-    "NUL": ('root ::= "a\0"', "NUL"),
-    "impossible": ("root ::= [^\\x00-\\UFFFFFFFF]", "is allowed first"),
+    "no character": ("root ::= [^\\x00-\\U0010FFFF]", "no character matches"),
+    "not Unicode": ('root ::= "\\U00FFFFFF"', "not a character of Unicode"),
+    "no token": ('root ::= root "x"', "cannot be used"),
 }
 
 
@@ -172,12 +186,75 @@ GOOD_GRAMMARS = {
     "unicode": 'root ::= [äöü]+ "€" "\\u00e9"',
     "escapes": 'root ::= "\\"\\\\" [\\]\\[a-z] ("b")?',
     "other rules first": 'a ::= "x"\nroot ::= a |\n  "y"',
+    "left recursion": 'root ::= root "x" | "y"',
+    "hidden left recursion": 'root ::= [a-z]{900} c\nc ::= a c "x" | "y"\na ::= b\nb ::= "z"?',
+    "indirect left recursion": 'root ::= a\na ::= (b | "x") "y"\nb ::= "z"* root',
+    "keywords of Lark": 'root ::= start ignore\nstart ::= "x" root?\nignore ::= "y"',
+    "similar names": 'root ::= fooBar foo-bar\nfooBar ::= "x"\nfoo-bar ::= "y"',
+    "token": "root ::= <[5]> !<[6]>",
+    "any character": 'root ::= . [^"] [^\\x00-\\x1f]',
+    "thousands of rules": "\n".join(f"{'root' if not n else f'r{n}'} ::= r{n + 1}" for n in range(4000))
+    + '\nr4000 ::= "x"',
+    "two parses of each text": 'root ::= [a-z ] root "b" | [a-z ] root "c" | "d"',
 }
 
 
 @pytest.mark.parametrize("grammar", GOOD_GRAMMARS.values(), ids=GOOD_GRAMMARS)
-def test_a_good_grammar_is_returned_unchanged(sandbox: GrammarSandbox, grammar: str) -> None:
-    assert sandbox.compile(JobParams(grammar=grammar)) == grammar
+def test_a_good_grammar_compiles(sandbox: GrammarSandbox, vocab: Vocab, grammar: str) -> None:
+    compiled = sandbox.compile(JobParams(grammar=grammar))
+    assert ConstraintTokenizer(vocab).compile(compiled).allowed_mask().any()
+
+
+def accepts(vocab: Vocab, gbnf: str, text: str) -> bool:
+    """Return whether a grammar accepts a whole text, given as tokens of one byte or character each."""
+    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+    constraint = constraint_of(vocab, gbnf)
+    try:
+        constraint.accept([pieces[bytes([byte])] for byte in text.encode()])
+    except JobRejected:
+        return False
+    return allows(constraint, vocab.eos)
+
+
+JSON = r"""
+root ::= object
+value ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gbnf", "good", "bad"),
+    [
+        ('root ::= [a-z]+ "z"', ["az", "zz", "azz"], ["z", "ab", ""]),
+        ('root ::= word " " root | word\nword ::= [a-z]+ "z"', ["az bz", "zz"], ["az b", "az "]),
+        ("root ::= [^a-c\\]]{2,3}", ["de", "xyz"], ["d", "da", "d]", "wxyz"]),
+        ('root ::= "a"* "b"? ("c" | "d"){2}', ["cd", "aabcc"], ["abc", "bbcd"]),
+        ('root ::= ("a"{2}){2}', ["aaaa"], ["aa", "aaaaaa"]),
+        ('root ::= ["\\\\/.*-]+', ['"\\/.*-'], ["a"]),
+        ('root ::= "\\x41\\u0042" [\\U00000043-D]', ["ABC", "ABD"], ["ABE", "ab"]),
+        ('root ::= "a\\nb\\t\\"/"', ['a\nb\t"/'], ["a b"]),
+        (
+            JSON,
+            ['{"a": [1, -2.5e3, "\\u00e9", {}], "b":true}', "{}"],
+            ['{"a": [1,]}', "[1]", '{"a": "\n"}', '{"a": 01'],
+        ),
+    ],
+)
+def test_a_grammar_accepts_the_texts_that_gbnf_defines(
+    vocab: Vocab, gbnf: str, good: list[str], bad: list[str]
+) -> None:
+    assert [text for text in good if not accepts(vocab, gbnf, text)] == []
+    assert [text for text in bad if accepts(vocab, gbnf, text)] == []
+
+
+def test_control_tokens_are_never_allowed_as_text(vocab: Vocab) -> None:
+    mask = constraint_of(vocab, "root ::= .+").allowed_mask()
+    assert not any(mask[token] for token in range(vocab.n_tokens) if not vocab.piece(token))
 
 
 def nested_schema(depth: int) -> dict[str, Any]:
@@ -188,14 +265,14 @@ def nested_schema(depth: int) -> dict[str, Any]:
 
 
 BAD_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
-    "deep": (nested_schema(80), "nests deeper"),
-    "remote reference": ({"$ref": "https://example.com/schema.json"}, "Fetching remote schemas is not allowed"),
-    "dangling reference": ({"$ref": "#/definitions/x"}, "Error resolving ref"),
-    "unknown type": ({"type": "nothing"}, "Unrecognized schema"),
-    "wrong type": ({"properties": 5}, "cannot be converted to a grammar"),
+    "deep": (nested_schema(150), "recursion limit"),
+    "remote reference": ({"$ref": "https://example.com/schema.json"}, "does not fetch resources"),
+    "dangling reference": ({"$ref": "#/definitions/x"}, "does not exist"),
+    "unknown type": ({"type": "nothing"}, "Invalid type: nothing"),
+    "wrong type": ({"properties": 5}, "properties must be an object"),
     "huge": ({"enum": ["x" * 70_000]}, "larger than"),
-    "huge by repetition": ({"type": "string", "minLength": 10**9}, "cannot be converted to a grammar: MemoryError"),
-    "bad pattern": ({"type": "string", "pattern": "("}, "Pattern must start with"),
+    "bad pattern": ({"type": "string", "pattern": "("}, "regex parse error"),
+    "not supported": ({"type": "object", "not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
 }
 
 
@@ -207,18 +284,55 @@ def test_a_bad_schema_is_refused_with_a_reason(sandbox: GrammarSandbox, schema: 
     assert reason in refused.value.message
 
 
+TREE = {
+    "$ref": "#/$defs/Node",
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}},
+            "required": ["v", "next"],
+        }
+    },
+}
+"""A recursive schema, as pydantic makes it."""
+
+
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "good", "bad"),
     [
-        {},
-        nested_schema(20),
-        {"type": "integer", "minimum": -(10**20), "maximum": 10**30},
-        {"type": "object", "properties": {"n": {"$ref": "#/definitions/n"}}, "definitions": {"n": {"type": "null"}}},
+        ({}, ["1", '"x"', "[null]"], ["nothing"]),
+        (nested_schema(20), ["[" * 20 + '"x"' + "]" * 20], ["[" * 19 + '"x"' + "]" * 19]),
+        ({"type": "string"}, ['"a\\n"'], ['"a\n"']),
+        ({"type": "integer", "minimum": 3, "maximum": 20}, ["3", "20"], ["2", "21", "3.5"]),
+        ({"type": "integer", "multipleOf": 7}, ["14", "700"], ["15"]),
+        ({"type": "string", "pattern": "\\d+"}, ['"a1b"', '"22"'], ['"ab"']),
+        ({"type": "string", "maxLength": 70}, ['"' + 70 * "a" + '"'], ['"' + 71 * "a" + '"']),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 70}, ["[]", "[null, null]"], ["[1]"]),
+        (
+            {"type": "object", "patternProperties": {"^n_": {"type": "integer"}}, "additionalProperties": False},
+            ['{"n_a": 1}'],
+            ['{"n_a": "x"}', '{"m": 1}'],
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, ["1", "null"], ["true"]),
+        (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
-    ids=["any", "nested", "big numbers", "reference"],
 )
-def test_a_good_schema_becomes_a_grammar(sandbox: GrammarSandbox, vocab: Vocab, schema: dict[str, Any]) -> None:
-    Grammar(vocab, sandbox.compile(JobParams(json_schema=schema))).close()
+def test_a_schema_allows_the_values_that_it_describes(
+    sandbox: GrammarSandbox, vocab: Vocab, schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    tokenizer, compiled = ConstraintTokenizer(vocab), sandbox.compile(JobParams(json_schema=schema))
+    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+
+    def is_valid(text: str) -> bool:
+        constraint = tokenizer.compile(compiled)
+        try:
+            constraint.accept([pieces[bytes([byte])] for byte in text.encode()])
+        except JobRejected:
+            return False
+        return allows(constraint, vocab.eos)
+
+    assert [text for text in good if not is_valid(text)] == []
+    assert [text for text in bad if is_valid(text)] == []
 
 
 def test_a_grammar_may_have_another_root_and_a_schema_may_not(sandbox: GrammarSandbox) -> None:
@@ -227,25 +341,32 @@ def test_a_grammar_may_have_another_root_and_a_schema_may_not(sandbox: GrammarSa
         sandbox.compile(JobParams(json_schema={}, grammar_root="start"))
 
 
-EXPONENTIAL = 'root ::= [a-z ] root "b" | [a-z ] root "c" | "d"'
-"""The number of parses of a text doubles with each character."""
+HOSTILE = {"allOf": [{"type": "string", "pattern": f"a.{{{n}}}"} for n in range(1, 40)]}
+"""llguidance needs minutes for this schema."""
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(blob: bytes) -> None:
     sandbox = GrammarSandbox(blob, timeout_s=0.5)
     for _ in range(2):
         with pytest.raises(JobRejected, match=r"more than 0\.5 s"):
-            sandbox.compile(JobParams(grammar=EXPONENTIAL))
+            sandbox.compile(JobParams(json_schema=HOSTILE))
         assert sandbox._process is None
     assert sandbox.compile(JobParams(grammar='root ::= "a"'))
     sandbox.close()
 
 
 def test_a_step_that_takes_too_long_rejects_the_job(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaq.worker.generation.grammar.compiled_grammar.MAX_STEP_S", 0.01)
-    grammar = Grammar(vocab, EXPONENTIAL)
+    grammar = constraint_of(vocab, "root ::= .*")
+    monkeypatch.setattr("llamaq.worker.generation.grammar.token_constraint.MAX_STEP_S", 0.0)
     with pytest.raises(JobRejected, match="ambiguous"):
         grammar.accept([vocab.encode("a")[1]] * 100)
+
+
+def test_a_grammar_that_exceeds_the_limits_of_a_step_rejects_the_job(vocab: Vocab) -> None:
+    doubled = "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60))
+    compiled = llguidance.LLMatcher.grammar_from_lark(f'start: r0\n{doubled}\nr60: "y"')
+    with pytest.raises(JobRejected, match="too complex"):
+        generate(vocab, ConstraintTokenizer(vocab).compile(compiled), SamplingDefaults())
 
 
 def test_a_grammar_process_that_died_is_replaced(blob: bytes) -> None:
@@ -255,7 +376,7 @@ def test_a_grammar_process_that_died_is_replaced(blob: bytes) -> None:
     assert process is not None
     os.kill(process._popen.pid, signal.SIGKILL)
     process._popen.wait()
-    with pytest.raises(JobRejected, match="crashes on it"):
+    with pytest.raises(JobRejected, match="too much memory"):
         sandbox.compile(JobParams(grammar='root ::= "b"'))
     assert sandbox.compile(JobParams(grammar='root ::= "c"'))
     sandbox.close()

@@ -21,10 +21,11 @@ from llamaq.worker.generation.candidate_filters import (
     typical_p,
     unmasked_candidates,
 )
-from llamaq.worker.generation.grammar.compiled_grammar import TOKEN_DATA
 from llamaq.worker.generation.numpy_sampler import LogitSampler
 
 Logits = npt.NDArray[np.float32]
+TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+"""llama_token_data of llama.cpp."""
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
 

@@ -17,8 +17,8 @@ from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import common_prefix, pack
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
-from llamaq.worker.generation.grammar.compiled_grammar import Grammar
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
+from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 from llamaq.worker.generation.numpy_sampler import LogitSampler
 
 SYSTEM_PREFIX_CACHE_SIZE = 32
@@ -39,7 +39,7 @@ class JobPreparer:
 
     Args:
         vocab: The model's vocabulary.
-        grammar_sandbox: Compiles grammars safely.
+        grammar_sandbox: Tries grammars safely.
         defaults: Values of the sampling parameters that a request does not set.
         context_limit: Largest number of tokens of a job, prompt included.
         max_request_bytes: Largest size of an encoded request.
@@ -59,6 +59,7 @@ class JobPreparer:
     ) -> None:
         self._vocab = vocab
         self._grammar_sandbox = grammar_sandbox
+        self._constraint_tokenizer = ConstraintTokenizer(vocab)
         self._defaults = defaults
         self._context_limit = context_limit
         self._max_request_bytes = max_request_bytes
@@ -140,7 +141,7 @@ class JobPreparer:
     def _sampler(self, request: JobRequest) -> LogitSampler:
         grammar = None
         if request.is_constrained:
-            grammar = Grammar(self._vocab, self._grammar_sandbox.compile(request), request.grammar_root)
+            grammar = self._constraint_tokenizer.compile(self._grammar_sandbox.compile(request))
         return LogitSampler(
             self._defaults.resolve(request),
             seed=request.seed or 0,

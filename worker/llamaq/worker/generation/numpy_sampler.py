@@ -24,10 +24,10 @@ from llamaq.worker.generation.candidate_filters import (
     typical_p,
     unmasked_candidates,
 )
-from llamaq.worker.generation.grammar.compiled_grammar import Grammar
+from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 
-GRAMMAR_FIRST_TOKENS = 256
-"""Lower bound on the number of tokens that are checked first with a grammar: those with the largest logits."""
+FEW_ALLOWED = 1 / 8
+"""If a grammar allows at most this share of the vocabulary, only the logits of the allowed tokens are read."""
 GREEDY_BELOW = 1e-6
 """Temperatures below this value mean greedy decoding. Logits divided by such a temperature can exceed the range of
 float32."""
@@ -42,7 +42,7 @@ class LogitSampler:
         seed: The seed of the draws.
         logit_bias: Maps token ids to the values that are added to their logits.
         masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`.
-        grammar: Restricts the tokens. `close` closes the grammar too.
+        grammar: Restricts the tokens.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LogitSampler:
         seed: int,
         logit_bias: Mapping[int, float] | None = None,
         masked_tokens: Iterable[int] = (),
-        grammar: Grammar | None = None,
+        grammar: TokenConstraint | None = None,
     ) -> None:
         self._params = params
         self._seed = seed.to_bytes(8, "little")
@@ -74,43 +74,28 @@ class LogitSampler:
         return self._draw(self._candidates(logits), len(history) - n_prompt)
 
     def close(self) -> None:
-        """Free the grammar. May be called twice."""
-        if self._grammar is not None:
-            self._grammar.close()
+        """Free the memory of the grammar. May be called twice."""
+        self._grammar = None
 
     @property
     def _is_greedy(self) -> bool:
         return self._params.temperature < GREEDY_BELOW
 
-    def _sample_with_grammar(self, grammar: Grammar, logits: Logits, generated: Sequence[int]) -> int:
-        """Draw from all tokens. If the grammar does not allow the drawn token, draw again from the allowed tokens.
-
-        Checking only the drawn token is much faster than checking all tokens. Source: common_sampler_sample of
-        llama.cpp.
-        """
+    def _sample_with_grammar(self, grammar: TokenConstraint, logits: Logits, generated: Sequence[int]) -> int:
+        """Draw from the tokens that the grammar allows."""
         grammar.accept(generated)
-        token = self._draw(self._candidates(logits), len(generated))
-        if grammar.allows(token):
-            return token
-        return self._draw(self._allowed(grammar, logits), len(generated))
+        mask = grammar.allowed_mask()
+        tokens = np.flatnonzero(mask)
+        if len(tokens) > FEW_ALLOWED * logits.size:
+            np.copyto(logits, -np.inf, where=~mask)
+            return self._draw(self._candidates(logits), len(generated))
+        allowed = Candidates(tokens, logits[tokens])
+        n_wanted = 1 if self._is_greedy else self._params.top_k
+        return self._draw(allowed.largest(n_wanted) if n_wanted else allowed, len(generated))
 
     def _candidates(self, logits: Logits) -> Candidates:
         k = 1 if self._is_greedy else self._params.top_k
         return top_k(logits, k) if k else unmasked_candidates(logits)
-
-    def _allowed(self, grammar: Grammar, logits: Logits) -> Candidates:
-        """Return the `top_k` tokens with the largest logits among the tokens that the grammar allows; 0 means all."""
-        n_wanted = 1 if self._is_greedy else self._params.top_k
-        n_checked = max(GRAMMAR_FIRST_TOKENS, 4 * n_wanted) if n_wanted else logits.size
-        while n_checked < logits.size:
-            checked = top_k(logits, n_checked)
-            allowed = checked[grammar.allowed_mask(checked.tokens)]
-            if len(allowed) >= n_wanted:
-                return allowed.largest(n_wanted)
-            n_checked *= 16
-        checked = unmasked_candidates(logits)
-        allowed = checked[grammar.allowed_mask(checked.tokens)]
-        return allowed.largest(n_wanted) if n_wanted else allowed
 
     def _filter(self, candidates: Candidates) -> Candidates:
         params = self._params

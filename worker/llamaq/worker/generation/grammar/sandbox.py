@@ -1,6 +1,6 @@
-"""Compiles grammars in another process before the engine uses them.
+"""Tries grammars in another process before the engine uses them.
 
-On some grammars llama_sampler_init_grammar and llama_sampler_apply abort, recurse, hang or allocate without end. Such a
+The limits of llguidance bound most grammars, but not all: some regular expressions need gigabytes and minutes. Such a
 grammar ends only the sandbox process, and only the job with the grammar fails.
 """
 
@@ -15,11 +15,9 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from typing import Any
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
-from llamaq.worker.generation.grammar.static_checks import check_grammar, check_schema_nesting
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ MAX_CACHED_RESULTS = 128
 
 
 class GrammarSandbox:
-    """Compiles grammars safely. Thread-safe. The process starts immediately and loads the vocabulary in the background.
+    """Tries grammars safely. Thread-safe. The process starts immediately and loads the vocabulary in the background.
 
     Args:
         blob: The model's vocabulary, as returned by `extract_vocab`.
@@ -47,7 +45,7 @@ class GrammarSandbox:
         self._process: _SandboxProcess | None = _SandboxProcess(blob)
 
     def compile(self, request: JobParams) -> str:
-        """Return the request's grammar or JSON schema as GBNF. The root rule is `request.grammar_root`.
+        """Return the request's grammar or JSON schema in the form that `ConstraintTokenizer.compile` takes.
 
         Raises:
             JobRejected: The grammar is too large, does not compile, or needs too much time or memory.
@@ -88,7 +86,7 @@ class GrammarSandbox:
                 self._process = None
                 message = f"the process that compiles grammars does not start (status {process.close()})"
                 raise EngineError(message) from None
-            failure = "it needs too much memory, or llama.cpp crashes on it"
+            failure = "it needs too much memory"
         else:
             return answer["grammar"] if "grammar" in answer else _rejected(answer["error"])
         self._process = None
@@ -174,17 +172,11 @@ class _SandboxProcess:
 
 
 def _trial_request(request: JobParams) -> str:
-    """Check the grammar without llama.cpp. Return the JSON text to send to the sandbox process."""
-    trial: dict[str, Any] = {"grammar": request.grammar, "root": request.grammar_root, "schema": None}
-    if request.grammar is not None:
-        check_grammar(request.grammar)
-        return json.dumps(trial)
-    if request.grammar_root != "root":
+    """Check the size of the schema, and return the JSON text to send to the sandbox process."""
+    if request.grammar is None and request.grammar_root != "root":
         raise _rejected("grammar_root is only allowed with grammar, not with json_schema")
-    check_schema_nesting(request.json_schema)
-    trial["schema"] = request.json_schema
-    text = json.dumps(trial)
-    if len(text) > MAX_GRAMMAR_BYTES:
+    text = json.dumps({"grammar": request.grammar, "root": request.grammar_root, "schema": request.json_schema})
+    if request.grammar is None and len(text) > MAX_GRAMMAR_BYTES:
         raise _rejected(f"the JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
     return text
 

@@ -1,0 +1,158 @@
+"""Restricts the tokens of one job to a grammar, with llguidance.
+
+llguidance needs much memory and time for some grammars. So only a grammar that the `GrammarSandbox` has accepted may be
+used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.generation.grammar.large_stack import on_large_stack
+
+T = TypeVar("T")
+
+LIMITS = llguidance.LLParserLimits(step_max_items=20_000, verbose_errors=False)
+"""Bounds of one step: about 1 ms for 20,000 items. A grammar that needs more fails its job."""
+MAX_STEP_S = 1.0
+"""If one step takes more processor time, the job fails, because the next steps could take as long."""
+DEAD_END = "NoExtension"
+"""Begins the error of llguidance where no token can continue the output."""
+MAX_ERROR_CHARS = 300
+
+
+class ConstraintTokenizer:
+    """The tokens of a model in the form that llguidance needs. Compiles grammars. Thread-safe.
+
+    Args:
+        vocab: The model's vocabulary.
+    """
+
+    def __init__(self, vocab: Vocab) -> None:
+        tokens = _Tokens(vocab)
+        self.n_tokens = vocab.n_tokens
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(tokens), n_vocab=vocab.n_tokens, eos_token=sorted(vocab.end_tokens) or None
+        )
+        tokens.tokenizer = self._tokenizer
+
+    def compile(self, grammar: str) -> TokenConstraint:
+        """Compile a grammar, and compute the tokens that it allows first.
+
+        Args:
+            grammar: The grammar in the form that `GrammarSandbox.compile` returns.
+
+        Raises:
+            JobRejected: The grammar does not compile.
+        """
+        return on_large_stack(lambda: self.compile_on_this_stack(grammar))
+
+    def compile_on_this_stack(self, grammar: str) -> TokenConstraint:
+        """Compile a grammar as `compile` does. The caller must run on a thread with a stack of `STACK_BYTES`."""
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        return TokenConstraint(self, matcher)
+
+    def __repr__(self) -> str:
+        return f"<ConstraintTokenizer {self.n_tokens} tokens>"
+
+
+class TokenConstraint:
+    """A compiled grammar and its state after the accepted tokens. Not thread-safe."""
+
+    def __init__(self, tokenizer: ConstraintTokenizer, matcher: llguidance.LLMatcher) -> None:
+        self._tokenizer = tokenizer
+        self._matcher = matcher
+        self._n_accepted = 0
+        self._mask: npt.NDArray[np.bool_] | None = None
+        self._check("the grammar cannot be used")
+        self._mask = self._compute_mask()
+        self._check("the grammar cannot be used, because no token of this model's vocabulary is allowed first")
+
+    def accept(self, generated: Sequence[int]) -> None:
+        """Advance the state by the generated tokens that are not accepted yet.
+
+        Args:
+            generated: All tokens of the output.
+
+        Raises:
+            JobRejected: The grammar does not allow one of them, or a step takes more than `MAX_STEP_S`.
+        """
+        new = list(generated[self._n_accepted :])
+        if not new:
+            return
+        self._mask = None
+        n_valid = self._bounded(lambda: self._matcher.try_consume_tokens(new))
+        self._n_accepted += n_valid
+        if n_valid < len(new):
+            self._check("the grammar is too complex")
+            message = f"the grammar does not allow token {new[n_valid]} at position {self._n_accepted} of the output"
+            raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, message)
+
+    def allowed_mask(self) -> npt.NDArray[np.bool_]:
+        """Return for each token of the vocabulary, shape (n_vocab,), whether the grammar allows it next.
+
+        End tokens are allowed where the grammar can end.
+
+        Raises:
+            JobRejected: The step takes more than `MAX_STEP_S`, or exceeds `LIMITS`.
+        """
+        if self._mask is None:
+            self._mask = self._compute_mask()
+        return self._mask
+
+    def _compute_mask(self) -> npt.NDArray[np.bool_]:
+        bits = self._bounded(self._matcher.compute_bitmask)
+        if self._matcher.is_error():
+            if not self._matcher.get_error().startswith(DEAD_END):
+                self._check("the grammar is too complex")
+            return np.zeros(self._tokenizer.n_tokens, np.bool_)
+        mask = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little", count=self._tokenizer.n_tokens)
+        return mask.view(np.bool_)
+
+    def _check(self, what: str) -> None:
+        """Raise `JobRejected` if llguidance has found an error in the grammar, or has exceeded `LIMITS`."""
+        if self._matcher.is_error():
+            # The message repeats the grammar in its later lines.
+            error = " ".join(self._matcher.get_error().partition("<non-verbose/>")[0].split())
+            raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"{what}: {error[:MAX_ERROR_CHARS]}")
+
+    def _bounded(self, step: Callable[[], T]) -> T:
+        """Return the result of a step. Raises `JobRejected` if it takes more than `MAX_STEP_S` of processor time."""
+        started_s = time.thread_time()
+        result = step()
+        elapsed_s = time.thread_time() - started_s
+        if elapsed_s > MAX_STEP_S:
+            message = f"the grammar took {elapsed_s:.1f} s for one token: make it less ambiguous"
+            raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)
+        return result
+
+    def __repr__(self) -> str:
+        return f"<TokenConstraint after {self._n_accepted} tokens>"
+
+
+class _Tokens:
+    """The tokens of a vocabulary with the attributes that `llguidance.TokenizerWrapper` reads.
+
+    Where a grammar forces a text, llguidance allows only the first token of this text. The text is split into the
+    longest tokens, because the tokenizer of a model adds a space in front of some texts.
+    """
+
+    def __init__(self, vocab: Vocab) -> None:
+        self.tokenizer: llguidance.LLTokenizer | None = None
+        self.eos_token_id = vocab.eos if vocab.eos is not None else 0
+        self.bos_token_id = vocab.bos
+        self.tokens = [vocab.piece(token) for token in range(vocab.n_tokens)]
+        self.special_token_ids = [token for token, piece in enumerate(self.tokens) if not piece]
+
+    def __call__(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise TypeError("no bytes")  # the wrapper tries bytes once, and then passes only text
+        return self.tokenizer.greedy_tokenize(text)
