@@ -91,7 +91,7 @@ class AsyncStream:
         self._cancel_soon()
         with suppress(RuntimeError):  # another task reads the stream: it gets the end of the job
             await self._chunks.aclose()
-        if self._cancelling is not None:
+        if self._cancelling is not None and not self._cancelling.done():
             await asyncio.shield(self._cancelling)
 
     def _cancel_soon(self) -> None:

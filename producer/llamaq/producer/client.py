@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from pydantic import JsonValue
+from redis.asyncio import Redis
 
 from llamaq.common.errors import DeadLetterNotFound, NoWorker
 from llamaq.common.protocol.job_outcome import JobState, Result
@@ -23,6 +24,7 @@ from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queries import dead_letters, job_list, queue_list, queue_snapshots, slot_commands
 from llamaq.producer.queue_connection import QueueConnection
+from llamaq.producer.streaming.subscriber import Subscriber
 from llamaq.producer.submission import build_request
 from llamaq.producer.tokenizer import Tokenizer, load_tokenizer
 
@@ -40,7 +42,7 @@ class AsyncClient:
             async for chunk in await client.stream("Once upon a time", max_tokens=64):
                 print(chunk.text, end="", flush=True)
 
-    One client serves any number of concurrent calls within one event loop.
+    One client serves any number of concurrent calls, in one event loop at a time.
 
     `ClientSettings` documents the settings with their units, bounds and defaults. An argument that is None is read
     from its `LLAMAQ_*` environment variable, and otherwise has the default.
@@ -87,14 +89,22 @@ class AsyncClient:
             require_worker=require_worker,
         )
         self.queue = self.settings.queue
-        self.connection = QueueConnection.of(self.settings)
+        self.connection = QueueConnection(self.settings)
         self.keys = self.connection.keys
-        self.redis = self.connection.redis
-        self.subscriber = self.connection.subscriber
         self.auto_cancelled = AutoCancelledJobs(self.connection)
 
     def __repr__(self) -> str:
-        return f"<AsyncClient queue={self.queue!r} {self.subscriber!r}>"
+        return f"<AsyncClient queue={self.queue!r} {self.connection!r}>"
+
+    @property
+    def redis(self) -> Redis:
+        """The connections to Redis, for commands of your own."""
+        return self.connection.redis
+
+    @property
+    def subscriber(self) -> Subscriber:
+        """The subscriber of the events of jobs. Its `repr` shows how many jobs are followed."""
+        return self.connection.subscriber
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
@@ -15,31 +16,89 @@ from llamaq.producer.worker_watch import WorkerWatch
 
 
 @dataclass(frozen=True, slots=True)
-class QueueConnection:
-    """The connection of one client to Redis, and its settings."""
+class LoopConnections:
+    """The connections of one client to Redis within one event loop."""
 
-    settings: ClientSettings
     redis: Redis
-    keys: Keys
     scripts: Scripts
     subscriber: Subscriber
     workers: WorkerWatch
 
     @classmethod
-    def of(cls, settings: ClientSettings) -> QueueConnection:
-        """Return a connection with these settings. Redis is contacted by the first call that needs it."""
+    def of(cls, settings: ClientSettings, keys: Keys) -> LoopConnections:
+        """Return connections with these settings. Redis is contacted by the first call that needs it."""
         redis = connect(settings.redis_url, name="llamaq-client")
-        keys = Keys(settings.key_prefix)
         workers = WorkerWatch(redis, keys, require_worker=settings.require_worker)
         scripts = Scripts(redis, keys)
-        return cls(settings, redis, keys, scripts, Subscriber(redis, scripts.expire), workers)
+        return cls(redis, scripts, Subscriber(redis, scripts.expire), workers)
+
+
+class QueueConnection:
+    """The connection of one client to Redis, and its settings.
+
+    Connections belong to the event loop that used them first. When that loop is closed, the next loop gets new ones:
+    `asyncio.run` and `async_to_sync` create a loop for each call.
+    """
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self.settings = settings
+        self.keys = Keys(settings.key_prefix)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that uses the connections. None: they are not used yet."""
+        self._connections = LoopConnections.of(settings, self.keys)
+
+    def __repr__(self) -> str:
+        """Return the state of the subscriber: the connections themselves have none that a log needs."""
+        return repr(self._connections.subscriber)
+
+    @property
+    def redis(self) -> Redis:
+        """The commands of Redis. Like the other properties, it belongs to the running event loop."""
+        return self._of_running_loop().redis
+
+    @property
+    def scripts(self) -> Scripts:
+        """The Lua scripts."""
+        return self._of_running_loop().scripts
+
+    @property
+    def subscriber(self) -> Subscriber:
+        """The subscriber of the events of jobs."""
+        return self._of_running_loop().subscriber
+
+    @property
+    def workers(self) -> WorkerWatch:
+        """The watch for queues without a worker."""
+        return self._of_running_loop().workers
+
+    def _of_running_loop(self) -> LoopConnections:
+        """Return the connections of the running event loop; outside a loop, those that were used last.
+
+        Raises:
+            RuntimeError: The connections belong to another event loop, which is not closed.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return self._connections
+        if loop is not self._loop:
+            if self._loop is not None and not self._loop.is_closed():
+                raise RuntimeError(
+                    "this AsyncClient belongs to another event loop, which is not closed: create one AsyncClient in "
+                    "each event loop, or use Client, which all threads and event loops may share"
+                )
+            if self._loop is not None:
+                self._connections = LoopConnections.of(self.settings, self.keys)
+            self._loop = loop
+        return self._connections
 
     def timeout_s(self, timeout_s: float | None) -> float:
         """Return the timeout of one call: `timeout_s`, or the client's setting if `timeout_s` is None."""
         return self.settings.timeout_s if timeout_s is None else timeout_s
 
     async def aclose(self) -> None:
-        """Unsubscribe from all channels and close all connections."""
-        await self.workers.aclose()
-        await self.subscriber.aclose()
-        await self.redis.aclose()
+        """Unsubscribe from all channels and close all connections of the running event loop."""
+        connections = self._of_running_loop()
+        await connections.workers.aclose()
+        await connections.subscriber.aclose()
+        await connections.redis.aclose()

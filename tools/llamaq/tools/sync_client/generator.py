@@ -32,7 +32,7 @@ from llamaq.producer.blocking_base import BlockingClient, BlockingJob, BlockingS
 '''
 SYNC_NAMES = {"AsyncClient": "Client", "AsyncJob": "Job", "AsyncStream": "Stream"}
 DOCSTRING_WORDS = {**SYNC_NAMES, "async with": "with", "async for": "for", "await client": "client", "aclose": "close"}
-ASYNC_SENTENCE = "One client serves any number of concurrent calls within one event loop."
+ASYNC_SENTENCE = "One client serves any number of concurrent calls, in one event loop at a time."
 SYNC_SENTENCE = """Threads may share one client, and a child process may use it after a fork. The first call starts a
     thread, which `close` ends."""
 """Replaces `ASYNC_SENTENCE` in the docstring of `Client`."""
@@ -90,8 +90,8 @@ def _attributes(source: ast.ClassDef) -> Iterator[str]:
 def _forwarded_methods(source: ast.ClassDef) -> Iterator[Method]:
     """Yield the methods that the blocking class gets: the public ones, and the constructor of the client."""
     for node in source.body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+            continue  # a property gives access to asyncio objects
         is_public = not node.name.startswith("_") and node.name != "aclose"
         if is_public or (node.name == "__init__" and source.name == "AsyncClient"):
             yield node

@@ -1,0 +1,79 @@
+"""A client works in one event loop after the other, and says clearly that it cannot work in two loops at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from llamaq.producer import AsyncClient, AsyncJob, FinishReason
+from llamaq.producer.testing import serving
+
+# A loop that is closed leaves the sockets in it open until they are garbage collected: only the loop can close them.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def collect_garbage() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+def test_a_client_works_in_one_event_loop_after_the_other(redis_url: str, queue: str) -> None:
+    client = AsyncClient(redis_url, queue)
+
+    async def read() -> str:
+        stream = await client.stream("a b")
+        return "".join([chunk.text async for chunk in stream])
+
+    with serving(redis_url, queue, lambda request: (request.prompt or "").split(" ")):
+        assert [asyncio.run(read()) for _ in range(3)] == ["ab", "ab", "ab"]
+        assert asyncio.run(client.generate("c d")).text == "cd"
+    asyncio.run(client.aclose())
+
+
+def test_a_job_handle_of_an_earlier_event_loop_works(redis_url: str, queue: str) -> None:
+    client = AsyncClient(redis_url, queue)
+    job: AsyncJob = asyncio.run(client.submit("x"))
+
+    async def cancel_and_close() -> FinishReason:
+        assert await job.cancel()
+        reason = (await job.result()).finish_reason
+        await client.aclose()
+        return reason
+
+    assert asyncio.run(cancel_and_close()) is FinishReason.CANCELLED
+
+
+def test_a_stream_that_a_closed_loop_left_open_is_cancelled_by_the_close(redis_url: str, queue: str) -> None:
+    client = AsyncClient(redis_url, queue)
+    stream = asyncio.run(client.stream("x"))
+
+    async def close() -> bool:
+        await client.aclose()
+        async with AsyncClient(redis_url, queue) as other:
+            return (await other.job(stream.job.id).status()).finish_reason is FinishReason.CANCELLED
+
+    assert asyncio.run(close())
+
+
+async def test_a_second_event_loop_at_the_same_time_is_refused_with_the_way_out(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        await client.queue_depth()
+        errors: list[BaseException] = []
+
+        def use_elsewhere() -> None:
+            try:
+                asyncio.run(client.generate("x"))
+            except RuntimeError as exc:
+                errors.append(exc)
+
+        thread = threading.Thread(target=use_elsewhere)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        with pytest.raises(RuntimeError, match="create one AsyncClient in each event loop, or use Client"):
+            raise errors[0]
+        assert (await client.queue_depth()).waiting == 0, "the client still works in its own loop"
