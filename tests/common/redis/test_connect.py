@@ -84,13 +84,13 @@ async def test_a_demoted_server_raises_a_connection_error_for_every_kind_of_comm
 async def test_after_a_timeout_all_older_connections_reconnect(redis_url: str) -> None:
     with Proxy(redis_url) as proxy:
         redis = connect(f"{proxy.url}?socket_timeout=0.5", name="test-silent")
-        await asyncio.gather(*(redis.ping() for _ in range(5)))
+        await asyncio.gather(*(redis.ping() for _ in range(20)))
         n_connections = proxy.silence()
-        assert n_connections > 2
+        assert n_connections > 12
         started_s = time.monotonic()
         for _ in range(2 * n_connections):
             await redis.ping()
-        assert time.monotonic() - started_s < 2  # in total, as long as one timeout
+        assert time.monotonic() - started_s < 5  # about one timeout in total; one for each connection would be 6 s
         await redis.aclose()
 
 
