@@ -18,14 +18,14 @@ class JobStatus(WireModel):
 
     job_id: str = Field(description="Id of the job.")
     state: JobState = Field(description="`queued`, `running`, `finished` or `failed`.")
-    attempt: int = Field(0, description="Number of the newest attempt. 0: the job has not started.")
-    worker: str | None = Field(None, description="Id of the worker of the newest attempt. None: it has not started.")
+    attempt: int = Field(0, description="Number of the newest attempt. 0: no worker has claimed the job.")
+    worker: str | None = Field(None, description="Id of the worker that claimed the job last. None: no worker has.")
     crashes: int = Field(
         0, description="Number of workers in a row that died with this job before they stored a token of it."
     )
     generated_tokens: int = Field(0, description="Number of tokens stored in Redis so far.")
     submitted_ms: int | None = Field(None, description="Time of the submit.")
-    started_ms: int | None = Field(None, description="Time when the first attempt started. None: not yet.")
+    started_ms: int | None = Field(None, description="Time when the job had its first slot. None: not yet.")
     finished_ms: int | None = Field(None, description="Time when the job ended. None: not yet.")
     cancel_requested: bool = Field(False, description="Whether a client has called `cancel()`.")
     finish_reason: FinishReason | None = Field(None, description="Why the job finished. None: it has not finished.")

@@ -14,8 +14,8 @@ from llamaq.common.protocol.wire_model import WireModel
 class QueueDepth(WireModel):
     """The numbers of waiting and running jobs in a queue."""
 
-    waiting: int = Field(description="Number of jobs that no worker has claimed.")
-    running: int = Field(description="Number of jobs that a worker has claimed.")
+    waiting: int = Field(description="Number of jobs without a slot, in the queue or claimed by a worker.")
+    running: int = Field(description="Number of jobs that have a slot of a live worker.")
 
 
 class QueueSummary(WireModel):
