@@ -21,8 +21,8 @@ PROMPT = "Once upon a time there was a girl named Mia."
 MAX_TOKENS = 1900
 N_JOBS = 3
 STALL_S = 2.0
-SLACK = 3.0
-"""Factor by which a stall may exceed `STALL_S` on a slow test machine."""
+SLACK = 10.0
+"""Factor by which a stall may exceed `STALL_S` on a busy test machine. The lease is three times as long as this limit."""
 
 
 class Stalls(threading.Thread):

@@ -163,7 +163,7 @@ def test_children_requeue_their_jobs_and_end_when_their_supervisor_is_killed(
         reader.await_tokens(3)
         supervisor.signal(signal.SIGKILL)
         supervisor.end()
-        environment.await_no_process(timeout_s=5)
+        environment.await_no_process(timeout_s=20)  # less than a drain
         assert client.workers() == ()
         assert reader.job.status().state is JobState.QUEUED
 
@@ -176,7 +176,7 @@ def test_children_that_wait_for_redis_end_when_their_supervisor_is_killed(
     supervisor.await_output("worker.redis_error")
     supervisor.signal(signal.SIGKILL)
     supervisor.end()
-    environment.await_no_process(timeout_s=5)
+    environment.await_no_process(timeout_s=20)  # less than a drain
 
 
 @pytest.mark.parametrize(

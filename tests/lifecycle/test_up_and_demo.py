@@ -74,7 +74,7 @@ def test_no_process_outlives_an_up_that_is_killed(environment: Environment, up: 
     assert len(environment.running_processes()) >= 3
     up.signal(signal.SIGKILL)
     up.end()
-    environment.await_no_process(timeout_s=10)
+    environment.await_no_process(timeout_s=20)
 
 
 def test_up_stores_its_data_in_the_data_dir(environment: Environment, free_port: int) -> None:
@@ -289,7 +289,7 @@ def test_no_process_outlives_a_demo_that_receives_a_signal(environment: Environm
     demo.await_output(r" \| ")
     demo.signal(number)
     assert demo.end() == (130 if number == signal.SIGTERM else -9)
-    environment.await_no_process(timeout_s=10)
+    environment.await_no_process(timeout_s=20)
     assert "Traceback" not in demo.output
 
 

@@ -125,7 +125,7 @@ async def test_the_estimate_is_close_to_the_real_wait(redis_url: str, queue: str
         await last.result()
         waited_s = loop.time() - began_s
         serving.cancel()
-        assert waited_s / 4 < full.estimated_wait_s < 4 * waited_s
+        assert waited_s / 10 < full.estimated_wait_s < 10 * waited_s  # the load of the machine may change meanwhile
 
 
 def test_the_blocking_client_raises_the_same_queue_full(redis_url: str, queue: str) -> None:

@@ -118,7 +118,7 @@ def test_the_patterns_of_the_grammar_match_its_stories_and_no_other_text() -> No
 
 def test_the_file_is_small_and_loads_fast_and_has_a_context_of_2048_tokens(runner: LlamaRunner) -> None:
     assert MODEL.stat().st_size <= 8_000_000
-    assert runner.load_s < 1
+    assert runner.load_s < 5  # 0.02 s on an idle machine
     assert runner.training_context >= 2048
     assert 2000 <= runner.vocabulary_size <= 4000
 
