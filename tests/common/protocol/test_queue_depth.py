@@ -1,4 +1,4 @@
-"""The depth of a queue, counted on fakeredis."""
+"""The depth of a queue: only jobs with a slot of a live worker run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.redis.connect import connect
-from llamaq.producer import AsyncClient
+from llamaq.producer import AsyncClient, QueueFull
+from llamaq.producer.testing import LEASE_MS, FakeWorker
 
 
 async def test_jobs_of_all_partitions_are_counted_before_any_worker_comes(
@@ -29,3 +30,44 @@ async def test_a_key_that_is_no_stream_is_an_error(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ResponseError, match="WRONGTYPE"):
         await queue_depth(redis, Keys(), "tests", 1)
     await redis.aclose()
+
+
+async def test_jobs_that_were_requeued_or_wait_in_a_worker_or_lost_their_worker_wait(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        for number in range(6):
+            await client.submit("x", priority=tuple(Priority)[number % 2])
+        running, requeued, lost, ended = [await worker.start_next() for _ in range(4)]
+        claim = await worker.claim()
+        assert claim is not None
+        await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+        assert await _depth(client) == (2, 4)
+        await ended.finish()
+        await worker.scripts.requeue(requeued.claim, requeued.number, worker.name)
+        assert await _depth(client) == (3, 2)
+        await worker.scripts.flush(worker.name, [lost.increment()], 1, renew=True)  # the lease expires after 1 ms
+        while await _depth(client) != (4, 1):
+            pass
+        await worker.scripts.requeue(running.claim, running.number, worker.name)
+        assert await _depth(client) == (5, 0)
+
+
+async def _depth(client: AsyncClient) -> tuple[int, int]:
+    depth = await client.queue_depth()
+    return depth.waiting, depth.running
+
+
+async def test_max_queue_counts_waiting_jobs_as_the_depth_does(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await worker.redis.hset(client.keys.config(queue, 0), "max_queue", "2")
+        await client.submit("x")
+        claim = await worker.claim()
+        assert claim is not None
+        await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+        await client.submit("x", priority="bulk")
+        with pytest.raises(QueueFull) as full:
+            await client.submit("x")
+        assert (full.value.depth, full.value.max_queue) == (2, 2)
+        await worker.start_next()
+        await client.submit("x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.redis.connect import connect
 from llamaq.common.redis.server_time import server_time_ms
@@ -103,3 +104,22 @@ async def test_deleted_groups_are_created_again(redis_url: str, queue: str) -> N
             assert await read == []
         await add(redis, queue, 0, INTERACTIVE, 1)
         assert counts(await streams.read(1)) == {"0 interactive": 1}
+
+
+async def test_a_wait_over_many_partitions_takes_no_entry_and_the_next_read_no_more_than_asked_for(
+    redis_url: str, queue: str
+) -> None:
+    async with opened(redis_url, queue, 8) as (redis, streams):
+        assert await streams.read(1) == []
+        waiting = asyncio.create_task(streams.wait(30))
+        for partition in range(8):
+            await add(redis, queue, partition, INTERACTIVE, 1)
+            await add(redis, queue, partition, BULK, 1)
+        await waiting
+        pending = [
+            (await redis.xpending(Keys().jobs(queue, partition, priority), GROUP))["pending"]
+            for partition in range(8)
+            for priority in Priority
+        ]
+        assert pending == [0] * 16
+        assert sum(counts(await streams.read(1)).values()) == 1
