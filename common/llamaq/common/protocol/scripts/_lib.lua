@@ -129,15 +129,24 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   allow_writes_when_full(job)
   redis.call('HSET', job, 'status', status, 'finished_ms', now_ms(), unpack(fields))
   drop_entry(stream, group, entry)
-  set_due(job, nil)
-  emit_last(events, channel, terminal)
-  local state = redis.call('HMGET', job, 'ttl_ms', 'events_ttl_ms', 'idempotency', 'generated')
-  local ttl, idempotency = state[1], state[3]
+  local state = redis.call('HMGET', job, 'ttl_ms', 'events_ttl_ms', 'idempotency', 'generated', 'queue_deadline_ms',
+    'deadline_ms')
+  local ttl = state[1]
+  if state[5] ~= '0' or state[6] ~= '0' then
+    set_due(job, nil)
+  end
   local needs_events = state[4] ~= '0' and redis.call('HEXISTS', job, 'output') == 0
+  local events_ttl = needs_events and ttl or state[2] or '0'
+  if events_ttl == '0' then
+    redis.call('UNLINK', events)
+    redis.call('PUBLISH', channel, terminal)
+  else
+    emit_last(events, channel, terminal)
+    redis.call('PEXPIRE', events, events_ttl)
+  end
   redis.call('PEXPIRE', job, ttl)
-  redis.call('PEXPIRE', events, needs_events and ttl or state[2] or 0) -- a time to live of 0 deletes the key
-  if idempotency then
-    redis.call('PEXPIRE', idempotency, ttl)
+  if state[3] then
+    redis.call('PEXPIRE', state[3], ttl)
   end
   if status == 'finished' then
     redis.call('HDEL', job, 'request', 'priority', 'entry', 'ttl_ms', 'events_ttl_ms', 'idempotency', 'queue_deadline_ms',

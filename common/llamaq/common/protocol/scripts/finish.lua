@@ -33,7 +33,7 @@ if ARGV[9] == '1' and state[1] == 'queued' then -- the job ended before the flus
   emit_last(events, channel, cmsgpack.pack({type = 'started', attempt = tonumber(attempt), worker = worker}))
 end
 if payload ~= '' then
-  emit_last(events, channel, payload)
+  emit_last(events, channel, payload) -- `terminate` deletes the events, unless they are stored for `events_ttl_ms`
 end
 local fields = {}
 for i = 10, #ARGV do
