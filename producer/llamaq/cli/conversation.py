@@ -7,9 +7,11 @@ from typing import Any
 import typer
 
 from llamaq.cli import views
-from llamaq.producer import Client, ErrorCode, JobFailed, LlamaqError
+from llamaq.producer import Client, ErrorCode, FinishReason, JobFailed, LlamaqError
 
 PROMPT = "> "
+ENDS = {**views.UNFINISHED, FinishReason.LENGTH: "the answer has reached max_tokens, or the end of the context"}
+"""For each finish reason that cuts an answer: the notice."""
 
 Messages = list[dict[str, str]]
 
@@ -80,9 +82,12 @@ class Conversation:
                         n_dropped = 0
                     answer += chunk.text
                     typer.echo(chunk.text, nl=False)
+                reason = chunks.job.status().finish_reason
         except KeyboardInterrupt:
-            pass  # leaving the `with` block has cancelled the job
+            reason = None  # leaving the `with` block has cancelled the job
         typer.echo()
+        if reason in ENDS:
+            views.notice(ENDS[reason])
         return answer
 
 

@@ -19,12 +19,6 @@ from llamaq.producer import Client, FinishReason, Job, JobState, NoWorker, Resul
 PromptArgument = Annotated[str, typer.Argument(help="The text to continue. `-` reads it from standard input.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB_ID", help="The job id, as printed by `llamaq submit`.")]
 
-UNFINISHED = {
-    FinishReason.CANCELLED: "the job was cancelled before its end",
-    FinishReason.DEADLINE: "the job reached its time limit before its end",
-}
-"""For each finish reason that leaves the text incomplete: what the user reads."""
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
@@ -195,8 +189,8 @@ def _check_end(job: Job) -> None:
 
 
 def _check_reason(reason: FinishReason | None) -> None:
-    if reason in UNFINISHED:
-        views.notice(UNFINISHED[reason])
+    if reason in views.UNFINISHED:
+        views.notice(views.UNFINISHED[reason])
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -14,6 +14,7 @@ from llamaq.producer import (
     Chunk,
     DeadLetter,
     DeadLetterDetails,
+    FinishReason,
     JobStats,
     JobStatus,
     JobSummary,
@@ -28,6 +29,11 @@ from llamaq.producer import (
 MAX_RECENT_ROWS = 20
 """Largest number of jobs in the table of the last jobs."""
 NO_VALUE = "-"
+UNFINISHED = {
+    FinishReason.CANCELLED: "the job was cancelled before its end",
+    FinishReason.DEADLINE: "the job reached its time limit before its end",
+}
+"""For each finish reason that leaves the text incomplete, although its caller did not bound it: the notice."""
 
 
 def show_json(model: BaseModel) -> None:

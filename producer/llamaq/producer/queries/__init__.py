@@ -1,1 +1,1 @@
-"""Reads the state of jobs, queues, workers and dead letters from Redis, and sends slot commands to workers."""
+"""Reads the state of jobs, queues, workers and dead letters from Redis, purges waiting jobs, and sends slot commands."""
