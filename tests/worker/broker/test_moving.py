@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from tests.worker.broker.test_suspects import FOREVER, until, until_true, working
 
 from llamaq.common.protocol import script_calls
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.producer import AsyncClient
+from llamaq.common.protocol.script_calls import StreamEntries
+from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
 
@@ -25,7 +28,7 @@ async def test_jobs_that_wait_for_a_slot_move_to_a_worker_with_free_slots(
     async with AsyncClient(redis_url, queue) as client, working(redis_url, queue, capacity=3, n_slots=1) as busy:
         running, *waiting = [await client.submit(f"job {number}") for number in range(3)]
         await until(lambda: len(busy.admitted) == 3)
-        await until_true(lambda: _is_running(running))
+        await until_true(partial(_is_running, running))
         depth = await client.queue_depth()
         assert (depth.waiting, depth.running) == (2, 1)
         async with working(redis_url, queue, "w2", n_slots=2) as idle:
@@ -40,9 +43,8 @@ async def test_jobs_that_wait_for_a_slot_move_to_a_worker_with_free_slots(
                 assert (await job.result(timeout=10)).tokens == (65,)
 
 
-async def _is_running(job: object) -> bool:
-    status = await job.status()  # type: ignore[attr-defined]
-    return bool(status.state is JobState.RUNNING)
+async def _is_running(job: AsyncJob) -> bool:
+    return (await job.status()).state is JobState.RUNNING
 
 
 async def test_a_job_stays_with_its_worker_at_first_and_longer_after_each_move(redis_url: str, queue: str) -> None:
@@ -110,7 +112,7 @@ async def test_the_lease_of_the_holder_counts_and_not_that_of_the_taker(redis_ur
             claim = await worker.claim()
             assert claim is not None
             assert not isinstance(await worker.scripts.claim_job(claim, f"lease {lease_ms}", lease_ms), str)
-        taken = []
+        taken: StreamEntries = []
         while not taken:
             taken = await worker.scripts.reclaim(stream, 10, 10, trusted_until_ms=FOREVER)
         assert [fields[b"id"].decode() for _, fields in taken] == [fast.id]

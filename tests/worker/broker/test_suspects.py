@@ -25,6 +25,7 @@ from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import OutputMailbox
+from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.generation.job_preparer import PreparedJob
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.testing import make_job
@@ -109,8 +110,8 @@ async def working(
                 await job_claims.close()
 
 
-async def _ignore(_: JobStats) -> None:
-    """Ignore the stats of a finished job."""
+async def _ignore(_: EndedJob) -> None:
+    """Ignore the end of a job."""
 
 
 async def until(condition: Callable[[], object]) -> None:
