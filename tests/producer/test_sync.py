@@ -306,3 +306,25 @@ with Client(*sys.argv[1:]) as client:
     assert sorted(out.splitlines()) == ["3 0", "queued queued", "queued queued"]
     assert [line for line in err.splitlines() if "Error" in line or "Traceback" in line] == []
     assert process.returncode == 0
+
+
+def test_a_child_of_multiprocessing_that_leaves_a_stream_open_cancels_its_job(redis_url: str, queue: str) -> None:
+    code = """
+import multiprocessing, sys
+from llamaq.producer import Client
+
+def leave() -> None:
+    global stream  # as a web backend's global client: nothing is garbage collected before the exit
+    client = Client(*sys.argv[1:])
+    stream = client.stream("x")
+
+child = multiprocessing.get_context("fork").Process(target=leave)
+child.start()
+child.join()
+print(child.exitcode)
+"""
+    process = run_script(code, redis_url, queue)
+    out, err = process.communicate(timeout=60)
+    assert (out, complaints(err)) == ("0\n", [])
+    with Client(redis_url, queue) as client:
+        assert client.queue_depth().waiting == 0

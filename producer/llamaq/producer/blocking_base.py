@@ -7,12 +7,15 @@ The generated module `llamaq.producer.sync` adds one method for each method of `
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer.async_stream import AsyncStream
@@ -29,6 +32,23 @@ _start_lock = threading.Lock()
 _portals_of_parent: list[BlockingPortal] = []
 """Portals that a parent process created. They are kept forever, because closing their event loops in this process
 would unregister the parent's sockets."""
+
+
+_portals: WeakSet[BlockingPortal] = WeakSet()
+"""The portals of clients that were not garbage collected."""
+
+
+def _stop_portals() -> None:
+    """Stop the portals at the exit of the interpreter. This cancels the jobs of open streams and calls."""
+    for portal in list(_portals):
+        portal.stop()
+
+
+# Earlier than `atexit`: since Python 3.12 no thread can start during the functions of `atexit`, but asyncio starts one
+# to resolve a host name and to close its loop. Functions that are registered later run earlier, therefore the executor
+# threads are imported first. A child process of `multiprocessing` runs these functions too, but not those of `atexit`.
+importlib.import_module("concurrent.futures.thread")
+getattr(threading, "_register_atexit", atexit.register)(_stop_portals)
 
 
 def _replace_lock() -> None:
@@ -105,8 +125,8 @@ class BlockingClient:
                 if self._portal is not None:
                     _portals_of_parent.append(self._portal)
                 self._portal = BlockingPortal(self._make_client)
-                # Stops the thread when the client is garbage collected, and when the interpreter exits.
-                weakref.finalize(self, self._portal.stop)
+                _portals.add(self._portal)
+                weakref.finalize(self, self._portal.stop)  # stops the thread when the client is garbage collected
         return self._portal
 
     def _make_client(self) -> AsyncClient:

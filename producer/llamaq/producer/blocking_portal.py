@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, Generic, TypeVar
 
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.client import AsyncClient
 
@@ -122,8 +123,12 @@ class BlockingPortal:
         await self.client.auto_cancelled.wait_for_cancellations()
 
     def _run_loop(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._run_until_stopped())
+        # Not `asyncio.Runner`: it starts a thread to end the threads that resolved host names. Since Python 3.12 no
+        # thread can start at the exit of the interpreter. `close` ends them too, but does not wait for them.
+        try:
+            self._loop.run_until_complete(self._run_until_stopped())
+        finally:
+            self._loop.close()
 
     async def _run_until_stopped(self) -> None:
         await self._stopping.wait()
@@ -135,6 +140,8 @@ class BlockingPortal:
         # Not `loop.shutdown_asyncgens`: it would also close generators of redis-py that cancellations in flight use.
         await asyncio.gather(*(items.aclose() for items in list(self._iterated)), return_exceptions=True)
         await self.client.aclose()
+        await cancel_tasks(*asyncio.all_tasks() - {asyncio.current_task()})
+        await self._loop.shutdown_asyncgens()
 
 
 class _Call(Generic[T]):
