@@ -38,3 +38,24 @@ def test_an_interactive_job_does_not_wait_for_bulk_jobs(
         for job, result in zip(bulk, results, strict=True):
             streamed = [token for chunk in job.stream() for token in chunk.tokens]
             assert streamed == list(result.tokens), "a bulk job lost or repeated tokens"
+
+
+def test_a_bulk_job_gets_its_share_although_interactive_jobs_fill_all_slots_and_is_rarely_started_anew(
+    start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=CHATML)
+    model: Path = write_model(tmp_path_factory.mktemp("models") / "share.gguf", spec, seed=1)
+    served = start_worker("share", model, n_parallel=2, n_ctx=2048, heartbeat_s=0.1, bulk_share=0.25)
+    with served.client() as client:
+        interactive = [client.submit("urgent", max_tokens=30, temperature=0) for _ in range(8)]
+        bulk = client.submit("bulk", max_tokens=100, temperature=0, priority="bulk")
+        n_interactive = 0
+        while bulk.status().finished_ms is None:  # eight interactive jobs always wait or run
+            assert interactive.pop(0).result(timeout=60).finish_reason is FinishReason.LENGTH
+            interactive.append(client.submit("urgent", max_tokens=30, temperature=0))
+            n_interactive += 1
+            assert n_interactive < 400
+        assert len(bulk.result(timeout=60).tokens) == 100
+        assert bulk.status().attempt <= 2
+        for job in interactive:
+            job.result(timeout=60)
