@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamaq.cli.main import main
+from llamaq.cli.entry_point import main
 
 if __name__ == "__main__":
     main()

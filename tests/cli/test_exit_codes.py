@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from tests.support.command_line import failing
 
 from llamaq.cli import exit_codes
-from llamaq.cli.exit_codes import exit_code_of
+from llamaq.cli.error_report import exit_code_of
 from llamaq.common.errors import (
     EmbeddedRedisError,
     InvalidRequest,

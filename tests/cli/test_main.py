@@ -14,7 +14,8 @@ import typer
 from tests.support.command_line import failing, llamaq
 from typer.testing import CliRunner
 
-from llamaq.cli.main import WORKER_COMMANDS, build_app, main
+from llamaq.cli import entry_point
+from llamaq.cli.main import WORKER_COMMANDS, build_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,5 +92,18 @@ def test_a_command_without_its_extra_names_the_extra(
 
 
 def test_the_entry_point_of_the_package_exists() -> None:
-    assert 'llamaq = "llamaq.cli.main:main"' in (ROOT / "pyproject.toml").read_text()
-    assert callable(main)
+    assert 'llamaq = "llamaq.cli.entry_point:main"' in (ROOT / "pyproject.toml").read_text()
+    assert callable(entry_point.main)
+
+
+def test_ctrl_c_during_the_imports_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "llamaq.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "llamaq.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as caught:
+        entry_point.main()
+    assert caught.value.code == 130

@@ -13,13 +13,12 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from redis.exceptions import AuthenticationError, RedisError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import RedisError
 from typer.core import TyperGroup
 
 from llamaq.cli import dead_letter_commands, job_commands, queue_commands, slot_commands
-from llamaq.cli.exit_codes import EXIT_INTERRUPTED, exit_code_of
+from llamaq.cli.error_report import exit_code_of, explain
+from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 from llamaq.common.errors import LlamaqError, MissingExtra
 
 WORKER_COMMANDS = {
@@ -110,16 +109,3 @@ def main() -> None:
     except (LlamaqError, RedisError) as exc:
         typer.echo(f"llamaq: {explain(exc)}", err=True)
         sys.exit(exit_code_of(exc))
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-
-
-def explain(error: LlamaqError | RedisError) -> str:
-    """Return an error as one line."""
-    line = " ".join(str(error).split())
-    if not isinstance(error, RedisError):
-        return line
-    is_unreachable = isinstance(error, RedisConnectionError | RedisTimeoutError)
-    if is_unreachable and not isinstance(error, AuthenticationError):
-        return f"Redis does not answer: {line} Start one: llamaq up. Or name one: --redis-url (LLAMAQ_REDIS_URL)"
-    return f"Redis: {line}"

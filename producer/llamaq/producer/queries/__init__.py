@@ -1,1 +1,1 @@
-"""Reads the state of jobs, queues, workers and dead letters from Redis, purges waiting jobs, and sends slot commands."""
+"""Reads the state of jobs, queues, workers and dead letters from Redis, purges jobs, and sends slot commands."""

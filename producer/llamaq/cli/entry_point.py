@@ -1,0 +1,17 @@
+"""The entry point of the `llamaq` command. It imports the commands late: Ctrl-C during the imports ends it quietly."""
+
+from __future__ import annotations
+
+import sys
+
+from llamaq.cli.exit_codes import EXIT_INTERRUPTED
+
+
+def main() -> None:
+    """Import the commands, and run the called one."""
+    try:
+        from llamaq.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

@@ -1,0 +1,47 @@
+"""The line and the exit code with which the `llamaq` command reports an error."""
+
+from __future__ import annotations
+
+from redis.exceptions import AuthenticationError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
+from llamaq.common.errors import (
+    EmbeddedRedisError,
+    InvalidRequest,
+    InvalidSettings,
+    LlamaqError,
+    NoWorker,
+    QueueFull,
+    RedisFull,
+    ResultTimeout,
+)
+
+_CODES: dict[type[LlamaqError], int] = {
+    InvalidRequest: EXIT_USAGE,
+    InvalidSettings: EXIT_USAGE,
+    EmbeddedRedisError: EXIT_NO_REDIS,
+    RedisFull: EXIT_NO_REDIS,
+    NoWorker: EXIT_NO_ANSWER,
+    QueueFull: EXIT_NO_ANSWER,
+    ResultTimeout: EXIT_NO_ANSWER,
+}
+
+
+def exit_code_of(error: LlamaqError | RedisError) -> int:
+    """Return the exit code of a command that this error ended."""
+    if isinstance(error, RedisError):
+        return EXIT_NO_REDIS
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), EXIT_FAILED)
+
+
+def explain(error: LlamaqError | RedisError) -> str:
+    """Return an error as one line."""
+    line = " ".join(str(error).split())
+    if not isinstance(error, RedisError):
+        return line
+    is_unreachable = isinstance(error, RedisConnectionError | RedisTimeoutError)
+    if is_unreachable and not isinstance(error, AuthenticationError):
+        return f"Redis does not answer: {line.rstrip('.')}. Start one: llamaq up. Or name one: --redis-url (LLAMAQ_REDIS_URL)"
+    return f"Redis: {line}"
