@@ -43,5 +43,6 @@ def explain(error: LlamaqError | RedisError) -> str:
         return line
     is_unreachable = isinstance(error, RedisConnectionError | RedisTimeoutError)
     if is_unreachable and not isinstance(error, AuthenticationError):
-        return f"Redis does not answer: {line.rstrip('.')}. Start one: llamaq up. Or name one: --redis-url (LLAMAQ_REDIS_URL)"
+        way_out = "Start one: llamaq up. Or name one: --redis-url (LLAMAQ_REDIS_URL)"
+        return f"Redis does not answer: {line.rstrip('.')}. {way_out}"
     return f"Redis: {line}"
