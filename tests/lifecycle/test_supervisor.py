@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from redis import Redis
+from tests.support.redis_servers import wait_until
 
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import Job
@@ -109,13 +110,13 @@ def test_the_job_of_a_killed_child_continues(environment: Environment, read: Rea
 def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: Environment, read: Read) -> None:
     supervisor = supervise(environment, 1, LLAMAQ_LEASE_S="300", LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="1")
     with environment.client() as client:
-        jobs = [client.submit(PROMPT, max_tokens=60, ignore_eos=True) for _ in range(2)]  # one waits in the window
+        jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
         readers = [read(job) for job in jobs]
-        readers[0].await_tokens(5)
+        wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
         (child,) = children_of(supervisor.pid)
         os.kill(child, signal.SIGKILL)
         for reader in readers:
-            assert len(reader.finish().tokens) == 60
+            assert len(reader.finish().tokens) == 150
         supervisor.await_output(r"child\.released worker=\S+ jobs=2")
         assert [worker.card.worker for worker in client.workers()] == [
             supervisor.await_output(r"worker\.ready id=(\S+)", 2)[1]

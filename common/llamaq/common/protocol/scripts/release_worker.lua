@@ -34,7 +34,7 @@ for _, stream in ipairs(KEYS) do
   for consumer, limit in pairs({[worker] = 10000, [WAITING] = tonumber(ARGV[3])}) do
     local pending = redis.pcall('XPENDING', stream, group, '-', '+', limit, consumer)
     for _, item in ipairs(pending.err and {} or pending) do
-      if item[3] < REQUEUED_IDLE_MS and release(stream, item[1]) then -- otherwise the entry is requeued already
+      if item[3] < REQUEUED_IDLE_MS / 2 and release(stream, item[1]) then -- otherwise the entry is requeued already
         n_released = n_released + 1
       end
     end
