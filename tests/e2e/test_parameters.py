@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -113,16 +112,24 @@ def test_timeout_s_ends_a_running_job_which_keeps_its_tokens(slow_client: Client
 def test_queue_timeout_s_ends_a_waiting_job_before_it_starts(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
-    n_claimed = slow.settings.n_parallel + slow.settings.inbox_window
-    blockers = [slow_client.submit("the world", max_tokens=1000) for _ in range(n_claimed)]
-    wait_for(lambda: slow_client.queue_depth().running == n_claimed)
-    late = slow_client.submit("the world", max_tokens=5, queue_timeout_s=0.01)
-    time.sleep(0.05)  # longer than the queue timeout
+    """Of the late jobs, two are claimed by the worker, and the last one is in the queue."""
+    blockers = [slow_client.submit("the world", max_tokens=8000) for _ in range(slow.settings.n_parallel)]
+    wait_for(lambda: slow_client.queue_depth().running == slow.settings.n_parallel)
+    n_late = slow.settings.inbox_window + 1
+    lates = [slow_client.submit("the world", max_tokens=5, queue_timeout_s=0.3) for _ in range(n_late)]
+    for late in lates:
+        result = late.result(timeout=10)
+        assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())
+        assert late.status().started_ms is None
+    assert all(blocker.status().state is JobState.RUNNING for blocker in blockers)
     for blocker in blockers:
         blocker.cancel()
-    result = late.result()
-    assert (result.finish_reason, result.text, result.tokens) == (FinishReason.DEADLINE, "", ())
-    assert late.status().attempt == 0
+
+
+def test_deadline_s_ends_a_running_job_which_keeps_its_tokens(slow_client: Client) -> None:
+    result = slow_client.generate("the world", max_tokens=8000, deadline_s=0.5)
+    assert result.finish_reason is FinishReason.DEADLINE
+    assert 0 < len(result.tokens) == result.stats.generated_tokens < 8000
 
 
 # ---- grammars and schemas

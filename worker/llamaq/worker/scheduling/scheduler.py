@@ -206,11 +206,12 @@ class Scheduler:
         """Return the batch of the next tick, which is empty when no slot can compute.
 
         Args:
-            queue_depth: Number of jobs that wait in Redis.
+            queue_depth: Number of waiting jobs of the queue, which were counted a short time ago. Those of this worker
+                are among them.
         """
         if not any(slot.state in COMPUTING for slot in self._memory.slots):
             return Batch()
-        return self._strategy.plan(self._memory.slots, queue_depth + self.n_waiting)
+        return self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
         """Update the slots with the engine's results. Returns all outputs since the last call.
