@@ -83,7 +83,7 @@ def test_with_a_share_of_zero_a_bulk_job_runs_only_when_no_interactive_job_wants
     assert rig.has_ended("bulk")
 
 
-@pytest.mark.parametrize("n_slots", [2, 4])
+@pytest.mark.parametrize("n_slots", [1, 2, 4])
 def test_an_interactive_job_gets_a_slot_in_the_next_tick_when_only_bulk_jobs_run(n_slots: int) -> None:
     rig = Rig(n_slots, share=0.1)
     for number in range(2 * n_slots):
@@ -92,6 +92,7 @@ def test_an_interactive_job_gets_a_slot_in_the_next_tick_when_only_bulk_jobs_run
     rig.saturated = False
     while any(slot.priority is not Priority.BULK for slot in rig.memory.slots):
         rig.tick()
+    rig.tick(100)  # bulk jobs are then owed nothing
     for number in range(20):  # each of them preempts a bulk job, and some bulk jobs were preempted a moment ago
         rig.submit(f"urgent{number}", bulk=False, max_tokens=2)
         rig.tick()
@@ -100,8 +101,9 @@ def test_an_interactive_job_gets_a_slot_in_the_next_tick_when_only_bulk_jobs_run
 
 
 def test_a_preempted_bulk_job_keeps_its_next_slot_for_some_tokens() -> None:
-    rig = Rig(n_slots=1, share=0.1)
+    rig = Rig(n_slots=2, share=0)
     rig.saturated = False
+    rig.submit("other", bulk=False, context_limit=1900)
     rig.submit("bulk", max_tokens=300)
     n_urgent = 0
     while not rig.has_ended("bulk"):  # an interactive job arrives every other tick

@@ -33,7 +33,7 @@ RETRY_S = 0.5
 MAX_SUSPECT_WAIT_S = 3.0
 """How long a suspect waits for the running jobs to end. Then the running jobs are requeued for other workers."""
 POLL_S = 0.05
-FULL_POLL_S = 0.1
+FULL_POLL_S = 0.025
 """How often a worker that is full of jobs of one priority checks for jobs of the other priority."""
 CLAIM_TIMEOUT_S = 2.0
 """How long a stopping worker waits for the replies of Redis to `claim.lua` calls."""

@@ -26,7 +26,8 @@ class Preemption:
     Two rules keep jobs from losing their slots again and again:
 
     - A bulk job that was preempted for an interactive job generates `PROTECTED_TOKENS` tokens in its next run before it
-      can be preempted again. Only as many slots as the bulk share, and at least one, are protected at the same time.
+      can be preempted again. This protects only as many slots as the bulk share, or one, and never all slots. So an
+      interactive job waits only while bulk jobs are owed their share, or while other interactive jobs run.
     - A job that was preempted because cells ran out gets its next slot only with twice the margin of the last time.
     """
 
@@ -62,8 +63,12 @@ class Preemption:
         """Return the slots whose bulk jobs may be preempted for an interactive job."""
         bulk = [slot for slot in self._memory.active_slots if slot.priority is Priority.BULK]
         bulk.sort(key=lambda slot: slot.active.admission_number)
-        kept = [slot for slot in bulk if self._bulk_share.is_owed or not slot.active.is_preemptible]
-        del kept[max(1, self._bulk_share.n_slots) :]
+        n_kept = self._bulk_share.n_slots
+        kept = bulk
+        if not self._bulk_share.is_owed:
+            n_kept = min(max(1, n_kept), len(self._memory.slots) - 1)
+            kept = [slot for slot in bulk if not slot.active.is_preemptible]
+        kept = kept[:n_kept]
         return [slot for slot in bulk if slot not in kept]
 
     def keep_room(self) -> None:
