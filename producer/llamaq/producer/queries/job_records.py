@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from llamaq.common.errors import JobFailed, JobNotFound
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Failed, Tokens
+from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
 from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.common.protocol.keys import JobKeys
@@ -79,7 +79,7 @@ async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]
     """Return the text and the tokens of a job that has ended.
 
     If no worker ended the job, for example because it was cancelled between two attempts, the event stream is the only
-    record of the output.
+    record of the output. If it was damaged, the output up to the first missing token is returned.
     """
     output: Any = await redis.hget(keys.job, "output")
     if output is not None:
@@ -89,8 +89,12 @@ async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]
     tokens: list[int] = []
     entries: Any = await redis.xrange(keys.events)
     for _, fields in entries:
-        event = codec.decode_event(fields[b"e"])
-        new = position.advance(event) if isinstance(event, Tokens) else None
+        event = codec.decode_streamed(fields.get(b"e", b""))
+        if not isinstance(event, TokenSpan):
+            continue
+        if position.is_before(event):
+            break
+        new = position.advance(event)
         if new is not None:
             texts.append(new.text)
             tokens += new.tokens
