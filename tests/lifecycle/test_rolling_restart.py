@@ -22,7 +22,7 @@ MAX_TOKENS = 1900
 N_JOBS = 3
 STALL_S = 2.0
 SLACK = 10.0
-"""Factor by which a stall may exceed `STALL_S` on a busy test machine. The lease is three times as long as this limit."""
+"""Factor by which a stall may exceed `STALL_S` on a busy test machine. The lease is three times this limit."""
 
 
 class Stalls(threading.Thread):
