@@ -127,7 +127,7 @@ venv: $(VENV)/dev.stamp ## create .venv for the other targets
 
 .PHONY: clean
 clean: ## remove .venv and the files of tests and checks; built wheels stay
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) build dist worker/dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
