@@ -17,12 +17,13 @@ from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, 
 from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlots
 from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
+from llamaq.common.protocol.text_commands import TextAction
 from llamaq.common.settings import client_settings
 from llamaq.producer import submission
 from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
 from llamaq.producer.job import AsyncJob
-from llamaq.producer.queries import dead_letters, job_list, queue_list, queue_snapshots, slot_commands
+from llamaq.producer.queries import dead_letters, job_list, queue_list, queue_snapshots, slot_commands, text_commands
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.subscriber import Subscriber
 from llamaq.producer.submission import build_request
@@ -519,8 +520,73 @@ class AsyncClient:
         command = slot_commands.build_command(SlotAction.ERASE, name=name)
         await slot_commands.send_to_one(self.connection, worker, command, timeout)
 
+    async def tokenize(self, text: str, *, timeout: float | None = None) -> list[int]:
+        """Return the tokens of a text prompt, as a worker of the queue tokenizes it. llama.cpp is not needed here.
+
+        Args:
+            text: The text of the prompt. Special tokens in it are parsed.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The token ids. They start with the BOS token if the model's metadata requires it.
+
+        Raises:
+            InvalidRequest: The text is larger than `max_request_bytes`, or llama.cpp cannot tokenize it.
+            NoWorker: No worker serves the queue.
+            SlotCommandRefused: The worker ended before it replied.
+            ResultTimeout: The reply did not arrive in time.
+        """
+        return list((await text_commands.ask(self.connection, TextAction.TOKENIZE, timeout, text=text)).tokens)
+
+    async def tokenize_chat(self, messages: Messages, *, timeout: float | None = None) -> list[int]:
+        """Return the tokens of a chat, as a worker of the queue renders and tokenizes it.
+
+        Args:
+            messages: The messages, oldest first. Special tokens in their contents are treated as text.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The token ids of the whole prompt.
+
+        Raises:
+            LlamaqError: The same errors as `tokenize`.
+        """
+        reply = await text_commands.ask(self.connection, TextAction.TOKENIZE, timeout, messages=messages)
+        return list(reply.tokens)
+
+    async def detokenize(self, tokens: Sequence[int], *, timeout: float | None = None) -> str:
+        """Return the text of tokens, as a job of the queue streams it. Control tokens have no text.
+
+        Args:
+            tokens: Token ids of the model's vocabulary.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Raises:
+            InvalidRequest: A token id is not in the vocabulary.
+            LlamaqError: The other errors of `tokenize`.
+        """
+        return (await text_commands.ask(self.connection, TextAction.DETOKENIZE, timeout, tokens=tokens)).text
+
+    async def apply_template(self, messages: Messages, *, timeout: float | None = None) -> str:
+        """Return a chat as text, rendered with the chat template of the queue's model.
+
+        Args:
+            messages: The messages, oldest first.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The text of the prompt, which ends where the answer begins.
+
+        Raises:
+            InvalidRequest: The model has no chat template, or the template refuses the messages.
+            LlamaqError: The other errors of `tokenize`.
+        """
+        return (await text_commands.ask(self.connection, TextAction.APPLY_TEMPLATE, timeout, messages=messages)).text
+
     async def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the queue's model, for use in this process. It needs `llamaq[tokenizer]`.
+        """Return the tokenizer of the queue's model, for many texts in this process. It needs `llamaq[tokenizer]`.
+
+        `tokenize`, `detokenize` and `apply_template` ask a worker instead, and need no extra.
 
         Returns:
             The tokenizer. It is downloaded from Redis once per process and model.

@@ -470,8 +470,72 @@ class Client(BlockingClient):
         """
         self._call(lambda client: client.erase_saved_slot(name, worker=worker, timeout=timeout))
 
+    def tokenize(self, text: str, *, timeout: float | None = None) -> list[int]:
+        """Return the tokens of a text prompt, as a worker of the queue tokenizes it. llama.cpp is not needed here.
+
+        Args:
+            text: The text of the prompt. Special tokens in it are parsed.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The token ids. They start with the BOS token if the model's metadata requires it.
+
+        Raises:
+            InvalidRequest: The text is larger than `max_request_bytes`, or llama.cpp cannot tokenize it.
+            NoWorker: No worker serves the queue.
+            SlotCommandRefused: The worker ended before it replied.
+            ResultTimeout: The reply did not arrive in time.
+        """
+        return self._call(lambda client: client.tokenize(text, timeout=timeout))
+
+    def tokenize_chat(self, messages: Messages, *, timeout: float | None = None) -> list[int]:
+        """Return the tokens of a chat, as a worker of the queue renders and tokenizes it.
+
+        Args:
+            messages: The messages, oldest first. Special tokens in their contents are treated as text.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The token ids of the whole prompt.
+
+        Raises:
+            LlamaqError: The same errors as `tokenize`.
+        """
+        return self._call(lambda client: client.tokenize_chat(messages, timeout=timeout))
+
+    def detokenize(self, tokens: Sequence[int], *, timeout: float | None = None) -> str:
+        """Return the text of tokens, as a job of the queue streams it. Control tokens have no text.
+
+        Args:
+            tokens: Token ids of the model's vocabulary.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Raises:
+            InvalidRequest: A token id is not in the vocabulary.
+            LlamaqError: The other errors of `tokenize`.
+        """
+        return self._call(lambda client: client.detokenize(tokens, timeout=timeout))
+
+    def apply_template(self, messages: Messages, *, timeout: float | None = None) -> str:
+        """Return a chat as text, rendered with the chat template of the queue's model.
+
+        Args:
+            messages: The messages, oldest first.
+            timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+        Returns:
+            The text of the prompt, which ends where the answer begins.
+
+        Raises:
+            InvalidRequest: The model has no chat template, or the template refuses the messages.
+            LlamaqError: The other errors of `tokenize`.
+        """
+        return self._call(lambda client: client.apply_template(messages, timeout=timeout))
+
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the queue's model, for use in this process. It needs `llamaq[tokenizer]`.
+        """Return the tokenizer of the queue's model, for many texts in this process. It needs `llamaq[tokenizer]`.
+
+        `tokenize`, `detokenize` and `apply_template` ask a worker instead, and need no extra.
 
         Returns:
             The tokenizer. It is downloaded from Redis once per process and model.

@@ -79,6 +79,17 @@ class Tokenizer:
         """
         return self._vocab.encode_chat([Message.model_validate(message) for message in messages])
 
+    def apply_template(self, messages: Sequence[Message | Mapping[str, str]]) -> str:
+        """Return a chat as text, rendered with the model's chat template.
+
+        Args:
+            messages: The messages, oldest first.
+
+        Raises:
+            LlamaqError: The model has no chat template, or the template rejects the messages.
+        """
+        return self._vocab.render_chat([Message.model_validate(message) for message in messages])
+
 
 async def load_tokenizer(redis: Redis, keys: Keys, card: WorkerCard) -> Tokenizer:
     """Return the tokenizer of the worker's model. It is downloaded once per process.

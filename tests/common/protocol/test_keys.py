@@ -61,7 +61,7 @@ def test_all_keys_are_different() -> None:
     job_id = str(JobId("q", 0, "0" * 32))
     made = [*dataclasses.asdict(keys.of_job(job_id)).values(), keys.config("q", 0), keys.dead("q", 0)]
     made += [keys.stats("q"), keys.workers("q"), keys.worker("w"), keys.vocab("v"), keys.idempotency("q", 0, "k")]
-    made += [keys.slot_commands("w"), keys.reply("0" * 32)]
+    made += [keys.slot_commands("w"), keys.text_commands("w"), keys.reply("0" * 32)]
     assert len(set(made)) == len(made)
     assert all(key.startswith("llamaq:") for key in made)
 

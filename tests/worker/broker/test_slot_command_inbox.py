@@ -25,7 +25,7 @@ from llamaq.common.protocol.snapshots import SlotSnapshot
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
-from llamaq.worker.broker.slot_command_inbox import MAX_COMMAND_BYTES, CommandInbox
+from llamaq.worker.broker.slot_command_inbox import MAX_SLOT_COMMAND_BYTES, CommandInbox
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import JobEnded
 from llamaq.worker.engine_loop.output_mailbox import Message
@@ -172,7 +172,7 @@ async def test_invalid_and_repeated_commands_are_dropped_and_the_worker_continue
         worker = f"{queue}-w1"
         twice = codec.encode_model(make_command())
         path = codec._pack({**make_command(action="save", slot=0, name="x").model_dump(mode="json"), "name": "../x"})
-        nonsense = [b"", b"\xc1", codec._pack([1]), codec._pack({"id": "x"}), bytes(MAX_COMMAND_BYTES + 1), path]
+        nonsense = [b"", b"\xc1", codec._pack([1]), codec._pack({"id": "x"}), bytes(MAX_SLOT_COMMAND_BYTES + 1), path]
         for data in (*nonsense, twice, twice):
             await push_command(redis_url, worker, data)
         for slot, complaint in ((5, "a defect of the worker"), (6, "--cache-dir.*Permission denied$"), (7, "because")):

@@ -38,7 +38,7 @@ class ModelSettings(BaseModel):
     model: str | None = Field(
         None, description="Path of a GGUF file, or `hf:OWNER/REPO/FILE.gguf`. If not set: the demo model of llamaq."
     )
-    n_gpu_layers: int = Field(99, ge=0, description="Number of layers that the GPU computes.")
+    n_gpu_layers: int = Field(-1, ge=-1, description="Number of layers that the GPU computes. -1: all layers.")
     n_ctx: int = Field(
         8192, ge=64, description="Number of KV cells. All slots share them; each token of a job needs one."
     )

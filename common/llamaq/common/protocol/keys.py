@@ -18,7 +18,8 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
 | llamaq:worker:<id>               | hash             | worker card and heartbeat; expires if not renewed  |
 | llamaq:worker:<id>:orders        | list             | slot commands until the worker reads them          |
-| llamaq:reply:<command id>        | list             | reply to a slot command; expires after a minute    |
+| llamaq:worker:<id>:texts         | list             | text commands until the worker reads them          |
+| llamaq:reply:<command id>        | list             | reply to a command; expires after a minute         |
 | llamaq:vocab:<sha256>            | string           | a vocabulary; expires when no worker uses it       |
 """
 
@@ -144,6 +145,9 @@ class Keys:
 
     def slot_commands(self, worker_id: str) -> str:
         return f"{self.prefix}:worker:{worker_id}:orders"
+
+    def text_commands(self, worker_id: str) -> str:
+        return f"{self.prefix}:worker:{worker_id}:texts"
 
     def reply(self, command_id: str) -> str:
         return f"{self.prefix}:reply:{command_id}"

@@ -1,4 +1,4 @@
-"""The inbox for slot commands: one Redis list for each worker, and one list for each reply.
+"""The inbox for commands of clients: one Redis list for each worker and kind, and one list for each reply.
 
 A command is removed from the list before it is executed, so it is executed at most once. A client that gets no reply
 sends its command again. A command that fails does not end the worker.
@@ -10,6 +10,8 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from redis.asyncio import Redis
@@ -19,6 +21,7 @@ from llamaq.common.errors import InvalidRequest, ProtocolError, SlotCommandRefus
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
+from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.redis.connect import dedicated_connection
 from llamaq.common.redis.server_time import server_time_ms
 
@@ -27,17 +30,37 @@ log = logging.getLogger(__name__)
 BLOCK_S = 2.0
 """Seconds that one BLPOP waits for a command. It must be shorter than the socket timeout of the connection."""
 RETRY_S = 1.0
-MAX_COMMAND_BYTES = 4096
+MAX_SLOT_COMMAND_BYTES = 4096
 REPLY_TTL_S = 60
 N_REMEMBERED_IDS = 64
 """Number of recent command ids that are stored to drop duplicates. redis-py sends a command again when a
 connection breaks."""
 
 
-class CommandHandler(Protocol):
-    """Executes slot commands."""
+Command = SlotCommand | TextCommand
+Reply = SlotReply | TextReply
 
-    async def execute(self, command: SlotCommand) -> SlotReply:
+
+@dataclass(frozen=True, slots=True)
+class CommandKind:
+    """A kind of command, with a list of its own for each worker."""
+
+    name: str
+    """The name in the log."""
+    command: type[Command]
+    reply: type[Reply]
+    list_of: Callable[[Keys, str], str]
+    """Returns the key of a worker's list."""
+
+
+SLOT_COMMANDS = CommandKind("slot_command", SlotCommand, SlotReply, Keys.slot_commands)
+TEXT_COMMANDS = CommandKind("text_command", TextCommand, TextReply, Keys.text_commands)
+
+
+class CommandHandler(Protocol):
+    """Executes the commands of one kind."""
+
+    async def execute(self, command: Any) -> Reply:
         """Execute the command and return the reply.
 
         Raises:
@@ -47,12 +70,24 @@ class CommandHandler(Protocol):
 
 
 class CommandInbox:
-    """Receives the slot commands of one worker, executes them one after the other, and sends the replies."""
+    """Receives one worker's commands of one kind, executes them one after the other, and sends the replies."""
 
-    def __init__(self, redis: Redis, keys: Keys, worker_id: str, handler: CommandHandler) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        keys: Keys,
+        worker_id: str,
+        handler: CommandHandler,
+        kind: CommandKind = SLOT_COMMANDS,
+        *,
+        max_bytes: int = MAX_SLOT_COMMAND_BYTES,
+    ) -> None:
+        """Create the inbox. A command of more than `max_bytes` is dropped."""
         self._redis = redis
         self._keys = keys
-        self._key = keys.slot_commands(worker_id)
+        self._kind = kind
+        self._key = kind.list_of(keys, worker_id)
+        self._max_bytes = max_bytes
         self._handler = handler
         self._seen_ids: deque[str] = deque(maxlen=N_REMEMBERED_IDS)
 
@@ -66,10 +101,10 @@ class CommandInbox:
                         if received is not None:
                             await self._answer(received[1])
             except RedisError as exc:
-                log.warning("slot_commands.redis_error error=%r", exc)
+                log.warning("%s.redis_error error=%r", self._kind.name, exc)
                 await asyncio.sleep(RETRY_S)
             except Exception:
-                log.exception("slot_commands.failed")  # a defect here must not end the worker
+                log.exception("%s.inbox_failed", self._kind.name)  # a defect here must not end the worker
                 await asyncio.sleep(RETRY_S)
 
     async def _answer(self, data: bytes) -> None:
@@ -80,12 +115,12 @@ class CommandInbox:
         started_s = time.monotonic()
         reply = await self._execute(command)
         log.info(
-            "slot_command.done action=%s slot=%s name=%s seconds=%.3f error=%s",
+            "%s.done action=%s %sseconds=%.3f error=%s",
+            self._kind.name,
             command.action.value,
-            command.slot,
-            command.name,
+            f"slot={command.slot} name={command.name} " if isinstance(command, SlotCommand) else "",
             time.monotonic() - started_s,
-            reply.error,
+            reply.error if isinstance(reply, SlotReply) else reply.error is not None,  # no texts of users in the log
         )
         key = self._keys.reply(command.id)
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -93,32 +128,32 @@ class CommandInbox:
             pipe.expire(key, REPLY_TTL_S)
             await pipe.execute()
 
-    async def _accept(self, data: bytes) -> SlotCommand | None:
+    async def _accept(self, data: bytes) -> Command | None:
         """Decode a command. Returns None if the command must be dropped. Raises `RedisError`."""
         try:
-            command = codec.decode_model(SlotCommand, data, MAX_COMMAND_BYTES)
+            command: Command = codec.decode_model(self._kind.command, data, self._max_bytes)
         except ProtocolError as exc:
-            log.warning("slot_command.dropped error=%s", exc)
+            log.warning("%s.dropped error=%s", self._kind.name, exc)
             return None
         if command.deadline_ms < await server_time_ms(self._redis):
-            log.info("slot_command.expired action=%s", command.action.value)
+            log.info("%s.expired action=%s", self._kind.name, command.action.value)
             return None
         if command.id in self._seen_ids:
             return None
         self._seen_ids.append(command.id)
         return command
 
-    async def _execute(self, command: SlotCommand) -> SlotReply:
+    async def _execute(self, command: Command) -> Reply:
         """Execute a command. Every failure becomes a reply with an error."""
         try:
             return await self._handler.execute(command)
         except (SlotCommandRefused, InvalidRequest) as exc:
-            return SlotReply(error=str(exc))
+            return self._kind.reply(error=str(exc))
         except OSError as exc:
-            return SlotReply(error=f"the disk (--cache-dir): {exc.strerror or exc}")
+            return self._kind.reply(error=f"the disk (--cache-dir): {exc.strerror or exc}")
         except Exception:  # a defect here must not end the worker
-            log.exception("slot_command.failed action=%s", command.action.value)
-            return SlotReply(error="a defect of the worker: the traceback is in the log of the worker")
+            log.exception("%s.failed action=%s", self._kind.name, command.action.value)
+            return self._kind.reply(error="a defect of the worker: the traceback is in the log of the worker")
 
     def __repr__(self) -> str:
         return f"<CommandInbox {self._key}>"

@@ -69,12 +69,15 @@ class ContextOptions:
     at any token."""
 
 
+ALL_LAYERS = 2**31 - 1
+
+
 class Model:
     """A loaded llama_model. Its memory is freed by `close`, or when this object is garbage-collected.
 
     Args:
         path: The GGUF file.
-        n_gpu_layers: Number of layers to offload to the GPU.
+        n_gpu_layers: Number of layers to offload to the GPU. A negative number: all.
         main_gpu: The device for the whole model; None lets llama.cpp split the model among all devices.
 
     Raises:
@@ -87,7 +90,7 @@ class Model:
         _route_log()
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
+        params.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers
         if main_gpu is not None:
             if not has_gpu():
                 raise ModelError(

@@ -31,7 +31,7 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "model": _file_hash(path, settings.cache_dir),
         "llama.cpp": LLAMA_CPP_PYTHON_VERSION,
         "memory": [engine.sequences.can_save_parts, engine.sequences.can_cut, engine.context.kv_unified],
-        "gpu_layers": settings.n_gpu_layers > 0 and has_gpu(),
+        "gpu_layers": settings.n_gpu_layers != 0 and has_gpu(),
         "salt": settings.cache_salt,
     }
     return json.dumps(parts, sort_keys=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -32,7 +32,7 @@ from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.queue_membership import QueueMembership
-from llamaq.worker.broker.slot_command_inbox import CommandHandler, CommandInbox
+from llamaq.worker.broker.slot_command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.job_preparer import JobPreparer
@@ -65,6 +65,7 @@ class IoThread:
         ticks: TickLoop,
         shared: SharedState,
         slot_commands: CommandHandler,
+        text_commands: CommandHandler,
     ) -> None:
         """Create the object. `start` starts the thread.
 
@@ -76,6 +77,7 @@ class IoThread:
             ticks: The tick loop of the engine thread.
             shared: The objects that the I/O thread shares with the engine thread.
             slot_commands: Executes the commands of operators about slots.
+            text_commands: Tokenizes texts and renders chats for clients.
         """
         self._settings = settings
         self._card = card
@@ -84,6 +86,7 @@ class IoThread:
         self._ticks = ticks
         self._shared = shared
         self._slot_commands = slot_commands
+        self._text_commands = text_commands
         self._executor = ThreadPoolExecutor(N_PREPARE_THREADS, thread_name_prefix="llamaq-prepare")
         self._ready: Future[None] = Future()
         """Done when the worker is in the list of workers, or when the thread has ended before that."""
@@ -171,7 +174,7 @@ class IoThread:
             async with dedicated_connection(redis) as flush_connection:
                 heartbeat = self._make_heartbeat(redis, keys)
                 outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
-                commands = CommandInbox(redis, keys, self._card.worker, self._slot_commands)
+                commands = self._make_command_inboxes(redis, keys)
                 sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
                 await self._run_services(job_claims, outbox, heartbeat, commands, membership, sweep)
         finally:
@@ -195,6 +198,13 @@ class IoThread:
                 outage.record_success()
                 return True
         return False
+
+    def _make_command_inboxes(self, redis: Redis, keys: Keys) -> Sequence[CommandInbox]:
+        worker, limit = self._card.worker, self._settings.max_request_bytes
+        return (
+            CommandInbox(redis, keys, worker, self._slot_commands),
+            CommandInbox(redis, keys, worker, self._text_commands, TEXT_COMMANDS, max_bytes=limit),
+        )
 
     def _make_membership(self, redis: Redis, keys: Keys) -> QueueMembership:
         settings, card = self._settings, self._card
@@ -252,7 +262,7 @@ class IoThread:
         job_claims: JobClaims,
         outbox: Outbox,
         heartbeat: Heartbeat,
-        commands: CommandInbox,
+        commands: Sequence[CommandInbox],
         membership: QueueMembership,
         sweep: DeadlineSweep,
     ) -> None:
@@ -262,7 +272,7 @@ class IoThread:
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
             services = [
-                tasks.create_task(service.run()) for service in (outbox, heartbeat, commands, membership, sweep)
+                tasks.create_task(service.run()) for service in (outbox, heartbeat, *commands, membership, sweep)
             ]
             self._ready.set_result(None)
             await self._closing.wait()

@@ -28,6 +28,7 @@ from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
+from llamaq.worker.generation.text_command_handler import TextCommandHandler
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.slot_pool import SlotPool
@@ -156,6 +157,7 @@ class WorkerProcess:
             self._ticks,
             self._shared,
             self._slot_commands,
+            TextCommandHandler(self._engine.vocab),
         )
 
     def _describe(self, path: Path) -> WorkerCard:

@@ -1,0 +1,65 @@
+"""The commands that a client sends to one worker about texts, and the worker's reply.
+
+They give a client without llama.cpp the tokens and the rendered chats of the worker's model.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from llamaq.common.protocol.job_request import MAX_MESSAGES, Message, TokenId
+from llamaq.common.protocol.slot_commands import COMMAND_ID_PATTERN
+from llamaq.common.protocol.wire_model import WireModel
+
+
+class TextAction(StrEnum):
+    """The action of a text command."""
+
+    TOKENIZE = "tokenize"
+    """Return the tokens of a text, or of a chat."""
+    DETOKENIZE = "detokenize"
+    """Return the text of tokens."""
+    APPLY_TEMPLATE = "apply_template"
+    """Return a chat as text, rendered with the model's chat template."""
+
+
+_INPUTS = {
+    TextAction.TOKENIZE: ("text", "messages"),
+    TextAction.DETOKENIZE: ("tokens",),
+    TextAction.APPLY_TEMPLATE: ("messages",),
+}
+
+
+class TextCommand(WireModel):
+    """One command to one worker."""
+
+    id: str = Field(
+        pattern=COMMAND_ID_PATTERN,
+        description="Id of the command, 32 hexadecimal digits. The reply is written to `keys.reply(id)`.",
+    )
+    action: TextAction = Field(description="`tokenize`, `detokenize` or `apply_template`.")
+    text: str | None = Field(None, description="The text, for `tokenize`.")
+    tokens: tuple[TokenId, ...] | None = Field(None, description="The token ids, for `detokenize`.")
+    messages: tuple[Message, ...] | None = Field(
+        None, max_length=MAX_MESSAGES, description="The chat, for `apply_template` and `tokenize`."
+    )
+    deadline_ms: int = Field(ge=0, description="As in a slot command.")
+
+    @model_validator(mode="after")
+    def _check_input(self) -> Self:
+        given = [name for name in ("text", "tokens", "messages") if getattr(self, name) is not None]
+        allowed = _INPUTS[self.action]
+        if len(given) != 1 or given[0] not in allowed:
+            raise ValueError(f"{self.action.value} takes {' or '.join(allowed)}")
+        return self
+
+
+class TextReply(WireModel):
+    """A worker's reply to a text command."""
+
+    error: str | None = Field(None, description="Why the input was refused. None: the command succeeded.")
+    tokens: tuple[int, ...] = Field((), description="The token ids, in the reply to `tokenize`.")
+    text: str = Field("", description="The text, in the reply to `detokenize` and `apply_template`.")

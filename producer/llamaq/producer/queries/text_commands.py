@@ -1,0 +1,49 @@
+"""Asks a worker for the tokens of a text, the text of tokens, or a rendered chat."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from pydantic import ValidationError
+
+from llamaq.common.errors import InvalidRequest, NoWorker
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.text_commands import TextAction, TextCommand, TextReply
+from llamaq.producer.accepted_forms import translate
+from llamaq.producer.queries.worker_commands import exchange, new_command_id, worker_ids
+from llamaq.producer.queue_connection import QueueConnection
+
+
+async def ask(connection: QueueConnection, action: TextAction, timeout: float | None, **values: Any) -> TextReply:
+    """Send a text command to a random worker of the queue and return the reply.
+
+    Args:
+        connection: The client's connection.
+        action: The action.
+        timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+        **values: The input: `text`, `tokens` or `messages`.
+
+    Raises:
+        InvalidRequest: The input is not valid, is too large, or the worker refused it.
+        NoWorker: No worker serves the queue.
+        SlotCommandRefused: The worker ended before it replied.
+        ResultTimeout: The reply did not arrive in time.
+    """
+    if "messages" in values:
+        values = translate(values)
+    try:
+        command = TextCommand(id=new_command_id(), action=action, deadline_ms=0, **values)
+    except ValidationError as exc:
+        raise InvalidRequest(codec.explain(exc)) from exc
+    limit, n_bytes = connection.settings.max_request_bytes, len(codec.encode_model(command))
+    if n_bytes > limit:
+        raise InvalidRequest(f"the input has {n_bytes} bytes, more than max_request_bytes={limit}")
+    workers = await worker_ids(connection)
+    if not workers:
+        raise NoWorker(connection.settings.queue)
+    worker = random.choice(workers)
+    reply = await exchange(connection, worker, connection.keys.text_commands(worker), command, TextReply, timeout)
+    if reply.error is not None:
+        raise InvalidRequest(reply.error)
+    return reply

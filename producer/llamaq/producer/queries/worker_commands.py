@@ -1,0 +1,83 @@
+"""Sends a command to one worker and waits for the reply.
+
+A command is pushed to a list of the worker in Redis. The worker pushes its reply to a list that only this command uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any, TypeVar
+
+from llamaq.common.errors import ResultTimeout, SlotCommandRefused
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
+from llamaq.common.protocol.text_commands import TextCommand, TextReply
+from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.queries.queue_snapshots import read_workers
+from llamaq.producer.queue_connection import QueueConnection
+
+R = TypeVar("R", SlotReply, TextReply)
+
+REPLY_BLOCK_S = 1.0
+"""Longest duration of one BLPOP for a reply. The worker's heartbeat is checked between two BLPOPs."""
+LIST_TTL_MARGIN_MS = 60_000
+"""The worker's list of commands expires this long after the deadline of the newest command, if no worker reads it."""
+
+
+def new_command_id() -> str:
+    """Return a random id."""
+    return secrets.token_hex(16)
+
+
+async def worker_ids(connection: QueueConnection) -> list[str]:
+    """Return the ids of the live workers of the client's queue."""
+    workers = await read_workers(connection.redis, connection.keys, connection.settings.queue)
+    return [worker.card.worker for worker in workers]
+
+
+async def exchange(
+    connection: QueueConnection,
+    worker: str,
+    command_list: str,
+    command: SlotCommand | TextCommand,
+    reply_type: type[R],
+    timeout: float | None,
+) -> R:
+    """Send a command to a worker and return the reply. The worker ignores a command whose deadline has passed.
+
+    Args:
+        connection: The client's connection.
+        worker: The id of the worker.
+        command_list: Key of the worker's list for commands of this kind.
+        command: The command. Its id and deadline are set here.
+        reply_type: The class of the reply.
+        timeout: Longest wait for the reply in seconds. None: the client's `timeout_s`.
+
+    Raises:
+        SlotCommandRefused: The worker ended before it replied.
+        ResultTimeout: The reply did not arrive in time.
+    """
+    redis, timeout_s = connection.redis, connection.timeout_s(timeout)
+    deadline_ms = await server_time_ms(redis) + int(timeout_s * 1000)
+    # A command may be sent to several workers. Each gets a new id, because the id names the list for the reply.
+    command = command.model_copy(update={"id": new_command_id(), "deadline_ms": deadline_ms})
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.rpush(command_list, codec.encode_model(command))
+        pipe.pexpire(command_list, int(timeout_s * 1000) + LIST_TTL_MARGIN_MS)
+        await pipe.execute()
+    return codec.decode_model(reply_type, await _await_reply(connection, worker, command.id, timeout_s))
+
+
+async def _await_reply(connection: QueueConnection, worker: str, command_id: str, timeout_s: float) -> bytes:
+    redis, keys = connection.redis, connection.keys
+    clock = asyncio.get_running_loop().time
+    deadline_s = clock() + timeout_s
+    while (left_s := deadline_s - clock()) > 0:
+        found: Any = await redis.blpop([keys.reply(command_id)], timeout=max(0.01, min(REPLY_BLOCK_S, left_s)))
+        if found is not None:
+            reply: bytes = found[1]
+            return reply
+        if not await redis.exists(keys.worker(worker)):
+            raise SlotCommandRefused(f"worker {worker} ended, or its heartbeat stopped, before it replied")
+    raise ResultTimeout(f"worker {worker} has not replied within {timeout_s:g} s")

@@ -1,0 +1,36 @@
+"""Executes the text commands of clients: tokenize, detokenize and apply the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+
+from llamaq.common.errors import JobRejected
+from llamaq.common.protocol.text_commands import TextAction, TextCommand, TextReply
+from llamaq.common.vocab.llama_vocab import Vocab
+
+
+class TextCommandHandler:
+    """Executes text commands with the vocabulary of the model, in a thread."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+
+    async def execute(self, command: TextCommand) -> TextReply:
+        """Return the reply to a command. The input of a client is the only cause of an error."""
+        try:
+            return await asyncio.to_thread(self._execute, command)
+        except JobRejected as exc:
+            return TextReply(error=exc.message)
+        except ValueError as exc:  # a token that is not in the vocabulary
+            return TextReply(error=str(exc))
+
+    def _execute(self, command: TextCommand) -> TextReply:
+        vocab, messages = self._vocab, command.messages or ()
+        match command.action:
+            case TextAction.DETOKENIZE:
+                return TextReply(text=vocab.decode(command.tokens or ()))
+            case TextAction.APPLY_TEMPLATE:
+                return TextReply(text=vocab.render_chat(messages))
+            case TextAction.TOKENIZE:
+                tokens = vocab.encode_chat(messages) if command.text is None else vocab.encode(command.text)
+                return TextReply(tokens=tuple(tokens))
