@@ -76,6 +76,8 @@ class Canceller:
     target_states: Counter[str] = field(default_factory=Counter)
     never_claimed: set[str] = field(default_factory=set)
     """Jobs that were cancelled in the queue."""
+    never_started: set[str] = field(default_factory=set)
+    """Jobs that were cancelled after a worker had claimed them and before they had a slot."""
     ended_s: list[float] = field(default_factory=list)
     """Seconds from each cancel to the end of the job's stream."""
 
@@ -99,14 +101,17 @@ class Canceller:
         status = await job.status()
         if status.attempt == 0:
             self.never_claimed.add(job.id)
+        elif status.started_ms is None:
+            self.never_started.add(job.id)
 
     async def _await_state(self, job: AsyncJob, target: str) -> None:
         """Wait until the job is probably in this state. The worker records its exact state when it is cancelled."""
         if target == QUEUED:
             return
-        min_tokens = 1 if target == DECODE else 0
         while (status := await job.status()).state in (JobState.QUEUED, JobState.RUNNING):
-            if status.state is JobState.RUNNING and status.generated_tokens >= min_tokens:
+            if target == WAITING and status.attempt:
+                break
+            if status.state is JobState.RUNNING and (target != DECODE or status.generated_tokens):
                 break
             await asyncio.sleep(POLL_S)
         if target == PREFILL:
@@ -136,8 +141,7 @@ async def cancels(seed: int, report: ProgressReport, *, n_each: int = 40) -> Out
 
 
 def _judge(checker: Checker, canceller: Canceller, record: Record) -> Checker:
-    idle = canceller.never_claimed | {job_id for job_id, state in record.states.items() if state == WAITING}
-    for job_id in idle:
+    for job_id in canceller.never_claimed | canceller.never_started:
         if record.computed[job_id] or any(event.type == "tokens" for event in checker.events_of(job_id, WIRE)):
             checker.add_violation(
                 f"{job_id}: cancelled before it had a slot, but computed in {record.computed[job_id]} ticks"
@@ -157,7 +161,8 @@ def _judge(checker: Checker, canceller: Canceller, record: Record) -> Checker:
 
 def _counts(canceller: Canceller, record: Record) -> dict[str, int]:
     states = Counter(record.states.values())
-    return {QUEUED: len(canceller.never_claimed), **{state: states[state] for state in STATES[1:]}}
+    waiting = {QUEUED: len(canceller.never_claimed), WAITING: len(canceller.never_started)}
+    return waiting | {state: states[state] for state in (PREFILL, DECODE)}
 
 
 def _figures(canceller: Canceller, record: Record) -> dict[str, Any]:
