@@ -154,12 +154,12 @@ def show_slots(workers: Sequence[WorkerSlots]) -> None:
             (
                 str(slot.index),
                 slot.state,
-                *map(str, (slot.prompt_tokens, slot.generated_tokens, slot.content_tokens)),
+                *map(str, (slot.prompt_tokens, slot.cached_tokens, slot.generated_tokens, slot.content_tokens)),
                 slot.job_id or NO_VALUE,
             )
             for slot in worker.slots
         ]
-        show_rows(("slot", "state", "prompt", "generated", "content", "job"), rows, missing="this worker has no slots")
+        show_rows(("slot", "state", "prompt", "cached", "generated", "content", "job"), rows, missing="no slots")
         if worker.files:
             typer.echo("\nsaved states")
             _show_files(worker.files)

@@ -372,7 +372,7 @@ def test_the_cli_lists_saves_restores_and_erases(redis_url: str, queue: str, mon
     for name, value in (("LLAMAQ_REDIS_URL", redis_url), ("LLAMAQ_QUEUE", queue), ("COLUMNS", "160")):
         monkeypatch.setenv(name, value)
     file = SlotFile(name="story", n_tokens=345, n_bytes=678, saved_ms=1_700_000_000_000, is_usable=False)
-    slot = SlotSnapshot(index=0, state="decode", job_id="some-job", content_tokens=912)
+    slot = SlotSnapshot(index=0, state="decode", job_id="some-job", cached_tokens=819, content_tokens=912)
     timed = file.model_copy(update={"duration_ms": 12.34})
 
     def reply(command: SlotCommand) -> SlotReply:
@@ -382,7 +382,7 @@ def test_the_cli_lists_saves_restores_and_erases(redis_url: str, queue: str, mon
     handler = RecordingHandler(reply)
     with serving_in_thread(redis_url, queue, handler):
         table = llamaq("slots", "list")
-        for shown in (f"{queue}-w1", "decode", "some-job", "912", "story", "345", "678", "2023-11-14", "no"):
+        for shown in (f"{queue}-w1", "decode", "some-job", "819", "912", "story", "345", "678", "2023-11-14", "no"):
             assert shown in table
         assert WorkerSlots.model_validate_json(llamaq("slots", "list", "--json")).files == (file,)
         assert llamaq("slots", "save", "story", "--slot", "3").strip() == "saved 345 tokens, 678 bytes, in 12.3 ms"
