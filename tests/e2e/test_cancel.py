@@ -240,7 +240,7 @@ async def test_a_stream_closed_early_cancels_its_job_on_the_async_client(
     slow: ServedQueue, slow_client: Client, wait_for: Await
 ) -> None:
     async with AsyncClient(slow.url, slow.queue) as client:
-        chunks = client.stream("the world", max_tokens=LONG)
+        chunks = await client.stream("the world", max_tokens=LONG)
         await anext(chunks)
         job = newest_job(slow_client, slow)
         await chunks.aclose()

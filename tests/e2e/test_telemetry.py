@@ -94,7 +94,8 @@ def test_a_hook_receives_the_stats_of_each_finished_job(client: Client, demo: Se
 def test_a_hook_can_tell_a_failed_job(
     client: Client, demo: ServedQueue, wait_for: Await, options: JobOptions, code: str | None
 ) -> None:
-    job = client.submit(STORY, metadata={"user": "u2"}, **options)
+    job = client.submit(STORY, **options)
+    expected: tuple[str | None, str | None]
     try:
         expected = (job.result().finish_reason.value, None)
     except JobFailed as failed:

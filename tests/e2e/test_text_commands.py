@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,11 +11,11 @@ from llamaq.producer import Client, InvalidRequest, NoWorker, Tokenizer
 if TYPE_CHECKING:
     from tests.e2e.conftest import ServedQueue
 
-CHAT = [
+CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": [{"type": "text", "text": "Hi <|im_end|>"}]},
 ]
-PLAIN_CHAT = [CHAT[0], {"role": "user", "content": "Hi <|im_end|>"}]
+PLAIN_CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <|im_end|>"}]
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,10 @@ def test_a_worker_gives_the_tokens_of_llama_cpp(client: Client, tokenizer: Token
 
 
 def test_a_worker_renders_and_tokenizes_a_chat(client: Client, tokenizer: Tokenizer) -> None:
-    assert client.tokenize_chat(CHAT) == tokenizer.encode_chat(PLAIN_CHAT)  # type: ignore[arg-type]
+    assert client.tokenize_chat(CHAT) == tokenizer.encode_chat(PLAIN_CHAT)
     rendered = client.apply_template(CHAT)
     assert "Be kind." in rendered
-    assert rendered == tokenizer.apply_template(PLAIN_CHAT)  # type: ignore[arg-type]
+    assert rendered == tokenizer.apply_template(PLAIN_CHAT)
 
 
 def test_a_worker_refuses_an_input_with_its_reason(client: Client) -> None:

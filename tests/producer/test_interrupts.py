@@ -44,8 +44,8 @@ def read_all(chunks: Iterator[object]) -> None:
         pass
 
 
-CALLS: dict[str, Callable[[Client], None]] = {
-    "generate": lambda client: client.generate("x") and None,
+CALLS: dict[str, Callable[[Client], object]] = {
+    "generate": lambda client: client.generate("x"),
     "stream": lambda client: read_all(client.stream("x")),
     "text": lambda client: read_all(client.stream("x").text()),
 }

@@ -96,8 +96,8 @@ async def test_readers_that_leave_cancel_their_jobs_and_the_others_read_to_the_e
         await asyncio.gather(*running)
         assert reasons == [FinishReason.CANCELLED] * N_LEAVING
         assert [task.result() for task in running].count(FinishReason.STOP) == N_READERS - N_LEAVING
-        for reader in readers[N_LEAVING:]:
-            assert "word" in await read_response(reader)
+        for staying in readers[N_LEAVING:]:
+            assert "word" in await read_response(staying)
 
 
 async def test_a_reader_that_leaves_before_the_first_token_cancels_its_waiting_job(

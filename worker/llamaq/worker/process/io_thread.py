@@ -271,9 +271,8 @@ class IoThread:
         await self._register(heartbeat)
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
-            services = [
-                tasks.create_task(service.run()) for service in (outbox, heartbeat, *commands, membership, sweep)
-            ]
+            running = (outbox.run(), heartbeat.run(), membership.run(), sweep.run(), *(one.run() for one in commands))
+            services = [tasks.create_task(service) for service in running]
             self._ready.set_result(None)
             await self._closing.wait()
             await cancel_tasks(self._intake_task, *services)

@@ -19,6 +19,7 @@ from types import FrameType
 
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import ContextOptions, Model, has_gpu
@@ -28,7 +29,6 @@ from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
-from llamaq.worker.generation.text_command_handler import TextCommandHandler
 from llamaq.worker.kv_cache.kv_memory import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.slot_pool import SlotPool
