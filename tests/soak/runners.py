@@ -17,6 +17,7 @@ from tests.soak.load import collect, record_published, run_job, run_jobs
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Started
+from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import AsyncClient
 
 MAX_TOKENS = 1000
@@ -82,9 +83,13 @@ class Runners:
             await asyncio.sleep(POLL_S)
 
     async def newer_attempts(self, held: dict[str, int]) -> set[str]:
-        """Return the jobs that have a newer attempt than the given one."""
+        """Return the jobs that have a newer attempt than the given one, which has a slot."""
         hashes = await self._hashes(list(held))
-        return {job_id for job_id, (_, attempt, _) in hashes.items() if attempt > held[job_id]}
+        return {
+            job_id
+            for job_id, (status, attempt, _) in hashes.items()
+            if attempt > held[job_id] and status != JobState.QUEUED
+        }
 
     async def _hashes(self, job_ids: list[str]) -> dict[str, tuple[str, int, str]]:
         """Return status, attempt and worker of each job."""
