@@ -47,12 +47,19 @@ class EndWaiter(JobListener):
             RedisError: Redis refuses to read the job.
         """
         while not self._has_ended:
+            if self._must_read:
+                self._start_reading()
             await self._wait_until(deadline_s)
 
     async def _read(self) -> None:
         while self._must_read and not self._has_ended:
             self._must_read = False
-            self.update_state(await self._reads.read(self._read_state))
+            try:
+                state = await self._reads.read(self._read_state)
+            except BaseException:
+                self._must_read = True
+                raise
+            self.update_state(state)
 
     async def _read_state(self) -> StoredState:
         values: Any = await self._redis.hmget(self.keys.job, *STATE_FIELDS)

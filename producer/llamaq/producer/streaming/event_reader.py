@@ -164,6 +164,9 @@ class EventReader(JobListener):
             self._must_restart, self._is_full_read, self._cursor = False, True, "-"
         try:
             stored = await self._reads.read(self._fetch_page)
+        except BaseException:
+            self._is_behind = True
+            raise
         finally:
             self._is_paging = False
         self.on_deadline(stored.state.due_ms)

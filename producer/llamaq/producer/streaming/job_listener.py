@@ -88,6 +88,10 @@ class JobListener(ABC):
     async def _read_and_wake(self) -> None:
         try:
             await self._read()
+        except asyncio.CancelledError:
+            if self.is_closed:
+                raise
+            # Something in redis-py cancelled this task: the caller starts the read again.
         except Exception as exc:  # noqa: BLE001  # the caller raises it
             self._error = exc
         finally:

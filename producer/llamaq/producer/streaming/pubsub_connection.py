@@ -83,8 +83,11 @@ class PubSubConnection:
             connection = self._make_connection()
             try:
                 await self._serve(connection)
-            except* (RedisError, OSError) as errors:
-                log.warning("subscriber.disconnected error=%s", errors.exceptions[0])
+            except* Exception as errors:  # whatever breaks a connection, another one replaces it
+                error = errors.exceptions[0]
+                if not isinstance(error, RedisError | OSError):
+                    log.exception("subscriber.connection_failed", exc_info=error)
+                log.warning("subscriber.disconnected error=%s", error)
                 delay_s = BACKOFF_S[0] if self.confirmed else min(2 * delay_s, BACKOFF_S[1])
             finally:
                 self.confirmed.clear()

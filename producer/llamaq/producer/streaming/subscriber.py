@@ -73,7 +73,7 @@ class Subscriber:
         self._polls: dict[str | None, asyncio.Task[None]] = {}
         self._checking: asyncio.Task[None] | None = None
         self._ending = BackgroundTasks()
-        """Cancelled reads of listeners."""
+        """Cancellations of reads of listeners, and of connections that are no longer needed."""
         self._deadlines = DeadlineWatch(redis, expire, self._poll_soon)
         self._outage = OutageLog(log, "subscriber")
 
@@ -178,26 +178,33 @@ class Subscriber:
         """Poll jobs without messages, and move the channels of jobs whose keys have moved to another node."""
         while True:
             await asyncio.sleep(CHECK_S)
-            due = self._looks.pop_due(asyncio.get_running_loop().time())
-            if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one job per partition is polled
-                due += [self._listeners[next(iter(channels))][0] for channels in self._partitions.values()]
-            for listener in due:
-                self._poll_soon(listener)
-            self._deadlines.check()
-            for node in [node for node in self._due if node not in self._polls]:
-                self._polls[node] = asyncio.create_task(self._poll_node(node))
-            if is_cluster(self._redis):
-                await self._move_channels()
+            try:
+                self._poll_due_jobs()
+                if is_cluster(self._redis):
+                    self._move_channels()
+            except Exception:  # without this task, lost messages would stay unnoticed
+                log.exception("subscriber.check_failed")
+
+    def _poll_due_jobs(self) -> None:
+        due = self._looks.pop_due(asyncio.get_running_loop().time())
+        if is_cluster(self._redis):  # a poll also reveals that keys have moved, so one job per partition is polled
+            due += [self._listeners[next(iter(channels))][0] for channels in self._partitions.values()]
+        for listener in due:
+            self._poll_soon(listener)
+        self._deadlines.check()
+        for node in [node for node in self._due if node not in self._polls]:
+            self._polls[node] = asyncio.create_task(self._poll_node(node))
 
     def _poll_soon(self, listener: JobListener) -> None:
         self._due[self._nodes.get(_tag_of(listener.channel))].append(listener)
 
-    async def _move_channels(self) -> None:
+    def _move_channels(self) -> None:
         """Subscribe to each channel at the node that has its job now, and close connections without channels."""
         for tag in list(self._partitions):
             self._connect_partition(tag)
         idle = [node for node, connection in self._connections.items() if connection.is_idle]
-        await cancel_tasks(*(self._connections.pop(node).task for node in idle))
+        for node in idle:
+            self._ending.start(cancel_tasks(self._connections.pop(node).task))
 
     async def _poll_node(self, node: str | None) -> None:
         """Poll the due listeners of one node."""
