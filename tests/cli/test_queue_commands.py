@@ -112,6 +112,8 @@ def test_purge_asks_first_and_cancels_what_matches(redis_url: str, selected: str
         asked = runner.invoke(build_app("purge"), ["purge", "--metadata", "user=b"], input="n\n")
         assert asked.exit_code == 1
         assert f"Cancel 2 waiting jobs of queue {selected!r}?" in asked.stderr
+        unanswered = runner.invoke(build_app("purge"), ["purge"], input="")
+        assert unanswered.exit_code == 130
         assert client.queue_depth().waiting == 3
         agreed = runner.invoke(build_app("purge"), ["purge", "--metadata", "user=b"], input="y\n")
         assert agreed.stdout.endswith("cancelled 2 waiting jobs\n")

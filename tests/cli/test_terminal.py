@@ -73,6 +73,16 @@ async def test_ctrl_c_ends_a_command_that_waits_for_a_worker(redis_url: str, sel
         assert "Traceback" not in terminal.output
 
 
+def test_ctrl_c_at_a_question_does_nothing(redis_url: str, selected: str) -> None:
+    submit(redis_url, selected)
+    with Terminal("purge") as terminal:
+        terminal.read_until("Cancel 1 waiting job of queue")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    with Client(redis_url, selected) as client:
+        assert client.queue_depth().waiting == 1
+
+
 async def test_ctrl_c_does_not_cancel_a_job_that_is_only_followed(redis_url: str, selected: str) -> None:
     job_id = submit(redis_url, selected)
     with Terminal("stream", job_id) as terminal:

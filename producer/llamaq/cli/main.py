@@ -35,7 +35,7 @@ class InterruptibleGroup(TyperGroup):
         """Run the called command."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt as exc:
+        except (KeyboardInterrupt, typer.Abort) as exc:  # a question raises Abort
             if sys.stderr.isatty():
                 typer.echo(err=True)  # the terminal has shown ^C in the middle of a line
             raise typer.Exit(EXIT_INTERRUPTED) from exc

@@ -11,6 +11,7 @@ import typer
 
 from llamaq.cli import views
 from llamaq.cli.common_options import AsJson, OfPriority, OlderThan, Queue, RedisUrl, WithMetadata, read_metadata
+from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, Client, JobState, Worker
@@ -87,7 +88,8 @@ def purge(
         age_s = older_than_s or 0.0
         if not dry_run and not yes:
             count = len(client.purge(priority=priority, older_than_s=age_s, metadata=wanted, dry_run=True))
-            typer.confirm(f"Cancel {_count(count)} of queue {client.queue!r}?", abort=True, err=True)
+            if not typer.confirm(f"Cancel {_count(count)} of queue {client.queue!r}?", err=True):
+                raise typer.Exit(EXIT_FAILED)
             age_s += time.monotonic() - counted_s  # jobs that were submitted after the count are left alone
         purged = client.purge(priority=priority, older_than_s=age_s, metadata=wanted, dry_run=dry_run)
         if as_json:
