@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from llamaq.worker.broker.lease_guard import LeaseGuard
 from llamaq.worker.testing import ManualClock
 
 LEASE_S = 9.0
 
 
-def observe_every_second(guard: LeaseGuard, clock: ManualClock, seconds: int, server_ms: int) -> int:
-    """Let the server answer every second, and return its last time."""
-    for _ in range(seconds):
-        clock.now_s += 1
-        server_ms += 1000
+def observe_often(guard: LeaseGuard, clock: ManualClock, seconds: float, server_ms: int) -> int:
+    """Let the server answer four times a second, and return its last time."""
+    for _ in range(int(seconds * 4)):
+        clock.now_s += 0.25
+        server_ms += 250
         guard.observe(server_ms)
     return server_ms
 
@@ -22,24 +24,25 @@ def test_leases_are_trusted_while_the_server_answers_and_its_clock_runs() -> Non
     guard = LeaseGuard(LEASE_S, clock)
     assert guard.trusted_until_ms() == 0, "the server has not answered"
     guard.observe(1_000_000)
-    assert guard.trusted_until_ms() == 1_003_000
-    observe_every_second(guard, clock, 20, 1_000_000)
-    assert guard.trusted_until_ms() == 1_023_000
-    clock.now_s += 2
-    assert guard.trusted_until_ms() == 1_025_000
+    assert guard.trusted_until_ms() == 1_000_750
+    observe_often(guard, clock, 20, 1_000_000)
+    assert guard.trusted_until_ms() == 1_020_750
+    clock.now_s += 0.5
+    assert guard.trusted_until_ms() == 1_021_250
 
 
-def test_after_an_outage_leases_are_trusted_when_the_time_of_a_lease_has_passed() -> None:
+@pytest.mark.parametrize(("outage_s", "distrust_s"), [(3.25, LEASE_S), (2.75, 1.0)])
+def test_after_an_outage_leases_are_not_trusted_for_a_time(outage_s: float, distrust_s: float) -> None:
     clock = ManualClock()
     guard = LeaseGuard(LEASE_S, clock)
     guard.observe(1_000_000)
-    clock.now_s += 3.5
+    clock.now_s += outage_s
     assert guard.trusted_until_ms() == 0, "the outage lasts"
-    guard.observe(1_003_500)
+    server_ms = 1_000_000 + int(outage_s * 1000)
+    guard.observe(server_ms)
+    server_ms = observe_often(guard, clock, distrust_s - 0.25, server_ms)
     assert guard.trusted_until_ms() == 0
-    server_ms = observe_every_second(guard, clock, 8, 1_003_500)
-    assert guard.trusted_until_ms() == 0
-    observe_every_second(guard, clock, 1, server_ms)
+    observe_often(guard, clock, 0.25, server_ms)
     assert guard.trusted_until_ms() > 0
 
 
@@ -51,7 +54,7 @@ def test_a_clock_that_jumps_forward_is_not_trusted_before_and_after_the_jump_is_
     assert guard.trusted_until_ms() < 1_060_000, "the script that takes entries compares its own time"
     guard.observe(1_060_000)
     assert guard.trusted_until_ms() == 0
-    observe_every_second(guard, clock, 9, 1_060_000)
+    observe_often(guard, clock, LEASE_S, 1_060_000)
     assert guard.trusted_until_ms() > 0
 
 
@@ -61,4 +64,4 @@ def test_a_clock_that_jumps_back_makes_leases_longer_and_is_trusted() -> None:
     guard.observe(1_000_000)
     clock.now_s += 0.25
     guard.observe(940_000)
-    assert guard.trusted_until_ms() == 943_000
+    assert guard.trusted_until_ms() == 940_750

@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+SILENCE_S = 0.75
+"""A server that has not answered for this time may have been away: it is asked four times a second."""
+SHORT_PAUSE_S = 1.0
+"""How long leases are not trusted after an outage that was shorter than a third of a lease."""
+
 
 class LeaseGuard:
     """Watches the clock of the Redis server of one partition.
 
     After an outage of Redis, or after a jump of its clock, leases look expired although their holders are alive: the
-    holders could not renew them, or no time has passed. Then the holders get the time of a lease to renew them.
+    holders could not renew them, or no time has passed. Then the holders get the time of a lease to renew them. After a
+    short outage they get a second: holders that have the same lease did not lose it, but others may have a shorter one.
 
     Args:
         lease_s: The lease of this worker, in seconds.
@@ -19,7 +25,6 @@ class LeaseGuard:
 
     def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease_s = lease_s
-        self._tolerance_s = lease_s / 3  # every holder renews its leases after a third of their time
         self._clock = clock
         self._seen_s: float | None = None
         """When the server answered last. None: it has not answered yet."""
@@ -32,11 +37,15 @@ class LeaseGuard:
         now_s = self._clock()
         if self._seen_s is not None:
             passed_s = now_s - self._seen_s
-            is_outage = passed_s > self._tolerance_s
-            is_jump = (server_ms - self._server_ms) / 1000 - passed_s > self._tolerance_s
-            if is_outage or is_jump:
-                self._distrusted_until_s = now_s + self._lease_s
+            is_jump = (server_ms - self._server_ms) / 1000 - passed_s > SILENCE_S
+            if is_jump or passed_s > self._lease_s / 3:  # holders renew their leases after a third of their time
+                self._distrust(self._lease_s)
+            elif passed_s > SILENCE_S:
+                self._distrust(SHORT_PAUSE_S)
         self._seen_s, self._server_ms = now_s, server_ms
+
+    def _distrust(self, time_s: float) -> None:
+        self._distrusted_until_s = max(self._distrusted_until_s, self._clock() + time_s)
 
     def trusted_until_ms(self) -> int:
         """Return until which time of the server expired leases may be trusted, in milliseconds since the epoch.
@@ -44,9 +53,9 @@ class LeaseGuard:
         0: they may not be trusted now.
         """
         now_s = self._clock()
-        if self._seen_s is None or now_s - self._seen_s > self._tolerance_s or now_s < self._distrusted_until_s:
+        if self._seen_s is None or now_s - self._seen_s > SILENCE_S or now_s < self._distrusted_until_s:
             return 0
-        return self._server_ms + int((now_s - self._seen_s + self._tolerance_s) * 1000)
+        return self._server_ms + int((now_s - self._seen_s + SILENCE_S) * 1000)
 
     def __repr__(self) -> str:
         return f"<LeaseGuard trusted_until_ms={self.trusted_until_ms()}>"
