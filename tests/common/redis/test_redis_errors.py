@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError, TryAgainError
+from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError, TryAgainError
 
 from llamaq.common.redis.redis_errors import is_full, is_job_key_error, refuses_writes
 
@@ -23,11 +23,12 @@ IN_A_SCRIPT = "Error running script (call to f_1): @user_script:7: @user_script:
         (ResponseError("NOREPLICAS Not enough good replicas to write."), {"refuses writes"}),
         (ResponseError("MISCONF Redis is configured to save RDB snapshots"), {"refuses writes"}),
         (TryAgainError("Multiple keys request during rehashing of slot"), {"refuses writes"}),
+        (BusyLoadingError("Redis is loading the dataset in memory"), {"refuses writes"}),
         (ResponseError(IN_A_SCRIPT + "-WRONGTYPE Operation against a key"), {"fault"}),
         (ResponseError("user_script:31: attempt to compare number with nil"), {"fault"}),
         (ResponseError("increment or decrement would overflow"), set()),
     ],
 )
-def test_each_error_is_classified(error: ResponseError, expected: set[str]) -> None:
+def test_each_error_is_classified(error: RedisError, expected: set[str]) -> None:
     found = {"full": is_full(error), "refuses writes": refuses_writes(error), "fault": is_job_key_error(error)}
     assert {name for name, is_so in found.items() if is_so} == expected

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app, main
@@ -25,6 +26,7 @@ from llamaq.common.protocol.snapshots import SlotSnapshot
 from llamaq.common.redis.connect import connect
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
+from llamaq.worker.broker import slot_command_inbox
 from llamaq.worker.broker.slot_command_inbox import MAX_SLOT_COMMAND_BYTES, CommandInbox
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import JobEnded
@@ -101,6 +103,27 @@ async def test_each_call_sends_one_command_and_returns_its_reply(redis_url: str,
         assert await client.redis.exists(client.keys.slot_commands(worker)) == 0
         reply_keys = [client.keys.reply(command.id) for command in handler.commands]
         assert [await client.redis.exists(key) for key in reply_keys] == [0] * 5
+
+
+async def test_an_inbox_without_redis_logs_one_warning(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    n_tries = 0
+
+    def refuse(_: object) -> None:
+        nonlocal n_tries
+        n_tries += 1
+        raise RedisConnectionError("refused")
+
+    monkeypatch.setattr(slot_command_inbox, "RETRY_S", 0.001)
+    monkeypatch.setattr(slot_command_inbox, "dedicated_connection", refuse)
+    redis = connect(f"redis://127.0.0.1:{free_port}/0", name="test")
+    task = asyncio.create_task(CommandInbox(redis, Keys(), "w1", RecordingHandler()).run())
+    while n_tries < 20:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await cancel_tasks(task)
+    await redis.aclose()
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("name", INVALID_NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from redis.exceptions import (
     AskError,
+    BusyLoadingError,
     ClusterDownError,
     NoPermissionError,
     OutOfMemoryError,
@@ -17,7 +18,9 @@ _JOB_KEY_ERRORS = ("WRONGTYPE", "not an integer", "attempt to ", "bad argument")
 # An error inside a script contains the error code of Redis. Outside scripts redis-py removes most codes and raises
 # special classes instead.
 _WRITE_REFUSED = ("READONLY", "MASTERDOWN", "NOREPLICAS", "MISCONF", "LOADING", "NOPERM")
-_WRITE_REFUSED_CLASSES = (ReadOnlyError, ClusterDownError, AskError, TryAgainError, NoPermissionError)
+_WRITE_REFUSED_CLASSES = (
+    ReadOnlyError, ClusterDownError, AskError, TryAgainError, NoPermissionError, BusyLoadingError
+)  # fmt: skip
 
 
 def is_full(exc: BaseException) -> bool:

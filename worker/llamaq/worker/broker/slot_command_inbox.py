@@ -23,6 +23,7 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.redis.connect import dedicated_connection
+from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
 
 log = logging.getLogger(__name__)
@@ -93,15 +94,17 @@ class CommandInbox:
 
     async def run(self) -> None:
         """Receive and answer commands until cancelled."""
+        outage = OutageLog(log, self._kind.name)
         while True:
             try:
                 async with dedicated_connection(self._redis) as connection:
                     while True:
                         received: Any = await connection.blpop([self._key], timeout=BLOCK_S)
+                        outage.record_success()
                         if received is not None:
                             await self._answer(received[1])
             except RedisError as exc:
-                log.warning("%s.redis_error error=%r", self._kind.name, exc)
+                outage.record_failure(exc)
                 await asyncio.sleep(RETRY_S)
             except Exception:
                 log.exception("%s.inbox_failed", self._kind.name)  # a defect here must not end the worker
