@@ -94,7 +94,7 @@ class BlockingClient:
     def _call(self, call: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
         """Run one call of the asyncio client and return its result."""
         portal = self._running_portal()
-        return portal.run(call(portal.client))
+        return portal.run(lambda: call(portal.client))
 
     def _iterate(self, call: Callable[[AsyncClient], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
         """Return an iterator over the items of one call. This method checks the arguments before it returns."""
@@ -108,7 +108,7 @@ class BlockingClient:
     def _open(self, call: Callable[[AsyncClient], Coroutine[Any, Any, AsyncStream]]) -> OpenedStream:
         """Run one call of the asyncio client that returns a stream."""
         portal = self._running_portal()
-        return portal, portal.run(call(portal.client))
+        return portal, portal.run(lambda: call(portal.client))
 
     def _running_portal(self) -> BlockingPortal:
         """Return the portal of this process, and start it if needed.
@@ -150,7 +150,7 @@ class BlockingStream:
         return self
 
     def __next__(self) -> Chunk:
-        chunk = self._portal.run(next_or_none(self._stream))
+        chunk = self._portal.run(lambda: next_or_none(self._stream))
         if chunk is None:
             raise StopIteration
         return chunk

@@ -45,8 +45,8 @@ class BlockingPortal:
         """Whether this process created the portal. False in a child process: a fork does not copy the thread."""
         return self._pid == os.getpid()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop and return its result.
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run the coroutine that `work` returns in the event loop, and return its result.
 
         An exception that is raised in the waiting thread (Ctrl-C, a signal handler, a job timeout of RQ) cancels the
         coroutine. It is raised after the coroutine has ended and the cancellation of its job is sent.
@@ -70,7 +70,7 @@ class BlockingPortal:
         self._iterated.add(items)
         try:
             while True:
-                item = self.run(next_or_none(items))
+                item = self.run(lambda: next_or_none(items))
                 if item is None:
                     return
                 yield item
@@ -85,7 +85,7 @@ class BlockingPortal:
         if threading.current_thread() is self._thread:
             self._loop.create_task(_aclose(items))
         else:
-            self.run(_aclose(items))
+            self.run(lambda: _aclose(items))
 
     def stop(self) -> None:
         """Cancel running calls, close the client and end the thread.
@@ -100,7 +100,7 @@ class BlockingPortal:
             self._thread.join(STOP_TIMEOUT_S)
 
     def _start(self, call: _Call[Any]) -> None:
-        call.task = task = self._loop.create_task(call.work)
+        call.task = task = self._loop.create_task(call.perform())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         task.add_done_callback(call.finish)
@@ -112,11 +112,9 @@ class BlockingPortal:
             wait([asyncio.run_coroutine_threadsafe(cancelling, self._loop)], CANCEL_TIMEOUT_S)
         except RuntimeError:  # the loop is closed
             cancelling.close()
-            call.work.close()
 
     async def _cancel(self, call: _Call[Any]) -> None:
         if call.task is None:  # the interrupt came before the call was passed to the loop
-            call.work.close()
             return
         call.task.cancel()
         await asyncio.wait([call.task])
@@ -145,13 +143,17 @@ class BlockingPortal:
 
 
 class _Call(Generic[T]):
-    """A coroutine that another thread waits for."""
+    """A coroutine that another thread waits for. The loop creates it, so that an interrupt leaves none unawaited."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self.work = work
         self.outcome: Future[T] = Future()
         self.task: asyncio.Task[T] | None = None
         """Runs `work`. None: the loop has not started it yet."""
+
+    async def perform(self) -> T:
+        """Run the coroutine."""
+        return await self.work()
 
     def finish(self, task: asyncio.Task[T]) -> None:
         """Pass the outcome of the task to the waiting thread."""
