@@ -47,6 +47,7 @@ async def test_a_job_that_waits_too_long_ends_without_a_start(
         await sweep_until_due(worker)
         result = await job.result(timeout=5)
         assert (result.finish_reason, result.tokens) == (FinishReason.DEADLINE, ())
+        assert result.stats.queue_ms >= 50
         assert (await job.status()).started_ms is None
         assert await deadlines(client) == {}
 

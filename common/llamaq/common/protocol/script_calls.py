@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, Failed, Finished
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 
@@ -204,11 +203,6 @@ def source(name: str) -> str:
     """Return the text of a script, with the shared functions in front of it."""
     folder = files(__package__) / "scripts"
     return folder.joinpath("_lib.lua").read_text() + "\n" + folder.joinpath(f"{name}.lua").read_text()
-
-
-def finished_without_run(reason: FinishReason) -> bytes:
-    """Return the encoded terminal event of a job that ends before it runs."""
-    return codec.encode_event(Finished(finish_reason=reason, stats=JobStats()))
 
 
 class Scripts:
@@ -427,8 +421,6 @@ class Scripts:
                 worker,
                 lease_ms,
                 keys.channel,
-                finished_without_run(FinishReason.CANCELLED),
-                finished_without_run(FinishReason.DEADLINE),
                 "" if from_attempt is None else from_attempt,
                 int(at_risk),
                 model,
@@ -470,7 +462,7 @@ class Scripts:
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
             values += [item.publish, item.has_started, item.slot_ms]
-        args = [GROUP, worker, lease_ms, "1" if renew else "0", codec.encode_values(values)]
+        args: list[str | int | bytes] = [GROUP, worker, lease_ms, int(renew), codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
             FlushReply(code.decode(), int(stored), int(listeners), refusal.decode())
@@ -489,7 +481,7 @@ class Scripts:
             Whether the job has ended now. False: a newer attempt exists, or the job had already ended.
         """
         keys = self._keys.of_job(last.job_id)
-        fields = [part for pair in terminal_write.fields.items() for part in pair]
+        fields: list[bytes | str | int] = [part for pair in terminal_write.fields.items() for part in pair]
         reply = await self._finish(
             keys=[keys.job, keys.events, last.stream],
             args=[
@@ -512,7 +504,7 @@ class Scripts:
         keys = self._keys.of_job(job_id)
         reply = await self._cancel(
             keys=[keys.job, keys.events, keys.interactive, keys.bulk],
-            args=[GROUP, keys.channel, finished_without_run(FinishReason.CANCELLED), int(only_waiting)],
+            args=[GROUP, keys.channel, int(only_waiting)],
         )
         code: CancelCode = reply.decode()
         return code
@@ -535,7 +527,7 @@ class Scripts:
         keys = self._keys.of_job(job_id)
         reply = await self._expire(
             keys=[keys.job, keys.events, keys.interactive, keys.bulk],
-            args=[GROUP, keys.channel, finished_without_run(FinishReason.DEADLINE)],
+            args=[GROUP, keys.channel],
         )
         return bool(reply)
 

@@ -154,6 +154,17 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   end
 end
 
+-- Ends a job that no worker runs, for the reason 'cancelled' or 'deadline'. Its stats are the tokens of earlier attempts
+-- and the time that it waited for its first slot.
+local function end_without_worker(job, events, channel, stream, group, entry, reason)
+  local state = redis.call('HMGET', job, 'submitted_ms', 'started_ms', 'generated')
+  local submitted, slot = tonumber(state[1] or ''), tonumber(state[2] or '') or now_ms()
+  local stats = {queue_ms = submitted and slot - submitted or 0, generated_tokens = tonumber(state[3] or '') or 0}
+  local terminal = cmsgpack.pack({type = 'finished', finish_reason = reason, stats = stats})
+  terminate(job, events, channel, stream, group, entry, 'finished', terminal,
+    {'finish_reason', reason, 'stats', cmsgpack.pack(stats)})
+end
+
 -- Fails a job that no worker can run, and makes a dead letter of it. Its keys live for at least `dead_ttl` ms, so that an
 -- operator can examine and retry it. The stream `dead` has about `max_dead` entries at most. `workers` are the ids of
 -- the workers that died with the job.

@@ -7,8 +7,7 @@
 -- KEYS[4]  bulk         job stream of priority 'bulk'
 -- ARGV[1]  group        consumer group of the job streams
 -- ARGV[2]  channel      channel of the job's events
--- ARGV[3]  terminal     msgpack of the event `finished` with the reason `cancelled`
--- ARGV[4]  waiting only '1' if a running job is left alone
+-- ARGV[3]  waiting only '1' if a running job is left alone
 --
 -- Returns 'gone'       the job does not exist
 --         'done'       the job has already ended
@@ -25,7 +24,7 @@ if has_ended(state[1]) then
   return 'done'
 end
 allow_writes_when_full(job)
-if state[1] ~= 'queued' and ARGV[4] == '1' then
+if state[1] ~= 'queued' and ARGV[3] == '1' then
   return 'running'
 end
 redis.call('HSET', job, 'cancel', 1)
@@ -33,5 +32,5 @@ if state[1] ~= 'queued' then
   return 'requested'
 end
 local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]
-terminate(job, events, ARGV[2], stream, ARGV[1], state[3], 'finished', ARGV[3], {'finish_reason', 'cancelled'})
+end_without_worker(job, events, ARGV[2], stream, ARGV[1], state[3], 'cancelled')
 return 'cancelled'

@@ -9,12 +9,10 @@
 -- ARGV[3]  worker     id of the worker
 -- ARGV[4]  lease_ms   how long the worker keeps the job without a renewal, in ms
 -- ARGV[5]  channel    channel of the job's events
--- ARGV[6]  cancelled  msgpack of the event `finished` with the reason `cancelled`
--- ARGV[7]  expired    msgpack of the event `finished` with the reason `deadline`
--- ARGV[8]  from       number of the attempt that waits for a slot in another worker, from which the job is taken; '': any
--- ARGV[9]  at_risk    '1': the worker prepares the job now, so its death counts as a crash; '0': it does not yet
--- ARGV[10] model      fingerprint of the worker's model; '': not known
--- ARGV[11] restart    '1': the worker starts a job of another model again, if possible; '0': it leaves the job
+-- ARGV[6]  from       number of the attempt that waits for a slot in another worker, from which the job is taken; '': any
+-- ARGV[7]  at_risk    '1': the worker prepares the job now, so its death counts as a crash; '0': it does not yet
+-- ARGV[8]  model      fingerprint of the worker's model; '': not known
+-- ARGV[9]  restart    '1': the worker starts a job of another model again, if possible; '0': it leaves the job
 --
 -- Tokens of two models are never mixed in one job. If another model has stored tokens of the job, its entry is left to
 -- the workers of that model: it can be taken again after LEFT_MS. With `restart`, a job with stream=false, of which no
@@ -35,7 +33,7 @@
 
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
 local entry, group, worker, lease_ms, channel = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local from, at_risk, model = ARGV[8], ARGV[9] == '1', ARGV[10]
+local from, at_risk, model = ARGV[6], ARGV[7] == '1', ARGV[8]
 local LEFT_MS = 2000
 
 local state = redis.call('HMGET', job,
@@ -53,7 +51,7 @@ if from ~= '' and (state[1] ~= 'queued' or state[10] ~= from) then
   return {'stale'}
 end
 if state[3] then
-  terminate(job, events, channel, stream, group, entry, 'finished', ARGV[6], {'finish_reason', 'cancelled'})
+  end_without_worker(job, events, channel, stream, group, entry, 'cancelled')
   return {'ended'}
 end
 
@@ -61,12 +59,12 @@ local now = now_ms()
 local due = due_ms('queued', state[6], state[4], state[13])
 local timeout, slot_time = tonumber(state[14] or '0'), tonumber(state[15] or '0')
 if (due and now >= due) or (timeout > 0 and slot_time >= timeout) then
-  terminate(job, events, channel, stream, group, entry, 'finished', ARGV[7], {'finish_reason', 'deadline'})
+  end_without_worker(job, events, channel, stream, group, entry, 'deadline')
   return {'ended'}
 end
 
 if model ~= '' and state[16] and state[16] ~= model and state[8] ~= '0' then
-  if ARGV[11] ~= '1' then
+  if ARGV[9] ~= '1' then
     if from ~= '' then
       return {'stale'}
     end

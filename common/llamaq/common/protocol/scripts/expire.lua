@@ -7,7 +7,6 @@
 -- KEYS[4]  bulk         job stream of priority 'bulk'
 -- ARGV[1]  group        consumer group of the job streams
 -- ARGV[2]  channel      channel of the job's events
--- ARGV[3]  expired      msgpack of the event `finished` with the reason `deadline`
 --
 -- Returns 1  the job has ended here
 --         0  the job is not due, has ended, or does not exist
@@ -24,5 +23,5 @@ if not due or now_ms() < due then
   return 0
 end
 local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]
-terminate(job, KEYS[2], ARGV[2], stream, ARGV[1], state[3], 'finished', ARGV[3], {'finish_reason', 'deadline'})
+end_without_worker(job, KEYS[2], ARGV[2], stream, ARGV[1], state[3], 'deadline')
 return 1
