@@ -108,7 +108,10 @@ async def test_an_idempotency_key_with_another_request_is_an_error_that_names_th
             with pytest.raises(IdempotencyConflict, match=first.id) as caught:
                 await client.submit(prompt, **{**options, **changed})
             assert pickle.loads(pickle.dumps(caught.value)).job_id == first.id
-        assert (await client.queue_depth()).waiting == 1
+        await client.submit(tokens=[1, 2], idempotency_key="tokens")
+        with pytest.raises(IdempotencyConflict):
+            await client.submit(tokens=[1, 3], idempotency_key="tokens")
+        assert (await client.queue_depth()).waiting == 2
 
 
 async def test_concurrent_submits_of_both_priorities_do_not_exceed_max_queue(redis_url: str, queue: str) -> None:

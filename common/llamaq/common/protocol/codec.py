@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
@@ -34,8 +35,8 @@ OUTPUT_COMPRESSION = 1
 # Parameters that do not determine the output of a job, and the seed, which is random unless the caller sets it. Two
 # requests that differ only in these count as the same request.
 NOT_IN_DIGEST = frozenset({
-    "seed", "metadata", "idempotency_key", "priority", "stream", "cancel_on_disconnect", "timeout_s", "queue_timeout_s",
-    "deadline_s", "slot", "cache_prompt", "cache_salt", "cache_public",
+    "seed", "has_random_seed", "metadata", "idempotency_key", "priority", "stream", "cancel_on_disconnect", "timeout_s",
+    "queue_timeout_s", "deadline_s", "slot", "cache_prompt", "cache_salt", "cache_public",
 })  # fmt: skip
 
 
@@ -141,8 +142,10 @@ def decode_request(data: bytes, max_bytes: int) -> JobRequest:
 
 def digest_of(request: JobRequest) -> str:
     """Return a digest of the parameters that determine the output of a job, without the seed."""
-    values = request.model_dump(mode="json", exclude=NOT_IN_DIGEST, exclude_defaults=True)
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+    values = request.model_dump(mode="json", exclude={*NOT_IN_DIGEST, "tokens"}, exclude_defaults=True)
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    digest.update(array("I", request.tokens or ()).tobytes())  # a prompt may have a million tokens
+    return digest.hexdigest()[:32]
 
 
 def encode_returned(request: JobRequest) -> bytes:
