@@ -18,6 +18,7 @@ from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_calls import OtherPartitions, SubmitConflict, SubmitRefused
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer.accepted_forms import translate
+from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.queue_snapshots import estimate_wait_s
@@ -45,7 +46,7 @@ async def build_request(options: JobOptions, **values: Any) -> JobRequest:
     """
     merged = translate({**values, **options})
     if "seed" not in merged:
-        merged["seed"] = secrets.randbits(SEED_BITS)
+        merged |= {"seed": secrets.randbits(SEED_BITS), "has_random_seed": True}
     if _is_long(merged.get("tokens")):
         return await asyncio.to_thread(codec.build_request, merged)
     return codec.build_request(merged)
@@ -69,6 +70,19 @@ async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId
         job_id: Id and queue of the job. None: a new id in the client's queue.
 
     Raises:
+        ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
+        LlamaqError: The same errors as `send`.
+    """
+    job_id = job_id or new_job_id(connection, request)
+    limit = CallTimeout(connection.settings.timeout_s)
+    problem = "could not be submitted: Redis has not answered"
+    return await limit.bound(send(connection, request, job_id), str(job_id), problem)
+
+
+async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) -> AsyncJob:
+    """Put a job into the queue like `submit`, without a bound on the time.
+
+    Raises:
         InvalidRequest: The encoded request is larger than `max_request_bytes`.
         InvalidSettings: The workers of the queue have another number of partitions.
         IdempotencyConflict: A job with the same idempotency key has another request.
@@ -80,7 +94,6 @@ async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId
         payload = await asyncio.to_thread(codec.encode_request, request, settings.max_request_bytes)
     else:
         payload = codec.encode_request(request, settings.max_request_bytes)
-    job_id = job_id or new_job_id(connection, request)
     try:
         outcome = await connection.scripts.submit(
             job_id,

@@ -219,6 +219,7 @@ class Client(BlockingClient):
             InvalidRequest: An argument is not valid.
             QueueFull: The queue has `max_queue` waiting jobs.
             RedisFull: Redis has reached its `maxmemory`.
+            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         """
         job = self._call(lambda client: client.submit(prompt, tokens=tokens, messages=messages, **options))
         return Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)

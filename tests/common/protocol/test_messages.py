@@ -24,7 +24,7 @@ def test_a_sampling_parameter_of_a_job_replaces_the_default_even_if_it_is_zero()
 def test_the_defaults_of_a_job_are_those_of_the_documentation() -> None:
     params = JobParams()
     assert (params.max_tokens, params.cache_prompt, params.stream) == (None, True, True)
-    assert (params.priority, params.grammar_root, params.ignore_eos) == ("interactive", "root", False)
+    assert (params.priority, params.grammar_root, params.ignore_eos) == ("interactive", None, False)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from pydantic_settings import TomlConfigSettingsSource as TomlSource
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.protocol.job_request import MAX_SALT_CHARS
-from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.common.protocol.job_request import MAX_SALT_CHARS, JobDefaults
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
 
 # llama.cpp's LLAMA_MAX_SEQ.
@@ -217,8 +216,8 @@ class LifeSettings(BaseModel):
     _split_hooks = field_validator("hooks", mode="before")(_split_commas)
 
 
-class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults):
-    """All settings of `llamaq worker`. The sampling parameters are defaults, which a job may replace."""
+class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings, LifeSettings, JobDefaults):
+    """All settings of `llamaq worker`. Sampling parameters, seed and grammar are defaults, which a job may replace."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -243,9 +242,9 @@ class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings,
         return self
 
     @property
-    def sampling(self) -> SamplingDefaults:
-        """The sampling defaults only."""
-        return SamplingDefaults(**{name: getattr(self, name) for name in SamplingDefaults.model_fields})
+    def job_defaults(self) -> JobDefaults:
+        """The defaults of jobs only."""
+        return JobDefaults(**{name: getattr(self, name) for name in JobDefaults.model_fields})
 
 
 def load_settings(config: Path | None = None, **flags: Any) -> WorkerSettings:

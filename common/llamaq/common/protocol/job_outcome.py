@@ -104,6 +104,7 @@ class JobStats(WireModel):
     )
     slot: int | None = Field(None, description="Index of the slot that the job ran in. None: it never had a slot.")
     worker: str | None = Field(None, description="Id of the worker that ran the job. None: no worker ran it.")
+    seed: int | None = Field(None, description="Seed of the random draws. None: the job was not prepared.")
     mode: Literal["stream", "generate"] = Field(
         "stream",
         description="`stream` if the job published an event for the tokens of each tick, else `generate`: the call "
@@ -119,5 +120,7 @@ class Result(WireModel):
     tokens: tuple[int, ...] = Field(description="The generated token ids.")
     finish_reason: FinishReason = Field(description="Why the job ended: `stop`, `length`, `cancelled` or `deadline`.")
     stats: JobStats = Field(description="Measurements of the job.")
-    seed: int = Field(description="Seed of the random draws: the seed of the request, or a random seed from submit.")
+    seed: int = Field(
+        description="Seed of the random draws: of the request, else the worker's default, else a random seed of submit."
+    )
     metadata: dict[str, JsonValue] = Field(default_factory=dict, description="The metadata of the request.")

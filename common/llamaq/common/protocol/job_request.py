@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import Field, JsonValue, ValidationError, WrapValidator, model_validator
 
-from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingParams
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
 from llamaq.common.protocol.wire_model import StrictModel
 
 # Bounds of one request, so that one job cannot cost a worker too much memory or time. The size of the whole request
@@ -24,6 +25,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIASES = 4096
 MAX_GRAMMAR_BYTES = 64 * 1024
+GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
 
@@ -83,10 +85,10 @@ class JobParams(SamplingParams):
         description="A grammar in GBNF that constrains the output, at most 64 KiB. "
         "Cannot be combined with `json_schema` or `ignore_eos`.",
     )
-    grammar_root: str = Field(
-        "root",
-        pattern=r"^[A-Za-z][A-Za-z0-9\-]{0,63}$",
-        description="Name of the rule that the grammar starts with: a letter and at most 63 letters, digits or `-`.",
+    grammar_root: Annotated[str, Field(pattern=GRAMMAR_ROOT_PATTERN)] | None = Field(
+        None,
+        description="Name of the rule that the grammar starts with: a letter and at most 63 letters, digits or `-`. "
+        "If not set: the worker's default, `root`.",
     )
     json_schema: dict[str, JsonValue] | None = Field(
         None,
@@ -164,7 +166,7 @@ class JobParams(SamplingParams):
 
     @model_validator(mode="after")
     def _check_constraints(self) -> Self:
-        if self.grammar is not None and self.json_schema is not None:
+        if self.grammar and self.json_schema is not None:
             raise ValueError("grammar and json_schema exclude each other: give one")
         if self.ignore_eos and self.is_constrained:
             raise ValueError("ignore_eos cannot be used with grammar or json_schema: a grammar ends with an end token")
@@ -175,7 +177,7 @@ class JobParams(SamplingParams):
     @property
     def is_constrained(self) -> bool:
         """Whether the output is constrained, by a grammar or by a JSON schema."""
-        return self.grammar is not None or self.json_schema is not None
+        return bool(self.grammar) or self.json_schema is not None
 
 
 def _validate_in_slices(value: Any, validate: Callable[[Any], tuple[int, ...]]) -> tuple[int, ...]:
@@ -192,6 +194,9 @@ def _validate_in_slices(value: Any, validate: Callable[[Any], tuple[int, ...]]) 
 class JobRequest(JobParams):
     """A generation job: its parameters, and its prompt in exactly one of three forms."""
 
+    has_random_seed: bool = Field(
+        False, description="Whether submit drew the seed. The default seed of a worker replaces such a seed."
+    )
     prompt: str | None = Field(
         None, description="The prompt as text. Special tokens in it are parsed; BOS is added if the model asks for it."
     )
@@ -215,6 +220,39 @@ class JobRequest(JobParams):
         return self
 
 
+class JobDefaults(SamplingDefaults):
+    """Defaults of a worker for the jobs that do not set these parameters themselves."""
+
+    seed: int | None = Field(
+        None, ge=0, le=MAX_SEED, description="Default seed of jobs. If not set: each job has a random seed."
+    )
+    grammar: str | None = Field(
+        None,
+        max_length=MAX_GRAMMAR_BYTES,
+        description="Default grammar of jobs without `json_schema`, in GBNF. A job with an empty `grammar` has none.",
+    )
+    grammar_root: str = Field(
+        "root", pattern=GRAMMAR_ROOT_PATTERN, description="Default name of the rule that a grammar starts with."
+    )
+
+    def complete(self, request: JobRequest) -> JobRequest:
+        """Return the request with these defaults for its seed and grammar.
+
+        Raises:
+            InvalidRequest: The job has `ignore_eos`, which excludes the default grammar.
+        """
+        grammar = request.grammar or None
+        if request.grammar is None and request.json_schema is None and self.grammar:
+            if request.ignore_eos:
+                raise InvalidRequest("ignore_eos excludes the worker's default grammar: set grammar to an empty text")
+            grammar = self.grammar
+        root = request.grammar_root
+        values: dict[str, Any] = {"grammar": grammar, "grammar_root": root or self.grammar_root if grammar else root}
+        if self.seed is not None and request.has_random_seed:
+            values["seed"] = self.seed
+        return request.model_copy(update=values)
+
+
 class JobOptions(TypedDict, total=False):
     """The fields of `JobParams` as keyword arguments, for type checkers.
 
@@ -234,7 +272,7 @@ class JobOptions(TypedDict, total=False):
     seed: int | None
     logit_bias: dict[int, float]
     grammar: str | None
-    grammar_root: str
+    grammar_root: str | None
     json_schema: dict[str, Any] | None
     stop: str | list[str] | tuple[str, ...]
     ignore_eos: bool

@@ -70,7 +70,7 @@ async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
         tokens=tokens,
         finish_reason=end.finish_reason,
         stats=end.stats,
-        seed=seed,
+        seed=seed if end.stats.seed is None else end.stats.seed,
         metadata=metadata,
     )
 

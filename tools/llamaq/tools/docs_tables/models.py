@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
-from llamaq.common.protocol.job_request import JobParams, JobRequest, Message
+from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest, Message
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots
@@ -20,17 +20,28 @@ from llamaq.common.protocol.snapshots import (
     Worker,
     WorkerCard,
 )
+from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.settings import ClientSettings, QueueSettings
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, ModelSettings, WorkerSettings
 
 _JOB = (Message, SamplingParams, JobParams, JobRequest, JobStats, Result, JobStatus)
 _EVENTS = (Started, Tokens, Finished, Failed)
-_SNAPSHOTS = (QueueDepth, QueueStats, QueueSummary, JobSummary, Worker, WorkerCard, SlotSnapshot, CacheSnapshot, TickStats)
+_SNAPSHOTS = (
+    QueueDepth,
+    QueueStats,
+    QueueSummary,
+    JobSummary,
+    Worker,
+    WorkerCard,
+    SlotSnapshot,
+    CacheSnapshot,
+    TickStats,
+)
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
-_SLOTS = (SlotCommand, SlotReply, SlotFile, WorkerSlots)
+_COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
 _CLIENT = (QueueSettings, ClientSettings)
-_WORKER = (ModelSettings, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, WorkerSettings)
+_WORKER = (ModelSettings, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, JobDefaults, WorkerSettings)
 
 MODELS: dict[str, type[BaseModel]] = {
-    model.__name__: model for model in (*_JOB, *_EVENTS, *_SNAPSHOTS, *_DEAD_LETTERS, *_SLOTS, *_CLIENT, *_WORKER)
+    model.__name__: model for model in (*_JOB, *_EVENTS, *_SNAPSHOTS, *_DEAD_LETTERS, *_COMMANDS, *_CLIENT, *_WORKER)
 }

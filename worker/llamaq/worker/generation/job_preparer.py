@@ -9,8 +9,7 @@ from itertools import takewhile
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_request import JobRequest, Message
-from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.common.protocol.job_request import JobDefaults, JobRequest, Message
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease
@@ -40,7 +39,7 @@ class JobPreparer:
     Args:
         vocab: The model's vocabulary.
         grammar_sandbox: Tries grammars safely.
-        defaults: Values of the sampling parameters that a request does not set.
+        defaults: Values of parameters that a request does not set.
         context_limit: Largest number of tokens of a job, prompt included.
         max_request_bytes: Largest size of an encoded request.
         counts_system_tokens: Whether `Job.system_tokens` is set for every chat, so that the cache can save the state at
@@ -51,7 +50,7 @@ class JobPreparer:
         self,
         vocab: Vocab,
         grammar_sandbox: GrammarSandbox,
-        defaults: SamplingDefaults,
+        defaults: JobDefaults,
         *,
         context_limit: int,
         max_request_bytes: int,
@@ -79,7 +78,7 @@ class JobPreparer:
             JobRejected: The request is not valid, or its job cannot run on this model.
         """
         try:
-            request = codec.decode_request(payload, self._max_request_bytes)
+            request = self._defaults.complete(codec.decode_request(payload, self._max_request_bytes))
         except InvalidRequest as exc:
             raise JobRejected(ErrorCode.INVALID_REQUEST, str(exc)) from exc
         if request.seed is None:

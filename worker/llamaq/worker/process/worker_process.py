@@ -17,7 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from llamaq.common.errors import LlamaqError
+from llamaq.common.errors import InvalidSettings, JobRejected, LlamaqError
+from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
@@ -137,12 +138,21 @@ class WorkerProcess:
         files = make_saved_slot_files(self._settings, self._engine, path)
         return SlotCommandHandler(self._ticks, operations, files)
 
+    def _check_default_grammar(self) -> None:
+        defaults = self._settings.job_defaults
+        if defaults.grammar:
+            try:
+                self._grammar_sandbox.compile(JobParams(grammar=defaults.grammar, grammar_root=defaults.grammar_root))
+            except JobRejected as exc:
+                raise InvalidSettings(f"--grammar (LLAMAQ_GRAMMAR): {exc.message}") from exc
+
     def _make_preparer(self) -> JobPreparer:
         engine = self._engine
+        self._check_default_grammar()
         return JobPreparer(
             engine.vocab,
             self._grammar_sandbox,
-            self._settings.sampling,
+            self._settings.job_defaults,
             context_limit=min(engine.context.cells_per_sequence, engine.model.n_ctx_train),
             max_request_bytes=self._settings.max_request_bytes,
             counts_system_tokens=not engine.sequences.can_cut,

@@ -31,6 +31,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         queue_ms=round(job.times.waited_ms(now_s), 3),
         worker=worker,
         mode=mode,
+        seed=job.request.seed,
     )
     if slot is None:
         return stats

@@ -173,9 +173,10 @@ class _SandboxProcess:
 
 def _trial_request(request: JobParams) -> str:
     """Check the size of the schema, and return the JSON text to send to the sandbox process."""
-    if request.grammar is None and request.grammar_root != "root":
+    if not request.grammar and request.grammar_root not in (None, "root"):
         raise _rejected("grammar_root is only allowed with grammar, not with json_schema")
-    text = json.dumps({"grammar": request.grammar, "root": request.grammar_root, "schema": request.json_schema})
+    root = request.grammar_root or "root"
+    text = json.dumps({"grammar": request.grammar, "root": root, "schema": request.json_schema})
     if request.grammar is None and len(text) > MAX_GRAMMAR_BYTES:
         raise _rejected(f"the JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
     return text
