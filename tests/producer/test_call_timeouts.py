@@ -14,7 +14,7 @@ from redis.exceptions import BusyLoadingError, NoPermissionError
 from tests.support.tcp_proxy import Proxy
 
 from llamaq.producer import AsyncClient, JobFailed, JobState, NoWorker, QueueDepth, ResultTimeout, auto_cancelled_jobs
-from llamaq.producer import job as job_module
+from llamaq.producer.queries.job_records import read_result
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
@@ -71,6 +71,15 @@ async def test_a_timeout_bounds_the_wait_for_the_end_and_the_cancellation(
             assert loop.time() - start_s < SOON_S + 1.5
 
 
+async def test_a_submit_ends_after_the_timeout_of_the_client(queue: str) -> None:
+    loop = asyncio.get_running_loop()
+    async with silent_server() as url, AsyncClient(url, queue, timeout_s=0.2) as client:
+        start_s = loop.time()
+        with pytest.raises(ResultTimeout, match=r"could not be submitted: Redis has not answered within 0\.2 s"):
+            await client.submit("hello")
+        assert loop.time() - start_s < SOON_S
+
+
 async def test_a_job_is_cancelled_although_the_timeout_ended_its_submit(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +113,7 @@ async def test_no_error_of_a_cancelled_submit_is_logged(
 async def test_the_read_of_the_result_is_repeated_while_redis_loads_its_data(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_result, n_failed = job_module.read_result, 0
+    n_failed = 0
 
     async def loading(*args: Any) -> Any:
         nonlocal n_failed
@@ -113,7 +122,7 @@ async def test_the_read_of_the_result_is_repeated_while_redis_loads_its_data(
             raise BusyLoadingError("Redis is loading the dataset in memory")
         return await read_result(*args)
 
-    monkeypatch.setattr(job_module, "read_result", loading)
+    monkeypatch.setattr("llamaq.producer.job.read_result", loading)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         waiting = asyncio.create_task(client.generate("hello"))
         await (await worker.start_next()).answer(["a"])
@@ -134,7 +143,7 @@ async def test_every_error_after_the_submit_names_the_job(
         caught = [await error_of(failing), await error_of(client.generate("hello", timeout=0.5))]
         await worker.announce()
         caught.append(await error_of(client.generate("hello", timeout=0.5)))
-        monkeypatch.setattr(job_module, "read_result", forbidden)
+        monkeypatch.setattr("llamaq.producer.job.read_result", forbidden)
         denied = asyncio.create_task(client.generate("hello"))
         await (await worker.start_next()).answer(["a"])
         caught.append(await error_of(denied))

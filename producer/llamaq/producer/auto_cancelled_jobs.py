@@ -17,7 +17,7 @@ from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.call_timeout import CallTimeout, drop_error
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.submission import new_job_id, submit
+from llamaq.producer.submission import new_job_id, send
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class AutoCancelledJobs:
         problem = "could not be submitted: Redis has not answered"
         if self._connection.settings.require_worker:
             await limit.bound(self._connection.workers.require(job_id.queue), str(job_id), problem)
-        submitting = self._background.start(submit(self._connection, request, job_id))
+        submitting = self._background.start(send(self._connection, request, job_id))
         try:
             await asyncio.wait([submitting], timeout=limit.remaining_s)
         except asyncio.CancelledError:  # possible also when the submit has just ended

@@ -265,6 +265,7 @@ class AsyncClient:
             InvalidRequest: An argument is not valid.
             QueueFull: The queue has `max_queue` waiting jobs.
             RedisFull: Redis has reached its `maxmemory`.
+            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         """
         request = await build_request(options, prompt=prompt, tokens=tokens, messages=messages)
         return await submission.submit(self.connection, request)
