@@ -134,3 +134,19 @@ def test_a_stale_hit_is_replaced_by_the_next_longest_prefix() -> None:
     assert rig.scheduler.cache_snapshot().evictions == evictions + 1
     stats = {end.job.id: end.stats for end in rig.finish()}
     assert (stats["last"].prefix_cache_tokens, stats["last"].prefix_cache_tier) == (30, CacheTier.RUNNING)
+
+
+def test_a_job_whose_entry_was_evicted_for_an_earlier_job_is_looked_up_again() -> None:
+    rig = Rig(n_slots=3, n_ctx=100)
+    for at in (1, 2):
+        rig.submit(make_job([at] * 30, max_tokens=2))
+        rig.finish()
+    rig.submit(make_job([7] * 20, job_id="running", max_tokens=40))
+    run_tick(rig.scheduler, rig.engine)
+    # The first job does not fit, although both entries are evicted for it. The second job matched one of them.
+    rig.submit(make_job([1] * 30 + [3] * 40, job_id="large", max_tokens=9))
+    rig.submit(make_job([1] * 30 + [4] * 2, job_id="small", max_tokens=2))
+    run_tick(rig.scheduler, rig.engine)
+    assert set(rig.running) == {"running", "small", None}
+    stats = {end.job.id: end.stats for end in rig.finish()}
+    assert stats["small"].prefix_cache_tokens == 0

@@ -66,6 +66,7 @@ class Eviction:
         The entry that matches the candidate's prompt counts as used now, so it is evicted last. If even this
         entry is evicted, the candidate's hit is stale and is replaced by the result of a new lookup.
         """
+        self._refresh(candidate)  # the entry may have been evicted for another candidate
         if candidate.hit.matched_entry is not None:
             self._cache.touch(candidate.hit.matched_entry)
         while not self._can_admit(candidate):
