@@ -30,5 +30,5 @@ def test_a_users_strategy_runs_on_the_fake_engine() -> None:
     scheduler = make_scheduler(engine, make_memory(engine, n_slots=4), strategy=strategy)
     scheduler.submit(make_job("Hello", max_tokens=5))
     outputs = run_to_end(scheduler, engine)
-    assert len(outputs) == 5 + 1
+    assert len(outputs) == 1 + 5 + 1, "the slot, the tokens and the end"
     assert [batch.n_tokens for batch in engine.batches] == [1] * (6 + 4)
