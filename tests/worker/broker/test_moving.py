@@ -35,7 +35,7 @@ async def test_jobs_that_wait_for_a_slot_move_to_a_worker_with_free_slots(
             await until(lambda: {job.id for job in waiting} == set(idle.admitted))
             await until(lambda: list(busy.admitted) == [running.id])
             for job in waiting:
-                await until_true(lambda job=job: _is_running(job))
+                await until_true(partial(_is_running, job))
                 status = await job.status()
                 assert (status.worker, status.attempt, status.crashes) == ("w2", 2, 0)
                 idle.generate(job)
