@@ -150,7 +150,8 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   end
   if status == 'finished' then
     redis.call('HDEL', job, 'request', 'priority', 'entry', 'ttl_ms', 'events_ttl_ms', 'idempotency', 'queue_deadline_ms',
-      'generated_at_start', 'deaths', 'lease_ms', 'claimed_ms', 'at_risk', 'deadline_ms', 'timeout_ms', 'slot_ms')
+      'generated_at_start', 'deaths', 'lease_ms', 'claimed_ms', 'at_risk', 'model', 'deadline_ms', 'timeout_ms',
+      'slot_ms')
   end
 end
 
