@@ -145,3 +145,16 @@ def test_threads_are_the_cores_that_the_process_may_use(monkeypatch: pytest.Monk
 def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         setattr(WorkerSettings(), "n_ctx", 1)  # noqa: B010  # mypy rejects a plain assignment
+
+
+def test_minus_one_gpu_layers_are_all_layers() -> None:
+    assert load_settings(n_gpu_layers=-1).n_gpu_layers == load_settings().n_gpu_layers == -1
+    with pytest.raises(InvalidSettings, match="--n-gpu-layers"):
+        load_settings(n_gpu_layers=-2)
+
+
+def test_a_worker_has_defaults_for_the_seed_and_the_grammar_of_jobs() -> None:
+    defaults = load_settings(seed=7, grammar='start ::= "x"', grammar_root="start", temperature=0.5).job_defaults
+    assert (defaults.seed, defaults.grammar_root, defaults.temperature) == (7, "start", 0.5)
+    with pytest.raises(InvalidSettings, match="--grammar-root"):
+        load_settings(grammar_root="1")
