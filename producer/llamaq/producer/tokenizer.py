@@ -101,7 +101,7 @@ async def load_tokenizer(redis: Redis, keys: Keys, card: WorkerCard) -> Tokenize
     """
     if card.vocab_hash not in _cache:
         if importlib.util.find_spec("llama_cpp") is None:
-            raise MissingExtra("client.tokenizer()", "tokenizer")
+            raise MissingExtra("client.tokenizer() (client.tokenize() asks a worker instead)", "tokenizer")
         packed: Any = await redis.get(keys.vocab(card.vocab_hash))
         if packed is None:
             raise NoWorker(card.queue)
