@@ -7,6 +7,8 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+from llamaq.cli.exit_codes import EXIT_NO_ANSWER
+
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment
 
@@ -20,7 +22,7 @@ def test_health_succeeds_while_the_worker_ticks_and_fails_when_it_stops(environm
     def health() -> int:
         return environment.start("health", *options).end()
 
-    assert health() == 1, "a queue without a worker is healthy"
+    assert health() == EXIT_NO_ANSWER, "a queue without a worker is healthy"
     worker = environment.start_worker(LLAMAQ_HEARTBEAT_S="0.2")
     assert health() == 0
     time.sleep(1.1 * MAX_AGE_S)
