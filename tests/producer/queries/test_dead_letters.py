@@ -72,7 +72,9 @@ async def test_retry_submits_a_new_job_with_the_same_request_and_removes_the_let
         with pytest.raises(JobFailed):
             await client.job(old).result(timeout=5)
         assert 0 < await client.redis.pttl(client.keys.of_job(old).job) <= 60_000
-        assert (await client.submit("poison", idempotency_key="key", **options)).id == old, "the key stays with the old job"
+        assert (await client.submit("poison", idempotency_key="key", **options)).id == old, (
+            "the key stays with the old job"
+        )
 
 
 async def test_concurrent_retries_submit_one_job(redis_url: str, queue: str) -> None:
