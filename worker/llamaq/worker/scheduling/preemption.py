@@ -73,6 +73,8 @@ class Preemption:
 
     def keep_room(self) -> None:
         """Free cells at once if the running jobs cannot compute their next tokens, and a little before that point."""
+        if not self._memory.lacks_cells(CELLS_AHEAD):
+            return  # the usual case, with one sum over the slots
         while self._memory.lacks_cells() and self.free_cells():
             pass
         if self._memory.lacks_cells(CELLS_AHEAD) and not self._memory.has_entries:
