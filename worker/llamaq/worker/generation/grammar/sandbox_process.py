@@ -35,7 +35,7 @@ WALK_S = 0.06
 """Upper bound on the time of a walk."""
 N_WALKS = 4
 MAX_MESSAGE_CHARS = 400
-SCHEMA_OPTIONS: llguidance.JsonCompileOptions = {
+SCHEMA_OPTIONS: Any = {
     "coerce_one_of": True,  # `oneOf` is treated as `anyOf`: an output may match several of the schemas
     "whitespace_pattern": r" |\n[ \t]{0,20}",  # without a bound, some models write white space without end
 }
