@@ -88,8 +88,8 @@ class BatchSettings(BaseModel):
         64,
         ge=1,
         description="Number of KV cells that a job needs in addition to its prompt to get a slot. It takes further "
-        "cells as it generates. When none are left, cached sequences are evicted, and then the job that began last waits. A "
-        "larger margin means fewer interruptions and fewer jobs at the same time.",
+        "cells as it generates. When none are left, cached sequences are evicted, and then the job that began last "
+        "waits. A larger margin means fewer interruptions and fewer jobs at the same time.",
     )
     bulk_share: float = Field(
         0.1,
