@@ -20,6 +20,7 @@ _FORMS = {
     "stop": "May be given several times.",
     "grammar": "The grammar itself, or @FILE.",
     "json_schema": "JSON, or @FILE.",
+    "run_at": "Such as 2030-12-24T18:00+01:00.",
     "logit_bias": 'JSON, such as {"TOKEN": BIAS}, or @FILE.',
     "metadata": "JSON, or @FILE.",
 }
@@ -51,6 +52,8 @@ def _option_type(name: str) -> Any:
     """Return the type that the option is parsed as. Pydantic checks the value later."""
     if name == "stop":
         return list[str]
+    if name == "run_at":
+        return str
     annotation = JobParams.model_fields[name].annotation
     while get_origin(annotation) in (UnionType, Annotated) or get_args(annotation):
         annotation = next(part for part in get_args(annotation) if part is not NoneType)

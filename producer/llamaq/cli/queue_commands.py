@@ -35,7 +35,11 @@ def register(app: typer.Typer) -> None:
 def queues(redis_url: RedisUrl = None, all_queues: AllQueues = False, as_json: AsJson = False) -> None:
     """List all queues with their jobs and workers. With --json, print one object per queue."""
     with Client(redis_url) as client:
-        found = [queue for queue in client.queues() if all_queues or queue.waiting or queue.running or queue.workers]
+        found = [
+            queue
+            for queue in client.queues()
+            if all_queues or queue.waiting or queue.running or queue.delayed or queue.workers
+        ]
         if not as_json:
             views.show_queues(found)
             return
@@ -109,7 +113,7 @@ def depth(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = Fal
         if as_json:
             views.show_json(found)
         else:
-            typer.echo(f"{found.waiting} waiting, {found.running} running")
+            typer.echo(views.depth_line(found))
 
 
 def workers(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = False) -> None:

@@ -19,6 +19,7 @@ from llamaq.producer import (
     JobStatus,
     JobSummary,
     NoWorker,
+    QueueDepth,
     QueueStats,
     QueueSummary,
     SlotFile,
@@ -190,9 +191,15 @@ def show_dead_letter(letter: DeadLetterDetails) -> None:
     show_fields([(name, value) for name, value in values.items() if value])
 
 
+def depth_line(depth: QueueDepth) -> str:
+    """Return the numbers of jobs in a queue. Jobs that are not due are named only if there are any."""
+    delayed = f", {depth.delayed} delayed" if depth.delayed else ""
+    return f"{depth.waiting} waiting, {depth.running} running{delayed}"
+
+
 def show_stats(stats: QueueStats) -> None:
     """Print the depth of a queue, its workers, and its last jobs."""
-    typer.echo(f"queue {stats.queue}: {stats.depth.waiting} waiting, {stats.depth.running} running\n")
+    typer.echo(f"queue {stats.queue}: {depth_line(stats.depth)}\n")
     show_workers(stats.workers, stats.queue)
     if stats.recent:
         typer.echo("\nlast jobs")

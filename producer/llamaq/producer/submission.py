@@ -130,7 +130,8 @@ async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> Asyn
         raise InvalidRequest(f"{letter.id} is not a job ({letter.reason}): it cannot be retried, only purged")
     request = await dead_letters.read_request(redis, keys, letter.job_id)
     new_id = dead_letters.id_of_retry(letter, JobId.parse(letter.job_id))
-    job = await submit(connection, request.model_copy(update={"idempotency_key": None}), new_id)
+    at_once = request.model_copy(update={"idempotency_key": None, "delay_s": None, "run_at": None})
+    job = await submit(connection, at_once, new_id)
     await connection.scripts.purge(queue, letter.partition, letter.entry, letter.job_id)
     return job
 

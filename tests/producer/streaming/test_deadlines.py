@@ -58,17 +58,18 @@ async def test_a_client_tries_again_when_redis_ends_a_job_later_than_expected(
 @pytest.mark.parametrize(
     ("values", "due_ms"),
     [
-        ([b"queued", b"0", None, b"0", None], None),
-        ([b"queued", b"0", None, b"1000", b"0"], 1000),
-        ([b"queued", b"0", None, b"1000", b"700"], 700),
+        ([b"queued", b"0", None, b"0", None, None], None),
+        ([b"queued", b"0", None, b"1000", b"0", None], 1000),
+        ([b"queued", b"0", None, b"1000", b"700", None], 700),
         (
-            [b"queued", b"3", b"500", b"1000", b"2000"],
+            [b"queued", b"3", b"500", b"1000", b"2000", None],
             2000,
         ),  # it was preempted: only the wait for its first slot counts
-        ([b"running", b"3", b"500", b"1000", b"2000"], 2000 + RUNNING_GRACE_MS),
-        ([b"running", b"3", b"500", b"1000", b"0"], None),
-        ([b"finished", b"3", b"500", b"1000", b"2000"], None),
-        ([None, None, None, None, None], None),
+        ([b"queued", b"0", None, b"1000", b"2000", b"600"], 600),  # it is not due before
+        ([b"running", b"3", b"500", b"1000", b"2000", None], 2000 + RUNNING_GRACE_MS),
+        ([b"running", b"3", b"500", b"1000", b"0", None], None),
+        ([b"finished", b"3", b"500", b"1000", b"2000", None], None),
+        ([None, None, None, None, None, None], None),
     ],
 )
 def test_the_deadline_of_a_job_depends_on_its_state(values: list[bytes | None], due_ms: int | None) -> None:

@@ -24,7 +24,7 @@ def ignore(partition: int, server_ms: int) -> None:
 async def sweep_until_due(worker: FakeWorker) -> None:
     """Sweep until a job is due."""
     sweep = DeadlineSweep(worker.redis, worker.keys, worker.queue, 1, on_time=ignore)
-    while not await sweep.expire_due(0):  # noqa: ASYNC110  # the clock of Redis decides
+    while not await sweep.handle_due(0):  # noqa: ASYNC110  # the clock of Redis decides
         await asyncio.sleep(0.01)
 
 
@@ -55,11 +55,11 @@ async def test_a_job_that_waits_too_long_ends_without_a_start(
 async def test_a_client_can_end_a_job_that_waits_too_long_without_any_worker(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job = await client.submit("late", queue_timeout_s=0.05)
-        while not await worker.scripts.expire(job.id):  # noqa: ASYNC110  # the clock of Redis decides
+        while await worker.scripts.expire(job.id) != "ended":  # noqa: ASYNC110  # the clock of Redis decides
             await asyncio.sleep(0.01)
         assert (await job.result(timeout=5)).finish_reason is FinishReason.DEADLINE
-        assert not await worker.scripts.expire(job.id)
-        assert not await worker.scripts.expire(str(JobId.new(queue)))
+        assert await worker.scripts.expire(job.id) == "none"
+        assert await worker.scripts.expire(str(JobId.new(queue))) == "none"
 
 
 async def test_queue_timeout_s_does_not_end_a_job_that_had_a_slot(redis_url: str, queue: str) -> None:
@@ -69,7 +69,7 @@ async def test_queue_timeout_s_does_not_end_a_job_that_had_a_slot(redis_url: str
         assert await deadlines(client) == {}
         await worker.scripts.requeue(attempt.claim, attempt.number, worker.name)
         await asyncio.sleep(0.06)
-        assert not await worker.scripts.expire(job.id)
+        assert await worker.scripts.expire(job.id) == "none"
         assert (await job.status()).state is JobState.QUEUED
 
 

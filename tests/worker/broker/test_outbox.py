@@ -23,7 +23,7 @@ from llamaq.common.protocol.script_calls import Attempt, Claim, Scripts
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeWorker
-from llamaq.worker.broker.job_progress import Checkpoints
+from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, OutputMailbox
@@ -123,6 +123,7 @@ async def working(
             lease_s=lease_s,
             disconnect_s=1000.0,
             checkpoints=checkpoints,
+            retry_delay=RetryDelay(0.01, 0.02),
             is_alive=lambda: True,
             on_finished=engine.record,
         )

@@ -20,7 +20,7 @@ from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints
+from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.core.job_times import JobTimes
@@ -92,7 +92,8 @@ async def working(
         )  # fmt: skip
         worker.outbox = outbox = Outbox(
             Scripts(connection.redis, connection.keys), name, worker, worker.outputs, lease_s=LEASE_S, disconnect_s=60,
-            checkpoints=Checkpoints(1, 1.0), is_alive=lambda: True, on_finished=_ignore,
+            checkpoints=Checkpoints(1, 1.0), retry_delay=RetryDelay(0.01, 0.02), is_alive=lambda: True,
+            on_finished=_ignore,
         )  # fmt: skip
         await job_claims.open()
         with ThreadPoolExecutor(1) as executor:

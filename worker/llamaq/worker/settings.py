@@ -193,6 +193,14 @@ class LifeSettings(BaseModel):
     checkpoint_s: float = Field(
         5.0, gt=0, description="Jobs with `stream=False`: seconds after which new output is stored in any case."
     )
+    retry_s: float = Field(
+        1.0,
+        ge=0,
+        le=86400,
+        description="Jobs with `retries`: seconds from a failure to the first retry. Each further retry waits twice as "
+        "long. A random part of up to half of the time is left out, so that jobs do not return all at once.",
+    )
+    max_retry_s: float = Field(60.0, ge=0, le=86400, description="Longest time in seconds from a failure to a retry.")
     other_model: Literal["leave", "restart"] = Field(
         "leave",
         description="What the worker does with a job of which another model generated the first tokens. `leave`: the "

@@ -36,7 +36,8 @@ OUTPUT_COMPRESSION = 1
 # requests that differ only in these count as the same request.
 NOT_IN_DIGEST = frozenset({
     "seed", "has_random_seed", "metadata", "idempotency_key", "priority", "stream", "cancel_on_disconnect", "timeout_s",
-    "queue_timeout_s", "deadline_s", "slot", "cache_prompt", "cache_salt", "cache_public",
+    "queue_timeout_s", "deadline_s", "delay_s", "run_at", "retries", "slot", "cache_prompt", "cache_salt",
+    "cache_public",
 })  # fmt: skip
 
 

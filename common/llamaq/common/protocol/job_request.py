@@ -7,11 +7,12 @@ can also write requests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from enum import StrEnum
 from itertools import chain
 from typing import Annotated, Any, Literal, Self, TypedDict
 
-from pydantic import Field, JsonValue, ValidationError, WrapValidator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, WrapValidator, model_validator
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
@@ -28,6 +29,7 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
+MAX_RETRIES = 100
 
 QUEUE_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9_\-]{1,64}\.[0-9]{1,4}\.[0-9a-f]{32}$"
@@ -58,6 +60,20 @@ class Message(StrictModel):
         pattern=r"^[A-Za-z0-9_\-]{1,64}$",
         description="Name of the author, for chat templates that show it: 1 to 64 letters, digits, `_` or `-`.",
     )
+
+
+def _seconds_since_epoch(value: Any) -> Any:
+    """Return a time as seconds since the epoch, if it is a `datetime` or a text in the form of ISO 8601."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return value  # perhaps a number
+    if not isinstance(value, datetime):
+        return value
+    if value.utcoffset() is None:
+        raise ValueError("a time without a time zone is ambiguous: add an offset from UTC, such as +00:00")
+    return value.timestamp()
 
 
 class JobParams(SamplingParams):
@@ -130,8 +146,8 @@ class JobParams(SamplingParams):
         None,
         gt=0,
         le=10**7,
-        description="Longest wait for the first slot in seconds; then the job ends with `deadline` without a start. "
-        "If not set: no limit.",
+        description="Longest wait for the first slot in seconds, from submit or from the later time of `delay_s` or "
+        "`run_at`; then the job ends with `deadline` without a start. If not set: no limit.",
     )
     deadline_s: float | None = Field(
         None,
@@ -139,6 +155,24 @@ class JobParams(SamplingParams):
         le=10**7,
         description="Longest time from submit to the end in seconds, waiting included; then the job ends with "
         "`deadline` and the output so far. If not set: no limit.",
+    )
+    delay_s: float | None = Field(
+        None,
+        gt=0,
+        le=10**7,
+        description="Run the job this many seconds after the submit or later. If not set: at once.",
+    )
+    run_at: Annotated[float, Field(ge=0, le=10**11), BeforeValidator(_seconds_since_epoch)] | None = Field(
+        None,
+        description="Run the job at this time or later: a `datetime` with a time zone, a text in the form of ISO 8601 "
+        "with an offset from UTC, or seconds since the epoch, compared with the clock of Redis. Excludes `delay_s`.",
+    )
+    retries: int = Field(
+        0,
+        ge=0,
+        le=MAX_RETRIES,
+        description="How often the job is tried again after the errors `internal` and `decode_failed`, later each time "
+        "(`--retry-s`). It continues after its last token. After the last retry it fails and is a dead letter.",
     )
     priority: Priority = Field(
         Priority.INTERACTIVE, description="`interactive` or `bulk`. Workers read interactive jobs first."
@@ -166,6 +200,8 @@ class JobParams(SamplingParams):
 
     @model_validator(mode="after")
     def _check_constraints(self) -> Self:
+        if self.delay_s is not None and self.run_at is not None:
+            raise ValueError("delay_s and run_at exclude each other: give one")
         if self.grammar and self.json_schema is not None:
             raise ValueError("grammar and json_schema exclude each other: give one")
         if self.ignore_eos and self.is_constrained:
@@ -283,6 +319,9 @@ class JobOptions(TypedDict, total=False):
     timeout_s: float | None
     queue_timeout_s: float | None
     deadline_s: float | None
+    delay_s: float | None
+    run_at: datetime | float | str | None
+    retries: int
     priority: Priority | Literal["interactive", "bulk"]
     stream: bool
     cancel_on_disconnect: bool

@@ -25,11 +25,16 @@ class JobStatus(WireModel):
     )
     generated_tokens: int = Field(0, description="Number of tokens stored in Redis so far.")
     submitted_ms: int | None = Field(None, description="Time of the submit.")
+    run_at_ms: int | None = Field(None, description="Time at which the job is due. None: it is due.")
     started_ms: int | None = Field(None, description="Time when the job had its first slot. None: not yet.")
     finished_ms: int | None = Field(None, description="Time when the job ended. None: not yet.")
     cancel_requested: bool = Field(False, description="Whether a client has called `cancel()`.")
     finish_reason: FinishReason | None = Field(None, description="Why the job finished. None: it has not finished.")
     error: Failed | None = Field(None, description="The error of a failed job. None: it has not failed.")
+    retries_left: int | None = Field(
+        None, description="Number of retries that the job has left. None: it was submitted without, or has finished."
+    )
+    last_error: Failed | None = Field(None, description="The last failure that was retried. None: there was none.")
 
 
 class JobSummary(WireModel):
@@ -40,6 +45,7 @@ class JobSummary(WireModel):
     priority: Priority = Field(description="`interactive` or `bulk`.")
     age_s: float = Field(description="Seconds since the submit, when the list was read.")
     submitted_ms: int = Field(description="Time of the submit.")
+    run_at_ms: int | None = Field(None, description="Time at which the job is due. None: it is due.")
     attempt: int = Field(description="Number of the newest attempt. 0: no worker has claimed the job.")
     worker: str | None = Field(description="Id of the worker of the newest attempt. None: no attempt.")
     generated_tokens: int = Field(description="Number of tokens stored in Redis so far.")

@@ -17,17 +17,18 @@ async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int) -> 
     """Return the depth of a queue over all partitions and priorities.
 
     Only jobs that have a slot in a live worker run: their entries belong to the consumer of that worker, and their
-    leases have not expired. All other jobs wait, also those of dead workers.
+    leases have not expired. Jobs that were submitted for a later time are delayed until then. All other jobs wait, also
+    those of dead workers.
 
     Raises:
         RedisError: A partition did not answer.
     """
     depth = redis.register_script(source("depth"))
 
-    async def count(partition: int) -> tuple[int, int]:
+    async def count(partition: int) -> list[int]:
         streams = [keys.jobs(queue, partition, priority) for priority in Priority]
-        waiting, running = await depth(keys=streams, args=[GROUP])
-        return int(waiting), int(running)
+        counted: Any = await depth(keys=[keys.later(queue, partition), *streams], args=[GROUP])
+        return [int(number) for number in counted]
 
-    counts: Any = await asyncio.gather(*map(count, range(partitions)))
-    return QueueDepth(waiting=sum(one[0] for one in counts), running=sum(one[1] for one in counts))
+    waiting, running, delayed = map(sum, zip(*await asyncio.gather(*map(count, range(partitions))), strict=True))
+    return QueueDepth(waiting=waiting, running=running, delayed=delayed)

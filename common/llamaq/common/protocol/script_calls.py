@@ -41,6 +41,8 @@ FlushCode = Literal["ok", "cancel", "lost"]
 """What a worker must do with a job after a flush; flush.lua explains the values."""
 CancelCode = Literal["gone", "done", "cancelled", "requested", "running"]
 """The effect of a call of `cancel`; cancel.lua explains the values."""
+ExpireCode = Literal["none", "ended", "given"]
+"""What a call of `expire` has done with a job; expire.lua explains the values."""
 CrashVerdict = Literal["ok", "suspect", "dead", "stale"]
 """What a worker must do with a reclaimed job; check_crash.lua explains the values."""
 
@@ -110,10 +112,11 @@ class Attempt:
         number: Number of the attempt. Every write contains it; Redis refuses writes of older attempts.
         request: The encoded request.
         generated: Number of tokens that earlier attempts stored.
-        waited_ms: Milliseconds from submit to this claim.
-        queue_ms: Milliseconds from submit to the first slot of the job. None: it had no slot so far.
+        waited_ms: Milliseconds from submit to this claim, or from the time for which the job was submitted.
+        queue_ms: Milliseconds from then to the first slot of the job. None: it had no slot so far.
         slot_ms: Milliseconds that earlier attempts had a slot.
         left_ms: Milliseconds from this claim to the deadline of the job. None: it has no deadline.
+        retries_left: Number of times that the job may be retried after a failure. None: it has the option `retries=0`.
     """
 
     number: int
@@ -123,6 +126,7 @@ class Attempt:
     queue_ms: float | None
     slot_ms: float
     left_ms: float | None
+    retries_left: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +182,35 @@ class TerminalWrite:
     Attributes:
         event: The terminal event, `Finished` or `Failed`.
         fields: Fields of the job's hash that store the result or the error.
+        dead_reason: Why the failed job becomes a dead letter. Empty: it does not.
     """
 
     event: Event
     fields: Mapping[str, bytes | str]
+    dead_reason: str = ""
 
     @property
     def status(self) -> str:
         return "finished" if isinstance(self.event, Finished) else "failed"
 
 
+@dataclass(frozen=True, slots=True)
+class DueJobs:
+    """The jobs of a partition that are due.
+
+    Attributes:
+        now_ms: The time of the server in milliseconds since the epoch.
+        n_given: Number of jobs that have their entry now.
+        expired: Ids of jobs whose deadline has passed. `expire` ends them.
+    """
+
+    now_ms: int
+    n_given: int
+    expired: list[str]
+
+
 def _limit_ms(limit_s: float | None) -> int:
-    """Return a time limit in milliseconds; 0 for no limit."""
+    """Return a time in milliseconds; 0 for no limit or no delay."""
     return 0 if limit_s is None else max(1, int(limit_s * 1000))
 
 
@@ -216,6 +237,7 @@ class Scripts:
         self._read, self._reclaim, self._movable, self._expire, self._due = (
             redis.register_script(source(name)) for name in ("read", "reclaim", "movable", "expire", "due")
         )
+        self._retry = redis.register_script(source("retry"))
         self._check_crash, self._bury, self._purge_dead_letter = (
             redis.register_script(source(name)) for name in ("check_crash", "bury", "purge_dead_letter")
         )
@@ -266,6 +288,9 @@ class Scripts:
                 _limit_ms(request.deadline_s),
                 _limit_ms(request.timeout_s),
                 partitions,
+                _limit_ms(request.delay_s),
+                _limit_ms(request.run_at),
+                request.retries,
             ],
         )
         if reply[0] == b"partitions":
@@ -428,7 +453,7 @@ class Scripts:
             ],
         )
         if reply[0] == b"run":
-            number, request, generated, waited_ms, queue_ms, slot_ms, left_ms = reply[1:]
+            number, request, generated, waited_ms, queue_ms, slot_ms, left_ms, retries_left = reply[1:]
             return Attempt(
                 int(number),
                 request,
@@ -437,6 +462,7 @@ class Scripts:
                 queue_ms=None if queue_ms < 0 else float(queue_ms),
                 slot_ms=float(slot_ms),
                 left_ms=None if left_ms < 0 else float(left_ms),
+                retries_left=None if retries_left < 0 else int(retries_left),
             )
         code: ClaimCode = reply[0].decode()
         return code
@@ -481,9 +507,10 @@ class Scripts:
             Whether the job has ended now. False: a newer attempt exists, or the job had already ended.
         """
         keys = self._keys.of_job(last.job_id)
+        job_id = JobId.parse(last.job_id)
         fields: list[bytes | str | int] = [part for pair in terminal_write.fields.items() for part in pair]
         reply = await self._finish(
-            keys=[keys.job, keys.events, last.stream],
+            keys=[keys.job, keys.events, last.stream, self._keys.dead(job_id.queue, job_id.partition)],
             args=[
                 last.attempt,
                 worker,
@@ -494,6 +521,10 @@ class Scripts:
                 codec.encode_event(terminal_write.event),
                 terminal_write.status,
                 "1" if last.has_started else "0",
+                terminal_write.dead_reason,
+                last.job_id,
+                DEAD_TTL_S * 1000,
+                MAX_DEAD,
                 *fields,
             ],
         )
@@ -509,27 +540,55 @@ class Scripts:
         code: CancelCode = reply.decode()
         return code
 
-    async def due_jobs(self, queue: str, partition: int, count: int) -> tuple[int, list[str]]:
-        """Find jobs whose deadline has passed. `expire` ends them.
+    async def due_jobs(self, queue: str, partition: int, count: int) -> DueJobs:
+        """Give jobs that are due their entries, and find jobs whose deadline has passed: at most `count` of each."""
+        keys = [self._keys.deadlines(queue, partition), self._keys.later(queue, partition)]
+        now_ms, n_given, *expired = await self._due(keys=keys, args=[count])
+        return DueJobs(int(now_ms), int(n_given), [job_id.decode() for job_id in expired])
 
-        Returns:
-            The time of the server in milliseconds since the epoch, and the ids of up to `count` jobs.
-        """
-        now_ms, *due = await self._due(keys=[self._keys.deadlines(queue, partition)], args=[count])
-        return int(now_ms), [job_id.decode() for job_id in due]
-
-    async def expire(self, job_id: str) -> bool:
-        """End a job that has reached `deadline_s`, or has waited for a slot for `queue_timeout_s`.
-
-        Returns:
-            Whether the job has ended in this call. False: it is not due, has ended before, or does not exist.
-        """
+    async def expire(self, job_id: str) -> ExpireCode:
+        """End a job that has reached a deadline, or give a job its entry if it is due."""
         keys = self._keys.of_job(job_id)
         reply = await self._expire(
             keys=[keys.job, keys.events, keys.interactive, keys.bulk],
             args=[GROUP, keys.channel],
         )
-        return bool(reply)
+        code: ExpireCode = reply.decode()
+        return code
+
+    async def retry(
+        self, worker: str, last: Increment, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
+    ) -> int | None:
+        """Retry a job later whose attempt failed. All its tokens are stored already.
+
+        Args:
+            worker: Id of the worker that ran the attempt.
+            last: The attempt.
+            error: The failure.
+            first_delay_s: Delay of the first retry of the job, in seconds. Each further retry doubles it.
+            max_delay_s: Upper bound on the delay, in seconds.
+            share: Share of the delay that is used, from 0.5 to 1.
+
+        Returns:
+            The delay in milliseconds. None: the job will not be retried, because it was cancelled, it has ended, or a
+            newer attempt exists.
+        """
+        keys = self._keys.of_job(last.job_id)
+        reply = await self._retry(
+            keys=[keys.job, keys.events, last.stream],
+            args=[
+                last.attempt,
+                worker,
+                GROUP,
+                last.entry_id,
+                keys.channel,
+                codec.encode_event(error),
+                int(first_delay_s * 1000),
+                int(max_delay_s * 1000),
+                share,
+            ],
+        )
+        return int(reply) if reply >= 0 else None
 
     async def requeue(self, claim: Claim, attempt: int | None, worker: str, *, crashed: bool = False) -> bool:
         """Requeue a job, so that another worker can take it at once.

@@ -16,6 +16,9 @@ class QueueDepth(WireModel):
 
     waiting: int = Field(description="Number of jobs without a slot, in the queue or claimed by a worker.")
     running: int = Field(description="Number of jobs that have a slot of a live worker.")
+    delayed: int = Field(
+        0, description="Number of jobs that are not due: submitted for a later time, or retried later after a failure."
+    )
 
 
 class QueueSummary(WireModel):
@@ -24,6 +27,7 @@ class QueueSummary(WireModel):
     queue: str = Field(description="Name of the queue.")
     waiting: int = Field(description="Number of waiting jobs.")
     running: int = Field(description="Number of running jobs.")
+    delayed: int = Field(0, description="Number of jobs that are not due.")
     workers: int = Field(description="Number of live workers.")
     models: tuple[str, ...] = Field(description="Names of the models that these workers serve, each once.")
     oldest_waiting_s: float | None = Field(

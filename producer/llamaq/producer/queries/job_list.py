@@ -24,7 +24,7 @@ PAGE = 100
 REQUESTS_AT_ONCE = 10
 """Number of requests that are read at once to compare their metadata. A request may have several MiB."""
 
-_FIELDS = ("status", "entry", "attempt", "worker", "generated", "cancel")
+_FIELDS = ("status", "entry", "attempt", "worker", "generated", "cancel", "submitted_ms", "run_at_ms", "priority")
 _LISTED = (JobState.QUEUED.value.encode(), JobState.RUNNING.value.encode())
 
 
@@ -96,19 +96,26 @@ async def purge(connection: QueueConnection, wanted: JobFilter, *, dry_run: bool
 async def _pages(
     connection: QueueConnection, queue: str, partition: int, priority: Priority, wanted: JobFilter, now_ms: int
 ) -> AsyncGenerator[list[JobSummary], None]:
-    """Yield the matching jobs of one job stream in pages, oldest first. Jobs submitted after `now_ms` are left out.
+    """Yield the matching jobs of one priority in pages. Jobs submitted after `now_ms` are left out.
 
-    The id of a stream entry is the time of the submit, so older entries come first.
+    First come the jobs of the job stream, by the time of their entries: the time of the submit, or the time at which a
+    job for later was due. Then come the jobs that are not due, in any order.
     """
     stream = connection.keys.jobs(queue, partition, priority)
-    last_ms = now_ms - int(1000 * (wanted.older_than_s or 0))
     first = "-"
     while True:
-        entries: Any = await connection.redis.xrange(stream, min=first, max=str(last_ms), count=PAGE)
+        entries: Any = await connection.redis.xrange(stream, min=first, max=str(now_ms), count=PAGE)
         if not entries:
-            return
+            break
         yield await _read_page(connection, queue, priority, wanted, now_ms, entries)
         first = f"({entries[-1][0].decode()}"
+    later, cursor = connection.keys.later(queue, partition), -1
+    page: Any
+    while cursor:
+        cursor, page = await connection.redis.zscan(later, max(cursor, 0), count=PAGE)
+        if page:
+            of_jobs = [(None, {b"id": job_id}) for job_id, _ in page]
+            yield await _read_page(connection, queue, priority, wanted, now_ms, of_jobs)
 
 
 async def _read_page(
@@ -117,19 +124,25 @@ async def _read_page(
     priority: Priority,
     wanted: JobFilter,
     now_ms: int,
-    entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]],
+    entries: Sequence[tuple[bytes | None, Mapping[bytes, bytes]]],
 ) -> list[JobSummary]:
-    """Return the jobs of these entries that match the filter. Entries that are not jobs are left out."""
-    ids = {entry: job_id for entry, fields in entries if (job_id := _job_id(queue, fields)) is not None}
+    """Return the jobs of these entries that match the filter. Entries that are not jobs are left out.
+
+    The id of an entry is None for a job that is not due.
+    """
+    ids = {job_id: entry for entry, fields in entries if (job_id := _job_id(queue, fields)) is not None}
     async with connection.redis.pipeline(transaction=False) as pipe:
-        for job_id in ids.values():
+        for job_id in ids:
             pipe.hmget(connection.keys.of_job(job_id).job, *_FIELDS)
         hashes: Any = await pipe.execute(raise_on_error=False) if ids else []
     jobs = []
-    for (entry, job_id), values in zip(ids.items(), hashes, strict=True):
+    for (job_id, entry), values in zip(ids.items(), hashes, strict=True):
         if isinstance(values, Exception) or values[0] not in _LISTED or values[1] != entry:
             continue  # the job ended meanwhile, or other data replaced it
-        jobs.append(_summary(job_id, priority, entry, values, now_ms))
+        if entry is not None or values[-1] == priority.value.encode():
+            jobs.append(_summary(job_id, priority, values, now_ms))
+    if wanted.older_than_s is not None:
+        jobs = [job for job in jobs if job.age_s >= wanted.older_than_s]
     if wanted.state is not None:
         jobs = [job for job in jobs if job.state is wanted.state]
     return await _with_metadata(connection, jobs, wanted) if wanted.metadata else jobs
@@ -144,15 +157,18 @@ def _job_id(queue: str, fields: Mapping[bytes, bytes]) -> str | None:
         return None
 
 
-def _summary(job_id: str, priority: Priority, entry: bytes, values: Sequence[bytes | None], now_ms: int) -> JobSummary:
-    status, _, attempt, worker, generated, cancel = (value.decode() if value else "" for value in values)
-    submitted_ms = int(entry.partition(b"-")[0])
+def _summary(job_id: str, priority: Priority, values: Sequence[bytes | None], now_ms: int) -> JobSummary:
+    status, _, attempt, worker, generated, cancel, submitted, run_at, _ = (
+        value.decode() if value else "" for value in values
+    )
+    submitted_ms = int(submitted or 0)
     return JobSummary(
         job_id=job_id,
         state=JobState(status),
         priority=priority,
         age_s=max(0, now_ms - submitted_ms) / 1000,
         submitted_ms=submitted_ms,
+        run_at_ms=int(run_at) if run_at else None,
         attempt=int(attempt or 0),
         worker=worker or None,
         generated_tokens=int(generated or 0),

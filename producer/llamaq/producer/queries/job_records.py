@@ -17,7 +17,7 @@ from llamaq.producer.streaming.position import Position
 
 _STATUS_FIELDS = (
     "status", "attempt", "crashes", "worker", "generated", "submitted_ms", "started_ms", "finished_ms", "cancel",
-    "finish_reason", "error",
+    "finish_reason", "error", "run_at_ms", "retries_left", "retry_error",
 )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
     fields = {name: value for name, value in zip(_STATUS_FIELDS, values, strict=True) if value is not None}
     if "status" not in fields:
         raise JobNotFound(job_id)
-    text = {name: fields[name].decode() for name in fields if name != "error"}
+    text = {name: fields[name].decode() for name in fields if name not in ("error", "retry_error")}
     return JobStatus(
         job_id=job_id,
         state=JobState(text["status"]),
@@ -45,6 +45,9 @@ async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
         cancel_requested="cancel" in text,
         finish_reason=FinishReason(text["finish_reason"]) if "finish_reason" in text else None,
         error=decode_error(fields["error"]) if "error" in fields else None,
+        run_at_ms=_int_or_none(text.get("run_at_ms")),
+        retries_left=_int_or_none(text.get("retries_left")),
+        last_error=decode_error(fields["retry_error"]) if "retry_error" in fields else None,
     )
 
 

@@ -1,4 +1,7 @@
-"""Ends jobs at their deadlines while this client waits for them, so that they end in time also without a worker."""
+"""Does what is due for the jobs that this client waits for, also without a worker.
+
+Jobs end at their deadlines, and jobs that were submitted for a later time get their entry then, so that they wait.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.protocol.script_calls import ExpireCode
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer.streaming.job_listener import JobListener
 
@@ -24,19 +28,19 @@ RETRY_S = 1.0
 
 
 class DeadlineWatch:
-    """Keeps the deadlines of the jobs that this client waits for. `check` is called regularly.
+    """Keeps the times at which something is due for the jobs that this client waits for. `check` is called regularly.
 
     At a deadline the job is read again, because it may have started: then its `queue_timeout_s` no longer matters.
     """
 
     def __init__(
-        self, redis: Redis, expire: Callable[[str], Awaitable[bool]], read_again: Callable[[JobListener], None]
+        self, redis: Redis, expire: Callable[[str], Awaitable[ExpireCode]], read_again: Callable[[JobListener], None]
     ) -> None:
         """Create a watch.
 
         Args:
             redis: Connections to Redis.
-            expire: Ends a job that is due. Returns whether it has ended.
+            expire: Ends a job at its deadline, or gives it its entry at its time. Returns what it has done.
             read_again: Lets the state of a job be read soon, and passed to `update`.
         """
         self._redis = redis
@@ -102,8 +106,8 @@ class DeadlineWatch:
 
     async def _end(self, job_id: str) -> None:
         try:
-            if await self._expire(job_id):
-                log.debug("job.expired id=%s", job_id)
+            if (code := await self._expire(job_id)) != "none":
+                log.debug("job.expired id=%s code=%s", job_id, code)
             else:
                 self._server_ahead_s = None  # perhaps the clock of Redis has moved
         except (RedisError, OSError) as exc:

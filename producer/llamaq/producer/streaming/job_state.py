@@ -8,7 +8,7 @@ from typing import NamedTuple
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.job_outcome import JobState
 
-STATE_FIELDS = ("status", "generated", "started_ms", "queue_deadline_ms", "deadline_ms")
+STATE_FIELDS = ("status", "generated", "started_ms", "queue_deadline_ms", "deadline_ms", "run_at_ms")
 """The fields of the hash that `read_state` needs."""
 
 RUNNING_GRACE_MS = 500
@@ -26,17 +26,20 @@ class StoredState(NamedTuple):
     n_tokens: int
     """Number of tokens stored so far."""
     due_ms: int | None
-    """Time, by the clock of Redis, at which any client may end the job. None: it has no deadline."""
+    """Time, by the clock of Redis, at which any client may end the job or give it its entry. None: never."""
 
 
 def read_state(values: Sequence[bytes | None]) -> StoredState:
     """Return the state of a job from the values of `STATE_FIELDS`. Raises `ProtocolError` if one is not a number."""
-    status, generated, started, queue_deadline, deadline = values
+    status, generated, started, queue_deadline, deadline, run_at = values
     try:
-        n_tokens, queue_deadline_ms, deadline_ms = (int(value or 0) for value in (generated, queue_deadline, deadline))
+        n_tokens, queue_deadline_ms, deadline_ms, run_at_ms = (
+            int(value or 0) for value in (generated, queue_deadline, deadline, run_at)
+        )
     except ValueError as exc:
         raise ProtocolError(f"a field of the job's hash is not a number: {exc}") from exc
     due = [
+        run_at_ms,
         queue_deadline_ms if started is None else 0,
         deadline_ms + RUNNING_GRACE_MS if deadline_ms and status == _RUNNING else deadline_ms,
     ]

@@ -32,6 +32,7 @@ from redis.exceptions import RedisError
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ProtocolError
+from llamaq.common.protocol.script_calls import ExpireCode
 from llamaq.common.redis.connect import is_cluster, make_connection, node_of
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_job_key_error
@@ -51,12 +52,12 @@ POLLS_PER_ROUND_TRIP = 500
 class Subscriber:
     """Delivers the messages of each channel to its listeners. It belongs to the event loop of its first use."""
 
-    def __init__(self, redis: Redis, expire: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, redis: Redis, expire: Callable[[str], Awaitable[ExpireCode]]) -> None:
         """Create a subscriber, which connects when the first listener is added.
 
         Args:
             redis: Connections to Redis.
-            expire: Ends a job that has reached a deadline. Returns whether it has ended.
+            expire: Ends a job at its deadline, or gives it its entry at its time. Returns what it has done.
         """
         self._redis = redis
         self._listeners: dict[bytes, list[JobListener]] = {}

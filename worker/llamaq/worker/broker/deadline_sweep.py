@@ -1,4 +1,7 @@
-"""Ends the jobs of a queue that have reached a deadline, in every state and whichever worker has them."""
+"""Ends the jobs of a queue that have reached a deadline, in every state and whichever worker has them.
+
+It also gives jobs that were submitted for a later time their entries when they are due.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ log = logging.getLogger(__name__)
 EVERY_S = 0.25
 """Time between two searches. All workers of a queue search, so each of them may be away."""
 MAX_DUE = 100
-"""Upper bound on the jobs that one search ends in each partition."""
+"""Upper bound on the jobs that one search finds in each partition, for each of its two tasks."""
 
 
 class DeadlineSweep:
-    """Searches each partition of a queue for jobs that are due, and ends them.
+    """Searches each partition of a queue for jobs that are due: ends them, or lets jobs for later begin to wait.
 
     The worker that runs a job ends it at its `deadline_s` by itself. The sweep ends jobs that wait, and those whose
     worker is away.
@@ -60,29 +63,29 @@ class DeadlineSweep:
         while True:
             await asyncio.sleep(EVERY_S)
             try:
-                while await self.expire_due(partition) == MAX_DUE:
+                while await self.handle_due(partition) >= MAX_DUE:
                     pass
             except RedisError as exc:  # the other services of the worker log an outage
                 log.debug("deadline_sweep.failed partition=%d error=%r", partition, exc)
 
-    async def expire_due(self, partition: int) -> int:
-        """End the jobs of one partition that are due, and return the number of jobs that were found.
+    async def handle_due(self, partition: int) -> int:
+        """End jobs of one partition, and give jobs their entries. Returns the larger of both numbers of jobs.
 
         Raises:
             RedisError: Redis is unreachable, or refused a write.
         """
-        now_ms, due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
-        self._on_time(partition, now_ms)
-        for job_id in due:
+        due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
+        self._on_time(partition, due.now_ms)
+        for job_id in due.expired:
             try:
-                if await self._scripts.expire(job_id):
+                if await self._scripts.expire(job_id) == "ended":
                     log.info("job.expired id=%s", job_id)
             except (ResponseError, InvalidRequest) as exc:
                 if isinstance(exc, ResponseError) and refuses_writes(exc):
                     raise
                 log.warning("job.cannot_expire id=%s error=%s", job_id, exc)  # another client wrote the id or its keys
                 await self._redis.zrem(self._keys.deadlines(self._queue, partition), job_id)
-        return len(due)
+        return max(len(due.expired), due.n_given)
 
     def __repr__(self) -> str:
         return f"<DeadlineSweep {self._queue!r} partitions={len(self._partitions)}>"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pydantic import JsonValue
 
-from llamaq.common.errors import JobRejected
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import JobStats
@@ -16,6 +17,20 @@ from llamaq.common.protocol.script_calls import Increment, TerminalWrite
 from llamaq.worker.core.job import JobEnded, Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob
+
+
+@dataclass(frozen=True, slots=True)
+class RetryDelay:
+    """How long a job that failed waits before it is retried. Each further retry waits twice as long."""
+
+    first_s: float
+    """Delay of the first retry in seconds."""
+    longest_s: float
+    """Upper bound on the delay in seconds."""
+
+
+MAY_PASS = frozenset({ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED})
+"""Failures that may pass, after which a job with retries is tried again. `decode_failed` includes a lack of cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,10 @@ class JobProgress:
     """The metadata of the request; empty until the request is read."""
     must_requeue: bool = False
     """Whether the job is requeued for other workers as soon as all its tokens are stored."""
+    retries_left: int | None = None
+    """Number of times that the job may be retried after a failure. None: it was submitted without retries."""
+    retried_error: Failed | None = None
+    """The failure after which the job is retried later, as soon as all its tokens are stored."""
 
     def add(self, token: int, text: str) -> None:
         """Add a generated token and the text that the token completed."""
@@ -108,6 +127,20 @@ class JobProgress:
         if n_stored != self.n_stored:
             self.n_stored, self.stored_s = n_stored, now_s
 
+    def retry_after(self, error: JobRejected) -> bool:
+        """Plan a retry if the failure may pass and the job has a retry left. Returns whether it does."""
+        if error.code not in MAY_PASS or not self.retries_left:
+            return False
+        self.retried_error, self.must_requeue = _failed_event(error), True
+        return True
+
+    def fail(self, error: JobRejected, output: Mapping[str, bytes | str] = MappingProxyType({})) -> None:
+        """Record the failure of the job, with the fields of its output, which the next flush writes."""
+        event, dead_reason = _failed_event(error), ""
+        if error.code in MAY_PASS and self.retries_left is not None:
+            dead_reason = f"{event.code} after the last retry: {event.message}"
+        self.terminal_write = TerminalWrite(event, {"error": codec.encode_event(event), **output}, dead_reason)
+
     def describe_end(self, worker: str) -> EndedJob:
         """Return the report of this job's end for the telemetry."""
         event = self.terminal_write.event if self.terminal_write is not None else None
@@ -120,7 +153,9 @@ class JobProgress:
         )
 
     def end(self, ended: JobEnded) -> None:
-        """Record the end of the job, which the next flush writes."""
+        """Record the end of the job, which the next flush writes, unless it will be retried after this failure."""
+        if ended.error is not None and self.retry_after(ended.error):
+            return
         self.final_text, self.stats = ended.text, ended.stats
         text = "".join(self.texts) + self.final_text
         output: dict[str, bytes | str] = {
@@ -128,8 +163,7 @@ class JobProgress:
             "generated": str(len(self.tokens)),
         }
         if ended.error is not None:
-            failed = failed_write(ended.error)
-            self.terminal_write = TerminalWrite(failed.event, {**failed.fields, **output})
+            self.fail(ended.error, output)
         elif ended.reason is not None:
             event = Finished(finish_reason=ended.reason, stats=ended.stats, text_length=len(text))
             stats = codec.encode_model(ended.stats)
@@ -138,7 +172,5 @@ class JobProgress:
             raise ValueError(f"job {self.lease.job_id} ended without a reason")
 
 
-def failed_write(error: JobRejected) -> TerminalWrite:
-    """Return the terminal write of a job that failed with `error`."""
-    event = Failed(code=error.code.value, message=error.message)
-    return TerminalWrite(event, {"error": codec.encode_event(event)})
+def _failed_event(error: JobRejected) -> Failed:
+    return Failed(code=error.code.value, message=error.message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,10 +20,11 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
+from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.script_calls import Claim, FlushReply, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full, is_job_key_error
-from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, failed_write
+from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
@@ -81,6 +83,7 @@ class Outbox:
         lease_s: float,
         disconnect_s: float,
         checkpoints: Checkpoints,
+        retry_delay: RetryDelay,
         is_alive: Callable[[], bool],
         on_finished: Callable[[EndedJob], Awaitable[None]],
     ) -> None:
@@ -95,6 +98,7 @@ class Outbox:
                 `lease_s` / 3 seconds.
             disconnect_s: A job with `cancel_on_disconnect` is cancelled after this many seconds without a subscriber.
             checkpoints: How often the tokens of jobs without per-token events are stored.
+            retry_delay: How long a job that failed waits before it is retried.
             is_alive: Returns whether the engine runs ticks. No lease is renewed while the engine hangs.
             on_finished: Called for each job whose end is stored; may raise `RedisError`.
         """
@@ -105,6 +109,7 @@ class Outbox:
         self._renew_every_s = lease_s / 3
         self._disconnect_s = disconnect_s
         self._checkpoints = checkpoints
+        self._retry_delay = retry_delay
         self._outage_log = OutageLog(log, "outbox")
         self._is_alive = is_alive
         self._on_finished = on_finished
@@ -151,7 +156,7 @@ class Outbox:
 
     # ---- registering jobs: called by the intake
 
-    def register(self, lease: Lease, n_stored: int) -> None:
+    def register(self, lease: Lease, n_stored: int, retries_left: int | None = None) -> None:
         """Register a claimed job, before it is prepared.
 
         From now on flushes renew its lease and check whether it was cancelled, also during a long preparation.
@@ -159,8 +164,11 @@ class Outbox:
         Args:
             lease: The lease of the attempt.
             n_stored: Number of tokens of earlier attempts that Redis has stored.
+            retries_left: Number of times that the job may be retried after a failure. None: it was submitted without.
         """
-        self._jobs[lease.job_id] = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=n_stored)
+        self._jobs[lease.job_id] = JobProgress(
+            lease, None, cancel_on_disconnect=False, n_stored=n_stored, retries_left=retries_left
+        )
         if lease.partition not in self._partitions:
             self._partitions[lease.partition] = _Partition(Backoff(FIRST_BACKOFF_S, self._longest_backoff_s))
             self._partition_added.set()
@@ -182,6 +190,7 @@ class Outbox:
         checkpoints = None if request.stream else self._checkpoints
         progress = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, len(job.resumed), job.times)
         progress.metadata = request.metadata
+        progress.retries_left = self._jobs[job.id].retries_left
         for token, text in zip(job.resumed, texts, strict=True):
             progress.add(token, text)
         self._jobs[job.id] = progress
@@ -190,7 +199,9 @@ class Outbox:
     def reject(self, lease: Lease, error: JobRejected) -> None:
         """End a registered job that could not be prepared."""
         if self.is_registered(lease):
-            self._jobs[lease.job_id].terminal_write = failed_write(error)
+            job = self._jobs[lease.job_id]
+            if not job.retry_after(error):
+                job.fail(error)
             self._request_flush()
             self.room_freed.set()
 
@@ -380,12 +391,29 @@ class Outbox:
             await self._flush_partition(number)
 
     async def _requeue(self, job: JobProgress) -> None:
-        """Requeue a claimed job, so that another worker takes it at once."""
+        """Requeue a claimed job, so that another worker takes it at once, or later if it has failed."""
         lease = job.lease
+        if job.retried_error is not None:
+            await self._retry(job, job.retried_error)
+            return
         claim = Claim(lease.job_id, lease.stream, lease.entry_id)
         accepted = await self._scripts.requeue(claim, lease.attempt, self._worker_id, crashed=self._has_crashed)
         log.info("job.requeued id=%s accepted=%s", lease.job_id, accepted)
         self._unregister(job)
+
+    async def _retry(self, job: JobProgress, error: Failed) -> None:
+        """Let a job that has failed be retried later."""
+        delay_ms = await self._scripts.retry(
+            self._worker_id,
+            job.next_increment(time.monotonic()),
+            error,
+            first_delay_s=self._retry_delay.first_s,
+            max_delay_s=self._retry_delay.longest_s,
+            share=random.uniform(0.5, 1.0),
+        )
+        log.info("job.retried_later id=%s code=%s delay_ms=%s", job.lease.job_id, error.code, delay_ms)
+        self._unregister(job)
+        self.room_freed.set()
 
     def _drop_lost(self, job: JobProgress) -> None:
         """Drop an attempt that has lost its lease, in the outbox and in the engine."""

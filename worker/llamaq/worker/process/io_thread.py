@@ -29,7 +29,7 @@ from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints
+from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.slot_command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
@@ -239,6 +239,7 @@ class IoThread:
             lease_s=settings.lease_s,
             disconnect_s=settings.disconnect_s,
             checkpoints=Checkpoints(settings.checkpoint_tokens, settings.checkpoint_s),
+            retry_delay=RetryDelay(settings.retry_s, max(settings.retry_s, settings.max_retry_s)),
             is_alive=lambda: self._ticks.is_alive,
             on_finished=heartbeat.record_job,
         )

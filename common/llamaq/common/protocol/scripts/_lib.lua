@@ -6,7 +6,13 @@
 --   status                'queued' | 'running' | 'finished' | 'failed'. A queued job has no slot: it waits in its job
 --                         stream, or in the worker that has claimed it
 --   priority              'interactive' | 'bulk'
---   entry                 id of the job's entry in its job stream
+--   entry                 id of the job's entry in its job stream; absent while the job is not due
+--   run_at_ms             time in ms since the epoch at which the job is due; absent: it is due. A job that is not due is
+--                         `queued`, has no entry, and is in the sorted set `later`
+--   waits_from_ms         time in ms since the epoch from which the job waits, if that is not `submitted_ms`
+--   retries_left          number of retries after failures that may pass; absent: the job has the option `retries=0`
+--   retried               number of retries so far
+--   retry_error           msgpack of the event `failed` of the last failure that was retried
 --   attempt               number of the newest attempt; only this attempt may write (the fence)
 --   worker                id of the worker that claimed the job last
 --   lease_ms              lease of this worker in ms
@@ -70,8 +76,11 @@ local function count_running(stream, group)
 end
 
 -- Acknowledges and deletes an entry. A deleted entry that is not acknowledged would stay pending and could never be
--- claimed.
+-- claimed. A job that is not due has no entry.
 local function drop_entry(stream, group, entry)
+  if not entry then
+    return
+  end
   redis.pcall('XACK', stream, group, entry)
   redis.call('XDEL', stream, entry)
 end
@@ -119,6 +128,35 @@ local function set_due(job, due)
   end
 end
 
+-- Records when a job without an entry is due. The sorted set has the hash tag of the job.
+local function set_later(job, run_at_ms)
+  local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
+  redis.call('HSET', job, 'run_at_ms', run_at_ms)
+  redis.call('ZADD', partition .. 'later', run_at_ms, id)
+end
+
+-- Gives a job its entry if it is due at `now`. Returns whether it did. A job whose stream another client has overwritten
+-- stays as it is. `partition` is the beginning of the keys of the job's partition.
+local function give_entry(partition, id, now)
+  local job = partition .. 'job:' .. id
+  local state = redis.pcall('HMGET', job, 'status', 'priority', 'run_at_ms')
+  local run_at = not state.err and state[1] == 'queued' and tonumber(state[3] or '')
+  if run_at and now < run_at then
+    return false
+  end
+  if run_at then
+    allow_writes_when_full(job) -- jobs that end free memory
+    local entry = redis.pcall('XADD', partition .. 'jobs:' .. (state[2] == 'bulk' and 'bulk' or 'interactive'), '*', 'id', id)
+    if type(entry) == 'table' then
+      return false
+    end
+    redis.call('HSET', job, 'entry', entry)
+    redis.call('HDEL', job, 'run_at_ms')
+  end
+  redis.call('ZREM', partition .. 'later', id)
+  return run_at and true or false
+end
+
 -- Ends a job: sets its status, drops its entry, emits its terminal event and starts the time to live of its keys.
 -- Every job ends in this function, exactly once, also when Redis is full. `fields` is a flat list of further fields for
 -- the hash.
@@ -130,10 +168,15 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   redis.call('HSET', job, 'status', status, 'finished_ms', now_ms(), unpack(fields))
   drop_entry(stream, group, entry)
   local state = redis.call('HMGET', job, 'ttl_ms', 'events_ttl_ms', 'idempotency', 'generated', 'queue_deadline_ms',
-    'deadline_ms')
+    'deadline_ms', 'run_at_ms')
   local ttl = state[1]
   if state[5] ~= '0' or state[6] ~= '0' then
     set_due(job, nil)
+  end
+  if state[7] then
+    local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
+    redis.call('ZREM', partition .. 'later', id)
+    redis.call('HDEL', job, 'run_at_ms')
   end
   local needs_events = state[4] ~= '0' and redis.call('HEXISTS', job, 'output') == 0
   local events_ttl = needs_events and ttl or state[2] or '0'
@@ -151,33 +194,38 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   if status == 'finished' then
     redis.call('HDEL', job, 'request', 'priority', 'entry', 'ttl_ms', 'events_ttl_ms', 'idempotency', 'queue_deadline_ms',
       'generated_at_start', 'deaths', 'lease_ms', 'claimed_ms', 'at_risk', 'model', 'deadline_ms', 'timeout_ms',
-      'slot_ms')
+      'slot_ms', 'waits_from_ms', 'retries_left', 'retried', 'retry_error')
   end
 end
 
 -- Ends a job that no worker runs, for the reason 'cancelled' or 'deadline'. Its stats are the tokens of earlier attempts
 -- and the time that it waited for its first slot.
 local function end_without_worker(job, events, channel, stream, group, entry, reason)
-  local state = redis.call('HMGET', job, 'submitted_ms', 'started_ms', 'generated')
-  local submitted, slot = tonumber(state[1] or ''), tonumber(state[2] or '') or now_ms()
-  local stats = {queue_ms = submitted and slot - submitted or 0, generated_tokens = tonumber(state[3] or '') or 0}
+  local state = redis.call('HMGET', job, 'submitted_ms', 'started_ms', 'generated', 'waits_from_ms')
+  local since, slot = tonumber(state[4] or state[1] or ''), tonumber(state[2] or '') or now_ms()
+  local stats = {queue_ms = since and math.max(0, slot - since) or 0, generated_tokens = tonumber(state[3] or '') or 0}
   local terminal = cmsgpack.pack({type = 'finished', finish_reason = reason, stats = stats})
   terminate(job, events, channel, stream, group, entry, 'finished', terminal,
     {'finish_reason', reason, 'stats', cmsgpack.pack(stats)})
 end
 
--- Fails a job that no worker can run, and makes a dead letter of it. Its keys live for at least `dead_ttl` ms, so that an
--- operator can examine and retry it. The stream `dead` has about `max_dead` entries at most. `workers` are the ids of
--- the workers that died with the job.
-local function bury(job, events, channel, stream, group, entry, dead, id, code, reason, workers, dead_ttl, max_dead)
-  allow_writes_when_full(job)
+-- Makes a dead letter of a job that has failed. Its keys live for at least `dead_ttl` ms, so that an operator can examine
+-- and retry it. The stream `dead` has about `max_dead` entries at most. `workers` are the ids of the workers that died
+-- with the job.
+local function add_dead_letter(job, events, dead, id, reason, workers, dead_ttl, max_dead)
   redis.call('XADD', dead, 'MAXLEN', '~', max_dead, '*', 'job', id, 'reason', reason, 'workers', workers)
-  redis.call('HSETNX', job, 'ttl_ms', dead_ttl) -- a damaged hash may lack it
   local life = math.max(tonumber(redis.call('HGET', job, 'ttl_ms')) or 0, tonumber(dead_ttl))
-  local failed = cmsgpack.pack({type = 'failed', code = code, message = reason})
-  terminate(job, events, channel, stream, group, entry, 'failed', failed, {'error', failed})
   redis.call('PEXPIRE', job, life)
   redis.call('PEXPIRE', events, life)
+end
+
+-- Fails a job that no worker can run, and makes a dead letter of it.
+local function bury(job, events, channel, stream, group, entry, dead, id, code, reason, workers, dead_ttl, max_dead)
+  allow_writes_when_full(job)
+  redis.call('HSETNX', job, 'ttl_ms', dead_ttl) -- a damaged hash may lack it
+  local failed = cmsgpack.pack({type = 'failed', code = code, message = reason})
+  terminate(job, events, channel, stream, group, entry, 'failed', failed, {'error', failed})
+  add_dead_letter(job, events, dead, id, reason, workers, dead_ttl, max_dead)
 end
 
 local function has_ended(status)

@@ -1,14 +1,18 @@
--- Counts the jobs of one partition that wait and those that run.
+-- Counts the jobs of one partition that wait, those that run, and those that are not due.
 --
--- KEYS[..]  streams  job streams of the partition
+-- KEYS[1]   later    sorted set of the jobs that had no entry so far, by the time at which they are due
+-- KEYS[2..] streams  job streams of the partition
 -- ARGV[1]   group    consumer group of the job streams
 --
--- Returns {waiting, running}
+-- Returns {waiting, running, delayed}. Jobs that are due and have no entry yet wait.
 
-local waiting, running = 0, 0
-for _, stream in ipairs(KEYS) do
+local later = KEYS[1]
+local waiting, running = redis.call('ZCOUNT', later, '-inf', now_ms()), 0
+local delayed = redis.call('ZCARD', later) - waiting
+for i = 2, #KEYS do
+  local stream = KEYS[i]
   local n_running = count_running(stream, ARGV[1])
   waiting = waiting + redis.call('XLEN', stream) - n_running
   running = running + n_running
 end
-return {waiting, running}
+return {waiting, running, delayed}

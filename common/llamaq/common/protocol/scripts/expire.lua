@@ -1,5 +1,6 @@
--- Ends a job that has reached its `deadline_s`, or waited for its `queue_timeout_s`. Workers call this script for every
--- due job of their queue, and a client for a job that it waits for.
+-- Does what is due for one job: ends it if it has reached its `deadline_s` or waited for its `queue_timeout_s`, and gives
+-- it its entry if it was submitted for a later time that has come. Workers call this script for every job of their queue
+-- whose deadline has passed, and a client for a job that it waits for.
 --
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  events       stream of the job's events
@@ -8,8 +9,9 @@
 -- ARGV[1]  group        consumer group of the job streams
 -- ARGV[2]  channel      channel of the job's events
 --
--- Returns 1  the job has ended here
---         0  the job is not due, has ended, or does not exist
+-- Returns 'ended'  the job has ended here
+--         'given'  the job has its entry now
+--         'none'   nothing is due, or the job has ended or does not exist
 
 local job = KEYS[1]
 local state = redis.pcall('HMGET', job,
@@ -20,8 +22,10 @@ if due then
 end
 set_due(job, due)
 if not due or now_ms() < due then
-  return 0
+  local had_none = not state.err and is_open(state[1]) and not state[3]
+  local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
+  return had_none and give_entry(partition, id, now_ms()) and 'given' or 'none'
 end
 local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]
 end_without_worker(job, KEYS[2], ARGV[2], stream, ARGV[1], state[3], 'deadline')
-return 1
+return 'ended'

@@ -4,6 +4,7 @@
 -- KEYS[1]    job       hash of the job
 -- KEYS[2]    events    stream of the job's events
 -- KEYS[3]    stream    job stream that the job was claimed from
+-- KEYS[4]    dead      stream of dead letters
 -- ARGV[1]    attempt   number of the caller's attempt
 -- ARGV[2]    worker    id of the caller
 -- ARGV[3]    group     consumer group of the job stream
@@ -13,7 +14,11 @@
 -- ARGV[7]    terminal  msgpack of the terminal event
 -- ARGV[8]    status    'finished' | 'failed'
 -- ARGV[9]    started   '1': the job has had a slot in this attempt; '0': it has not
--- ARGV[10..] fields    further fields of the hash: name, value, name, value, ...
+-- ARGV[10]   reason    reason of the dead letter that the job becomes; '': none
+-- ARGV[11]   id        id of the job
+-- ARGV[12]   dead_ttl  shortest life of a dead job's keys, in ms
+-- ARGV[13]   max_dead  number of entries stored in the stream of dead letters
+-- ARGV[14..] fields    further fields of the hash: name, value, name, value, ...
 --
 -- Returns 'ok'    the job has ended
 --         'lost'  a newer attempt exists, or the job has ended, perhaps by an earlier try of this call
@@ -36,8 +41,11 @@ if payload ~= '' then
   emit_last(events, channel, payload) -- `terminate` deletes the events, unless they are stored for `events_ttl_ms`
 end
 local fields = {}
-for i = 10, #ARGV do
+for i = 14, #ARGV do
   fields[#fields + 1] = ARGV[i]
 end
 terminate(job, events, channel, stream, group, entry, ARGV[8], ARGV[7], fields)
+if ARGV[10] ~= '' then
+  add_dead_letter(job, events, KEYS[4], ARGV[11], ARGV[10], '', ARGV[12], ARGV[13])
+end
 return 'ok'

@@ -18,8 +18,11 @@
 -- ARGV[10] life_ms      longest time from submit to the end of the job, in ms; 0: no limit
 -- ARGV[11] timeout_ms   longest time that the job may have a slot, in ms; 0: no limit
 -- ARGV[12] partitions   number of partitions that the client knows; 0: it submits to a queue of another client
+-- ARGV[13] delay_ms     time after the submit at which the job is due, in ms; 0: at once
+-- ARGV[14] run_at_ms    time at which the job is due, in ms since the epoch; 0: at once
+-- ARGV[15] retries      number of retries after failures that may pass
 --
--- Returns {'ok', id}                    the job is in the queue
+-- Returns {'ok', id}                    the job is in the queue, or in the sorted set `later` until it is due
 --         {'same', earlier id}          a job with the same idempotency key exists; nothing was submitted
 --         {'conflict', earlier id}      such a job exists and has another request; nothing was submitted
 --         {'full', waiting, max_queue}  `waiting` jobs wait; nothing was submitted
@@ -46,6 +49,9 @@ end
 
 local max_queue = tonumber(settings[1] or '0')
 local n_jobs = max_queue > 0 and redis.call('XLEN', stream) + redis.call('XLEN', other) or 0
+if max_queue > 0 then
+  n_jobs = n_jobs + redis.call('ZCARD', string.match(job, '^(.*:)job:') .. 'later') -- their requests take memory too
+end
 if n_jobs > 0 and n_jobs >= max_queue then
   local depth = n_jobs - count_running(stream, group) - count_running(other, group)
   if depth >= max_queue then
@@ -55,12 +61,21 @@ end
 
 local now = now_ms()
 local wait, life = tonumber(ARGV[7]), tonumber(ARGV[10])
-local queue_deadline, deadline = wait > 0 and now + wait or 0, life > 0 and now + life or 0
-local entry = redis.call('XADD', stream, '*', 'id', id)
+local run_at = math.max(now + tonumber(ARGV[13]), tonumber(ARGV[14]))
+local queue_deadline, deadline = wait > 0 and run_at + wait or 0, life > 0 and now + life or 0
+local entry = run_at <= now and redis.call('XADD', stream, '*', 'id', id)
 redis.call('HSET', job,
-  'request', ARGV[2], 'status', 'queued', 'priority', ARGV[3], 'attempt', 0, 'entry', entry, 'generated', 0,
+  'request', ARGV[2], 'status', 'queued', 'priority', ARGV[3], 'attempt', 0, 'generated', 0,
   'ttl_ms', ARGV[5], 'events_ttl_ms', ARGV[9], 'returned', ARGV[8], 'submitted_ms', now,
-  'queue_deadline_ms', queue_deadline, 'deadline_ms', deadline, 'timeout_ms', ARGV[11])
+  'queue_deadline_ms', queue_deadline, 'deadline_ms', deadline, 'timeout_ms', ARGV[11],
+  unpack(entry and {'entry', entry} or {'waits_from_ms', run_at}))
+if not entry then
+  set_later(job, run_at)
+  redis.pcall('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM') -- a queue is found by its job streams
+end
+if ARGV[15] ~= '0' then
+  redis.call('HSET', job, 'retries_left', ARGV[15])
+end
 if wait > 0 or life > 0 then
   set_due(job, due_ms('queued', nil, queue_deadline, deadline))
 end

@@ -3,7 +3,8 @@
 -- step, so the number of workers does not change the load.
 --
 -- A job cannot be claimed if its entry is not in the job stream, or if its entry was delivered and is not pending.
--- Redis may lose an entry in a failover, and an operator may delete a stream.
+-- Redis may lose an entry in a failover, and an operator may delete a stream. A job that is not due has no entry. It must
+-- be in the sorted set `later`.
 --
 -- The hashes of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
 --
@@ -47,9 +48,12 @@ end
 
 -- Gives a job that cannot be claimed an entry again. Returns whether it did.
 local function repair(job, id)
-  local fields = redis.pcall('HMGET', job, 'status', 'priority', 'entry')
+  local fields = redis.pcall('HMGET', job, 'status', 'priority', 'entry', 'run_at_ms')
   if fields.err or not is_open(fields[1]) then
     return false
+  end
+  if fields[4] then -- it is not due and needs no entry
+    return redis.pcall('ZADD', string.match(job, '^(.*:)job:') .. 'later', 'NX', fields[4], id) == 1
   end
   local stream, entry = streams[fields[2]], fields[3]
   if not stream or not entry then
