@@ -21,7 +21,7 @@ from llamaq.producer.testing import FakeWorker
 def test_snapshots_are_tables_for_people_and_json_for_programs(served: str) -> None:
     llamaq("generate", "one two three")
     assert llamaq("depth") == "0 waiting, 0 running\n"
-    assert json.loads(llamaq("depth", "--json")) == {"waiting": 0, "running": 0}
+    assert json.loads(llamaq("depth", "--json")) == {"waiting": 0, "running": 0, "delayed": 0, "mode": "open"}
     assert "fake" in llamaq("workers")
     assert Worker.model_validate_json(llamaq("workers", "--json")).card.queue == served
     table = llamaq("stats")
@@ -80,8 +80,8 @@ def test_queues_lists_a_mistyped_queue_and_hides_empty_ones(redis_url: str, sele
     with Client(redis_url, "mistyped", key_prefix=selected) as client:
         job = client.submit("x")
     header, row = llamaq("queues").splitlines()
-    assert header.split() == ["queue", "waiting", "running", "workers", "oldest", "model"]
-    assert re.fullmatch(r"mistyped +1 +0 +0 +[0-9]+s +-", row)
+    assert header.split() == ["queue", "waiting", "running", "workers", "mode", "oldest", "model"]
+    assert re.fullmatch(r"mistyped +1 +0 +0 +open +[0-9]+s +-", row)
     assert QueueSummary.model_validate_json(llamaq("queues", "--json")).waiting == 1
     assert llamaq("cancel", job.id) == "cancelled\n"
     assert "no queue" in llamaq("queues")
@@ -122,3 +122,19 @@ def test_purge_asks_first_and_cancels_what_matches(redis_url: str, selected: str
         purged = json.loads(llamaq("purge", "--yes", "--json"))
         assert purged == {"queue": selected, "jobs": [jobs[0].id], "dry_run": False}
     assert runner.invoke(build_app("purge"), ["purge", "--metadata", "user"]).exit_code == 2
+
+
+def test_a_queue_is_paused_drained_and_resumed(
+    redis_url: str, selected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(redis_url, selected, key_prefix=selected) as client:
+        client.submit("x")
+    assert llamaq("pause") == f"queue {selected}: 1 waiting, 0 running, paused\n"
+    assert llamaq("depth") == "1 waiting, 0 running, paused\n"
+    assert " paused " in llamaq("queues")
+    assert llamaq("stats").startswith(f"queue {selected}: 1 waiting, 0 running, paused\n")
+    assert json.loads(llamaq("drain", "--json"))["mode"] == "draining"
+    monkeypatch.setattr("llamaq.cli.job_commands.check_worker", lambda client: None)
+    assert f"llamaq resume --queue {selected}" in failing(monkeypatch, capsys, "submit", "x", code=4)
+    assert llamaq("resume") == f"queue {selected}: 1 waiting, 0 running\n"
+    assert llamaq("depth") == "1 waiting, 0 running\n"

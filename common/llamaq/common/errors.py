@@ -4,8 +4,11 @@ LlamaqError
 ├── InvalidRequest        a parameter of a job is not valid (also a ValueError)
 ├── InvalidSettings       a setting, flag or environment variable is not valid (also a ValueError)
 ├── QueueFull             `max_queue` jobs wait; the job was not submitted
+├── QueueDraining         the queue is draining (`llamaq drain`); the job was not submitted
 ├── RedisFull             Redis has reached `maxmemory`; the job was not submitted
 ├── IdempotencyConflict   the idempotency key belongs to a job with another request; nothing was submitted
+├── BatchIncomplete       some jobs of `submit_many` were not submitted
+├── NotDurable            too few replicas of Redis confirmed the submit in time; the job was submitted
 ├── NoWorker              no worker serves the queue
 ├── ResultTimeout         the timeout of a call was over before the job ended (also a TimeoutError)
 ├── JobNotFound           the job does not exist, or its result has expired (also a KeyError)
@@ -112,6 +115,21 @@ class QueueFull(LlamaqError):
         return min(max(math.ceil(self.estimated_wait_s or 1), 1), MAX_RETRY_AFTER_S)
 
 
+class QueueDraining(LlamaqError):
+    """The queue accepts no jobs until `resume`, while its workers run those that it has. The job was not submitted.
+
+    Attributes:
+        queue: Name of the queue.
+    """
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(
+            f"queue {queue!r} is draining, and no job was submitted: it accepts jobs again after: "
+            f"llamaq resume --queue {queue}"
+        )
+        self.queue = queue
+
+
 class RedisFull(LlamaqError):
     """Redis has reached its `maxmemory`. The job was not submitted; running jobs continue when memory is free again.
 
@@ -139,6 +157,50 @@ class IdempotencyConflict(LlamaqError):
             f"job {job_id} has the same idempotency_key and another request: use another key for another request"
         )
         self.job_id = job_id
+
+
+class BatchIncomplete(LlamaqError):
+    """Some jobs of `submit_many` were not submitted. The others were, and run.
+
+    Attributes:
+        job_ids: For each job of the batch, in order: its id, or None if it was not submitted.
+        errors: For each job of the batch, in order: why it was not submitted, such as `QueueFull`, or None.
+    """
+
+    def __init__(self, job_ids: tuple[str | None, ...], errors: tuple[Exception | None, ...]) -> None:
+        refused = [(place, error) for place, error in enumerate(errors) if error is not None]
+        place, first = refused[0]
+        super().__init__(
+            f"{len(refused)} of {len(errors)} jobs were not submitted (`errors`), the others were (`job_ids`). "
+            f"The first is jobs[{place}]: {first}"
+        )
+        self.job_ids = job_ids
+        self.errors = errors
+
+
+class NotDurable(LlamaqError):
+    """Too few replicas of Redis confirmed a submit with `durable` in time. The job was submitted, and runs.
+
+    Attributes:
+        job_ids: Ids of the submitted jobs.
+        confirmed: Number of replicas that confirmed.
+        durable: Number of replicas that the caller asked for.
+    """
+
+    def __init__(self, job_ids: tuple[str, ...], confirmed: int, durable: int) -> None:
+        jobs = f"job {job_ids[0]} was" if len(job_ids) == 1 else f"job {job_ids[0]} and {len(job_ids) - 1} more were"
+        super().__init__(
+            f"{jobs} submitted, but {confirmed} of {durable} replicas of Redis confirmed it in time: if Redis fails "
+            "over now, a replica may not have it. Do not submit it again: wait for it or cancel it by its id"
+        )
+        self.job_ids = job_ids
+        self.confirmed = confirmed
+        self.durable = durable
+
+    @property
+    def job_id(self) -> str:
+        """Id of the job, or of the first job of a batch."""
+        return self.job_ids[0]
 
 
 class NoWorker(LlamaqError):

@@ -12,7 +12,9 @@ from llamaq.common.errors import (
     InvalidRequest,
     InvalidSettings,
     LlamaqError,
+    NotDurable,
     NoWorker,
+    QueueDraining,
     QueueFull,
     RedisFull,
     ResultTimeout,
@@ -23,8 +25,10 @@ _CODES: dict[type[LlamaqError], int] = {
     InvalidSettings: EXIT_USAGE,
     EmbeddedRedisError: EXIT_NO_REDIS,
     RedisFull: EXIT_NO_REDIS,
+    NotDurable: EXIT_NO_REDIS,
     NoWorker: EXIT_NO_ANSWER,
     QueueFull: EXIT_NO_ANSWER,
+    QueueDraining: EXIT_NO_ANSWER,
     ResultTimeout: EXIT_NO_ANSWER,
 }
 

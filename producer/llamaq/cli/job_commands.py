@@ -1,4 +1,4 @@
-"""The commands for jobs: `generate`, `chat`, `submit`, `stream`, `result`, `cancel` and `status`."""
+"""The commands for jobs: `generate`, `chat`, `submit`, `stream`, `result`, `cancel`, `priority` and `status`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.cli.job_options import with_job_options
 from llamaq.cli.line_history import line_editing
 from llamaq.common.protocol.keys import JobId
-from llamaq.producer import Client, FinishReason, Job, JobState, NoWorker, Result
+from llamaq.producer import Client, FinishReason, Job, JobState, NoWorker, Priority, Result
 
 PromptArgument = Annotated[str, typer.Argument(help="The text to continue. `-` reads it from standard input.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB_ID", help="The job id, as printed by `llamaq submit`.")]
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("generate")(with_job_options(generate, without=("stream",)))
     app.command("chat")(with_job_options(chat, without=("stream",)))
     app.command("submit")(with_job_options(submit))
-    for command in (stream, result, cancel, status):
+    for command in (stream, result, cancel, priority, status):
         app.command(command.__name__)(command)
 
 
@@ -98,6 +98,9 @@ def submit(
     redis_url: RedisUrl = None,
     queue: Queue = None,
     require_worker: RequireWorker = None,
+    durable: Annotated[
+        int, typer.Option(min=0, help="Number of replicas of Redis that must have the job, at most 2 s later.")
+    ] = 0,
     as_json: AsJson = False,
     *,
     options: dict[str, Any],
@@ -106,7 +109,7 @@ def submit(
     text = _read_text(prompt)
     with Client(redis_url, queue, require_worker=require_worker) as client:
         check_worker(client)
-        job = client.submit(text, **options)
+        job = client.submit(text, durable=durable, **options)
         if as_json:
             views.show_json_fields(job_id=job.id, is_new=job.is_new)
         else:
@@ -138,6 +141,24 @@ def cancel(job_id: JobArgument, redis_url: RedisUrl = None, as_json: AsJson = Fa
             views.show_json_fields(job_id=job_id, cancelled=is_cancelled)
         else:
             typer.echo("cancelled" if is_cancelled else "the job had already ended")
+
+
+def priority(
+    job_id: JobArgument,
+    new_priority: Annotated[Priority, typer.Argument(metavar="PRIORITY", help="`interactive` or `bulk`.")],
+    redis_url: RedisUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the priority of a waiting job. If the job runs or has ended, the exit code is 1."""
+    with Client(redis_url) as client:
+        is_changed = client.job(job_id).set_priority(new_priority)
+        if as_json:
+            views.show_json_fields(job_id=job_id, priority=new_priority.value, changed=is_changed)
+        elif is_changed:
+            typer.echo(f"the priority is {new_priority}")
+        if not is_changed:
+            views.notice("the job runs or has ended, and keeps its priority")
+            raise typer.Exit(EXIT_FAILED)
 
 
 def status(job_id: JobArgument, redis_url: RedisUrl = None, as_json: AsJson = False) -> None:

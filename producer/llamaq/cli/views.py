@@ -20,6 +20,7 @@ from llamaq.producer import (
     JobSummary,
     NoWorker,
     QueueDepth,
+    QueueMode,
     QueueStats,
     QueueSummary,
     SlotFile,
@@ -89,14 +90,14 @@ def show_queues(queues: Sequence[QueueSummary]) -> None:
             str(queue.waiting),
             str(queue.running),
             str(queue.workers),
+            queue.mode.value,
             NO_VALUE if queue.oldest_waiting_s is None else _format_age(queue.oldest_waiting_s),
             ", ".join(queue.models) or NO_VALUE,
         )
         for queue in queues
     ]
-    show_rows(
-        ("queue", "waiting", "running", "workers", "oldest", "model"), rows, missing="no queue has a job or a worker"
-    )
+    names = ("queue", "waiting", "running", "workers", "mode", "oldest", "model")
+    show_rows(names, rows, missing="no queue has a job or a worker")
 
 
 def show_jobs(jobs: Sequence[JobSummary], missing: str) -> None:
@@ -192,9 +193,10 @@ def show_dead_letter(letter: DeadLetterDetails) -> None:
 
 
 def depth_line(depth: QueueDepth) -> str:
-    """Return the numbers of jobs in a queue. Jobs that are not due are named only if there are any."""
+    """Return the numbers of jobs in a queue, of delayed jobs only if there are any, and the mode unless it is open."""
     delayed = f", {depth.delayed} delayed" if depth.delayed else ""
-    return f"{depth.waiting} waiting, {depth.running} running{delayed}"
+    mode = "" if depth.mode is QueueMode.OPEN else f", {depth.mode}"
+    return f"{depth.waiting} waiting, {depth.running} running{delayed}{mode}"
 
 
 def show_stats(stats: QueueStats) -> None:

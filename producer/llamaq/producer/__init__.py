@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llamaq.common.errors import (
+    BatchIncomplete,
     DeadLetterNotFound,
     ErrorCode,
     IdempotencyConflict,
@@ -12,8 +13,10 @@ from llamaq.common.errors import (
     JobNotFound,
     LlamaqError,
     MissingExtra,
+    NotDurable,
     NoWorker,
     ProtocolError,
+    QueueDraining,
     QueueFull,
     RedisFull,
     ResultTimeout,
@@ -22,6 +25,7 @@ from llamaq.common.errors import (
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, Message, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
+from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.protocol.snapshots import (
     CacheSnapshot,
@@ -35,7 +39,7 @@ from llamaq.common.protocol.snapshots import (
 )
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.async_stream import AsyncStream
-from llamaq.producer.client import AsyncClient, Messages
+from llamaq.producer.client import AsyncClient, JobArguments, Messages
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.sync import Client, Job, Stream
 from llamaq.producer.tokenizer import Tokenizer
@@ -44,6 +48,7 @@ __all__ = [
     "AsyncClient",
     "AsyncJob",
     "AsyncStream",
+    "BatchIncomplete",
     "CacheSnapshot",
     "Chunk",
     "Client",
@@ -57,6 +62,7 @@ __all__ = [
     "InvalidRequest",
     "InvalidSettings",
     "Job",
+    "JobArguments",
     "JobFailed",
     "JobNotFound",
     "JobOptions",
@@ -70,10 +76,13 @@ __all__ = [
     "Messages",
     "MissingExtra",
     "NoWorker",
+    "NotDurable",
     "Priority",
     "ProtocolError",
     "QueueDepth",
+    "QueueDraining",
     "QueueFull",
+    "QueueMode",
     "QueueStats",
     "QueueSummary",
     "RedisFull",

@@ -14,12 +14,14 @@ from llamaq.common.errors import DeadLetterNotFound, NoWorker
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_request import JobOptions, Message, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobSummary
+from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.queue_depth import queue_depth
+from llamaq.common.protocol.queue_mode import set_queue_mode
 from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlots
 from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.common.settings import client_settings
-from llamaq.producer import submission
+from llamaq.producer import batch, submission
 from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
 from llamaq.producer.job import AsyncJob
@@ -34,6 +36,14 @@ Messages = Sequence[Message | Mapping[str, Any]]
 
 A content may also be a list of parts such as `{"type": "text", "text": "hi"}`.
 """
+
+
+class JobArguments(JobOptions, total=False):
+    """The arguments of `submit` for one job of `submit_many`: a prompt and job options."""
+
+    prompt: str
+    tokens: Sequence[int]
+    messages: Messages
 
 
 class AsyncClient:
@@ -246,6 +256,7 @@ class AsyncClient:
         *,
         tokens: Sequence[int] | None = None,
         messages: Messages | None = None,
+        durable: int = 0,
         **options: Unpack[JobOptions],
     ) -> AsyncJob:
         """Put a job into the queue and return its handle. The job runs whether or not anything waits for it.
@@ -256,6 +267,8 @@ class AsyncClient:
             prompt: The text to continue. Special tokens in it are parsed.
             tokens: The token ids of the prompt. No token is added, not even BOS.
             messages: The messages of a chat, oldest first.
+            durable: Number of replicas of Redis that must have the job before the call returns. It waits for them at
+                most 2 s.
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
@@ -264,11 +277,36 @@ class AsyncClient:
         Raises:
             InvalidRequest: An argument is not valid.
             QueueFull: The queue has `max_queue` waiting jobs.
+            QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
+            NotDurable: Fewer than `durable` replicas have confirmed the job. It was submitted, as `job_id`.
             ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         """
         request = await build_request(options, prompt=prompt, tokens=tokens, messages=messages)
-        return await submission.submit(self.connection, request)
+        return await submission.submit(self.connection, request, durable=durable)
+
+    async def submit_many(self, jobs: Sequence[JobArguments], *, durable: int = 0) -> tuple[AsyncJob, ...]:
+        """Put many jobs into the queue, in one round trip for each 1,000 of them, and return their handles in order.
+
+            client.submit_many([{"prompt": text, "max_tokens": 64} for text in texts])
+
+        All jobs are validated first: if one is not valid, none is submitted. Redis then accepts or refuses each job on
+        its own, as it does for `submit`.
+
+        Args:
+            jobs: The arguments of `submit` for each job.
+            durable: Number of replicas of Redis that must have the jobs, as for `submit`.
+
+        Raises:
+            InvalidRequest: A job is not valid. The message begins with its index, such as `jobs[3]`. No job was
+                submitted.
+            BatchIncomplete: Some jobs were refused, for example with `QueueFull`. `errors` and `job_ids` tell for each
+                job why, or its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if too few
+                replicas have confirmed these.
+            NotDurable: Fewer than `durable` replicas have confirmed the jobs. They were submitted, as `job_ids`.
+            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
+        """
+        return await batch.submit_many(self.connection, jobs, durable)
 
     def job(self, job_id: str) -> AsyncJob:
         """Return the handle of a submitted job. Another process may have submitted the job, to any queue.
@@ -299,6 +337,28 @@ class AsyncClient:
     async def queue_depth(self) -> QueueDepth:
         """Return the numbers of waiting and running jobs in the queue."""
         return await queue_depth(self.redis, self.keys, self.queue, self.settings.partitions)
+
+    async def pause(self) -> None:
+        """Pause the queue: no job gets its first slot until `resume`.
+
+        Jobs that have a slot, or had one, continue, also on another worker. Jobs are still accepted. Their deadlines
+        count. `queue_depth().mode` tells the mode of the queue.
+        """
+        await self._set_mode(QueueMode.PAUSED)
+
+    async def drain(self) -> None:
+        """Drain the queue: until `resume`, `submit` raises `QueueDraining`, and workers run the jobs that it has.
+
+        A queue is either paused or drained: draining a paused queue starts its jobs.
+        """
+        await self._set_mode(QueueMode.DRAINING)
+
+    async def resume(self) -> None:
+        """End `pause` and `drain`. Workers claim the waiting jobs within half a second."""
+        await self._set_mode(QueueMode.OPEN)
+
+    async def _set_mode(self, mode: QueueMode) -> None:
+        await set_queue_mode(self.redis, self.keys, self.queue, self.settings.partitions, mode)
 
     async def queues(self) -> tuple[QueueSummary, ...]:
         """Return all queues with this client's `key_prefix`, sorted by name, also those that no worker serves.

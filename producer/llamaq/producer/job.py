@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
-from llamaq.common.errors import JobFailed, JobNotFound
+from llamaq.common.errors import InvalidRequest, JobFailed, JobNotFound
 from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import JobState, Result
+from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer.call_timeout import CallTimeout, naming_job, timeout_error
@@ -82,6 +84,28 @@ class AsyncJob:
         if code == "gone":
             raise JobNotFound(self.id)
         return code != "done"
+
+    async def set_priority(self, priority: Priority | Literal["interactive", "bulk"]) -> bool:
+        """Change the priority of a waiting job. The job then waits behind the other jobs of its new priority.
+
+        Args:
+            priority: The new priority.
+
+        Returns:
+            True if the job waits and has this priority now. False if it runs or has ended.
+
+        Raises:
+            InvalidRequest: There is no such priority.
+            JobNotFound: The id is wrong, or the result has expired.
+        """
+        try:
+            wanted = Priority(priority)
+        except ValueError as exc:
+            raise InvalidRequest(f"priority: {str(priority)[:100]!r} is neither 'interactive' nor 'bulk'") from exc
+        code = await self._connection.scripts.set_priority(self.id, wanted)
+        if code == "gone":
+            raise JobNotFound(self.id)
+        return code == "changed"
 
     async def result(self, *, timeout: float | None = None) -> Result:
         """Wait for the job to finish and return its result. A timeout does not cancel the job.

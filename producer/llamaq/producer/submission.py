@@ -11,14 +11,30 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from llamaq.common.errors import IdempotencyConflict, InvalidRequest, InvalidSettings, QueueFull, RedisFull
+from llamaq.common.errors import (
+    IdempotencyConflict,
+    InvalidRequest,
+    InvalidSettings,
+    QueueDraining,
+    QueueFull,
+    RedisFull,
+)
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_calls import OtherPartitions, SubmitConflict, SubmitRefused
+from llamaq.common.protocol.script_calls import (
+    OtherPartitions,
+    Submission,
+    SubmitConflict,
+    SubmitDraining,
+    SubmitRefused,
+    SubmitReply,
+    Submitted,
+)
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer.accepted_forms import translate
 from llamaq.producer.call_timeout import CallTimeout
+from llamaq.producer.durability import check_durable, confirm
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.queue_snapshots import estimate_wait_s
@@ -61,22 +77,31 @@ def new_job_id(connection: QueueConnection, request: JobRequest) -> JobId:
     return JobId.new(connection.settings.queue, connection.settings.partitions, request.idempotency_key)
 
 
-async def submit(connection: QueueConnection, request: JobRequest, job_id: JobId | None = None) -> AsyncJob:
+async def submit(
+    connection: QueueConnection, request: JobRequest, job_id: JobId | None = None, *, durable: int = 0
+) -> AsyncJob:
     """Put a job into the queue and return its handle.
 
     Args:
         connection: The client's connection. Its settings name the queue.
         request: The validated request.
         job_id: Id and queue of the job. None: a new id in the client's queue.
+        durable: Number of replicas that must confirm the job.
 
     Raises:
+        NotDurable: Too few replicas have confirmed the job, which was submitted.
         ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         LlamaqError: The same errors as `send`.
     """
+    check_durable(durable)
     job_id = job_id or new_job_id(connection, request)
     limit = CallTimeout(connection.settings.timeout_s)
     problem = "could not be submitted: Redis has not answered"
-    return await limit.bound(send(connection, request, job_id), str(job_id), problem)
+    job = await limit.bound(send(connection, request, job_id), str(job_id), problem)
+    if durable:
+        problem = "was submitted, but Redis has not said which replicas have it"
+        await limit.bound(confirm(connection, [job.id], durable), job.id, problem)
+    return job
 
 
 async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) -> AsyncJob:
@@ -87,39 +112,74 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
         InvalidSettings: The workers of the queue have another number of partitions.
         IdempotencyConflict: A job with the same idempotency key has another request.
         QueueFull: The queue has `max_queue` waiting jobs.
+        QueueDraining: The queue accepts no jobs until it is resumed.
         RedisFull: Redis has reached its `maxmemory`.
     """
     settings = connection.settings
-    if _is_long(request.tokens):
-        payload = await asyncio.to_thread(codec.encode_request, request, settings.max_request_bytes)
-    else:
-        payload = codec.encode_request(request, settings.max_request_bytes)
+    submission = Submission(job_id, request, await encode(connection, request))
+    outcome: SubmitReply | RedisError
     try:
         outcome = await connection.scripts.submit(
             job_id,
             request,
-            payload,
+            submission.payload,
             result_ttl_s=settings.result_ttl_s,
             event_ttl_s=settings.event_ttl_s,
             partitions=settings.partitions if job_id.queue == settings.queue else 0,
         )
     except ResponseError as exc:
-        if is_full(exc):
-            raise RedisFull(job_id.queue) from exc
-        raise
-    if isinstance(outcome, OtherPartitions):
-        raise InvalidSettings(
-            f"partitions (LLAMAQ_PARTITIONS): this client has {settings.partitions}, but the workers of queue "
-            f"{job_id.queue!r} have {outcome.partitions}. Use the same number"
-        )
-    if isinstance(outcome, SubmitConflict):
-        raise IdempotencyConflict(outcome.job_id)
-    if isinstance(outcome, SubmitRefused):
-        wait_s = await _estimate_wait_s(connection, outcome.depth)
-        raise QueueFull(job_id.queue, outcome.depth, outcome.max_queue, wait_s)
-    log.debug("job.submitted id=%s existing=%s bytes=%d", outcome.job_id, outcome.existing, len(payload))
-    is_shared = request.idempotency_key is not None
-    return AsyncJob(connection, outcome.job_id, is_new=not outcome.existing, is_shared=is_shared)
+        outcome = exc
+    wait_s = await estimate_queue_wait_s(connection, outcome.depth) if isinstance(outcome, SubmitRefused) else None
+    return job_of(connection, submission, outcome, wait_s)
+
+
+async def encode(connection: QueueConnection, request: JobRequest) -> bytes:
+    """Return the encoded request. A long prompt is encoded in a thread.
+
+    Raises:
+        InvalidRequest: The encoded request is larger than `max_request_bytes`.
+    """
+    max_bytes = connection.settings.max_request_bytes
+    if _is_long(request.tokens):
+        return await asyncio.to_thread(codec.encode_request, request, max_bytes)
+    return codec.encode_request(request, max_bytes)
+
+
+def job_of(
+    connection: QueueConnection, submission: Submission, outcome: SubmitReply | RedisError, wait_s: float | None
+) -> AsyncJob:
+    """Return the handle of a submitted job.
+
+    Args:
+        connection: The client's connection.
+        submission: The job.
+        outcome: The reply of Redis, or its error.
+        wait_s: Estimated wait in a full queue, in seconds.
+
+    Raises:
+        LlamaqError: The job was not submitted, see `send`.
+        RedisError: The job was not submitted for another reason.
+    """
+    queue, settings = submission.job_id.queue, connection.settings
+    match outcome:
+        case Submitted():
+            log.debug("job.submitted id=%s existing=%s", outcome.job_id, outcome.existing)
+            is_shared = submission.request.idempotency_key is not None
+            return AsyncJob(connection, outcome.job_id, is_new=not outcome.existing, is_shared=is_shared)
+        case SubmitRefused():
+            raise QueueFull(queue, outcome.depth, outcome.max_queue, wait_s)
+        case SubmitDraining():
+            raise QueueDraining(queue)
+        case SubmitConflict():
+            raise IdempotencyConflict(outcome.job_id)
+        case OtherPartitions():
+            raise InvalidSettings(
+                f"partitions (LLAMAQ_PARTITIONS): this client has {settings.partitions}, but the workers of queue "
+                f"{queue!r} have {outcome.partitions}. Use the same number"
+            )
+        case ResponseError() if is_full(outcome):
+            raise RedisFull(queue) from outcome
+    raise outcome
 
 
 async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> AsyncJob:
@@ -136,7 +196,7 @@ async def retry_dead_letter(connection: QueueConnection, letter_id: str) -> Asyn
     return job
 
 
-async def _estimate_wait_s(connection: QueueConnection, depth: int) -> float | None:
+async def estimate_queue_wait_s(connection: QueueConnection, depth: int) -> float | None:
     """Estimate how long a job waits behind `depth` jobs of its partition, if all partitions have the same depth."""
     n_ahead = depth * connection.settings.partitions
     with suppress(RedisError, OSError):  # the caller gets QueueFull without an estimate

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Unpack
+from typing import Literal, Unpack
 
 from pydantic import JsonValue
 
@@ -16,7 +16,7 @@ from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.producer.blocking_base import BlockingClient, BlockingJob, BlockingStream
 from llamaq.producer.call_timeout import CallTimeout
-from llamaq.producer.client import AsyncClient, Messages
+from llamaq.producer.client import AsyncClient, JobArguments, Messages
 from llamaq.producer.job import Chunk
 from llamaq.producer.tokenizer import Tokenizer
 
@@ -200,6 +200,7 @@ class Client(BlockingClient):
         *,
         tokens: Sequence[int] | None = None,
         messages: Messages | None = None,
+        durable: int = 0,
         **options: Unpack[JobOptions],
     ) -> Job:
         """Put a job into the queue and return its handle. The job runs whether or not anything waits for it.
@@ -210,6 +211,8 @@ class Client(BlockingClient):
             prompt: The text to continue. Special tokens in it are parsed.
             tokens: The token ids of the prompt. No token is added, not even BOS.
             messages: The messages of a chat, oldest first.
+            durable: Number of replicas of Redis that must have the job before the call returns. It waits for them at
+                most 2 s.
             **options: Job options; `JobParams` documents each of them.
 
         Returns:
@@ -218,11 +221,41 @@ class Client(BlockingClient):
         Raises:
             InvalidRequest: An argument is not valid.
             QueueFull: The queue has `max_queue` waiting jobs.
+            QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
+            NotDurable: Fewer than `durable` replicas have confirmed the job. It was submitted, as `job_id`.
             ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         """
-        job = self._call(lambda client: client.submit(prompt, tokens=tokens, messages=messages, **options))
+        job = self._call(
+            lambda client: client.submit(prompt, tokens=tokens, messages=messages, durable=durable, **options)
+        )
         return Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)
+
+    def submit_many(self, jobs: Sequence[JobArguments], *, durable: int = 0) -> tuple[Job, ...]:
+        """Put many jobs into the queue, in one round trip for each 1,000 of them, and return their handles in order.
+
+            client.submit_many([{"prompt": text, "max_tokens": 64} for text in texts])
+
+        All jobs are validated first: if one is not valid, none is submitted. Redis then accepts or refuses each job on
+        its own, as it does for `submit`.
+
+        Args:
+            jobs: The arguments of `submit` for each job.
+            durable: Number of replicas of Redis that must have the jobs, as for `submit`.
+
+        Raises:
+            InvalidRequest: A job is not valid. The message begins with its index, such as `jobs[3]`. No job was
+                submitted.
+            BatchIncomplete: Some jobs were refused, for example with `QueueFull`. `errors` and `job_ids` tell for each
+                job why, or its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if too few
+                replicas have confirmed these.
+            NotDurable: Fewer than `durable` replicas have confirmed the jobs. They were submitted, as `job_ids`.
+            ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
+        """
+        return tuple(
+            Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)
+            for job in self._call(lambda client: client.submit_many(jobs, durable=durable))
+        )
 
     def job(self, job_id: str) -> Job:
         """Return the handle of a submitted job. Another process may have submitted the job, to any queue.
@@ -253,6 +286,25 @@ class Client(BlockingClient):
     def queue_depth(self) -> QueueDepth:
         """Return the numbers of waiting and running jobs in the queue."""
         return self._call(lambda client: client.queue_depth())
+
+    def pause(self) -> None:
+        """Pause the queue: no job gets its first slot until `resume`.
+
+        Jobs that have a slot, or had one, continue, also on another worker. Jobs are still accepted. Their deadlines
+        count. `queue_depth().mode` tells the mode of the queue.
+        """
+        self._call(lambda client: client.pause())
+
+    def drain(self) -> None:
+        """Drain the queue: until `resume`, `submit` raises `QueueDraining`, and workers run the jobs that it has.
+
+        A queue is either paused or drained: draining a paused queue starts its jobs.
+        """
+        self._call(lambda client: client.drain())
+
+    def resume(self) -> None:
+        """End `pause` and `drain`. Workers claim the waiting jobs within half a second."""
+        self._call(lambda client: client.resume())
 
     def queues(self) -> tuple[QueueSummary, ...]:
         """Return all queues with this client's `key_prefix`, sorted by name, also those that no worker serves.
@@ -575,6 +627,21 @@ class Job(BlockingJob):
             JobNotFound: The id is wrong, or the result has expired.
         """
         return self._call(lambda job: job.cancel())
+
+    def set_priority(self, priority: Priority | Literal["interactive", "bulk"]) -> bool:
+        """Change the priority of a waiting job. The job then waits behind the other jobs of its new priority.
+
+        Args:
+            priority: The new priority.
+
+        Returns:
+            True if the job waits and has this priority now. False if it runs or has ended.
+
+        Raises:
+            InvalidRequest: There is no such priority.
+            JobNotFound: The id is wrong, or the result has expired.
+        """
+        return self._call(lambda job: job.set_priority(priority))
 
     def result(self, *, timeout: float | None = None) -> Result:
         """Wait for the job to finish and return its result. A timeout does not cancel the job.

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from llamaq.common.protocol.keys import Keys
+
+
+class QueueMode(StrEnum):
+    """Whether a queue accepts jobs, and whether its workers claim them."""
+
+    OPEN = "open"
+    """Jobs are accepted and claimed."""
+    PAUSED = "paused"
+    """Jobs are accepted. No job gets its first slot; jobs that had a slot continue."""
+    DRAINING = "draining"
+    """Jobs are refused. Those in the queue are claimed."""
 
 
 @dataclass(frozen=True, slots=True)

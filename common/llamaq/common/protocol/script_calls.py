@@ -12,6 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
+from redis.exceptions import RedisError
+
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, Failed, Finished
 from llamaq.common.protocol.job_request import JobRequest, Priority
@@ -35,7 +37,7 @@ DEAD_TTL_S = 7 * 24 * 3600
 
 StreamEntries = list[tuple[bytes, dict[bytes, bytes]]]
 """The id and the fields of each entry of one stream."""
-ClaimCode = Literal["gone", "done", "ended", "stale", "left"]
+ClaimCode = Literal["gone", "done", "ended", "stale", "paused", "left"]
 """Why a job was not claimed; claim.lua explains the values."""
 FlushCode = Literal["ok", "cancel", "lost"]
 """What a worker must do with a job after a flush; flush.lua explains the values."""
@@ -43,6 +45,8 @@ CancelCode = Literal["gone", "done", "cancelled", "requested", "running"]
 """The effect of a call of `cancel`; cancel.lua explains the values."""
 ExpireCode = Literal["none", "ended", "given"]
 """What a call of `expire` has done with a job; expire.lua explains the values."""
+PriorityCode = Literal["gone", "done", "running", "changed"]
+"""The effect of a call of `set_priority`; set_priority.lua explains the values."""
 CrashVerdict = Literal["ok", "suspect", "dead", "stale"]
 """What a worker must do with a reclaimed job; check_crash.lua explains the values."""
 
@@ -93,6 +97,29 @@ class SubmitConflict:
     """
 
     job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDraining:
+    """The reply to a submit into a queue that is draining."""
+
+
+SubmitReply = Submitted | SubmitRefused | SubmitConflict | SubmitDraining | OtherPartitions
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job to submit.
+
+    Attributes:
+        job_id: Id of the new job.
+        request: The request.
+        payload: The same request, encoded.
+    """
+
+    job_id: JobId
+    request: JobRequest
+    payload: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +241,18 @@ def _limit_ms(limit_s: float | None) -> int:
     return 0 if limit_s is None else max(1, int(limit_s * 1000))
 
 
+def _submit_reply(reply: list[Any]) -> SubmitReply:
+    if reply[0] == b"partitions":
+        return OtherPartitions(int(reply[1]))
+    if reply[0] == b"full":
+        return SubmitRefused(int(reply[1]), int(reply[2]))
+    if reply[0] == b"conflict":
+        return SubmitConflict(reply[1].decode())
+    if reply[0] == b"draining":
+        return SubmitDraining()
+    return Submitted(reply[1].decode(), existing=reply[0] == b"same")
+
+
 def _entry(reply: list[Any]) -> tuple[bytes, dict[bytes, bytes]]:
     entry_id, fields = reply
     return entry_id, dict(zip(fields[::2], fields[1::2], strict=True))
@@ -230,7 +269,9 @@ class Scripts:
     """All scripts on one connection pool. Every method raises `RedisError` if Redis cannot execute the script."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis = redis
         self._keys = keys
+        self._set_priority = redis.register_script(source("set_priority"))
         self._submit, self._claim, self._flush, self._finish, self._cancel, self._requeue = (
             redis.register_script(source(name)) for name in ("submit", "claim", "flush", "finish", "cancel", "requeue")
         )
@@ -251,7 +292,7 @@ class Scripts:
         result_ttl_s: float,
         event_ttl_s: float = 0.0,
         partitions: int = 0,
-    ) -> Submitted | SubmitRefused | SubmitConflict | OtherPartitions:
+    ) -> SubmitReply:
         """Put a job into its queue.
 
         Args:
@@ -264,10 +305,38 @@ class Scripts:
             partitions: Number of partitions of the queue, which the script compares with that of the workers. 0: not
                 known.
         """
+        one = Submission(job_id, request, payload)
+        return _submit_reply(await self._send_submit(one, result_ttl_s, event_ttl_s, partitions))
+
+    async def submit_many(
+        self, submissions: Sequence[Submission], *, result_ttl_s: float, event_ttl_s: float, partitions: int
+    ) -> list[SubmitReply | RedisError]:
+        """Put several jobs into their queues, in one round trip. The arguments are those of `submit`.
+
+        Returns:
+            The reply to each job, in order, or the error with which Redis refused it.
+        """
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for one in submissions:
+                await self._send_submit(one, result_ttl_s, event_ttl_s, partitions, client=pipe)
+            replies: list[Any] = await pipe.execute(raise_on_error=False)
+        return [reply if isinstance(reply, RedisError) else _submit_reply(reply) for reply in replies]
+
+    async def _send_submit(
+        self,
+        submission: Submission,
+        result_ttl_s: float,
+        event_ttl_s: float,
+        partitions: int,
+        *,
+        client: Redis | None = None,
+    ) -> Any:
+        """Call `submit.lua`. With a pipeline as `client`, the call is only added to the pipeline."""
+        job_id, request = submission.job_id, submission.request
         key = request.idempotency_key
         keys = self._keys.of_job(str(job_id))
         streams = {Priority.INTERACTIVE: keys.interactive, Priority.BULK: keys.bulk}
-        reply = await self._submit(
+        return await self._submit(
             keys=[
                 keys.job,
                 streams.pop(request.priority),
@@ -277,7 +346,7 @@ class Scripts:
             ],
             args=[
                 str(job_id),
-                payload,
+                submission.payload,
                 request.priority.value,
                 GROUP,
                 max(1, int(result_ttl_s * 1000)),
@@ -292,14 +361,8 @@ class Scripts:
                 _limit_ms(request.run_at),
                 request.retries,
             ],
+            client=client,
         )
-        if reply[0] == b"partitions":
-            return OtherPartitions(int(reply[1]))
-        if reply[0] == b"full":
-            return SubmitRefused(int(reply[1]), int(reply[2]))
-        if reply[0] == b"conflict":
-            return SubmitConflict(reply[1].decode())
-        return Submitted(reply[1].decode(), existing=reply[0] == b"same")
 
     async def check_crash(
         self, claim: Claim, worker: str, *, last_worker: str, heartbeat_ms: int, dead_after_s: float, max_crashes: int
@@ -538,6 +601,16 @@ class Scripts:
             args=[GROUP, keys.channel, int(only_waiting)],
         )
         code: CancelCode = reply.decode()
+        return code
+
+    async def set_priority(self, job_id: str, priority: Priority) -> PriorityCode:
+        """Change the priority of a job that has no slot."""
+        keys = self._keys.of_job(job_id)
+        streams = {Priority.INTERACTIVE: keys.interactive, Priority.BULK: keys.bulk}
+        reply = await self._set_priority(
+            keys=[keys.job, streams.pop(priority), *streams.values()], args=[job_id, priority.value, GROUP]
+        )
+        code: PriorityCode = reply.decode()
         return code
 
     async def due_jobs(self, queue: str, partition: int, count: int) -> DueJobs:

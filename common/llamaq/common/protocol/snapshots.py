@@ -8,6 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.wire_model import WireModel
 
 
@@ -19,6 +20,7 @@ class QueueDepth(WireModel):
     delayed: int = Field(
         0, description="Number of jobs that are not due: submitted for a later time, or retried later after a failure."
     )
+    mode: QueueMode = Field(QueueMode.OPEN, description="`open`, `paused` or `draining`.")
 
 
 class QueueSummary(WireModel):
@@ -28,6 +30,7 @@ class QueueSummary(WireModel):
     waiting: int = Field(description="Number of waiting jobs.")
     running: int = Field(description="Number of running jobs.")
     delayed: int = Field(0, description="Number of jobs that are not due.")
+    mode: QueueMode = Field(QueueMode.OPEN, description="`open`, `paused` or `draining`.")
     workers: int = Field(description="Number of live workers.")
     models: tuple[str, ...] = Field(description="Names of the models that these workers serve, each once.")
     oldest_waiting_s: float | None = Field(

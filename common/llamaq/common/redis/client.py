@@ -87,7 +87,23 @@ class RetryingRedis(Redis):
         for args, options in commands:
             pipe.pipeline_execute_command(*args, **options)
         replies: list[Any] = await pipe.execute(raise_on_error=False)
+        unknown = [place for place, reply in enumerate(replies) if self._can_load(commands[place], reply)]
+        if unknown:
+            load: Any = super().execute_command
+            for sha in dict.fromkeys(commands[place][0][1] for place in unknown):
+                await load("SCRIPT LOAD", self.known_scripts[sha])
+            again = await self.send_pipeline([commands[place] for place in unknown], transaction)
+            for place, reply in zip(unknown, again, strict=True):
+                replies[place] = reply
         return replies
+
+    def _can_load(self, command: Command, reply: Any) -> bool:
+        """Return whether the server did not know the script of a command, and this client has its text."""
+        return isinstance(reply, NoScriptError) and command[0][1] in self.known_scripts
+
+    async def send_together(self, key: str, commands: Sequence[Command]) -> list[Any]:  # noqa: ARG002  # see `Cluster`
+        """Send commands to the server that has the key, over one connection, without a retry."""
+        return await self.send_pipeline(commands, False)
 
     def client(self) -> Self:
         """Return a client that sends all commands over one connection."""
@@ -114,9 +130,6 @@ class RetryingPipeline(Pipeline):
             return []
         owner, is_transaction = self._owner, bool(self.is_transaction)
         replies = await owner.call_with_retry(lambda: owner.send_pipeline(commands, is_transaction))
-        for place, reply in enumerate(replies):
-            if isinstance(reply, NoScriptError):
-                replies[place] = await owner.execute_command(*commands[place][0])
         if raise_on_error:
             self.raise_first_error(commands, replies)
         return replies

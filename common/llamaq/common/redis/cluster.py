@@ -153,6 +153,10 @@ class Cluster(RetryingRedis):
                 replies[place] = reply
         return replies
 
+    async def send_together(self, key: str, commands: Sequence[Command]) -> list[Any]:
+        """Send commands to the master that has the key, over one connection, without a retry."""
+        return await self._send_part(await self._find(key), commands, False)
+
     async def _send_part(self, address: Address, commands: Sequence[Command], transaction: bool) -> list[Any]:
         try:
             replies = await self._node(address).commands.send_pipeline(commands, transaction)

@@ -46,6 +46,7 @@ async def _summary(connection: QueueConnection, queue: str, partitions: int) -> 
         waiting=depth.waiting,
         running=depth.running,
         delayed=depth.delayed,
+        mode=depth.mode,
         workers=len(workers),
         models=tuple(sorted({worker.card.model for worker in workers})),
         oldest_waiting_s=oldest[0].age_s if oldest and oldest[0].run_at_ms is None else None,

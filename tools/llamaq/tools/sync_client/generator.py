@@ -122,6 +122,9 @@ def _body(source: Method, class_name: str, returns: str) -> list[str]:
         return [f"return Stream(self, self._open({call}), Job)"]
     if returns == "AsyncJob":
         return [f"job = self._call({call})", "return Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)"]
+    if returns == "tuple[AsyncJob, ...]":
+        made = "Job(self, job.id, is_new=job.is_new, is_shared=job.is_shared)"
+        return [f"return tuple({made} for job in self._call({call}))"]
     return [f"self._call({call})" if returns == "None" else f"return self._call({call})"]
 
 
@@ -136,6 +139,7 @@ def _forwarded_arguments(signature: ast.arguments) -> str:
 
 def _translate_annotation(annotation: str) -> str:
     annotation = re.sub(r"^AsyncGenerator\[(.*), None\]$", r"Generator[\1, None, None]", annotation)
+    annotation = annotation.replace("tuple[AsyncJob,", "tuple[Job,")
     return SYNC_NAMES.get(annotation, annotation)
 
 

@@ -70,6 +70,11 @@ class Lease:
     """Number of this attempt, used as a fencing token: only the newest attempt may write."""
 
     @property
+    def priority(self) -> Priority:
+        """The priority of the job, which may have changed since the submit."""
+        return Priority.INTERACTIVE if self.is_interactive else Priority.BULK
+
+    @property
     def is_interactive(self) -> bool:
         """Whether the job is interactive."""
         return self.stream.endswith(f":{Priority.INTERACTIVE}")

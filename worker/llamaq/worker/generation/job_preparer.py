@@ -81,6 +81,8 @@ class JobPreparer:
             request = self._defaults.complete(codec.decode_request(payload, self._max_request_bytes))
         except InvalidRequest as exc:
             raise JobRejected(ErrorCode.INVALID_REQUEST, str(exc)) from exc
+        if request.priority is not lease.priority:  # `set_priority` was called
+            request = request.model_copy(update={"priority": lease.priority})
         if request.seed is None:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "seed: missing; submit draws a seed for requests without one")
         prompt = self._tokenize(request)

@@ -288,6 +288,12 @@ local function requeue_job(job, state, has_crashed)
   redis.call('HDEL', job, 'at_risk')
 end
 
+-- Returns whether the queue is paused. `key` is any key of the partition. The settings of the partition have the field
+-- `mode`: 'paused' or 'draining'. It is absent while the queue is open.
+local function is_paused(key)
+  return redis.pcall('HGET', string.match(key, '^(.-}:)') .. 'config', 'mode') == 'paused'
+end
+
 -- Requeues an entry: the next worker that looks for requeued entries takes it at once.
 local function requeue_entry(stream, group, entry)
   redis.call('XCLAIM', stream, group, WAITING, 0, entry, 'IDLE', REQUEUED_IDLE_MS, 'JUSTID')

@@ -31,6 +31,7 @@
 --         {'done'}   the job has ended, or this is not its entry; the entry was dropped
 --         {'ended'}  the job was cancelled, or has reached a deadline or its timeout; it has ended here
 --         {'stale'}  the job is no longer waiting in the attempt `from`
+--         {'paused'} the queue is paused, and the job had no slot so far; the entry is requeued
 --         {'left'}   the job is left to a worker with the model that has begun it
 
 local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
@@ -63,6 +64,14 @@ local timeout, slot_time = tonumber(state[14] or '0'), tonumber(state[15] or '0'
 if (due and now >= due) or (timeout > 0 and slot_time >= timeout) then
   end_without_worker(job, events, channel, stream, group, entry, 'deadline')
   return {'ended'}
+end
+
+if not state[6] and is_paused(stream) then
+  if from ~= '' then
+    return {'stale'}
+  end
+  requeue_entry(stream, group, entry)
+  return {'paused'}
 end
 
 if model ~= '' and state[16] and state[16] ~= model and state[8] ~= '0' then

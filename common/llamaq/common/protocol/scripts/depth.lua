@@ -4,7 +4,8 @@
 -- KEYS[2..] streams  job streams of the partition
 -- ARGV[1]   group    consumer group of the job streams
 --
--- Returns {waiting, running, delayed}. Jobs that are due and have no entry yet wait.
+-- Returns {waiting, running, delayed, mode}. Jobs that are due and have no entry yet wait. `mode` is 'paused',
+-- 'draining' or 'open'.
 
 local later = KEYS[1]
 local waiting, running = redis.call('ZCOUNT', later, '-inf', now_ms()), 0
@@ -15,4 +16,5 @@ for i = 2, #KEYS do
   waiting = waiting + redis.call('XLEN', stream) - n_running
   running = running + n_running
 end
-return {waiting, running, delayed}
+local mode = redis.pcall('HGET', string.match(later, '^(.*:)later$') .. 'config', 'mode')
+return {waiting, running, delayed, type(mode) == 'string' and mode or 'open'}

@@ -1,5 +1,7 @@
 -- Finds jobs of one partition that wait for a slot in other workers, so that a worker with a free slot can claim them.
 --
+-- While the queue is paused, only jobs that had a slot are found.
+--
 -- The hashes of the jobs are not in KEYS: the entries name the jobs. All keys have the hash tag of the partition.
 --
 -- KEYS[..]  streams      job streams of the partition, in the order of their priority
@@ -15,6 +17,7 @@
 
 local group, worker, count, wait_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
 local now, prefix, found = now_ms(), string.match(KEYS[1], '^(.*:)jobs:') .. 'job:', {}
+local paused = is_paused(KEYS[1])
 
 -- Returns the id of the job of an entry, and its attempt. Returns nil if the job must stay where it is.
 local function movable(stream, entry)
@@ -22,8 +25,9 @@ local function movable(stream, entry)
   if fields[1] ~= 'id' then
     return nil
   end
-  local state = redis.pcall('HMGET', prefix .. fields[2], 'status', 'worker', 'attempt', 'claimed_ms', 'crashes')
-  if state.err or state[1] ~= 'queued' or not state[2] or state[2] == worker then
+  local state = redis.pcall('HMGET', prefix .. fields[2], 'status', 'worker', 'attempt', 'claimed_ms', 'crashes',
+    'started_ms')
+  if state.err or state[1] ~= 'queued' or not state[2] or state[2] == worker or (paused and not state[6]) then
     return nil
   end
   local attempt, claimed, crashes = tonumber(state[3]), tonumber(state[4] or ''), tonumber(state[5] or '0')

@@ -1,4 +1,5 @@
--- Reads new entries of job streams and gives each a lease, so that no entry is left without one if the worker dies.
+-- Reads new entries of job streams and gives each a lease, so that no entry is left without one if the worker dies. The
+-- streams of a paused queue are not read.
 --
 -- KEYS[..]  streams   job streams
 -- ARGV[1]   group     consumer group of the job streams
@@ -8,12 +9,18 @@
 -- Returns an array with {stream, entries} for each stream that has new entries. `entries` is an array with
 -- {id, {name, value, ...}} for each entry.
 
-local command = {'XREADGROUP', 'GROUP', ARGV[1], WAITING, 'COUNT', ARGV[2], 'STREAMS'}
+local command, ids = {'XREADGROUP', 'GROUP', ARGV[1], WAITING, 'COUNT', ARGV[2], 'STREAMS'}, {}
 for _, stream in ipairs(KEYS) do
-  command[#command + 1] = stream
+  if not is_paused(stream) then
+    command[#command + 1] = stream
+    ids[#ids + 1] = '>'
+  end
 end
-for _ = 1, #KEYS do
-  command[#command + 1] = '>'
+if #ids == 0 then
+  return {}
+end
+for _, id in ipairs(ids) do
+  command[#command + 1] = id
 end
 local found = redis.call(unpack(command))
 if not found then

@@ -26,6 +26,7 @@
 --         {'same', earlier id}          a job with the same idempotency key exists; nothing was submitted
 --         {'conflict', earlier id}      such a job exists and has another request; nothing was submitted
 --         {'full', waiting, max_queue}  `waiting` jobs wait; nothing was submitted
+--         {'draining'}                  the queue is draining; nothing was submitted
 --         {'partitions', number}        the workers have another number of partitions; nothing was submitted
 
 local job, stream, other, config, idempotency = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
@@ -34,7 +35,7 @@ local id, group, digest = ARGV[1], ARGV[4], ARGV[6]
 if redis.call('EXISTS', job) == 1 then
   return {'ok', id}
 end
-local settings = redis.call('HMGET', config, 'max_queue', 'partitions')
+local settings = redis.call('HMGET', config, 'max_queue', 'partitions', 'mode')
 if ARGV[12] ~= '0' and settings[2] and settings[2] ~= ARGV[12] then
   return {'partitions', settings[2]}
 end
@@ -45,6 +46,10 @@ if digest ~= '' then
   if type(known) == 'string' then
     return {known == digest and 'same' or 'conflict', earlier}
   end
+end
+
+if settings[3] == 'draining' then
+  return {'draining'}
 end
 
 local max_queue = tonumber(settings[1] or '0')

@@ -1,0 +1,114 @@
+"""Submits many jobs at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from llamaq.common.errors import BatchIncomplete, InvalidRequest, LlamaqError, NotDurable
+from llamaq.common.protocol.script_calls import Submission, SubmitRefused, SubmitReply
+from llamaq.producer.call_timeout import CallTimeout
+from llamaq.producer.durability import check_durable, confirm
+from llamaq.producer.job import AsyncJob
+from llamaq.producer.queue_connection import QueueConnection
+from llamaq.producer.submission import build_request, encode, estimate_queue_wait_s, job_of, new_job_id
+
+MAX_JOBS_AT_ONCE = 1000
+"""Largest number of jobs in one round trip."""
+MAX_BYTES_AT_ONCE = 16 * 1024 * 1024
+"""Largest size of the encoded requests in one round trip, unless one request is larger."""
+YIELD_EVERY = 50
+"""After this many jobs were validated, other tasks of the event loop run."""
+
+
+async def submit_many(
+    connection: QueueConnection, jobs: Sequence[Mapping[str, Any]], durable: int
+) -> tuple[AsyncJob, ...]:
+    """Put many jobs into the queue and return their handles. See `AsyncClient.submit_many`."""
+    check_durable(durable)
+    submissions = await _validate(connection, jobs)
+    if not submissions:
+        return ()
+    limit = CallTimeout(connection.settings.timeout_s)
+    first, others = str(submissions[0].job_id), f"and {len(submissions) - 1} other jobs"
+    problem = f"{others} could not be submitted: Redis has not answered"
+    outcomes = await limit.bound(_send(connection, submissions), first, problem)
+    handles, errors = await _read_outcomes(connection, submissions, outcomes)
+    ids = [job.id for job in handles if job is not None]
+    unconfirmed: NotDurable | None = None
+    try:
+        problem = f"{others} were submitted, but Redis has not said which replicas have them"
+        await limit.bound(confirm(connection, ids, durable), first, problem)
+    except NotDurable as exc:
+        unconfirmed = exc
+    if any(errors):
+        raise BatchIncomplete(tuple(None if job is None else job.id for job in handles), tuple(errors)) from unconfirmed
+    if unconfirmed is not None:
+        raise unconfirmed
+    return tuple(job for job in handles if job is not None)
+
+
+async def _validate(connection: QueueConnection, jobs: Sequence[Mapping[str, Any]]) -> list[Submission]:
+    """Validate and encode all jobs.
+
+    Raises:
+        InvalidRequest: A job is not valid. The message begins with its index: `jobs[3]`.
+    """
+    submissions = []
+    for place, job in enumerate(jobs):
+        try:
+            request = await build_request({}, **job)
+            payload = await encode(connection, request)
+        except InvalidRequest as exc:
+            raise InvalidRequest(f"jobs[{place}]: {exc}") from exc
+        submissions.append(Submission(new_job_id(connection, request), request, payload))
+        if place % YIELD_EVERY == YIELD_EVERY - 1:
+            await asyncio.sleep(0)
+    return submissions
+
+
+async def _send(connection: QueueConnection, submissions: Sequence[Submission]) -> list[SubmitReply | RedisError]:
+    settings = connection.settings
+    outcomes: list[SubmitReply | RedisError] = []
+    for some in _parts(submissions):
+        outcomes += await connection.scripts.submit_many(
+            some,
+            result_ttl_s=settings.result_ttl_s,
+            event_ttl_s=settings.event_ttl_s,
+            partitions=settings.partitions,
+        )
+    return outcomes
+
+
+def _parts(submissions: Sequence[Submission]) -> Iterator[list[Submission]]:
+    """Yield the jobs of each round trip."""
+    part: list[Submission] = []
+    n_bytes = 0
+    for one in submissions:
+        n_bytes += len(one.payload)
+        if part and (len(part) == MAX_JOBS_AT_ONCE or n_bytes > MAX_BYTES_AT_ONCE):
+            yield part
+            part, n_bytes = [], len(one.payload)
+        part.append(one)
+    yield part
+
+
+async def _read_outcomes(
+    connection: QueueConnection, submissions: Sequence[Submission], outcomes: Sequence[SubmitReply | RedisError]
+) -> tuple[list[AsyncJob | None], list[Exception | None]]:
+    """Return for each job its handle or None, and the error with which it was refused or None."""
+    depths = [outcome.depth for outcome in outcomes if isinstance(outcome, SubmitRefused)]
+    wait_s = await estimate_queue_wait_s(connection, max(depths)) if depths else None
+    handles: list[AsyncJob | None] = []
+    errors: list[Exception | None] = []
+    for submission, outcome in zip(submissions, outcomes, strict=True):
+        try:
+            handles.append(job_of(connection, submission, outcome, wait_s))
+            errors.append(None)
+        except (LlamaqError, RedisError) as exc:
+            handles.append(None)
+            errors.append(exc)
+    return handles, errors

@@ -1,0 +1,42 @@
+"""Waits until replicas of Redis have submitted jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from llamaq.common.errors import InvalidRequest, NotDurable
+from llamaq.common.protocol.keys import JobId
+from llamaq.common.redis.replicas import wait_for_replicas
+from llamaq.producer.queue_connection import QueueConnection
+
+REPLICA_WAIT_S = 2.0
+"""How long a submit with `durable` waits for replicas. A connection to Redis waits at most 5 s for a reply."""
+
+
+def check_durable(durable: int) -> None:
+    """Check the number of replicas before anything is submitted.
+
+    Raises:
+        InvalidRequest: The number is negative.
+    """
+    if durable < 0:
+        raise InvalidRequest(f"durable: {durable} is not a number of replicas: use 0 or more")
+
+
+async def confirm(connection: QueueConnection, job_ids: Sequence[str], durable: int) -> None:
+    """Wait until `durable` replicas have the submitted jobs. 0: return at once.
+
+    Raises:
+        NotDurable: Fewer replicas have confirmed it within `REPLICA_WAIT_S`.
+    """
+    if not durable or not job_ids:
+        return
+    partitions = {(parsed.queue, parsed.partition) for parsed in map(JobId.parse, job_ids)}
+    configs = [connection.keys.config(queue, partition) for queue, partition in partitions]
+    timeout_ms = int(REPLICA_WAIT_S * 1000)
+    confirmed = min(
+        await asyncio.gather(*(wait_for_replicas(connection.redis, config, durable, timeout_ms) for config in configs))
+    )
+    if confirmed < durable:
+        raise NotDurable(tuple(job_ids), confirmed, durable)

@@ -1,0 +1,95 @@
+"""Submits that wait until replicas of Redis have the job."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.redis_servers import HOST, IN_MEMORY, ClusterServers, Server, free_ports, wait_until
+from typer.testing import CliRunner
+
+from llamaq.cli.error_report import exit_code_of
+from llamaq.cli.main import build_app
+from llamaq.producer import AsyncClient, InvalidRequest, NotDurable
+from llamaq.producer import durability as durability_module
+
+pytestmark = pytest.mark.starts_processes
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, Server]]:
+    """A master and its replica."""
+    master, replica = (Server(tmp_path, port, IN_MEMORY) for port in free_ports(2))
+    try:
+        master.start()
+        replica.start("--replicaof", HOST, str(master.port))
+        with replica.client() as client:
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica is in sync")
+        yield master, replica
+    finally:
+        replica.kill()
+        master.kill()
+
+
+def url_of(server: Server) -> str:
+    return f"redis://{HOST}:{server.port}/0"
+
+
+async def test_a_durable_submit_returns_when_the_replica_has_the_job(
+    servers: tuple[Server, Server], queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 4.0)
+    master, replica = servers
+    async with AsyncClient(url_of(master), queue, partitions=3) as client:
+        job = await client.submit("x", durable=1)
+        jobs = await client.submit_many([{"prompt": "x"} for _ in range(20)], durable=1)
+        with replica.client() as of_replica:
+            for one in (job, *jobs):
+                assert of_replica.hget(client.keys.of_job(one.id).job, "status") == b"queued"
+        with pytest.raises(InvalidRequest, match="durable: -1"):
+            await client.submit("x", durable=-1)
+
+
+async def test_without_enough_replicas_the_error_names_the_job_which_is_submitted(
+    servers: tuple[Server, Server], queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 0.2)
+    master, replica = servers
+    replica.signal(signal.SIGSTOP)
+    try:
+        async with AsyncClient(url_of(master), queue) as client:
+            with pytest.raises(NotDurable, match="was submitted, but 0 of 1 replicas") as caught:
+                await client.submit("x", durable=1)
+            error = caught.value
+            assert (error.confirmed, error.durable, error.job_ids) == (0, 1, (error.job_id,))
+            assert [job.job_id for job in await client.jobs()] == [error.job_id]
+            assert error.job_id in str(error)
+            with pytest.raises(NotDurable, match="and 2 more were submitted") as batch:
+                await client.submit_many([{"prompt": "x"} for _ in range(3)], durable=1)
+            assert len(batch.value.job_ids) == 3
+            assert (await client.queue_depth()).waiting == 4
+            # An idempotent submit writes nothing, and its job is not confirmed either.
+            await client.submit("y", idempotency_key="key")
+            with pytest.raises(NotDurable):
+                await client.submit("y", idempotency_key="key", durable=1)
+    finally:
+        replica.signal(signal.SIGCONT)
+
+
+def test_the_command_line_waits_for_replicas(
+    servers: tuple[Server, Server], queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 0.2)
+    options = ["submit", "x", "--redis-url", url_of(servers[0]), "--queue", queue, "--durable"]
+    accepted, unconfirmed = (CliRunner().invoke(build_app("submit"), [*options, number]) for number in ("1", "2"))
+    assert (accepted.exit_code, accepted.stdout.partition(".")[0]) == (0, queue)
+    assert isinstance(unconfirmed.exception, NotDurable)
+    assert exit_code_of(unconfirmed.exception) == 3
+
+
+async def test_each_master_of_a_cluster_waits_for_its_replica(tmp_path: Path, queue: str) -> None:
+    with ClusterServers(tmp_path, n_replicas=1) as cluster:
+        async with AsyncClient(cluster.url, queue, partitions=6) as client:
+            assert len(await client.submit_many([{"prompt": "x"} for _ in range(60)], durable=1)) == 60
