@@ -48,6 +48,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "seed": "11", "logit_bias": '{"4": -1.5}', "json_schema": f"@{schema}", "grammar_root": "start",
         "timeout_s": "30", "queue_timeout_s": "60", "deadline_s": "90", "priority": "bulk", "idempotency_key": "k",
         "metadata": '{"user": "u"}', "cache_salt": "tenant", "cache_public": "5", "slot": "1",
+        "run_at": "2020-12-24T18:00+01:00", "retries": "3",
     }  # fmt: skip
     flags = ["--no-cache-prompt", "--no-stream", "--cancel-on-disconnect", "--stop", "one", "--stop", "two"]
     options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
@@ -66,7 +67,8 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     changed = {
         name for name in JobParams.model_fields if getattr(request, name) != JobParams.model_fields[name].default
     }
-    assert JobParams.model_fields.keys() - changed == {"grammar", "ignore_eos"}  # not allowed with a JSON schema
+    not_allowed = {"grammar", "ignore_eos", "delay_s"}  # with json_schema and run_at
+    assert JobParams.model_fields.keys() - changed == not_allowed
 
 
 def test_a_job_is_submitted_followed_and_shown(served: str) -> None:

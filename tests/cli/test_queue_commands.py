@@ -104,6 +104,16 @@ def test_jobs_prints_whole_ids_and_filters(redis_url: str, selected: str) -> Non
     assert llamaq("jobs", "--state", "running", "--json") == llamaq("jobs", "--older-than-s", "60", "--json") == ""
 
 
+def test_jobs_and_depth_show_jobs_that_are_not_due(redis_url: str, selected: str) -> None:
+    with Client(redis_url, key_prefix=selected) as client:
+        job_id = client.submit("x", delay_s=1000, retries=3).id
+    assert llamaq("depth") == "0 waiting, 0 running, 1 delayed\n"
+    assert llamaq("jobs").splitlines()[1].split()[:2] == [job_id, "delayed"]
+    status = json.loads(llamaq("status", job_id, "--json"))
+    assert (status["state"], status["retries_left"]) == ("queued", 3)
+    assert status["run_at_ms"] > status["submitted_ms"]
+
+
 def test_purge_asks_first_and_cancels_what_matches(redis_url: str, selected: str) -> None:
     with Client(redis_url, key_prefix=selected) as client:
         jobs = [client.submit("x", metadata={"user": user}) for user in ("a", "b", "b")]

@@ -60,7 +60,7 @@ async def test_the_commands_that_watch_a_queue_print_its_jobs_workers_and_settin
         depth, interactive, bulk, consumers, workers, dead, policy, memory, persistence = (
             run(command, own_redis.url, free_port) for command in commands()
         )
-    assert json.loads("".join(depth)) == {"waiting": 2, "running": 1}
+    assert json.loads("".join(depth)) == {"waiting": 2, "running": 1, "delayed": 0, "mode": "open"}
     assert (interactive, bulk, workers, dead) == (["1"], ["2"], ["1"], ["0"])
     assert consumers[consumers.index("fake") + 1 :][:2] == ["pending", "1"]
     assert policy == ["maxmemory-policy", "noeviction"]

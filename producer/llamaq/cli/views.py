@@ -101,11 +101,11 @@ def show_queues(queues: Sequence[QueueSummary]) -> None:
 
 
 def show_jobs(jobs: Sequence[JobSummary], missing: str) -> None:
-    """Print one row for each waiting or running job, or `missing` if there is none."""
+    """Print one row for each job, or `missing` if there is none. The state of a job that is not due is `delayed`."""
     rows = [
         (
             job.job_id,
-            job.state.value,
+            job.state.value if job.run_at_ms is None else "delayed",
             job.priority.value,
             _format_age(job.age_s),
             f"{job.attempt} {job.worker}" if job.worker else NO_VALUE,
