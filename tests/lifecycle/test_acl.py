@@ -9,7 +9,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
-from llamaq.producer import Client
+from llamaq.producer import Client, NotDurable
+from llamaq.producer import durability as durability_module
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment
@@ -19,8 +20,9 @@ RULES = ["~llamaq:*", "resetchannels", "&llamaq:*", "+@all", "-@admin", "-@dange
 
 
 def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
-    environment: Environment, redis_url: str
+    environment: Environment, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(durability_module, "REPLICA_WAIT_S", 0.01)
     name, password = f"user{secrets.token_hex(4)}", secrets.token_hex(8)
     with Redis.from_url(redis_url) as admin:
         admin.execute_command("ACL", "SETUSER", name, "on", f">{password}", *RULES)
@@ -36,5 +38,9 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
                 assert client.queue_depth().waiting == 0
                 assert len(client.workers()) == 1
                 assert client.tokenizer().encode("a")
+                client.pause()
+                client.resume()
+                with pytest.raises(NotDurable):  # the server has no replica
+                    client.submit("x", max_tokens=1, durable=1)
         finally:
             admin.execute_command("ACL", "DELUSER", name)

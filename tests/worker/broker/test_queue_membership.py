@@ -238,6 +238,20 @@ async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url:
         assert worker.name not in await consumers(worker.redis, stream)
 
 
+async def test_new_partitions_have_the_mode_of_the_queue(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, partitions=2) as client:
+        redis = client.redis
+        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await client.pause()
+        await QueueMembership(redis, Keys(), queue, "two", replace(CONFIG, partitions=4)).join()
+        modes = [await redis.hget(Keys().config(queue, partition), "mode") for partition in range(4)]
+        assert modes == [b"paused"] * 4
+        await QueueMembership(redis, Keys(), queue, "three", CONFIG).join()
+        await client.resume()
+        await QueueMembership(redis, Keys(), queue, "four", replace(CONFIG, partitions=4)).join()
+        assert not any([await redis.hexists(Keys().config(queue, partition), "mode") for partition in range(4)])
+
+
 async def test_a_client_with_other_partitions_than_the_workers_gets_an_error_at_its_first_submit(
     redis_url: str, queue: str
 ) -> None:

@@ -109,6 +109,12 @@ class QueueMembership:
             streams = [self._keys.jobs(self._queue, partition, priority) for priority in Priority]
             return sum([await self._redis.xlen(stream) for stream in streams])
 
+        async def copy_mode(partition: int) -> None:
+            key = self._keys.config(self._queue, partition)
+            await (self._redis.hdel(key, "mode") if mode is None else self._redis.hset(key, "mode", mode))
+
+        mode: Any = await self._redis.hget(self._keys.config(self._queue, 0), "mode")
+        await self._in_each(range(before, now), copy_mode)
         n_left = sum(n or 0 for n in await self._in_each(range(now, before), close_partition))
         if n_left:
             log.warning(
