@@ -40,7 +40,7 @@ def test_help_shows_every_setting_in_its_group_with_default_and_variable(command
         "Slots and batches",
         "The prefix cache",
         "Leases, heartbeats and shutdown",
-        "Sampling defaults",
+        "Defaults of jobs",
     ]
     assert "--config" in shown
 

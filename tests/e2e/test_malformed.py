@@ -87,6 +87,10 @@ def pending(redis: Redis, stream: str) -> int:
     return int(redis.xpending(stream, GROUP)["pending"])
 
 
+def count_jobs(redis: Redis) -> int:
+    return sum(1 for _ in redis.scan_iter("*:job:*", count=1000))
+
+
 # ---- requests that the client refuses
 
 
@@ -97,7 +101,9 @@ def out_of_bounds() -> st.SearchStrategy[tuple[str, Any]]:
     negative = st.floats(max_value=-1e-6, allow_nan=False)
     odd = st.sampled_from([float("nan"), float("inf"), float("-inf")])
     values: dict[str, st.SearchStrategy[Any]] = {
-        "max_tokens": st.one_of(st.integers(max_value=0), st.integers(min_value=1_000_001), odd, not_a_number),
+        "max_tokens": st.one_of(
+            st.just(0), st.integers(max_value=-2), st.integers(min_value=1_000_001), odd, not_a_number
+        ),
         "temperature": st.one_of(negative, too_large, odd, not_a_number),
         "top_k": st.one_of(st.integers(max_value=-1), st.integers(min_value=2**31), not_a_number),
         "top_p": st.one_of(st.just(0), negative, st.floats(min_value=1.001), odd, not_a_number),
@@ -107,7 +113,7 @@ def out_of_bounds() -> st.SearchStrategy[tuple[str, Any]]:
         "frequency_penalty": st.one_of(st.floats(min_value=101), st.floats(max_value=-101), odd),
         "presence_penalty": st.one_of(st.floats(min_value=101), st.floats(max_value=-101), odd),
         "penalty_last_n": st.one_of(st.integers(max_value=-2), st.integers(min_value=2**31), not_a_number),
-        "seed": st.one_of(st.integers(max_value=-1), st.integers(min_value=2**63), not_a_number),
+        "seed": st.one_of(st.integers(max_value=-2), st.integers(min_value=2**63), not_a_number),
         "logit_bias": st.one_of(
             st.dictionaries(st.integers(max_value=-1), st.floats(-1, 1), min_size=1),
             st.dictionaries(st.integers(0, 9), st.just(float("nan")), min_size=1),
@@ -181,11 +187,11 @@ def test_an_invalid_parameter_is_refused_by_the_client_with_its_name(sturdy_clie
                 sturdy_client.submit("the world", **options)
             refused[name] += 1
 
-    n_keys = redis.dbsize()
+    n_jobs = count_jobs(redis)
     refuse()
     assert refused.total() >= N_BAD_PARAMETERS
     assert len(refused) == 24, "a parameter was never tested"
-    assert redis.dbsize() <= n_keys, "a job was submitted"
+    assert count_jobs(redis) <= n_jobs, "a job was submitted"
 
 
 # ---- requests that are written to Redis without the client
@@ -464,7 +470,7 @@ def test_a_dead_letter_has_the_reason(
     entry_id: Any = redis.xadd(streams(sturdy)[0], entry)
     wait_for(lambda: redis.xlen(streams(sturdy)[0]) == 0)
     letters: Any = redis.xrevrange(KEYS.dead(sturdy.queue, 0), count=10)
-    (letter,) = [fields for _, fields in letters if fields[b"entry"] == entry_id]
+    (letter,) = [fields for _, fields in letters if fields.get(b"entry") == entry_id]
     assert reason in letter[b"reason"].decode()
     assert all(repr(value)[2:-1].encode() in letter[b"held"] for value in entry.values() if isinstance(value, str))
 

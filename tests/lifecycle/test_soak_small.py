@@ -25,7 +25,9 @@ def quiet(done: int, total: int, what: str) -> None:
     [
         pytest.param(kills, {"n_kills": 6, "n_jobs": 60}, id="workers die in every phase"),
         pytest.param(recall, {"n_kills": 2, "n_jobs": 20, "n_probes": 8}, id="answers are those of an undisturbed run"),
-        pytest.param(takeover, {"n_kills": 1, "lease_s": 1.0}, id="the jobs of a dead worker continue soon"),
+        pytest.param(
+            takeover, {"n_kills": 1, "lease_s": 1.0, "target_s": 15}, id="the jobs of a dead worker continue soon"
+        ),
         pytest.param(stopped, {"n_stops": 1}, id="a worker that comes back is refused"),
         pytest.param(restarts, {"n_restarts": 2}, id="redis is killed"),
         pytest.param(cuts, {"n_cuts": 8}, id="connections are cut"),

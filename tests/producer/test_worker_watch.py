@@ -26,6 +26,7 @@ async def until(condition: Any) -> None:
 async def test_a_call_that_waits_for_a_queue_without_worker_reports_it_once_and_goes_on(
     redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, logger=worker_watch.__name__)  # the command line hides these warnings
     async with AsyncClient(redis_url, queue) as client:
         waiting = [asyncio.create_task(client.generate("hello")) for _ in range(3)]
         await until(lambda: n_reports(caplog))
@@ -41,6 +42,7 @@ async def test_a_call_looks_again_while_it_waits(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_watch, "LOOK_AGAIN_S", 0.02)
+    caplog.set_level(logging.WARNING, logger=worker_watch.__name__)
     async with AsyncClient(redis_url, queue) as client:
         async with FakeWorker(redis_url, queue) as worker:
             await worker.announce()

@@ -239,21 +239,6 @@ def test_copies_share_cells(make_engine: MakeEngine) -> None:
     assert count_free_cells(engine) == 256
 
 
-def test_overwritten_cells_outside_the_window_are_detected(make_engine: MakeEngine) -> None:
-    engine, tokens = make_engine("sliding", n_ctx=512), prompt(200)
-    compute(engine, 0, prompt(100, seed=2))
-    compute(engine, 1, tokens)
-    engine.sequences.remove(0)
-    compute(engine, 0, prompt(180, seed=3))  # overwrites cells of sequence 1 that are outside its window
-    assert lengths(engine, 1) == [200]
-    assert engine.sequences.copy(1, 2, 60) == 0
-    with pytest.raises(EngineError, match="does not hold all"):
-        engine.sequences.save(1, 0, 64)
-    assert lengths(engine, 1, 2, 3) == [200, 0, 0]
-    assert engine.sequences.copy(1, 2, 200) == 200
-    assert_as_recomputed(make_engine, "sliding", [*tokens, *TAIL], compute(engine, 2, [*tokens, *TAIL]))
-
-
 # ---- saving and loading
 
 

@@ -138,8 +138,15 @@ async def test_bulk_jobs_beyond_the_capacity_are_withdrawn() -> None:
     loop = Loop(capacity=N_SLOTS + 1)
     jobs = [make_job(max_tokens=500, priority=Priority.BULK) for _ in range(N_SLOTS + 3)]
     with loop.running():
-        await asyncio.wrap_future(loop.ticks.call(lambda: admit_all(loop, jobs)))
-        loop.clock.now_s += SHED_AFTER_S
+
+        def pass_time() -> None:
+            loop.clock.now_s += SHED_AFTER_S
+
+        def admit_jobs_and_pass_time() -> None:
+            admit_all(loop, jobs)
+            loop.ticks.call(pass_time)  # runs after the jobs are admitted, and before a job has ended
+
+        await asyncio.wrap_future(loop.ticks.call(admit_jobs_and_pass_time))
         while sum(isinstance(effect, JobWithdrawn) for effect in loop.effects) < 2:  # noqa: ASYNC110 - the engine thread has no event for a tick
             await asyncio.sleep(POLL_S)
     withdrawn = [effect for effect in loop.effects if isinstance(effect, JobWithdrawn)]

@@ -257,7 +257,7 @@ class JobRequest(JobParams):
 
 
 class JobDefaults(SamplingDefaults):
-    """Defaults of a worker for the jobs that do not set these parameters themselves."""
+    """Defaults of jobs. A job may override each of them."""
 
     seed: int | None = Field(
         None, ge=0, le=MAX_SEED, description="Default seed of jobs. If not set: each job has a random seed."
