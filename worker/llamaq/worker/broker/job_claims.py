@@ -99,7 +99,10 @@ class JobClaims:
 
     async def read(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[Claim]:
         """Read up to `count` new entries, interactive jobs first, without a wait."""
-        return await self._accept_all(await self._streams.read(count, priorities))
+        while found := await self._streams.read(count, priorities):
+            if claims := await self._accept_all(found):
+                return claims  # otherwise all of them became dead letters, and more entries may follow
+        return []
 
     async def wait(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` seconds for a new entry. May return earlier without one."""
