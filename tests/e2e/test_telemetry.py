@@ -88,6 +88,48 @@ def test_a_hook_receives_the_stats_of_each_finished_job(client: Client, demo: Se
 
 
 @pytest.mark.parametrize(
+    ("prompt", "options", "code"),
+    [
+        (STORY, {"logit_bias": {10**6: 1.0}}, "invalid_token"),
+        (STORY, {"grammar": "root ::= missing"}, "invalid_grammar"),
+        (STORY * 1000, {}, "prompt_too_long"),
+    ],
+)
+def test_a_hook_receives_the_metadata_of_a_job_that_cannot_be_prepared(
+    client: Client, demo: ServedQueue, wait_for: Await, prompt: str, options: JobOptions, code: str
+) -> None:
+    options["metadata"] = {"user": "u1"}
+    job = client.submit(prompt, **options)
+    with pytest.raises(JobFailed):
+        job.result()
+    (received,) = wait_for(lambda: [one for one in demo.measurements() if one.get("job_id") == job.id])
+    assert (received["error_code"], received["metadata"]) == (code, {"user": "u1"})
+    assert received["queue_ms"] > 0
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+def test_a_hook_is_told_of_a_job_that_ended_while_it_waited_in_the_worker(
+    slow: ServedQueue, slow_client: Client, wait_for: Await, how: str
+) -> None:
+    n_slots = slow.settings.n_parallel
+    blockers = [slow_client.submit("the world", max_tokens=5000) for _ in range(n_slots)]
+    wait_for(lambda: slow_client.queue_depth().running == n_slots)
+    limit_s = 0.7 if how == "deadline" else None
+    late = slow_client.submit("the world", max_tokens=2, queue_timeout_s=limit_s, metadata={"user": "u1"})
+    wait_for(lambda: late.status().attempt)
+    if how == "cancelled":
+        late.cancel()
+    assert late.result().finish_reason == how
+    (received,) = wait_for(lambda: [one for one in slow.measurements() if one.get("job_id") == late.id])
+    assert (received["finish_reason"], received["error_code"]) == (how, None)
+    assert received["metadata"] == {"user": "u1"}
+    assert received["queue_ms"] > 0
+    for blocker in blockers:
+        blocker.cancel()
+    wait_for(lambda: (depth := slow_client.queue_depth()).waiting + depth.running == 0)
+
+
+@pytest.mark.parametrize(
     ("options", "code"),
     [({"logit_bias": {10**6: 1.0}}, "invalid_token"), ({"grammar": 'root ::= "' + chr(0x10FFFE) + '"'}, None)],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
+from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_calls import Attempt, Claim, Scripts
 from llamaq.common.redis.redis_errors import is_full
@@ -26,6 +28,7 @@ from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -63,17 +66,30 @@ class Worker:
     engine: RecordingEngine
     streams: bool
 
+    async def claim(
+        self, metadata: dict[str, Any] | None = None, queue_timeout_s: float | None = None
+    ) -> tuple[AsyncJob, Lease, JobRequest]:
+        """Submit a job, and register it at the outbox as claimed."""
+        job = await self.client.submit(
+            "hello", stream=self.streams, metadata=metadata or {}, queue_timeout_s=queue_timeout_s
+        )
+        claim = await self.claimer.claim()
+        assert claim is not None
+        attempt = await self.claimer.scripts.claim_job(claim, self.claimer.name, LEASE_MS)
+        assert isinstance(attempt, Attempt)
+        lease = Lease(job.id, 0, claim.stream, claim.entry_id, attempt.number)
+        self.outbox.register(lease, attempt, JobTimes(submitted_s=time.monotonic()))
+        return job, lease, codec.decode_request(attempt.request, codec.MAX_EVENT_BYTES)
+
     async def begin(self) -> tuple[AsyncJob, Job]:
         """Submit a job, and start it on the fake worker."""
-        job = await self.client.submit("hello", stream=self.streams)
-        attempt = await self.claimer.start_next()
-        lease = Lease(job.id, 0, attempt.claim.stream, attempt.claim.entry_id, attempt.number)
+        job, lease, request = await self.claim()
         unused = cast(Any, None)
-        running = Job(lease, attempt.request, [1], sampler=unused, detokenizer=unused)
-        self.outbox.register(lease, 0)
+        running = Job(lease, request, [1], sampler=unused, detokenizer=unused)
         assert self.outbox.set_prepared(running, [])
         self.outputs.put([SlotAcquired(running)])
         await asyncio.sleep(0)
+        await self.outbox.flush()
         return job, running
 
     async def put(self, job: Job, *tokens: int) -> None:
@@ -376,3 +392,53 @@ async def test_a_flush_that_a_full_redis_refuses_stores_nothing_and_still_report
             assert [type(event) for event in await at.events(job)] == [Started]
         await at.outbox.flush()
         assert await at.stored(job) == [0]
+
+
+# the report of ended jobs
+
+
+@pytest.mark.parametrize("how", ["cancel", "queue_timeout_s", "close"])
+async def test_the_end_of_a_job_that_waits_in_the_worker_is_reported_once(redis_url: str, queue: str, how: str) -> None:
+    async with working(redis_url, queue) as at:
+        limit_s = 0.05 if how == "queue_timeout_s" else None
+        job, lease, request = await at.claim(metadata={"user": "u1"}, queue_timeout_s=limit_s)
+        unused = cast(Any, None)
+        assert at.outbox.set_prepared(Job(lease, request, [1], sampler=unused, detokenizer=unused), [])
+        await at.outbox.flush()
+        assert at.engine.finished == []
+        if limit_s is None:
+            await job.cancel()
+        else:
+            await asyncio.sleep(limit_s)
+            assert await at.claimer.scripts.expire(job.id) == "ended"
+        for _ in range(2):
+            await (at.outbox.close() if how == "close" else at.outbox.flush())
+        (ended,) = at.engine.finished
+        reason = FinishReason.DEADLINE if limit_s else FinishReason.CANCELLED
+        assert (ended.job_id, ended.finish_reason, ended.error_code) == (job.id, reason, None)
+        assert ended.metadata == {"user": "u1"}
+        assert (ended.stats.worker, ended.stats.seed) == (at.claimer.name, request.seed)
+        assert at.engine.released == [(job.id, lease.attempt)]
+
+
+async def test_the_report_of_a_job_that_could_not_be_prepared_has_its_metadata(redis_url: str, queue: str) -> None:
+    async with working(redis_url, queue) as at:
+        _, lease, request = await at.claim(metadata={"user": "u1"})
+        at.outbox.reject(lease, JobRejected(ErrorCode.INVALID_GRAMMAR, "a wrong grammar"))
+        await at.outbox.flush()
+        (ended,) = at.engine.finished
+        assert (ended.finish_reason, ended.error_code) == (None, "invalid_grammar")
+        assert ended.metadata == {"user": "u1"}
+        assert ended.stats.queue_ms > 0
+        assert ended.stats.seed == request.seed
+
+
+async def test_a_job_that_another_worker_has_taken_is_not_reported(redis_url: str, queue: str) -> None:
+    async with working(redis_url, queue) as at:
+        job, lease, _ = await at.claim()
+        claim = Claim(job.id, lease.stream, lease.entry_id)
+        assert isinstance(await at.claimer.scripts.claim_job(claim, "other", LEASE_MS), Attempt)
+        await job.cancel()
+        await at.outbox.flush()
+        assert at.outbox.n_jobs == 0
+        assert at.engine.finished == []

@@ -7,17 +7,21 @@ comment of each Lua file lists its keys, arguments and return values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
+from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, Failed, Finished
+from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
+from llamaq.common.redis.redis_errors import is_job_key_error
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -203,6 +207,19 @@ class FlushReply:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredEnd:
+    """How a job has ended. Exactly one of the fields is set.
+
+    Attributes:
+        finish_reason: Why the job ended without an error.
+        error_code: The code of a failed job.
+    """
+
+    finish_reason: FinishReason | None
+    error_code: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class TerminalWrite:
     """The last write to a job.
 
@@ -219,6 +236,12 @@ class TerminalWrite:
     @property
     def status(self) -> str:
         return "finished" if isinstance(self.event, Finished) else "failed"
+
+    @property
+    def end(self) -> StoredEnd:
+        if isinstance(self.event, Finished):
+            return StoredEnd(self.event.finish_reason, None)
+        return StoredEnd(None, self.event.code if isinstance(self.event, Failed) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,6 +615,34 @@ class Scripts:
             ],
         )
         return bool(reply == b"ok")
+
+    async def read_end(self, job_id: str, attempt: int, worker: str) -> StoredEnd | None:
+        """Return how a job has ended that a worker had claimed, and that perhaps a client has ended.
+
+        Args:
+            job_id: Id of the job.
+            attempt: Number of the worker's attempt.
+            worker: Id of the worker.
+
+        Returns:
+            None when the job has not ended in this attempt, or is no longer stored.
+        """
+        fields: Any = ["status", "attempt", "worker", "finish_reason", "error"]
+        try:
+            stored: Any = await self._redis.hmget(self._keys.of_job(job_id).job, fields)
+        except ResponseError as exc:
+            if not is_job_key_error(exc):
+                raise
+            return None  # another client has overwritten the job
+        status, number, holder, reason, error = stored
+        if number != str(attempt).encode() or holder != worker.encode():
+            return None
+        if status == b"finished" and reason:
+            return StoredEnd(FinishReason(reason.decode()), None)
+        with suppress(ProtocolError):  # another client has overwritten the error
+            event = codec.decode_event(error) if status == b"failed" and error else None
+            return StoredEnd(None, event.code) if isinstance(event, Failed) else None
+        return None
 
     async def cancel(self, job_id: str, *, only_waiting: bool = False) -> CancelCode:
         """Cancel a waiting job, and a running job unless `only_waiting` is true."""

@@ -277,7 +277,7 @@ class Intake:
         claim, attempt = claimed.claim, claimed.attempt
         partition = JobId.parse(claim.job_id).partition
         lease = Lease(claim.job_id, partition, claim.stream, claim.entry_id, attempt.number)
-        self._outbox.register(lease, attempt.generated, attempt.retries_left)
+        self._outbox.register(lease, attempt, claimed.times)
         return lease
 
     async def _prepare(self, claimed: ClaimedJob, lease: Lease) -> None:

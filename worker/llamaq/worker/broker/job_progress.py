@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from pydantic import JsonValue
-
-from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.script_calls import Increment, TerminalWrite
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.script_calls import Increment, StoredEnd, TerminalWrite
 from llamaq.worker.core.job import JobEnded, Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob
+from llamaq.worker.scheduling.job_stats import mode_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class JobProgress:
     """Whether the outbox has asked the engine thread to cancel the job."""
     has_started: bool = False
     """Whether the job has a slot, or had one in this attempt."""
-    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
-    """The metadata of the request; empty until the request is read."""
+    request: JobRequest | bytes = b""
+    """The request: encoded until the job is prepared."""
     must_requeue: bool = False
     """Whether the job is requeued for other workers as soon as all its tokens are stored."""
     retries_left: int | None = None
@@ -141,16 +142,24 @@ class JobProgress:
             dead_reason = f"{event.code} after the last retry: {event.message}"
         self.terminal_write = TerminalWrite(event, {"error": codec.encode_event(event), **output}, dead_reason)
 
-    def describe_end(self, worker: str) -> EndedJob:
+    def describe_end(self, worker: str, end: StoredEnd) -> EndedJob:
         """Return the report of this job's end for the telemetry."""
-        event = self.terminal_write.event if self.terminal_write is not None else None
-        return EndedJob(
-            self.lease.job_id,
-            self.stats or JobStats(worker=worker),
-            event.finish_reason if isinstance(event, Finished) else None,
-            event.code if isinstance(event, Failed) else None,
-            self.metadata,
+        request = self._read_request()
+        stats = self.stats or JobStats(
+            generated_tokens=self.n_stored, queue_ms=round(self.times.waited_ms(time.monotonic()), 3), worker=worker
         )
+        if self.stats is None and request is not None:
+            stats = stats.model_copy(update={"mode": mode_of(request), "seed": request.seed})
+        metadata = {} if request is None else request.metadata
+        return EndedJob(self.lease.job_id, stats, end.finish_reason, end.error_code, metadata)
+
+    def _read_request(self) -> JobRequest | None:
+        """Return the request. None: it cannot be decoded."""
+        if isinstance(self.request, JobRequest):
+            return self.request
+        with suppress(InvalidRequest):
+            return codec.decode_request(self.request, len(self.request))
+        return None
 
     def end(self, ended: JobEnded) -> None:
         """Record the end of the job, which the next flush writes, unless it will be retried after this failure."""

@@ -21,11 +21,12 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_events import Failed
-from llamaq.common.protocol.script_calls import Claim, FlushReply, Increment, Scripts, TerminalWrite
+from llamaq.common.protocol.script_calls import Attempt, Claim, FlushReply, Increment, Scripts, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full, is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
 
@@ -156,19 +157,19 @@ class Outbox:
 
     # ---- registering jobs: called by the intake
 
-    def register(self, lease: Lease, n_stored: int, retries_left: int | None = None) -> None:
+    def register(self, lease: Lease, attempt: Attempt, times: JobTimes) -> None:
         """Register a claimed job, before it is prepared.
 
         From now on flushes renew its lease and check whether it was cancelled, also during a long preparation.
 
         Args:
             lease: The lease of the attempt.
-            n_stored: Number of tokens of earlier attempts that Redis has stored.
-            retries_left: Number of times that the job may be retried after a failure. None: it was submitted without.
+            attempt: The attempt.
+            times: When the job was submitted, when it must end, and how long it has had a slot.
         """
-        self._jobs[lease.job_id] = JobProgress(
-            lease, None, cancel_on_disconnect=False, n_stored=n_stored, retries_left=retries_left
-        )
+        progress = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=attempt.generated, times=times)
+        progress.request, progress.retries_left = attempt.request, attempt.retries_left
+        self._jobs[lease.job_id] = progress
         if lease.partition not in self._partitions:
             self._partitions[lease.partition] = _Partition(Backoff(FIRST_BACKOFF_S, self._longest_backoff_s))
             self._partition_added.set()
@@ -189,7 +190,7 @@ class Outbox:
         request = job.request
         checkpoints = None if request.stream else self._checkpoints
         progress = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, len(job.resumed), job.times)
-        progress.metadata = request.metadata
+        progress.request = request
         progress.retries_left = self._jobs[job.id].retries_left
         for token, text in zip(job.resumed, texts, strict=True):
             progress.add(token, text)
@@ -327,13 +328,14 @@ class Outbox:
         replies = await self._scripts.flush(self._worker_id, increments, self._lease_ms, renew=renew)
         for job, increment, reply in zip(jobs, increments, replies, strict=True):
             self._handle_reply(job, increment, reply, now_s)
+        lost = [job for job, reply in zip(jobs, replies, strict=True) if reply.code == "lost"]
+        await _run_all(map(self._drop_lost, lost))
         if refusal := next((reply.refusal for reply in replies if reply.refusal), ""):
             raise ResponseError(refusal)
 
     def _handle_reply(self, job: JobProgress, sent: Increment, reply: FlushReply, now_s: float) -> None:
-        """Act on the reply of Redis for one job: drop a lost job, cancel a job, or record its stored tokens."""
+        """Act on the reply of Redis for a job that is not lost: cancel the job, or record its stored tokens."""
         if reply.code == "lost":
-            self._drop_lost(job)
             return
         if reply.listeners:
             job.subscriber_seen_s = now_s
@@ -364,12 +366,12 @@ class Outbox:
             log.error("job.unwritable id=%s error=%s", job.lease.job_id, exc)
             has_ended = False
         if not has_ended:
-            self._drop_lost(job)
+            await self._drop_lost(job)
             return
         log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
         self._unregister(job)
         self.room_freed.set()
-        await self._on_finished(job.describe_end(self._worker_id))
+        await self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
 
     async def close(self, *, crashed: bool = False) -> None:
         """Write all tokens and ends, then requeue the jobs that have not ended.
@@ -398,7 +400,10 @@ class Outbox:
             return
         claim = Claim(lease.job_id, lease.stream, lease.entry_id)
         accepted = await self._scripts.requeue(claim, lease.attempt, self._worker_id, crashed=self._has_crashed)
-        log.info("job.requeued id=%s accepted=%s", lease.job_id, accepted)
+        if not accepted:
+            await self._drop_lost(job)
+            return
+        log.info("job.requeued id=%s", lease.job_id)
         self._unregister(job)
 
     async def _retry(self, job: JobProgress, error: Failed) -> None:
@@ -411,16 +416,28 @@ class Outbox:
             max_delay_s=self._retry_delay.longest_s,
             share=random.uniform(0.5, 1.0),
         )
-        log.info("job.retried_later id=%s code=%s delay_ms=%s", job.lease.job_id, error.code, delay_ms)
+        if delay_ms is None:
+            await self._drop_lost(job)
+            return
+        log.info("job.retried_later id=%s code=%s delay_ms=%d", job.lease.job_id, error.code, delay_ms)
         self._unregister(job)
         self.room_freed.set()
 
-    def _drop_lost(self, job: JobProgress) -> None:
-        """Drop an attempt that has lost its lease, in the outbox and in the engine."""
-        log.info("job.lost id=%s attempt=%d", job.lease.job_id, job.lease.attempt)
+    async def _drop_lost(self, job: JobProgress) -> None:
+        """Drop an attempt that may no longer write, in the outbox and in the engine. Report the end of an ended job.
+
+        A client or another worker may end a job that waits here for a slot: at a call of `cancel`, or at a deadline.
+        """
+        lease = job.lease
+        self._engine.release(lease.job_id, lease.attempt)
+        end = await self._scripts.read_end(lease.job_id, lease.attempt, self._worker_id)
+        if not self._has(job):
+            return  # a newer attempt was registered meanwhile
+        log.info("job.%s id=%s attempt=%d", "lost" if end is None else "ended_in_redis", lease.job_id, lease.attempt)
         self._unregister(job)
-        self._engine.release(job.lease.job_id, job.lease.attempt)
         self.room_freed.set()
+        if end is not None:
+            await self._on_finished(job.describe_end(self._worker_id, end))
 
     def _unregister(self, job: JobProgress) -> None:
         """Remove the job, unless a newer attempt of it is registered already."""

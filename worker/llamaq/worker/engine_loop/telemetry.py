@@ -3,7 +3,8 @@
 A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.done`, and `measurements` is a dict:
 
 - `tick`: `worker` and the fields of `TickStats`.
-- `request.done`: the fields of `EndedJob`, with the fields of `JobStats` in place of `stats`.
+- `request.done`: the fields of `EndedJob`, with the fields of `JobStats` in place of `stats`. The worker that had claimed
+  a job last reports its end, also if a client or another worker ended the job while it waited.
 
 Hooks run on the I/O thread, so a slow hook delays streams, not the engine.
 """
@@ -35,7 +36,7 @@ class EndedJob:
 
     job_id: str
     stats: JobStats
-    """All zero for a job that was refused before it reached the scheduler."""
+    """Without the measurements of a run for a job that had no slot, or that a client or another worker ended."""
     finish_reason: FinishReason | None
     """Why the job ended without an error."""
     error_code: str | None

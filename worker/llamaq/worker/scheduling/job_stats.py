@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.job_request import JobRequest
 from llamaq.worker.core.job import Job
 from llamaq.worker.core.slot import Slot
 
@@ -23,14 +26,13 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         now_s: The time on the scheduler's clock.
         worker: The id of this worker.
     """
-    mode = "stream" if job.request.stream else "generate"
     stats = JobStats(
         prompt_tokens=len(job.prompt),
         generated_tokens=len(job.resumed),
         duration_ms=_ms(now_s - (now_s if job.times.started_s is None else job.times.started_s)),
         queue_ms=round(job.times.waited_ms(now_s), 3),
         worker=worker,
-        mode=mode,
+        mode=mode_of(job.request),
         seed=job.request.seed,
     )
     if slot is None:
@@ -55,6 +57,11 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
             "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
         }
     return stats.model_copy(update=measured)
+
+
+def mode_of(request: JobRequest) -> Literal["stream", "generate"]:
+    """Return the `mode` of the stats of a job with this request."""
+    return "stream" if request.stream else "generate"
 
 
 def _ms(seconds: float) -> float:
