@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -77,3 +78,22 @@ async def test_a_second_event_loop_at_the_same_time_is_refused_with_the_way_out(
         with pytest.raises(RuntimeError, match="create one AsyncClient in each event loop, or use Client"):
             raise errors[0]
         assert (await client.queue_depth()).waiting == 0, "the client still works in its own loop"
+
+
+async def test_a_stream_that_is_read_in_a_second_loop_is_cancelled_in_its_own(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, logger="asyncio")
+    async with AsyncClient(redis_url, queue) as client:
+        stream = await client.stream("x")
+
+        async def read_and_close() -> None:
+            with pytest.raises(RuntimeError, match="create one AsyncClient in each event loop"):
+                await anext(stream)
+            with pytest.raises(RuntimeError, match="create one AsyncClient in each event loop"):
+                await client.aclose()
+
+        await asyncio.to_thread(asyncio.run, read_and_close())
+        assert (await stream.job.result()).finish_reason is FinishReason.CANCELLED
+        gc.collect()
+        assert caplog.records == []

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from llamaq.producer import AsyncClient, FinishReason
-from llamaq.producer.testing import FakeAttempt, FakeWorker
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer import AsyncClient, Client, FinishReason
+from llamaq.producer.testing import FakeAttempt, FakeWorker, serving
 
 README = Path(__file__).parents[2] / "README.md"
 N_READERS = 50
@@ -79,6 +80,7 @@ async def test_readers_that_leave_cancel_their_jobs_and_the_others_read_to_the_e
 ) -> None:
     released = asyncio.Event()
     async with FakeWorker(redis_url, queue) as worker, serving_http(backend) as port:
+        await worker.announce()
         readers = [await post(port, f"/answer?prompt={number}") for number in range(N_READERS)]
         attempts = [await worker.start_next() for _ in range(N_READERS)]
         running = [asyncio.create_task(generate_until(released, attempt)) for attempt in attempts]
@@ -103,7 +105,12 @@ async def test_readers_that_leave_cancel_their_jobs_and_the_others_read_to_the_e
 async def test_a_reader_that_leaves_before_the_first_token_cancels_its_waiting_job(
     backend: dict[str, Any], redis_url: str, queue: str
 ) -> None:
-    async with AsyncClient(redis_url, queue) as client, serving_http(backend) as port:
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(backend) as port,
+    ):
+        await worker.announce()
         readers = [await post(port, "/answer?prompt=x") for _ in range(4)]
         while (await client.queue_depth()).waiting < len(readers):  # noqa: ASYNC110  # there is no event to await
             await asyncio.sleep(0.01)
@@ -114,15 +121,70 @@ async def test_a_reader_that_leaves_before_the_first_token_cancels_its_waiting_j
 
 
 async def test_errors_of_the_submit_have_a_status(backend: dict[str, Any], redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue) as client, serving_http(backend) as port:
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(backend) as port,
+    ):
+        without_worker = await read_response(await post(port, "/answer?prompt=x"))
+        await worker.announce()
         refused = await read_response(await post(port, "/answer?prompt=" + "x" * 2000))
         missing = await read_response(await post(port, "/answer"))
         await client.redis.hset(client.keys.config(queue, 0), "max_queue", "1")
         await client.submit("x")
         full = await read_response(await post(port, "/answer?prompt=x"))
+    assert without_worker.startswith("HTTP/1.1 503 ")
+    assert f"no worker serves queue {queue!r}" in without_worker
     assert refused.startswith("HTTP/1.1 400 ")
     assert "max_request_bytes=1024" in refused
     assert missing.startswith("HTTP/1.1 422 ")
     assert full.startswith("HTTP/1.1 503 ")
     assert "\r\nretry-after: 1\r\n" in full
     assert "1 jobs wait" in full
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("prompt_too_long", 400), ("chat_template", 400), ("invalid_grammar", 400), ("internal", 502)]
+)
+async def test_a_job_that_fails_before_its_first_token_has_a_status(
+    backend: dict[str, Any], redis_url: str, queue: str, code: str, status: int
+) -> None:
+    async with FakeWorker(redis_url, queue) as worker, serving_http(backend) as port:
+        await worker.announce()
+        reader = await post(port, "/answer?prompt=x")
+        await (await worker.start_next()).fail(code, "the reason in words")
+        response = await read_response(reader)
+    assert response.startswith(f"HTTP/1.1 {status} ")
+    assert f"{code}: the reason in words" in response
+
+
+async def test_a_started_stream_yields_all_chunks(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        stream = await client.stream("x")
+        answering = asyncio.create_task((await worker.start_next()).answer(["a", "b", "c"]))
+        await stream.started()
+        await stream.started()
+        assert "".join([text async for text in stream.text()]) == "abc"
+        await answering
+        await stream.started()
+
+
+async def test_a_reader_that_is_gone_before_the_first_chunk_gets_no_chunks(redis_url: str, queue: str) -> None:
+    async def is_gone() -> bool:
+        return True
+
+    async with AsyncClient(redis_url, queue) as client:
+        stream = await client.stream("x")
+        await stream.started(is_gone)
+        assert [chunk async for chunk in stream] == []
+        assert (await stream.job.result()).finish_reason is FinishReason.CANCELLED
+
+
+def test_a_blocking_stream_tells_errors_before_its_first_chunk(redis_url: str, queue: str) -> None:
+    def answer(request: JobRequest) -> list[str]:
+        return ["a", "b"]
+
+    with serving(redis_url, queue, answer), Client(redis_url, queue, require_worker=True) as client:
+        stream = client.stream("x")
+        stream.started()
+        assert "".join(stream.text()) == "ab"

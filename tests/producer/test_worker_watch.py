@@ -62,12 +62,19 @@ async def test_a_client_that_requires_a_worker_fails_before_the_submit(redis_url
             await client.generate("hello")
         with pytest.raises(NoWorker, match=queue):
             await client.stream("hello")
+        with pytest.raises(NoWorker, match=queue):
+            await client.submit("hello")
+        with pytest.raises(NoWorker, match=queue):
+            await client.submit_many([{"prompt": "hello"}])
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
 
 async def test_a_client_that_requires_a_worker_stops_waiting_for_a_job(redis_url: str, queue: str) -> None:
-    async with AsyncClient(redis_url, queue, require_worker=True) as client:
-        job = await client.submit("hello")
+    async with (
+        AsyncClient(redis_url, queue, require_worker=True) as client,
+        AsyncClient(redis_url, queue) as submitter,
+    ):
+        job = client.job((await submitter.submit("hello")).id)
         with pytest.raises(NoWorker, match=job.id) as caught:
             await job.result()
         assert caught.value.queue == queue

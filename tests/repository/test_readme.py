@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import typer
+from starlette.requests import Request
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.snapshots import TickStats
-from llamaq.producer import Client
+from llamaq.producer import Client, JobFailed
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process.supervisor import Supervisor
@@ -90,7 +91,11 @@ def test_the_backend_example_streams_a_text() -> None:
     example = run_block("backend")
 
     async def use() -> list[str]:
-        response = await example["answer"]("Once upon a time")
+        staying = Request({"type": "http"}, receive=asyncio.Event().wait)  # type: ignore[arg-type]
+        response = await example["answer"]("Once upon a time", staying)
+        with pytest.raises(JobFailed, match="prompt_too_long") as failed:
+            await example["answer"]("Once upon a time " * 3000, staying)
+        assert failed.value.http_status == 400
         pieces = [piece async for piece in response.body_iterator]
         await example["client"].aclose()
         return pieces

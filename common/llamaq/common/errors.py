@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any, Self
 
 MAX_RETRY_AFTER_S = 600
@@ -63,6 +64,10 @@ class ErrorCode(StrEnum):
 class LlamaqError(Exception):
     """Base class of every error that llamaq raises on purpose. Errors can be pickled and copied."""
 
+    http_status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
+    """The HTTP status with which a web backend answers: 400, 404 or 409 if the caller can mend the request, 503 or 504
+    if a later request may succeed, otherwise 500 or 502."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Python calls the class with `args` to copy an exception. The arguments of our constructors are not `args`.
         return _copy_error, (type(self), self.args, self.__dict__.copy())
@@ -84,6 +89,8 @@ def _copy_error(kind: type[LlamaqError], args: tuple[Any, ...], attributes: dict
 class InvalidRequest(LlamaqError, ValueError):
     """A parameter of a job is not valid. The message names the field."""
 
+    http_status = HTTPStatus.BAD_REQUEST
+
 
 class InvalidSettings(LlamaqError, ValueError):
     """A setting is not valid. The message names the flag and the environment variable."""
@@ -99,6 +106,8 @@ class QueueFull(LlamaqError):
         estimated_wait_s: Estimated time in seconds that one more job would wait for its start. None: too few jobs
             ended lately for an estimate.
     """
+
+    http_status = HTTPStatus.SERVICE_UNAVAILABLE
 
     def __init__(self, queue: str, depth: int, max_queue: int, estimated_wait_s: float | None = None) -> None:
         wait = "" if estimated_wait_s is None else f"; one more would wait about {estimated_wait_s:.3g} s"
@@ -122,6 +131,8 @@ class QueueDraining(LlamaqError):
         queue: Name of the queue.
     """
 
+    http_status = HTTPStatus.SERVICE_UNAVAILABLE
+
     def __init__(self, queue: str) -> None:
         super().__init__(
             f"queue {queue!r} is draining, and no job was submitted: it accepts jobs again after: "
@@ -137,6 +148,8 @@ class RedisFull(LlamaqError):
         queue: Name of the queue.
     """
 
+    http_status = HTTPStatus.SERVICE_UNAVAILABLE
+
     def __init__(self, queue: str) -> None:
         super().__init__(
             f"Redis is full, and no job was submitted to queue {queue!r}: give Redis more memory (maxmemory), store "
@@ -151,6 +164,8 @@ class IdempotencyConflict(LlamaqError):
     Attributes:
         job_id: Id of the job that has the key.
     """
+
+    http_status = HTTPStatus.CONFLICT
 
     def __init__(self, job_id: str) -> None:
         super().__init__(
@@ -210,6 +225,8 @@ class NoWorker(LlamaqError):
         queue: Name of the queue.
     """
 
+    http_status = HTTPStatus.SERVICE_UNAVAILABLE
+
     def __init__(self, queue: str, host: str | None = None) -> None:
         """Build the message. `host` is given if only the workers of that host were considered."""
         missing = "no worker" if host is None else f"no worker on this host ({host})"
@@ -224,6 +241,8 @@ class ResultTimeout(LlamaqError, TimeoutError):
         job_id: Id of the job, which may still run. None: the call concerns no job.
     """
 
+    http_status = HTTPStatus.GATEWAY_TIMEOUT
+
     def __init__(self, message: str, job_id: str | None = None) -> None:
         super().__init__(message)
         self.job_id = job_id
@@ -235,6 +254,8 @@ class JobNotFound(LlamaqError, KeyError):
     Attributes:
         job_id: The requested id.
     """
+
+    http_status = HTTPStatus.NOT_FOUND
 
     def __init__(self, job_id: str) -> None:
         super().__init__(job_id)
@@ -263,6 +284,19 @@ class SlotCommandRefused(LlamaqError):
     """A worker did not execute a slot command. The message gives the reason."""
 
 
+_CODES_OF_REQUESTS = frozenset(
+    {
+        ErrorCode.INVALID_REQUEST,
+        ErrorCode.PROMPT_TOO_LONG,
+        ErrorCode.INVALID_TOKEN,
+        ErrorCode.INVALID_GRAMMAR,
+        ErrorCode.GRAMMAR_EXHAUSTED,
+        ErrorCode.CHAT_TEMPLATE,
+    }
+)
+"""Codes of failures whose cause is the request. The same request fails again."""
+
+
 class JobFailed(LlamaqError):
     """The job ended with an error. Other jobs are not affected.
 
@@ -270,13 +304,18 @@ class JobFailed(LlamaqError):
         code: Kind of the error, a value of `ErrorCode`.
         message: The error in words.
         job_id: Id of the job. None: not known.
+        http_status: 400 if the cause is the request, otherwise 502.
     """
+
+    http_status = HTTPStatus.BAD_GATEWAY
 
     def __init__(self, code: str, message: str, job_id: str | None = None) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
         self.job_id = job_id
+        if code in _CODES_OF_REQUESTS:
+            self.http_status = HTTPStatus.BAD_REQUEST
 
 
 class JobRejected(LlamaqError):

@@ -57,8 +57,8 @@ class ClientSettings(QueueSettings):
     )
     require_worker: bool = Field(
         False,
-        description="Whether calls raise `NoWorker` at once when no worker serves the queue. By default they wait for "
-        "one.",
+        description="Whether calls raise `NoWorker` when no worker serves the queue: before they submit a job, and "
+        "while they wait for one. By default jobs are submitted and wait.",
     )
     result_ttl_s: float = Field(
         3600.0, gt=0, le=10**8, description="How long Redis stores a result after its job ended, in seconds."

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
 
 from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
 from llamaq.producer.job import AsyncJob, Chunk
+
+LOOK_S = 0.25
+"""Interval at which `AsyncStream.started` asks whether its reader is gone."""
 
 
 class JobOwner(Protocol):
@@ -42,6 +46,8 @@ class AsyncStream:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._chunks = job.stream(timeout=timeout)
+        self._received: deque[Chunk] = deque()
+        """The chunk that `started` has received, which comes first."""
         self._has_ended = False
         """Whether the job has ended or its cancellation was started."""
         self._cancelling: asyncio.Task[bool] | None = None
@@ -53,6 +59,41 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Chunk:
+        return self._received.popleft() if self._received else await self._receive()
+
+    async def started(self, is_gone: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Wait until the first chunk is there or the job has ended. The iteration then begins with that chunk.
+
+        A web backend calls it before it starts a response, so that all errors until the first chunk get a status.
+
+        Args:
+            is_gone: Tells whether the reader has left, such as `request.is_disconnected` of Starlette. The stream is
+                then closed, and has no chunks.
+
+        Raises:
+            JobFailed: The job failed before its first chunk; `code` and `message` give the reason.
+            NoWorker: The timeout was reached, and no worker serves the queue; or the client has `require_worker`.
+            ResultTimeout: The timeout was reached.
+        """
+        if self._received or self._has_ended:
+            return
+        receiving = asyncio.ensure_future(self._receive_first())
+        try:
+            while not (await asyncio.wait([receiving], timeout=None if is_gone is None else LOOK_S))[0]:
+                if is_gone is not None and await is_gone():
+                    break
+        finally:
+            if not receiving.done():
+                receiving.cancel()  # this cancels the job too
+                await asyncio.wait([receiving])
+        if not receiving.cancelled():
+            receiving.result()
+
+    async def _receive_first(self) -> None:
+        with suppress(StopAsyncIteration):
+            self._received.append(await self._receive())
+
+    async def _receive(self) -> Chunk:
         try:
             return await anext(self._chunks)
         except (StopAsyncIteration, JobFailed, JobNotFound):
@@ -87,6 +128,7 @@ class AsyncStream:
 
     async def aclose(self) -> None:
         """End the stream. If its job has not ended, cancel it and wait until the cancellation is sent."""
+        self._received.clear()
         # A separate task cancels the job, because the task that closes this stream may itself be cancelled.
         self._cancel_soon()
         with suppress(RuntimeError):  # another task reads the stream: it gets the end of the job
@@ -95,9 +137,14 @@ class AsyncStream:
             await asyncio.shield(self._cancelling)
 
     def _cancel_soon(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
+        """Start the cancellation of the job, in the event loop of its connections."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._loop.is_closed() or asyncio.get_running_loop() is self._loop:
             self._cancelling = self._owner.cancel_soon(self.job)
+        else:
+            self._loop.call_soon_threadsafe(self._owner.cancel_soon, self.job)
 
     def __del__(self) -> None:
         # The reader left without closing the stream: for example, a web framework dropped the body of a response.

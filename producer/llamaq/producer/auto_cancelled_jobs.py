@@ -17,7 +17,7 @@ from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.call_timeout import CallTimeout, drop_error
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.submission import new_job_id, send
+from llamaq.producer.submission import new_job_id, require_worker, send
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,12 @@ class AutoCancelledJobs:
         return error
 
     async def close_streams(self) -> None:
-        """Close all open streams, then wait until all cancellations in flight are sent or have failed."""
+        """Close all open streams, then wait until all cancellations in flight are sent or have failed.
+
+        Raises:
+            RuntimeError: The client belongs to another event loop, which is not closed.
+        """
+        self._connection.check_loop()
         await asyncio.gather(*(stream.aclose() for stream in list(self._streams)), return_exceptions=True)
         await self.wait_for_cancellations()
 
@@ -100,11 +105,12 @@ class AutoCancelledJobs:
 
         Raises:
             NoWorker: The client has `require_worker`, and no worker serves the queue. Nothing was submitted.
+            RuntimeError: The client belongs to another event loop, which is not closed.
         """
+        self._connection.check_loop()
         job_id = new_job_id(self._connection, request)
         problem = "could not be submitted: Redis has not answered"
-        if self._connection.settings.require_worker:
-            await limit.bound(self._connection.workers.require(job_id.queue), str(job_id), problem)
+        await require_worker(self._connection, job_id, limit)
         submitting = self._background.start(send(self._connection, request, job_id))
         try:
             await asyncio.wait([submitting], timeout=limit.remaining_s)

@@ -14,7 +14,7 @@ from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.durability import check_durable, confirm
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.submission import build_request, encode, estimate_queue_wait_s, job_of, new_job_id
+from llamaq.producer.submission import build_request, encode, estimate_queue_wait_s, job_of, new_job_id, require_worker
 
 MAX_JOBS_AT_ONCE = 1000
 """Largest number of jobs in one round trip."""
@@ -33,6 +33,7 @@ async def submit_many(
     if not submissions:
         return ()
     limit = CallTimeout(connection.settings.timeout_s)
+    await require_worker(connection, submissions[0].job_id, limit)
     first, others = str(submissions[0].job_id), f"and {len(submissions) - 1} other jobs"
     problem = f"{others} could not be submitted: Redis has not answered"
     outcomes = await limit.bound(_send(connection, submissions), first, problem)

@@ -163,6 +163,18 @@ class BlockingStream:
     ) -> None:
         self.close()
 
+    def started(self) -> None:
+        """Wait until the first chunk is there or the job has ended. The iteration then begins with that chunk.
+
+        A web backend calls it before it starts a response, so that all errors until the first chunk get a status.
+
+        Raises:
+            JobFailed: The job failed before its first chunk; `code` and `message` give the reason.
+            NoWorker: The timeout was reached, and no worker serves the queue; or the client has `require_worker`.
+            ResultTimeout: The timeout was reached.
+        """
+        self._portal.run(self._stream.started)
+
     def close(self) -> None:
         """End the stream. If its job has not ended, cancel it and wait until the cancellation is sent."""
         self._portal.close_iterator(self._stream)

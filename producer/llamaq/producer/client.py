@@ -15,7 +15,6 @@ from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_request import JobOptions, Message, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobSummary
 from llamaq.common.protocol.queue_config import QueueMode
-from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.queue_mode import set_queue_mode
 from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlots
 from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
@@ -193,8 +192,8 @@ class AsyncClient:
     async def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> AsyncStream:
         """Submit a text prompt and return the stream of the generated text in chunks.
 
-        A web backend gets the errors of the submit here, before it starts a response. The job is cancelled when the
-        stream ends early, see `AsyncStream`.
+        A web backend gets the errors of the submit here, and those until the first chunk from `started` of the stream,
+        before it starts a response. The job is cancelled when the stream ends early, see `AsyncStream`.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -209,7 +208,8 @@ class AsyncClient:
             QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
             RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
             JobFailed: By the stream: the job failed; `code` and `message` give the reason.
-            NoWorker: By the stream: the timeout was reached, and no worker serves the queue.
+            NoWorker: The client has `require_worker`, and no worker serves the queue. By the stream: the timeout was
+                reached, and no worker serves the queue.
             ResultTimeout: By the stream: the timeout was reached.
         """
         return await self.auto_cancelled.stream(await build_request(options, prompt=prompt), timeout)
@@ -276,6 +276,7 @@ class AsyncClient:
 
         Raises:
             InvalidRequest: An argument is not valid.
+            NoWorker: The client has `require_worker`, and no worker serves the queue.
             QueueFull: The queue has `max_queue` waiting jobs.
             QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
@@ -300,6 +301,7 @@ class AsyncClient:
         Raises:
             InvalidRequest: A job is not valid. The message begins with its index, such as `jobs[3]`. No job was
                 submitted.
+            NoWorker: The client has `require_worker`, and no worker serves the queue. No job was submitted.
             BatchIncomplete: Some jobs were refused, for example with `QueueFull`. `errors` and `job_ids` tell for each
                 job why, or its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if too few
                 replicas have confirmed these.
@@ -335,8 +337,8 @@ class AsyncClient:
         return await self.job(job_id).cancel()
 
     async def queue_depth(self) -> QueueDepth:
-        """Return the numbers of waiting and running jobs in the queue."""
-        return await queue_depth(self.redis, self.keys, self.queue, self.settings.partitions)
+        """Return the numbers of waiting and running jobs in the queue. Jobs that have reached a deadline end first."""
+        return await queue_snapshots.read_depth(self.connection, self.queue, self.settings.partitions)
 
     async def pause(self) -> None:
         """Pause the queue: no job gets its first slot until `resume`.
@@ -377,7 +379,7 @@ class AsyncClient:
         metadata: Mapping[str, JsonValue] | None = None,
         limit: int = 100,
     ) -> tuple[JobSummary, ...]:
-        """Return the waiting and running jobs of the queue, oldest first.
+        """Return the waiting and running jobs of the queue, oldest first. Jobs that have reached a deadline end first.
 
         Args:
             state: `QUEUED` or `RUNNING`. None: both.

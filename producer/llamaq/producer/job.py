@@ -64,10 +64,12 @@ class AsyncJob:
     async def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, attempts, worker and times.
 
+        A job that has reached a deadline ends at the latest now, also without a worker.
+
         Raises:
             JobNotFound: The id is wrong, or the result has expired.
         """
-        return await read_status(self._connection.redis, self._keys, self.id)
+        return await read_status(self._connection, self.id)
 
     async def cancel(self) -> bool:
         """Request the job's cancellation.

@@ -71,6 +71,14 @@ class QueueConnection:
         """The watch for queues without a worker."""
         return self._of_running_loop().workers
 
+    def check_loop(self) -> None:
+        """Check that the running event loop may use the connections, before tasks are started in it.
+
+        Raises:
+            RuntimeError: The connections belong to another event loop, which is not closed.
+        """
+        self._of_running_loop()
+
     def _of_running_loop(self) -> LoopConnections:
         """Return the connections of the running event loop; outside a loop, those that were used last.
 

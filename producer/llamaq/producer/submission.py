@@ -89,6 +89,7 @@ async def submit(
         durable: Number of replicas that must confirm the job.
 
     Raises:
+        NoWorker: The client has `require_worker`, and no worker serves the queue.
         NotDurable: Too few replicas have confirmed the job, which was submitted.
         ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         LlamaqError: The same errors as `send`.
@@ -96,12 +97,25 @@ async def submit(
     check_durable(durable)
     job_id = job_id or new_job_id(connection, request)
     limit = CallTimeout(connection.settings.timeout_s)
+    await require_worker(connection, job_id, limit)
     problem = "could not be submitted: Redis has not answered"
     job = await limit.bound(send(connection, request, job_id), str(job_id), problem)
     if durable:
         problem = "was submitted, but Redis has not said which replicas have it"
         await limit.bound(confirm(connection, [job.id], durable), job.id, problem)
     return job
+
+
+async def require_worker(connection: QueueConnection, job_id: JobId, limit: CallTimeout) -> None:
+    """Before the submit of a job, look for a worker of its queue if the client has `require_worker`.
+
+    Raises:
+        NoWorker: No worker serves the queue.
+        ResultTimeout: Redis has not answered in time.
+    """
+    if connection.settings.require_worker:
+        problem = "was not submitted: Redis has not answered the look for a worker"
+        await limit.bound(connection.workers.require(job_id.queue), str(job_id), problem)
 
 
 async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) -> AsyncJob:

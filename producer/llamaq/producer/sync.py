@@ -139,8 +139,8 @@ class Client(BlockingClient):
     def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Stream:
         """Submit a text prompt and return the stream of the generated text in chunks.
 
-        A web backend gets the errors of the submit here, before it starts a response. The job is cancelled when the
-        stream ends early, see `Stream`.
+        A web backend gets the errors of the submit here, and those until the first chunk from `started` of the stream,
+        before it starts a response. The job is cancelled when the stream ends early, see `Stream`.
 
         Args:
             prompt: The text to continue. Special tokens in it are parsed.
@@ -155,7 +155,8 @@ class Client(BlockingClient):
             QueueFull: The queue has `max_queue` waiting jobs. Nothing was submitted.
             RedisFull: Redis has reached its `maxmemory`. Nothing was submitted.
             JobFailed: By the stream: the job failed; `code` and `message` give the reason.
-            NoWorker: By the stream: the timeout was reached, and no worker serves the queue.
+            NoWorker: The client has `require_worker`, and no worker serves the queue. By the stream: the timeout was
+                reached, and no worker serves the queue.
             ResultTimeout: By the stream: the timeout was reached.
         """
         return Stream(self, self._open(lambda client: client.stream(prompt, timeout=timeout, **options)), Job)
@@ -220,6 +221,7 @@ class Client(BlockingClient):
 
         Raises:
             InvalidRequest: An argument is not valid.
+            NoWorker: The client has `require_worker`, and no worker serves the queue.
             QueueFull: The queue has `max_queue` waiting jobs.
             QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
@@ -246,6 +248,7 @@ class Client(BlockingClient):
         Raises:
             InvalidRequest: A job is not valid. The message begins with its index, such as `jobs[3]`. No job was
                 submitted.
+            NoWorker: The client has `require_worker`, and no worker serves the queue. No job was submitted.
             BatchIncomplete: Some jobs were refused, for example with `QueueFull`. `errors` and `job_ids` tell for each
                 job why, or its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if too few
                 replicas have confirmed these.
@@ -284,7 +287,7 @@ class Client(BlockingClient):
         return self._call(lambda client: client.cancel(job_id))
 
     def queue_depth(self) -> QueueDepth:
-        """Return the numbers of waiting and running jobs in the queue."""
+        """Return the numbers of waiting and running jobs in the queue. Jobs that have reached a deadline end first."""
         return self._call(lambda client: client.queue_depth())
 
     def pause(self) -> None:
@@ -323,7 +326,7 @@ class Client(BlockingClient):
         metadata: Mapping[str, JsonValue] | None = None,
         limit: int = 100,
     ) -> tuple[JobSummary, ...]:
-        """Return the waiting and running jobs of the queue, oldest first.
+        """Return the waiting and running jobs of the queue, oldest first. Jobs that have reached a deadline end first.
 
         Args:
             state: `QUEUED` or `RUNNING`. None: both.
@@ -609,6 +612,8 @@ class Job(BlockingJob):
 
     def status(self) -> JobStatus:
         """Return a snapshot of the job: its state, attempts, worker and times.
+
+        A job that has reached a deadline ends at the latest now, also without a worker.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.

@@ -17,6 +17,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_snapshots import JobSummary
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.queries.due_jobs import handle_due
 from llamaq.producer.queue_connection import QueueConnection
 
 PAGE = 100
@@ -64,6 +65,7 @@ async def read_jobs_of(
     connection: QueueConnection, queue: str, partitions: int, wanted: JobFilter, limit: int
 ) -> tuple[JobSummary, ...]:
     """Return the oldest `limit` jobs of any queue that match the filter, oldest first."""
+    await handle_due(connection, queue, partitions)
     now_ms = await server_time_ms(connection.redis)
     found: list[JobSummary] = []
     for partition in range(partitions):
@@ -80,6 +82,7 @@ async def read_jobs_of(
 async def purge(connection: QueueConnection, wanted: JobFilter, *, dry_run: bool) -> tuple[str, ...]:
     """Cancel the waiting jobs of the queue that match the filter, and return their ids. See `AsyncClient.purge`."""
     settings = connection.settings
+    await handle_due(connection, settings.queue, settings.partitions)
     now_ms = await server_time_ms(connection.redis)
     purged: list[str] = []
     for partition in range(settings.partitions):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from llamaq.common.errors import JobFailed, JobNotFound
 from llamaq.common.protocol import codec
@@ -12,7 +15,10 @@ from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
 from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.common.protocol.keys import JobKeys
+from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error
+from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
 from llamaq.producer.streaming.position import Position
 
 _STATUS_FIELDS = (
@@ -21,13 +27,23 @@ _STATUS_FIELDS = (
 )  # fmt: skip
 
 
-async def read_status(redis: Redis, keys: JobKeys, job_id: str) -> JobStatus:
-    """Return a snapshot of a job.
+async def read_status(connection: QueueConnection, job_id: str) -> JobStatus:
+    """Return a snapshot of a job. What is due for the job is done first: it ends if it has reached a deadline.
 
     Raises:
         JobNotFound: The id is wrong, or the result has expired.
     """
-    values: Any = await redis.hmget(keys.job, *_STATUS_FIELDS)
+    redis, keys = connection.redis, connection.keys.of_job(job_id)
+    values: Any = await redis.hmget(keys.job, *_STATUS_FIELDS, *STATE_FIELDS)
+    due_ms = read_state(values[len(_STATUS_FIELDS) :]).due_ms
+    if due_ms is not None and due_ms <= await server_time_ms(redis):
+        with suppress(ResponseError):  # a server that refuses writes: the job is reported as it is stored
+            await connection.scripts.expire(job_id)
+            values = await redis.hmget(keys.job, *_STATUS_FIELDS)
+    return _status(job_id, values[: len(_STATUS_FIELDS)])
+
+
+def _status(job_id: str, values: Sequence[bytes | None]) -> JobStatus:
     fields = {name: value for name, value in zip(_STATUS_FIELDS, values, strict=True) if value is not None}
     if "status" not in fields:
         raise JobNotFound(job_id)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.common.protocol.queue_depth import queue_depth
 from llamaq.common.protocol.snapshots import QueueSummary
 from llamaq.producer.queries.job_list import JobFilter, read_jobs_of
-from llamaq.producer.queries.queue_snapshots import read_workers
+from llamaq.producer.queries.queue_snapshots import read_depth, read_workers
 from llamaq.producer.queue_connection import QueueConnection
 
 SCAN_COUNT = 1000
@@ -38,7 +37,7 @@ async def _find_queues(connection: QueueConnection) -> dict[str, int]:
 
 
 async def _summary(connection: QueueConnection, queue: str, partitions: int) -> QueueSummary:
-    depth = await queue_depth(connection.redis, connection.keys, queue, partitions)
+    depth = await read_depth(connection, queue, partitions)
     workers = await read_workers(connection.redis, connection.keys, queue)
     oldest = await read_jobs_of(connection, queue, partitions, JobFilter(state=JobState.QUEUED), limit=1)
     return QueueSummary(

@@ -10,12 +10,25 @@ from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.protocol.queue_depth import queue_depth
+from llamaq.common.protocol.snapshots import QueueDepth, Worker
 from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.queries.due_jobs import handle_due
+from llamaq.producer.queue_connection import QueueConnection
 
 RECENT_JOBS = 100
 RATE_WINDOW_S = 300.0
 """Jobs that finished longer ago than this do not count for the finish rate."""
+
+
+async def read_depth(connection: QueueConnection, queue: str, partitions: int) -> QueueDepth:
+    """Return the depth of a queue. Jobs that have reached a deadline are ended first, so that they do not count.
+
+    Raises:
+        RedisError: A partition did not answer.
+    """
+    await handle_due(connection, queue, partitions)
+    return await queue_depth(connection.redis, connection.keys, queue, partitions)
 
 
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:

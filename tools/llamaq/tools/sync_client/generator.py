@@ -1,8 +1,8 @@
 """Turns `AsyncClient`, `AsyncJob` and `AsyncStream` into `Client`, `Job` and `Stream`.
 
 Each public method keeps its signature and docstring. Its body is one call through the portal, see `BlockingClient`.
-Other members (the constructors of `Job` and `Stream`, `close`, the context managers) are written by hand in
-`blocking_base.py`.
+Other members (the constructors of `Job` and `Stream`, `close`, `Stream.started`, the context managers) are written by
+hand in `blocking_base.py`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _forwarded_methods(source: ast.ClassDef) -> Iterator[Method]:
     for node in source.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
             continue  # a property gives access to asyncio objects
-        is_public = not node.name.startswith("_") and node.name != "aclose"
+        is_public = not node.name.startswith("_") and node.name not in ("aclose", "started")
         if is_public or (node.name == "__init__" and source.name == "AsyncClient"):
             yield node
 

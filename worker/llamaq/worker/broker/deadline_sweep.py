@@ -10,19 +10,16 @@ import logging
 from collections.abc import Callable
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
-from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.due_jobs import MAX_DUE, end_expired
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.redis.redis_errors import refuses_writes
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 0.25
 """Time between two searches. All workers of a queue search, so each of them may be away."""
-MAX_DUE = 100
-"""Upper bound on the jobs that one search finds in each partition, for each of its two tasks."""
 
 
 class DeadlineSweep:
@@ -76,15 +73,7 @@ class DeadlineSweep:
         """
         due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
         self._on_time(partition, due.now_ms)
-        for job_id in due.expired:
-            try:
-                if await self._scripts.expire(job_id) == "ended":
-                    log.info("job.expired id=%s", job_id)
-            except (ResponseError, InvalidRequest) as exc:
-                if isinstance(exc, ResponseError) and refuses_writes(exc):
-                    raise
-                log.warning("job.cannot_expire id=%s error=%s", job_id, exc)  # another client wrote the id or its keys
-                await self._redis.zrem(self._keys.deadlines(self._queue, partition), job_id)
+        await end_expired(self._redis, self._scripts, self._keys, self._queue, partition, due.expired)
         return max(len(due.expired), due.n_given)
 
     def __repr__(self) -> str:
