@@ -117,10 +117,30 @@ def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: En
         os.kill(child, signal.SIGKILL)
         for reader in readers:
             assert len(reader.finish().tokens) == 150
-        supervisor.await_output(r"child\.released worker=\S+ jobs=2")
+        supervisor.await_output(r"dead_worker\.released worker=\S+ jobs=2")
         assert [worker.card.worker for worker in client.workers()] == [
             supervisor.await_output(r"worker\.ready id=(\S+)", 2)[1]
         ]
+
+
+def test_the_next_worker_releases_the_jobs_of_a_worker_that_was_killed_with_its_supervisor(
+    environment: Environment, read: Read
+) -> None:
+    supervisor = supervise(environment, 1, LLAMAQ_LEASE_S="300", LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="1")
+    with environment.client() as client:
+        jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
+        readers = [read(job) for job in jobs]
+        wait_until(lambda: any(reader.n_tokens >= 5 for reader in readers), "one job runs, and the other waits")
+        (child,) = children_of(supervisor.pid)
+        supervisor.signal(signal.SIGSTOP)  # so that it cannot see the death of its child
+        os.kill(child, signal.SIGKILL)
+        supervisor.signal(signal.SIGKILL)
+        following = environment.start_worker(LLAMAQ_LEASE_S="300", LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="1")
+        following.await_output(r"dead_worker\.released worker=\S+ jobs=2")
+        for reader in readers:
+            assert len(reader.finish().tokens) == 150
+            environment.events_of(reader.job)
+        assert [worker.card.pid for worker in client.workers()] == [following.pid]
 
 
 def test_after_sigterm_every_child_finishes_its_running_jobs(environment: Environment, read: Read) -> None:

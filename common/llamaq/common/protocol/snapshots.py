@@ -112,6 +112,11 @@ class WorkerCard(WireModel):
     )
     host: str = Field(description="Name of the worker's host.")
     pid: int = Field(description="Process id of the worker.")
+    pid_started: int = Field(
+        0, description="Start time of the process, in clock ticks after the boot of its host. 0: not known."
+    )
+    pid_namespace: str = Field("", description="Namespace of `pid`, which differs between containers.")
+    boot_id: str = Field("", description="Id of the boot of the host.")
     device: str = Field(description="`cpu`, the index of the only GPU in use, or `all`: all GPUs.")
     version: str = Field(description="Version of llamaq.")
     started_ms: int = Field(description="Time when the worker started, by the clock of its host.")

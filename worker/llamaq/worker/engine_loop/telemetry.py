@@ -3,8 +3,8 @@
 A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.done`, and `measurements` is a dict:
 
 - `tick`: `worker` and the fields of `TickStats`.
-- `request.done`: the fields of `EndedJob`, with the fields of `JobStats` in place of `stats`. The worker that had claimed
-  a job last reports its end, also if a client or another worker ended the job while it waited.
+- `request.done`: the fields of `EndedJob`, with the fields of `JobStats` in place of `stats`. The worker that had
+  claimed a job last reports its end, also if a client or another worker ended the job while it waited.
 
 Hooks run on the I/O thread, so a slow hook delays streams, not the engine.
 """

@@ -1,4 +1,8 @@
-"""Releases the jobs of a worker process that its supervisor saw die, so that they do not wait for their leases."""
+"""Releases the jobs of worker processes that have died, so that the jobs do not wait for their leases.
+
+A supervisor releases the jobs of its own worker. When it was killed together with its worker, the next worker that
+starts on the same machine releases them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,21 @@ import asyncio
 import logging
 import socket
 import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from llamaq.common.errors import LlamaqError
+from llamaq.common.errors import LlamaqError, ProtocolError
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.snapshots import Worker
 from llamaq.common.protocol.upkeep_scripts import UpkeepScripts
 from llamaq.common.redis.connect import connect
+from llamaq.worker.process.process_identity import is_dead_here
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -33,38 +44,65 @@ def release_in_background(settings: WorkerSettings, worker_id: str) -> threading
         settings: The settings of the worker.
         worker_id: The id of the worker. Its process has ended.
     """
-    thread = threading.Thread(target=_release, args=(settings, worker_id), name="llamaq-release", daemon=True)
+    return _start(settings, partial(_release, worker_id=worker_id))
+
+
+def release_dead_neighbours(settings: WorkerSettings) -> threading.Thread:
+    """Release the jobs of the queue's workers that have died on this machine, on a new thread.
+
+    A worker calls this before it loads its model: the card of a dead worker is stored for a few seconds only.
+    """
+    return _start(settings, _release_neighbours)
+
+
+Release = Callable[[Redis, Keys, WorkerSettings], Awaitable[None]]
+
+
+def _start(settings: WorkerSettings, release: Release) -> threading.Thread:
+    thread = threading.Thread(target=_run, args=(settings, release), name="llamaq-release", daemon=True)
     thread.start()
     return thread
 
 
-def _release(settings: WorkerSettings, worker_id: str) -> None:
+def _run(settings: WorkerSettings, release: Release) -> None:
     try:
-        n_released = asyncio.run(_release_jobs(settings, worker_id))
+        asyncio.run(_connect_and_release(settings, release))
     except (RedisError, TimeoutError, LlamaqError) as exc:
-        log.warning("child.release_failed worker=%s error=%s: its jobs wait for their leases", worker_id, exc)
-    else:
-        log.info("child.released worker=%s jobs=%d", worker_id, n_released)
+        log.warning("dead_worker.release_failed error=%s: the jobs of a dead worker wait for their leases", exc)
 
 
-async def _release_jobs(settings: WorkerSettings, worker_id: str) -> int:
-    """Requeue the jobs of the worker in all partitions that answer, and remove the worker from the list of workers."""
-    redis = connect(settings.redis_url, name="llamaq-supervisor", failover_s=0)
-    keys = Keys(settings.key_prefix)
-    scripts = UpkeepScripts(redis, keys, settings.queue)
+async def _connect_and_release(settings: WorkerSettings, release: Release) -> None:
+    redis = connect(settings.redis_url, name="llamaq-release", failover_s=0)
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_S):
-            results = await asyncio.gather(
-                *(scripts.release_worker(partition, worker_id) for partition in range(settings.partitions)),
-                _unregister(redis, keys, settings.queue, worker_id),
-                return_exceptions=True,
-            )
+            await release(redis, Keys(settings.key_prefix), settings)
     finally:
         await redis.aclose()
+
+
+async def _release_neighbours(redis: Redis, keys: Keys, settings: WorkerSettings) -> None:
+    """Release the jobs of all workers in the list of workers whose processes have died on this machine."""
+    members: Any = await redis.zrange(keys.workers(settings.queue), 0, -1)
+    for worker_id in [member.decode() for member in members]:
+        card: Any = await redis.hget(keys.worker(worker_id), "worker")
+        with suppress(ProtocolError):  # a worker of another version, or a damaged card
+            if card is not None and is_dead_here(codec.decode_model(Worker, card).card):
+                await _release(redis, keys, settings, worker_id)
+
+
+async def _release(redis: Redis, keys: Keys, settings: WorkerSettings, worker_id: str) -> None:
+    """Requeue the jobs of the worker in all partitions that answer, and remove the worker from the list of workers."""
+    scripts = UpkeepScripts(redis, keys, settings.queue)
+    results = await asyncio.gather(
+        *(scripts.release_worker(partition, worker_id) for partition in range(settings.partitions)),
+        _unregister(redis, keys, settings.queue, worker_id),
+        return_exceptions=True,
+    )
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return sum(result for result in results if isinstance(result, int))
+    n_released = sum(result for result in results if isinstance(result, int))
+    log.info("dead_worker.released worker=%s jobs=%d", worker_id, n_released)
 
 
 async def _unregister(redis: Redis, keys: Keys, queue: str, worker_id: str) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -41,10 +40,11 @@ from llamaq.worker.process.cache_factory import (
     make_prefix_cache,
     make_saved_slot_files,
 )
-from llamaq.worker.process.dead_worker import make_worker_id
+from llamaq.worker.process.dead_worker import make_worker_id, release_dead_neighbours
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.process.model_fingerprint import fingerprint_model
+from llamaq.worker.process.process_identity import identify_this_process
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
@@ -185,8 +185,7 @@ class WorkerProcess:
             quantization=engine.model.quantization,
             chat_template=engine.vocab.chat_template,
             vocab_hash=hashlib.sha256(self._vocab_blob).hexdigest(),
-            host=socket.gethostname(),
-            pid=os.getpid(),
+            **identify_this_process(),
             device=self._device(),
             version=version("llamaq"),
             started_ms=int(time.time() * 1000),
@@ -278,6 +277,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
 
 def serve(settings: WorkerSettings, watch: Watch = nullcontext, token: str | None = None) -> int:
     """Run a worker in this process and return its exit code. An error that prevents the start is logged in one line."""
+    release_dead_neighbours(settings)
     try:
         process = WorkerProcess(settings, watch, token)
     except LlamaqError as exc:
