@@ -107,3 +107,21 @@ def test_ctrl_c_during_the_imports_shows_no_traceback(monkeypatch: pytest.Monkey
     with pytest.raises(SystemExit) as caught:
         entry_point.main()
     assert caught.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--temp", "--temperature"),
+        ("--n-predict", "--max-tokens"),
+        ("--penalty_repeat", "--repeat-penalty"),
+        ("--user", "use --metadata"),
+        ("--t-max-predict-ms", "use --timeout-s"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_option_that_is_meant(option: str, hint: str) -> None:
+    result = CliRunner().invoke(build_app("generate"), ["generate", "x", option, "1"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"No such option: {option}" in result.stderr
+    assert hint in result.stderr
+    assert "--help" not in result.stderr

@@ -56,6 +56,7 @@ def test_a_seed_of_minus_one_is_random() -> None:
         ("user", "user: there is no such option; use metadata"),
         ("response_format", "use json_schema"),
         ("model", "the queue of the client selects the model"),
+        ("t_max_predict_ms", "use timeout_s"),
         ("xyzzy", "xyzzy: there is no such option"),
     ],
 )
@@ -66,8 +67,11 @@ def test_an_unknown_option_is_refused_with_the_name_that_is_meant(name: str, mes
 
 
 def test_an_option_given_twice_under_two_names_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"temp: another name for temperature"):
+    with pytest.raises(InvalidRequest, match=r"temperature=0\.5, temp=0\.7: both names mean temperature"):
         built(temperature=0.5, temp=0.7)
+    with pytest.raises(InvalidRequest, match=r"temp=0\.7, temperature=0\.5: both names mean temperature"):
+        built(temp=0.7, temperature=0.5)
+    assert built(temp=0.7, temperature=0.7).temperature == 0.7
 
 
 def test_synonyms_and_hints_are_no_options_themselves() -> None:
@@ -90,7 +94,9 @@ def test_text_parts_of_a_content_are_joined_and_a_name_is_kept() -> None:
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, r"messages\.0\.content\.0: only parts"),
         ({"role": "user", "content": ["text"]}, r"messages\.0\.content\.0: only parts"),
-        ({"role": "user", "content": None}, r"messages\.0\.content"),
+        ({"role": "user", "content": None}, r"messages\.0\.content: the message has no text"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, r"messages\.0\.content: the message has no text"),
+        ({"role": "user", "content": []}, r"messages\.0\.content: the message has no text"),
         ({"role": "user", "content": "x", "name": "<|im_start|>"}, r"messages\.0\.name"),
         ("hi", r"messages\.0"),
     ],
@@ -101,6 +107,10 @@ def test_other_contents_are_refused(message: Any, error: str) -> None:
 
 
 def test_messages_that_are_no_list_are_refused() -> None:
-    for messages in ("hi", 5):
-        with pytest.raises(InvalidRequest, match="messages"):
+    for messages, error in (
+        ("hi", "a list of messages is required, not a text"),
+        ({"role": "user", "content": "hi"}, "a list of messages is required, not one message"),
+        (5, "messages"),
+    ):
+        with pytest.raises(InvalidRequest, match=error):
             built(messages=messages)

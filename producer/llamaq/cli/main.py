@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from llamaq.cli import dead_letter_commands, job_commands, queue_commands, queue_mode_commands, slot_commands
 from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
+from llamaq.cli.option_hints import add_hint
 from llamaq.common.errors import LlamaqError, MissingExtra
 
 WORKER_COMMANDS = {
@@ -29,7 +30,10 @@ WORKER_COMMANDS = {
 
 
 class InterruptibleGroup(TyperGroup):
-    """A group of commands that Ctrl-C ends with the exit code 130 and without a traceback."""
+    """A group of commands that Ctrl-C ends with the exit code 130 and without a traceback.
+
+    Errors for unknown options of jobs name the option that is meant.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the called command."""
@@ -39,6 +43,9 @@ class InterruptibleGroup(TyperGroup):
             if sys.stderr.isatty():
                 typer.echo(err=True)  # the terminal has shown ^C in the middle of a line
             raise typer.Exit(EXIT_INTERRUPTED) from exc
+        except Exception as exc:
+            add_hint(exc)
+            raise
 
 
 def build_app(called: str | None = None) -> typer.Typer:

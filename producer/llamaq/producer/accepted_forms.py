@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.job_request import JobRequest, Message
 
 SYNONYMS = {
     "id_slot": "slot",
@@ -39,6 +39,7 @@ HINTS = {
     "n_probs": "llamaq returns no probabilities",
     "response_format": "use json_schema, with the schema itself",
     "system": "add a message with the role system",
+    "t_max_predict_ms": "use timeout_s, the longest running time of the job in seconds",
     "timeout": "use timeout_s, the longest running time of the job",
     "tool_choice": "llamaq parses no tool calls",
     "tools": "llamaq parses no tool calls",
@@ -52,18 +53,23 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `JobRequest` that the caller's options and prompt mean.
 
     Raises:
-        InvalidRequest: There is no option of this name, or an option is given twice under two names.
+        InvalidRequest: There is no option of this name, or an option has different values under two names.
     """
     given: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    """For each given option: the name that the caller wrote."""
     for written, value in values.items():
         name = SYNONYMS.get(written, written)
         if name not in JobRequest.model_fields:
             raise InvalidRequest(f"{written}: there is no such option{_hint(written)}")
         if value is None or (value == -1 and name in UNSET_BY_MINUS_ONE and not isinstance(value, bool)):
             continue
-        if name in given:
-            raise InvalidRequest(f"{written}: another name for {name}, which is given too: give one of them")
-        given[name] = value
+        if name in given and given[name] != value:
+            raise InvalidRequest(
+                f"{names[name]}={given[name]!r}, {written}={value!r}: both names mean {name}, with different values: "
+                "give one of them"
+            )
+        given[name], names[name] = value, written
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
     if "messages" in given:
@@ -72,6 +78,7 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hint(name: str) -> str:
+    """Return what to write instead of an unknown name, as the end of a sentence. Empty: nothing is similar."""
     if name in HINTS:
         return f"; {HINTS[name]}"
     close = get_close_matches(name, [*JobRequest.model_fields, *SYNONYMS], n=1)
@@ -79,14 +86,29 @@ def _hint(name: str) -> str:
 
 
 def _join_parts(messages: Any) -> Any:
-    """Return the messages with plain contents. OpenAI's API also allows a list of parts."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
+    """Return the messages with plain contents. OpenAI's API also allows a list of parts.
+
+    Raises:
+        InvalidRequest: This is no list, or a message has no text.
+    """
+    if isinstance(messages, str | bytes):
+        raise InvalidRequest("messages: a list of messages is required, not a text")
+    if isinstance(messages, Mapping | Message):
+        raise InvalidRequest("messages: a list of messages is required, not one message")
+    if not isinstance(messages, Sequence):
         return messages  # the validation refuses it
     return [_join_message(index, message) for index, message in enumerate(messages)]
 
 
 def _join_message(index: int, message: Any) -> Any:
-    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping):
+        return message
+    content = message.get("content")
+    if content is None or (isinstance(content, Sequence) and not isinstance(content, str) and not content):
+        raise InvalidRequest(
+            f"messages.{index}.content: the message has no text. llamaq renders no tool calls: leave the message out, "
+            "or give it a text"
+        )
     if isinstance(content, str) or not isinstance(content, Sequence):
         return message
     return {**message, "content": "".join(_texts_of(content, f"messages.{index}.content"))}
