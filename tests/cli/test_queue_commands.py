@@ -14,7 +14,7 @@ from tests.support.command_line import failing, llamaq
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app
-from llamaq.producer import Client, FinishReason, JobSummary, Priority, QueueStats, QueueSummary, Worker
+from llamaq.producer import AsyncClient, Client, FinishReason, JobSummary, Priority, QueueStats, QueueSummary, Worker
 from llamaq.producer.testing import FakeWorker
 
 
@@ -27,7 +27,7 @@ def test_snapshots_are_tables_for_people_and_json_for_programs(served: str) -> N
     table = llamaq("stats")
     assert served in table
     assert "last jobs" in table
-    assert QueueStats.model_validate_json(llamaq("stats", "--json")).recent[0].generated_tokens == 3
+    assert QueueStats.model_validate_json(llamaq("stats", "--json")).recent[0].stats.generated_tokens == 3
 
 
 def test_health_requires_a_worker_on_this_host_with_a_recent_tick(
@@ -72,7 +72,7 @@ def test_an_empty_table_says_what_is_missing(selected: str) -> None:
     assert llamaq("jobs", "--priority", "bulk") == f"queue {selected!r} has no waiting or running job that matches\n"
     missing = f"no worker serves queue {selected!r}; start one with: llamaq worker --queue {selected}\n"
     assert llamaq("workers") == missing
-    assert llamaq("stats").endswith(f"{missing}\nno job of this queue has finished\n")
+    assert llamaq("stats").endswith(f"{missing}\nno job of this queue has ended\n")
     assert llamaq("dead", "list") == f"queue {selected!r} has no dead letters\n"
 
 
@@ -148,3 +148,23 @@ def test_a_queue_is_paused_drained_and_resumed(
     assert f"llamaq resume --queue {selected}" in failing(monkeypatch, capsys, "submit", "x", code=4)
     assert llamaq("resume") == f"queue {selected}: 1 waiting, 0 running\n"
     assert llamaq("depth") == "1 waiting, 0 running\n"
+
+
+def test_stats_shows_the_id_and_the_end_of_the_last_jobs(redis_url: str, selected: str) -> None:
+    async def run() -> list[str]:
+        async with (
+            AsyncClient(redis_url, selected, key_prefix=selected) as client,
+            FakeWorker(redis_url, selected, key_prefix=selected) as worker,
+        ):
+            jobs = [await client.submit("x") for _ in range(2)]
+            await (await worker.start_next()).answer(["a"])
+            await (await worker.start_next()).fail("prompt_too_long", "4,000 tokens")
+            return [job.id for job in jobs]
+
+    finished, failed = asyncio.run(run())
+    lines = llamaq("stats").splitlines()
+    header = next(line for line in lines if line.startswith("end"))
+    first, second = lines[lines.index(header) + 1 :]
+    assert (first.split()[0], first.split()[-1]) == ("prompt_too_long", failed)
+    assert (second.split()[0], second.split()[-1]) == ("stop", finished)
+    assert header.index("job") <= 80, "the columns before the id fit into a terminal"

@@ -11,7 +11,7 @@ from redis import Redis
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.snapshots import TickStats, Worker
+from llamaq.common.protocol.snapshots import RecentJob, TickStats, Worker
 from llamaq.producer import Client, JobFailed, JobOptions, NoWorker
 from llamaq.worker.engine.llama_bindings import has_gpu
 
@@ -152,11 +152,12 @@ def test_the_stats_stream_has_every_finished_job_newest_first(
     client: Client, demo: ServedQueue, wait_for: Await
 ) -> None:
     mine = [client.generate(STORY, max_tokens=5).stats for _ in range(3)]
-    recent = wait_for(lambda: (recent := client.stats().recent)[:1] == (mine[-1],) and recent)
-    assert recent[:3] == tuple(reversed(mine))
+    recent = wait_for(lambda: (recent := client.stats().recent) and recent[0].stats == mine[-1] and recent)
+    assert [one.stats for one in recent[:3]] == mine[::-1]
+    assert all(one.finish_reason and one.error_code is None for one in recent[:3])
     with Redis.from_url(demo.url) as redis:
         ((_, fields),) = redis.xrevrange(Keys().stats(demo.queue), count=1)
-    assert codec.decode_model(JobStats, fields[b"stats"]) == mine[-1]
+    assert codec.decode_model(RecentJob, fields[b"job"]) == recent[0]
 
 
 def test_a_cancelled_job_has_stats(slow_client: Client, wait_for: Await) -> None:
@@ -165,7 +166,7 @@ def test_a_cancelled_job_has_stats(slow_client: Client, wait_for: Await) -> None
     job.cancel()
     stats = job.result().stats
     assert stats.generated_tokens > 0
-    wait_for(lambda: slow_client.stats().recent[:1] == (stats,))
+    wait_for(lambda: [one.stats for one in slow_client.stats().recent[:1]] == [stats])
 
 
 def test_the_card_describes_the_worker(client: Client, demo: ServedQueue) -> None:

@@ -373,7 +373,7 @@ async def test_stats_shows_depth_workers_and_the_last_jobs_newest_first(redis_ur
         await client.submit("waits")
         stats = await client.stats()
         assert (stats.queue, stats.depth) == (queue, QueueDepth(waiting=1, running=0))
-        assert [recent.generated_tokens for recent in stats.recent] == [3, 2, 1]
+        assert [recent.stats.generated_tokens for recent in stats.recent] == [3, 2, 1]
         assert [one.card.worker for one in stats.workers] == ["fake"]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.snapshots import RecentJob
 from llamaq.producer import AsyncClient, AsyncJob, Client, InvalidRequest, QueueFull, RedisFull
 from llamaq.producer.queries.queue_snapshots import RATE_WINDOW_S
 from llamaq.producer.testing import FakeWorker
@@ -36,7 +37,7 @@ async def add_ended_jobs(client: AsyncClient, seconds_ago: list[float]) -> None:
     """Add the stats of jobs that ended at these times."""
     seconds, _ = await client.redis.time()
     for ago_s in sorted(seconds_ago, reverse=True):
-        fields: dict[Any, Any] = {"stats": codec.encode_model(JobStats())}
+        fields: dict[Any, Any] = {"job": codec.encode_model(RecentJob(job_id="x", stats=JobStats()))}
         await client.redis.xadd(client.keys.stats(client.queue), fields, id=f"{int((seconds - ago_s) * 1000)}-1")
 
 

@@ -19,7 +19,7 @@ def add_hint(error: Exception) -> None:
     known = {parameter.name for parameter in context.command.params}
     name = written.lstrip("-").replace("-", "_")
     meant = SYNONYMS.get(name)
-    if meant in known:
+    if meant is not None and meant in known:
         error.possibilities = [_spelling(meant)]  # type: ignore[attr-defined]
     elif name in HINTS and "max_tokens" in known:
         fields = "|".join(JobParams.model_fields)

@@ -15,7 +15,6 @@ from llamaq.producer import (
     DeadLetter,
     DeadLetterDetails,
     FinishReason,
-    JobStats,
     JobStatus,
     JobSummary,
     NoWorker,
@@ -23,6 +22,7 @@ from llamaq.producer import (
     QueueMode,
     QueueStats,
     QueueSummary,
+    RecentJob,
     SlotFile,
     Worker,
     WorkerSlots,
@@ -205,19 +205,22 @@ def show_stats(stats: QueueStats) -> None:
     show_workers(stats.workers, stats.queue)
     if stats.recent:
         typer.echo("\nlast jobs")
-    names = ("prompt", "generated", "cached", "queue ms", "ttft ms", "ms", "tokens/s", "worker")
-    rows = [_stats_row(job) for job in stats.recent[:MAX_RECENT_ROWS]]
-    show_rows(names, rows, missing="\nno job of this queue has finished")
+    names = ("end", "prompt", "generated", "cached", "queue ms", "ttft ms", "ms", "tok/s", "job")
+    rows = [_recent_row(job) for job in stats.recent[:MAX_RECENT_ROWS]]
+    show_rows(names, rows, missing="\nno job of this queue has ended")
 
 
-def _stats_row(stats: JobStats) -> tuple[str, ...]:
+def _recent_row(job: RecentJob) -> tuple[str, ...]:
+    """Return how the job ended (its finish reason or error code), its measurements and its id."""
+    stats = job.stats
     numbers = (stats.queue_ms, stats.ttft_ms, stats.duration_ms, stats.generation_rate)
     return (
+        job.error_code or (job.finish_reason.value if job.finish_reason else NO_VALUE),
         str(stats.prompt_tokens),
         str(stats.generated_tokens),
         f"{stats.prefix_cache_ratio:.0%}",
         *(NO_VALUE if number is None else f"{number:.1f}" for number in numbers),
-        stats.worker or NO_VALUE,
+        job.job_id,
     )
 
 

@@ -425,7 +425,7 @@ class AsyncClient:
         return await queue_snapshots.read_workers(self.redis, self.keys, self.queue)
 
     async def stats(self) -> QueueStats:
-        """Return the queue's depth, its live workers, and the stats of up to 100 finished jobs, newest first."""
+        """Return the queue's depth, its live workers, and up to 100 jobs that ended last, newest first."""
         depth, workers, recent = await asyncio.gather(
             self.queue_depth(), self.workers(), queue_snapshots.read_recent(self.redis, self.keys, self.queue)
         )

@@ -378,7 +378,7 @@ class Client(BlockingClient):
         return self._call(lambda client: client.workers())
 
     def stats(self) -> QueueStats:
-        """Return the queue's depth, its live workers, and the stats of up to 100 finished jobs, newest first."""
+        """Return the queue's depth, its live workers, and up to 100 jobs that ended last, newest first."""
         return self._call(lambda client: client.stats())
 
     def dead_letters(self) -> tuple[DeadLetter, ...]:

@@ -28,7 +28,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_calls import Attempt, Claim, FlushReply, Increment, Scripts, TerminalWrite
-from llamaq.common.protocol.snapshots import CacheSnapshot, Worker, WorkerCard
+from llamaq.common.protocol.snapshots import CacheSnapshot, RecentJob, Worker, WorkerCard
 from llamaq.common.redis.connect import connect
 from llamaq.producer.queries.job_records import read_output
 
@@ -237,8 +237,7 @@ class FakeAttempt:
         }
         event = Finished(finish_reason=reason, stats=stats, text_length=len(self.text))
         has_ended = await self.worker.scripts.finish(self.worker.name, last, TerminalWrite(event, fields))
-        stream = self.worker.keys.stats(self.worker.queue)
-        await self.worker.redis.xadd(stream, {"stats": codec.encode_model(stats)}, maxlen=1000)
+        await self._record(RecentJob(job_id=self.claim.job_id, finish_reason=reason, stats=stats))
         return has_ended
 
     async def fail(self, code: str = "internal", message: str = "broken on purpose") -> bool:
@@ -252,9 +251,17 @@ class FakeAttempt:
             Whether the job has ended now. False: another attempt has started, or the job had ended.
         """
         event = Failed(code=code, message=message)
-        return await self.worker.scripts.finish(
+        has_ended = await self.worker.scripts.finish(
             self.worker.name, self.increment(), TerminalWrite(event, {"error": codec.encode_event(event)})
         )
+        stats = JobStats(generated_tokens=len(self.tokens), worker=self.worker.name)
+        await self._record(RecentJob(job_id=self.claim.job_id, error_code=code, stats=stats))
+        return has_ended
+
+    async def _record(self, ended: RecentJob) -> None:
+        """Add the job to those that `Client.stats` returns."""
+        stream = self.worker.keys.stats(self.worker.queue)
+        await self.worker.redis.xadd(stream, {"job": codec.encode_model(ended)}, maxlen=1000)
 
     async def answer(self, pieces: Sequence[str]) -> None:
         """Generate one token (0, 1, 2, …) for each piece of text, then finish. Stops early if the job is cancelled.

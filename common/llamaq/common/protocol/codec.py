@@ -21,7 +21,7 @@ from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import SLICE_TOKENS, JobRequest
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
-from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.protocol.snapshots import RecentJob, Worker
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
 
 M = TypeVar("M", bound=BaseModel)
@@ -228,7 +228,7 @@ def decode_output(data: bytes) -> tuple[str, tuple[int, ...]]:
         raise ProtocolError("not a job's output") from exc
 
 
-def encode_model(model: JobStats | Worker | SlotCommand | SlotReply | TextCommand | TextReply) -> bytes:
+def encode_model(model: JobStats | RecentJob | Worker | SlotCommand | SlotReply | TextCommand | TextReply) -> bytes:
     """Return an encoded model. Fields that are None are omitted."""
     return _pack(model.model_dump(mode="json", exclude_none=True))
 

@@ -18,7 +18,11 @@ class JobStatus(WireModel):
 
     job_id: str = Field(description="Id of the job.")
     state: JobState = Field(description="`queued`, `running`, `finished` or `failed`.")
-    attempt: int = Field(0, description="Number of the newest attempt. 0: no worker has claimed the job.")
+    attempt: int = Field(
+        0,
+        description="Number of claims so far: each claim by a worker is an attempt, also if the job did not start. "
+        "0: no worker has claimed the job.",
+    )
     worker: str | None = Field(None, description="Id of the worker that claimed the job last. None: no worker has.")
     crashes: int = Field(
         0, description="Number of workers in a row that died with this job before they stored a token of it."
@@ -46,7 +50,7 @@ class JobSummary(WireModel):
     age_s: float = Field(description="Seconds since the submit, when the list was read.")
     submitted_ms: int = Field(description="Time of the submit.")
     run_at_ms: int | None = Field(None, description="Time at which the job is due. None: it is due.")
-    attempt: int = Field(description="Number of the newest attempt. 0: no worker has claimed the job.")
+    attempt: int = Field(description="Number of claims by workers so far. 0: no worker has claimed the job.")
     worker: str | None = Field(description="Id of the worker of the newest attempt. None: no attempt.")
     generated_tokens: int = Field(description="Number of tokens stored in Redis so far.")
     cancel_requested: bool = Field(description="Whether a client has called `cancel()`.")

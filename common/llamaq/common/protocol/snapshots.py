@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.wire_model import WireModel
 
@@ -139,10 +139,19 @@ class Worker(WireModel):
     )
 
 
+class RecentJob(WireModel):
+    """A job that ended lately in a worker. Exactly one of `finish_reason` and `error_code` is set."""
+
+    job_id: str = Field(description="Id of the job.")
+    finish_reason: FinishReason | None = Field(None, description="Why the job finished. None: it failed.")
+    error_code: str | None = Field(None, description="Kind of the error of a failed job. None: it finished.")
+    stats: JobStats = Field(description="Measurements of the job.")
+
+
 class QueueStats(WireModel):
     """Depth, workers and last jobs of a queue."""
 
     queue: str = Field(description="Name of the queue.")
     depth: QueueDepth = Field(description="Numbers of waiting and running jobs.")
     workers: tuple[Worker, ...] = Field(description="The workers that serve the queue.")
-    recent: tuple[JobStats, ...] = Field((), description="Stats of the jobs that ended last, newest first.")
+    recent: tuple[RecentJob, ...] = Field((), description="The jobs that ended last, newest first.")

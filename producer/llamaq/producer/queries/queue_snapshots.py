@@ -8,10 +8,9 @@ from redis.asyncio import Redis
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.snapshots import QueueDepth, Worker
+from llamaq.common.protocol.snapshots import QueueDepth, RecentJob, Worker
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer.queries.due_jobs import handle_due
 from llamaq.producer.queue_connection import QueueConnection
@@ -55,10 +54,10 @@ def _decode_worker(data: bytes) -> Worker | None:
         return None  # a worker of an incompatible version
 
 
-async def read_recent(redis: Redis, keys: Keys, queue: str) -> tuple[JobStats, ...]:
-    """Return the stats of the last `RECENT_JOBS` finished jobs, newest first."""
+async def read_recent(redis: Redis, keys: Keys, queue: str) -> tuple[RecentJob, ...]:
+    """Return the last `RECENT_JOBS` jobs that ended in a worker, newest first."""
     entries: Any = await redis.xrevrange(keys.stats(queue), count=RECENT_JOBS)
-    return tuple(codec.decode_model(JobStats, fields[b"stats"]) for _, fields in entries)
+    return tuple(codec.decode_model(RecentJob, fields[b"job"]) for _, fields in entries)
 
 
 async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> float | None:

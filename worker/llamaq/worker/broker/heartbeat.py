@@ -16,10 +16,9 @@ from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.snapshots import Worker, WorkerCard
+from llamaq.common.protocol.snapshots import RecentJob, Worker, WorkerCard
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.worker.engine_loop.shared_state import SharedState
@@ -79,7 +78,7 @@ class Heartbeat:
         self._shared = shared
         self._partitions = partitions
         self._every_s = every_s
-        self._unstored_stats: deque[JobStats] = deque(maxlen=MAX_STATS)
+        self._unstored: deque[RecentJob] = deque(maxlen=MAX_STATS)
         self._has_stats = asyncio.Event()
 
     async def run(self) -> None:
@@ -146,7 +145,14 @@ class Heartbeat:
         partition, so the stats are stored in the background.
         """
         self._shared.telemetry.record_job(ended)
-        self._unstored_stats.append(ended.stats)
+        self._unstored.append(
+            RecentJob(
+                job_id=ended.job_id,
+                finish_reason=ended.finish_reason,
+                error_code=ended.error_code,
+                stats=ended.stats,
+            )
+        )
         self._has_stats.set()
 
     async def _run_stats(self) -> None:
@@ -162,16 +168,16 @@ class Heartbeat:
                 await asyncio.sleep(backoff.next_delay_s())
 
     async def _store_stats(self) -> None:
-        batch = list(self._unstored_stats)
+        batch = list(self._unstored)
         if not batch:
             return
         stream = self._keys.stats(self._card.queue)
         async with self._redis.pipeline(transaction=False) as pipe:
-            for stats in batch:
-                pipe.xadd(stream, {"stats": codec.encode_model(stats)}, maxlen=MAX_STATS, approximate=True)
+            for job in batch:
+                pipe.xadd(stream, {"job": codec.encode_model(job)}, maxlen=MAX_STATS, approximate=True)
             await pipe.execute()
         for _ in batch:
-            self._unstored_stats.popleft()
+            self._unstored.popleft()
 
     async def unregister(self) -> None:
         """Store the last stats, and remove the worker from the list of workers.
