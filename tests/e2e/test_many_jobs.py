@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
-from llamaq.producer import Client, JobFailed
+from llamaq.producer import Client, JobFailed, QueueDepth
 from llamaq.producer.sync import Job
 from llamaq.tools.demo_model.fact_questions import Probe, recall_probe
 
@@ -157,4 +156,4 @@ def test_every_queue_is_empty_afterwards(
 ) -> None:
     for each in (client, narrow_client, slow_client):
         depth = wait_for(lambda each=each: (depth := each.queue_depth()).waiting + depth.running == 0 and depth)
-        assert re.fullmatch(r"waiting=0 running=0", str(depth))
+        assert depth == QueueDepth(waiting=0, running=0)

@@ -61,7 +61,6 @@ def test_another_worker_continues_a_job_that_outlasts_the_drain_at_the_next_toke
         result = reader.finish()
     assert time.monotonic() - stopped_s < 45, "the job was not requeued: it waited for its lease to expire"
     assert "job.requeued" in first.output
-    assert "accepted=True" in first.output
     assert result.stats.generated_tokens == 400
     assert result.stats.worker == second.worker_id
     environment.events_of(reader.job)
