@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from llamaq.common.protocol.script_calls import Attempt, Increment, Scripts
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.script_values import Attempt, Increment
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk
 from llamaq.worker.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import BatchIncomplete, InvalidRequest, LlamaqError, NotDurable
-from llamaq.common.protocol.script_calls import Submission, SubmitRefused, SubmitReply
+from llamaq.common.protocol.script_values import Submission, SubmitRefused, SubmitReply
 from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.durability import check_durable, confirm
 from llamaq.producer.job import AsyncJob

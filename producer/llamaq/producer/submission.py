@@ -22,7 +22,7 @@ from llamaq.common.errors import (
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_calls import (
+from llamaq.common.protocol.script_values import (
     OtherPartitions,
     Submission,
     SubmitConflict,

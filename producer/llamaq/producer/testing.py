@@ -27,7 +27,8 @@ from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import Attempt, Claim, FlushReply, Increment, Scripts, TerminalWrite
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.script_values import Attempt, Claim, FlushReply, Increment, TerminalWrite
 from llamaq.common.protocol.snapshots import CacheSnapshot, RecentJob, Worker, WorkerCard
 from llamaq.common.redis.connect import connect
 from llamaq.producer.queries.job_records import read_output

@@ -18,7 +18,8 @@ from tests.support.tcp_proxy import Proxy
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId, Keys
-from llamaq.common.protocol.script_calls import Increment, Scripts
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.script_values import Increment
 from llamaq.common.redis.connect import RETRY_S, connect, make_connection
 from llamaq.common.redis.retry import retry_until_deadline
 

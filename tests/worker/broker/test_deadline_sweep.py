@@ -1,4 +1,4 @@
-"""Jobs end at their deadlines whoever is alive: a worker of the queue, or a client that waits for the job."""
+"""Jobs end at their deadlines: a worker of the queue ends them, or a client that waits for the job."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_calls import Attempt
+from llamaq.common.protocol.script_values import Attempt
 from llamaq.common.protocol.upkeep_scripts import UpkeepScripts
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull

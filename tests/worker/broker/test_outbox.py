@@ -21,7 +21,8 @@ from llamaq.common.protocol.job_events import Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.script_calls import Attempt, Claim, Scripts
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.script_values import Attempt, Claim
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeWorker

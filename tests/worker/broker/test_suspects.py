@@ -14,7 +14,8 @@ import pytest
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.script_calls import Attempt, Scripts
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.script_values import Attempt
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module

@@ -481,7 +481,9 @@ def test_cells_that_left_the_window_stay_while_other_sequences_are_computed(make
     compute(engine, 1, prompt(100, 2))
     compute(engine, 0, tokens)
     engine.sequences.remove(1)
-    compute(engine, 1, prompt(500, 3))  # fills the free cells before those of the sequence, and goes on behind them
+    compute(
+        engine, 1, prompt(500, 3)
+    )  # fills the free cells before those of the sequence, and then continues after them
     engine.sequences.remove(1)
     assert engine.sequences.copy(0, 1, 150) == 150
     data = engine.sequences.save(0, 0, 250)

@@ -46,7 +46,7 @@ def test_without_a_port_the_server_listens_on_a_private_socket_only() -> None:
         assert redis.config_get("port") == {"port": "0"}
         socket = Path(server.url.removeprefix("unix://"))
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-        assert redis.config_get("appendfsync") == {"appendfsync": "no"}, "nobody reads this file after a power cut"
+        assert redis.config_get("appendfsync") == {"appendfsync": "no"}, "this file is not read after a power cut"
         assert repr(server) == f"<EmbeddedRedis {server.url} pid={server.pid}>"
     assert not socket.parent.exists()
     assert server.pid is None

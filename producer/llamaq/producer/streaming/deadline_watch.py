@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
-from llamaq.common.protocol.script_calls import ExpireCode
+from llamaq.common.protocol.script_values import ExpireCode
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer.streaming.job_listener import JobListener
 

@@ -32,7 +32,7 @@ from redis.exceptions import RedisError
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ProtocolError
-from llamaq.common.protocol.script_calls import ExpireCode
+from llamaq.common.protocol.script_values import ExpireCode
 from llamaq.common.redis.connect import is_cluster, make_connection, node_of
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_job_key_error

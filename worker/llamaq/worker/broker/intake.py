@@ -14,7 +14,7 @@ from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_calls import Claim
+from llamaq.common.protocol.script_values import Claim
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 from llamaq.worker.broker.outbox import Outbox

@@ -19,7 +19,8 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
-from llamaq.common.protocol.script_calls import MAX_DEAD, Attempt, Claim, CrashVerdict, Scripts
+from llamaq.common.protocol.script_calls import MAX_DEAD, Scripts
+from llamaq.common.protocol.script_values import Attempt, Claim, CrashVerdict
 from llamaq.common.redis.redis_errors import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.core.job_times import JobTimes

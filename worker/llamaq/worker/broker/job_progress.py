@@ -13,7 +13,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.script_calls import Increment, StoredEnd, TerminalWrite
+from llamaq.common.protocol.script_values import Increment, StoredEnd, TerminalWrite
 from llamaq.worker.core.job import JobEnded, Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob

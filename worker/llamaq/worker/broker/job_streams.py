@@ -19,7 +19,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
-from llamaq.common.protocol.script_calls import Scripts, StreamEntries
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.script_values import StreamEntries
 from llamaq.common.redis.connect import is_cluster
 from llamaq.worker.broker.lease_guard import LeaseGuard
 

@@ -21,7 +21,8 @@ from redis.exceptions import RedisError, ResponseError
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_events import Failed
-from llamaq.common.protocol.script_calls import Attempt, Claim, FlushReply, Increment, Scripts, TerminalWrite
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.protocol.script_values import Attempt, Claim, FlushReply, Increment, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full, is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay

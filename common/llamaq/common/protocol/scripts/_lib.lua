@@ -57,7 +57,7 @@ local function emit(events, channel, payload)
 end
 
 -- Gives a pending entry to a consumer, with a lease of `lease_ms`: its idle time is set so that it reaches
--- EXPIRED_IDLE_MS when the lease expires. So the lease of its holder counts, whoever looks for expired entries.
+-- EXPIRED_IDLE_MS when the lease expires. So the lease of the holder counts for every worker that looks for expired entries.
 local function renew_lease(stream, group, consumer, entry, lease_ms)
   redis.call('XCLAIM', stream, group, consumer, 0, entry, 'IDLE', EXPIRED_IDLE_MS - lease_ms, 'JUSTID')
 end

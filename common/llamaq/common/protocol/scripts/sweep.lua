@@ -26,7 +26,7 @@ if now < tonumber(progress[2] or '0') then
   return {}
 end
 
--- Returns whether the entry was delivered to a worker earlier and is not pending now. Nobody reads it again.
+-- Returns whether the entry was delivered to a worker earlier and is not pending now. No worker reads it again.
 local function was_dropped(stream, entry)
   if #redis.call('XPENDING', stream, group, entry, entry, 1) > 0 then
     return false
