@@ -141,11 +141,14 @@ async def cancels(seed: int, report: ProgressReport, *, n_each: int = 40) -> Out
 
 
 def _judge(checker: Checker, canceller: Canceller, record: Record) -> Checker:
-    for job_id in canceller.never_claimed | canceller.never_started:
-        if record.computed[job_id] or any(event.type == "tokens" for event in checker.events_of(job_id, WIRE)):
+    for job_id in canceller.never_claimed:
+        if record.computed[job_id]:
             checker.add_violation(
-                f"{job_id}: cancelled before it had a slot, but computed in {record.computed[job_id]} ticks"
+                f"{job_id}: cancelled before a worker had claimed it, but computed in {record.computed[job_id]} ticks"
             )
+    for job_id in canceller.never_claimed | canceller.never_started:  # a worker notices the end at its next flush
+        if any(event.type == "tokens" for event in checker.events_of(job_id, WIRE)):
+            checker.add_violation(f"{job_id}: cancelled before it had a slot, but tokens of it were published")
     for job_id in record.not_freed:
         checker.add_violation(f"{job_id}: still in its slot after its cancel")
     for job_id in record.computed_after:

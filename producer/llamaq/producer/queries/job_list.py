@@ -164,19 +164,27 @@ def _summary(job_id: str, priority: Priority, values: Sequence[bytes | None], no
     status, _, attempt, worker, generated, cancel, submitted, run_at, _ = (
         value.decode() if value else "" for value in values
     )
-    submitted_ms = int(submitted or 0)
+    submitted_ms = _number(submitted) or 0
     return JobSummary(
         job_id=job_id,
         state=JobState(status),
         priority=priority,
         age_s=max(0, now_ms - submitted_ms) / 1000,
         submitted_ms=submitted_ms,
-        run_at_ms=int(run_at) if run_at else None,
-        attempt=int(attempt or 0),
+        run_at_ms=_number(run_at),
+        attempt=_number(attempt) or 0,
         worker=worker or None,
-        generated_tokens=int(generated or 0),
+        generated_tokens=_number(generated) or 0,
         cancel_requested=bool(cancel),
     )
+
+
+def _number(text: str) -> int | None:
+    """Return the number in a field. None: the field is missing, or other data replaced it."""
+    try:
+        return int(text)
+    except ValueError:
+        return None
 
 
 async def _with_metadata(
