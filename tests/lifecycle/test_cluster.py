@@ -171,9 +171,10 @@ def test_an_idle_worker_starts_a_job_of_any_partition_at_once(cluster_environmen
 def test_streams_continue_when_a_replica_becomes_master(
     environment: Environment, replicated_cluster: ClusterServers, read: Read, is_planned: bool
 ) -> None:
-    start_worker(environment, "--n-parallel", "8", "--disconnect-s", "1")
+    longer = LONG | {"max_tokens": 500}  # the streams take longer than `disconnect_s`
+    start_worker(environment, "--n-parallel", "8", "--disconnect-s", "2.5")
     with client_of(environment) as client:
-        readers = [read(job) for job in submit_to_each(client, cancel_on_disconnect=True, **LONG)]
+        readers = [read(job) for job in submit_to_each(client, cancel_on_disconnect=True, **longer)]
         for reader in readers:
             reader.await_tokens(20)
         slot = slot_of(readers[0].job)
@@ -188,7 +189,7 @@ def test_streams_continue_when_a_replica_becomes_master(
             assert [len(job.result().tokens) for job in later] == [5] * PARTITIONS
         for reader in readers:
             result = reader.finish()
-            assert (result.finish_reason, len(result.tokens)) == ("length", LONG["max_tokens"])
+            assert (result.finish_reason, len(result.tokens)) == ("length", longer["max_tokens"])
             assert sum(isinstance(event, Started) for event in environment.events_of(reader.job)) == 1
         assert replicated_cluster.master_of(slot) is not old
         assert client.queue_depth().running == 0

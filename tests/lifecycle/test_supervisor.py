@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from redis import Redis
@@ -108,7 +108,9 @@ def test_the_job_of_a_killed_child_continues(environment: Environment, read: Rea
 
 
 def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: Environment, read: Read) -> None:
-    supervisor = supervise(environment, 1, LLAMAQ_LEASE_S="300", LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="1")
+    settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
+    # The card of a dead worker lives for five heartbeats: here longer than a worker takes to start on a busy machine.
+    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", **settings)
     with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
         readers = [read(job) for job in jobs]
@@ -126,7 +128,9 @@ def test_the_jobs_of_a_killed_child_do_not_wait_for_their_leases(environment: En
 def test_the_next_worker_releases_the_jobs_of_a_worker_that_was_killed_with_its_supervisor(
     environment: Environment, read: Read
 ) -> None:
-    supervisor = supervise(environment, 1, LLAMAQ_LEASE_S="300", LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="1")
+    settings: Any = {"LLAMAQ_LEASE_S": "300", "LLAMAQ_N_PARALLEL": "1", "LLAMAQ_INBOX_WINDOW": "1"}
+    # The card of a dead worker lives for five heartbeats: here longer than a worker takes to start on a busy machine.
+    supervisor = supervise(environment, 1, LLAMAQ_HEARTBEAT_S="10", **settings)
     with environment.client() as client:
         jobs = [client.submit(PROMPT, max_tokens=150, ignore_eos=True) for _ in range(2)]  # one waits in the window
         readers = [read(job) for job in jobs]
@@ -135,7 +139,7 @@ def test_the_next_worker_releases_the_jobs_of_a_worker_that_was_killed_with_its_
         supervisor.signal(signal.SIGSTOP)  # so that it cannot see the death of its child
         os.kill(child, signal.SIGKILL)
         supervisor.signal(signal.SIGKILL)
-        following = environment.start_worker(LLAMAQ_LEASE_S="300", LLAMAQ_N_PARALLEL="1", LLAMAQ_INBOX_WINDOW="1")
+        following = environment.start_worker(**settings)
         following.await_output(r"dead_worker\.released worker=\S+ jobs=2")
         for reader in readers:
             assert len(reader.finish().tokens) == 150
