@@ -253,6 +253,17 @@ def test_a_supervisor_can_be_started_checked_and_stopped_by_calls(
         assert b"worker.stopped" in (environment.folder / "log").read_bytes()
 
 
+def test_workers_with_exit_when_empty_run_all_jobs_and_end_with_exit_code_0(environment: Environment) -> None:
+    with environment.client() as client:
+        jobs = [client.submit(PROMPT, max_tokens=20, ignore_eos=True, seed=seed) for seed in range(8)]
+        supervisor = supervise(environment, 2, LLAMAQ_EXIT_WHEN_EMPTY="1", LLAMAQ_EMPTY_S="0.5")
+        assert supervisor.end() == 0
+        assert {job.status().state for job in jobs} == {JobState.FINISHED}
+        assert client.workers() == ()
+    assert "child.died" not in supervisor.output
+    assert supervisor.output.count("worker.queue_empty") == 2
+
+
 def test_a_password_in_the_redis_url_is_not_in_the_process_list(environment: Environment) -> None:
     with EmbeddedRedis() as server:
         with Redis.from_url(server.url) as redis:

@@ -212,6 +212,17 @@ class LifeSettings(BaseModel):
         gt=0,
         description="Jobs with `cancel_on_disconnect`: seconds without a subscriber after which the job is cancelled.",
     )
+    exit_when_empty: bool = Field(
+        False,
+        description="End with exit code 0 when the queue has been empty for `empty_s` seconds: no job waits or runs, "
+        "on any worker.",
+    )
+    empty_s: float = Field(
+        10.0,
+        ge=0,
+        description="With `exit_when_empty`: seconds for which the queue must be empty. A delayed job that is due "
+        "within this time counts as waiting.",
+    )
     hooks: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Functions as `module:function`, separated by commas. They get the measurements of each tick and "

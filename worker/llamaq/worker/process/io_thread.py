@@ -26,6 +26,7 @@ from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_check import log_dangers
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
+from llamaq.worker.broker.empty_queue import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
@@ -176,7 +177,8 @@ class IoThread:
                 outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
                 commands = self._make_command_inboxes(redis, keys)
                 sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
-                await self._run_services(job_claims, outbox, heartbeat, commands, membership, sweep)
+                watch = self._make_empty_watch(redis, keys)
+                await self._run_services(job_claims, outbox, heartbeat, commands, membership, sweep, *watch)
         finally:
             await redis.aclose()
 
@@ -216,6 +218,15 @@ class IoThread:
             model_name=card.model,
         )
         return QueueMembership(redis, keys, settings.queue, card.worker, config)
+
+    def _make_empty_watch(self, redis: Redis, keys: Keys) -> Sequence[EmptyQueueWatch]:
+        settings = self._settings
+        if not settings.exit_when_empty:
+            return ()
+        watch = EmptyQueueWatch(
+            redis, keys, settings.queue, settings.partitions, settings.empty_s, on_empty=self._stop_by_itself
+        )
+        return (watch,)
 
     def _make_heartbeat(self, redis: Redis, keys: Keys) -> Heartbeat:
         return Heartbeat(
@@ -265,14 +276,14 @@ class IoThread:
         heartbeat: Heartbeat,
         commands: Sequence[CommandInbox],
         membership: QueueMembership,
-        sweep: DeadlineSweep,
+        *others: DeadlineSweep | EmptyQueueWatch,
     ) -> None:
         """Register the worker, run its services until `close`, then write the last events and unregister the worker."""
         intake = self._make_intake(job_claims, outbox)
         await self._register(heartbeat)
         async with asyncio.TaskGroup() as tasks:
             self._intake_task = tasks.create_task(intake.run())
-            running = (outbox.run(), heartbeat.run(), membership.run(), sweep.run(), *(one.run() for one in commands))
+            running = (outbox.run(), heartbeat.run(), membership.run(), *(one.run() for one in (*others, *commands)))
             services = [tasks.create_task(service) for service in running]
             self._ready.set_result(None)
             await self._closing.wait()
@@ -288,6 +299,11 @@ class IoThread:
                 await heartbeat.beat()
         except (RedisError, TimeoutError) as exc:
             log.warning("worker.not_listed error=%s: the next heartbeat tries again", exc)
+
+    def _stop_by_itself(self) -> None:
+        """Stop the worker because its queue is empty. A job that it has just claimed may finish within `drain_s`."""
+        self._cancel_intake()
+        self._ticks.stop(self._settings.drain_s)
 
     def _cancel_intake(self) -> None:
         if self._intake_task is not None:

@@ -53,6 +53,8 @@ class Child:
         self._started_s = 0.0
         self._restart_s = 0.0
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        self.is_done = False
+        """Whether the worker has ended because its queue is empty (`exit_when_empty`). It is not restarted."""
 
     @property
     def pid(self) -> int | None:
@@ -92,6 +94,8 @@ class Child:
             The exit code of a process that cannot start, even after a restart. None otherwise.
         """
         now_s = time.monotonic()
+        if self.is_done:
+            return None
         if self._process is None:
             if now_s >= self._restart_s:
                 self.start()
@@ -103,6 +107,9 @@ class Child:
         self._close()
         if code == EXIT_CANNOT_START:
             return code
+        if code == EXIT_OK and self.settings.exit_when_empty:
+            self.is_done = True
+            return None
         self._releasing = release_in_background(self.settings, self._worker_id)
         lived_s = now_s - self._started_s
         if lived_s > STEADY_S:
@@ -203,7 +210,7 @@ class Supervisor:
         return next((code for code in codes if code is not None), None)
 
     def run(self) -> int:
-        """Supervise until SIGTERM or SIGINT; returns the exit code.
+        """Supervise until SIGTERM or SIGINT, or until all children are done; returns the exit code.
 
         Raises:
             LlamaqError: Something that the children need has ended and cannot be restarted. The children are stopped.
@@ -211,7 +218,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self.start()
-        while not self._n_signals:
+        while not self._n_signals and not all(child.is_done for child in self.children):
             try:
                 code = self.check()
             except LlamaqError:
