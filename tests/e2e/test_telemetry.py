@@ -11,7 +11,7 @@ from redis import Redis
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.snapshots import RecentJob, TickStats, Worker
+from llamaq.common.protocol.snapshots import RecentJob, TickStats, TickTotals, Worker
 from llamaq.producer import Client, JobFailed, JobOptions, NoWorker
 from llamaq.worker.engine.llama_bindings import has_gpu
 
@@ -77,6 +77,21 @@ def test_a_tick_measurement_has_the_documented_names(client: Client, demo: Serve
         "the number of decode tokens is wrong: the first of 30 tokens comes from the prefill"
     )
     assert sum(tick["eval_ms"] for tick in ticks) <= stats.duration_ms
+
+
+def test_the_heartbeat_has_the_sums_over_all_ticks(client: Client, wait_for: Await) -> None:
+    def next_totals() -> TickTotals:
+        """Return the sums of the next heartbeat."""
+        sent_ms = client.workers()[0].heartbeat_ms
+        wait_for(lambda: client.workers()[0].heartbeat_ms > sent_ms)
+        return client.workers()[0].totals
+
+    before = next_totals()
+    stats = client.generate(STORY, max_tokens=30, ignore_eos=True).stats
+    after = next_totals()
+    assert after.decode_tokens - before.decode_tokens == 29
+    assert after.prefill_tokens - before.prefill_tokens == stats.prompt_tokens - stats.prefix_cache_tokens
+    assert after.eval_ms > before.eval_ms
 
 
 def test_a_hook_receives_the_stats_of_each_finished_job(client: Client, demo: ServedQueue, wait_for: Await) -> None:

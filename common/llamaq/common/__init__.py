@@ -38,6 +38,7 @@ from llamaq.common.protocol.snapshots import (
     QueueStats,
     SlotSnapshot,
     TickStats,
+    TickTotals,
     Worker,
     WorkerCard,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "SlotSnapshot",
     "Started",
     "TickStats",
+    "TickTotals",
     "Tokens",
     "Worker",
     "WorkerCard",

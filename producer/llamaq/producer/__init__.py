@@ -35,6 +35,7 @@ from llamaq.common.protocol.snapshots import (
     RecentJob,
     SlotSnapshot,
     TickStats,
+    TickTotals,
     Worker,
     WorkerCard,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "SlotSnapshot",
     "Stream",
     "TickStats",
+    "TickTotals",
     "Tokenizer",
     "Worker",
     "WorkerCard",

@@ -15,8 +15,8 @@ from llamaq.common.protocol.wire_model import WireModel
 class QueueDepth(WireModel):
     """The numbers of waiting and running jobs in a queue."""
 
-    waiting: int = Field(description="Number of jobs without a slot, in the queue or claimed by a worker.")
-    running: int = Field(description="Number of jobs that have a slot of a live worker.")
+    waiting: int = Field(description="Number of jobs without a slot: in the queue, claimed by a worker, or preempted.")
+    running: int = Field(description="Number of jobs that have a slot of a live worker now.")
     delayed: int = Field(
         0, description="Number of jobs that are not due: submitted for a later time, or retried later after a failure."
     )
@@ -48,6 +48,14 @@ class TickStats(WireModel):
     active_slots: int = Field(description="Number of slots that run a job.")
     queue_depth: int = Field(description="Number of waiting jobs in the queue at the worker's last heartbeat.")
     eval_ms: float = Field(description="Milliseconds that `llama_decode` and sampling took.")
+
+
+class TickTotals(WireModel):
+    """Sums over all ticks since the worker started. The difference of two heartbeats gives rates and means."""
+
+    decode_tokens: int = Field(0, description="Number of decode tokens. Each yields one generated token.")
+    prefill_tokens: int = Field(0, description="Number of prompt tokens that were computed.")
+    eval_ms: float = Field(0.0, description="Milliseconds that `llama_decode` and sampling took.")
 
 
 class SlotSnapshot(WireModel):
@@ -130,6 +138,7 @@ class Worker(WireModel):
     cache: CacheSnapshot = Field(description="KV cells and prefix cache.")
     last_tick: TickStats | None = Field(None, description="Measurements of the last tick. None: no tick so far.")
     ticks: int = Field(0, description="Number of ticks since the worker started.")
+    totals: TickTotals = Field(TickTotals(), description="Sums over these ticks.")
     jobs_done: int = Field(0, description="Number of jobs that ended since the worker started.")
     heartbeat_ms: int = Field(description="Time of the heartbeat.")
     tick_age_ms: int = Field(

@@ -133,6 +133,7 @@ class Heartbeat:
             cache=snapshot.cache,
             last_tick=telemetry.last_tick,
             ticks=telemetry.n_ticks,
+            totals=telemetry.totals,
             jobs_done=telemetry.n_jobs_done,
             heartbeat_ms=now_ms,
             tick_age_ms=int(self._ticks.tick_age_s * 1000),

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.snapshots import TickStats
+from llamaq.common.protocol.snapshots import TickStats, TickTotals
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +65,27 @@ class Telemetry:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.last_tick: TickStats | None = None
         self.n_ticks = 0
+        self._decode_tokens = 0
+        self._prefill_tokens = 0
+        self._eval_ms = 0.0
         self.n_jobs_done = 0
 
     def attach(self) -> None:
         """From now on, call the hooks on the running event loop. They do not get ticks that were recorded earlier."""
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def totals(self) -> TickTotals:
+        """The sums over all ticks so far."""
+        return TickTotals(decode_tokens=self._decode_tokens, prefill_tokens=self._prefill_tokens, eval_ms=self._eval_ms)
+
     def record_tick(self, stats: TickStats) -> None:
         """Record the measurements of a tick. Called on the engine thread."""
         self.last_tick = stats
         self.n_ticks += 1
+        self._decode_tokens += stats.decode_tokens
+        self._prefill_tokens += stats.prefill_tokens
+        self._eval_ms += stats.eval_ms
         if self._hooks and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to exit
                 measurements = {"worker": self._worker, **stats.model_dump()}
