@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -115,6 +116,7 @@ class FakeWorker:
         await self.redis.hset(self.keys.worker(self.name), "worker", codec.encode_model(worker))
         await self.redis.expire(self.keys.worker(self.name), ttl_s)
         await self.redis.zadd(self.keys.workers(self.queue), {self.name: now_ms})
+        await self.redis.zadd(self.keys.queues(), {self.queue: time.time_ns() // 1_000_000})
         return card
 
     async def claim(self) -> Claim | None:

@@ -111,6 +111,7 @@ class Heartbeat:
             pipe.hset(key, "worker", codec.encode_model(self._worker(now_ms)))
             pipe.pexpire(key, max(MIN_TTL_MS, int(self._every_s * 1000 * MAX_MISSED_BEATS)))
             pipe.zadd(self._keys.workers(card.queue), {card.worker: now_ms})
+            pipe.zadd(self._keys.queues(), {card.queue: now_ms})
             pipe.expire(self._keys.vocab(card.vocab_hash), VOCAB_TTL_S)
             has_vocab = (await pipe.execute())[-1]
         if not has_vocab:
