@@ -36,8 +36,7 @@ async def submit_many(
     await require_worker(connection, submissions[0].job_id, limit)
     first, others = str(submissions[0].job_id), f"and {len(submissions) - 1} other jobs"
     problem = f"{others} could not be submitted: Redis has not answered"
-    outcomes = await limit.bound(_send(connection, submissions), first, problem)
-    handles, errors = await _read_outcomes(connection, submissions, outcomes)
+    handles, errors = await limit.bound(submit_each(connection, submissions), first, problem)
     ids = [job.id for job in handles if job is not None]
     unconfirmed: NotDurable | None = None
     try:
@@ -69,6 +68,20 @@ async def _validate(connection: QueueConnection, jobs: Sequence[Mapping[str, Any
         if place % YIELD_EVERY == YIELD_EVERY - 1:
             await asyncio.sleep(0)
     return submissions
+
+
+async def submit_each(
+    connection: QueueConnection, submissions: Sequence[Submission]
+) -> tuple[list[AsyncJob | None], list[Exception | None]]:
+    """Submit jobs, each on its own. Calling it again with the same submissions submits none of them twice.
+
+    Returns:
+        For each job its handle or None, and for each job the error with which Redis refused it or None.
+
+    Raises:
+        RedisError: Redis has not answered. It may have some of the jobs.
+    """
+    return await _read_outcomes(connection, submissions, await _send(connection, submissions))
 
 
 async def _send(connection: QueueConnection, submissions: Sequence[Submission]) -> list[SubmitReply | RedisError]:

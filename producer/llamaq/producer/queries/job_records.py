@@ -26,6 +26,9 @@ _STATUS_FIELDS = (
     "finish_reason", "error", "run_at_ms", "retries_left", "retry_error",
 )  # fmt: skip
 
+RESULT_FIELDS = (*END_FIELDS, "returned", "output")
+"""The fields of the hash that `result_of` needs."""
+
 
 async def read_status(connection: QueueConnection, job_id: str) -> JobStatus:
     """Return a snapshot of a job. What is due for the job is done first: it ends if it has reached a deadline.
@@ -74,14 +77,30 @@ async def read_result(redis: Redis, keys: JobKeys, job_id: str) -> Result:
         JobNotFound: The id is wrong, or the result has expired.
         JobFailed: The job failed.
     """
-    values: Any = await redis.hmget(keys.job, *END_FIELDS, "returned")
-    *end_values, returned = values
+    values: Any = await redis.hmget(keys.job, *RESULT_FIELDS)
+    return await result_of(redis, keys, job_id, values)
+
+
+async def result_of(redis: Redis, keys: JobKeys, job_id: str, values: Sequence[bytes | None]) -> Result:
+    """Return the result of a finished job whose hash was read.
+
+    Args:
+        redis: Connections to Redis, for the output of a job that no worker ended.
+        keys: The keys of the job.
+        job_id: The id of the job.
+        values: The values of `RESULT_FIELDS`.
+
+    Raises:
+        JobNotFound: The job has not ended, or its result has expired.
+        JobFailed: The job failed.
+    """
+    *end_values, returned, output = values
     end = decode_end(end_values)
     if end is None:
         raise JobNotFound(job_id)
     if isinstance(end, Failed):
         raise JobFailed(end.code, end.message, job_id)
-    text, tokens = await read_output(redis, keys)
+    text, tokens = await read_output(redis, keys) if output is None else codec.decode_output(output)
     seed, metadata = codec.decode_returned(returned)
     return Result(
         job_id=job_id,
