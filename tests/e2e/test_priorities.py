@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
 
 if TYPE_CHECKING:
@@ -38,6 +38,36 @@ def test_an_interactive_job_does_not_wait_for_bulk_jobs(
         for job, result in zip(bulk, results, strict=True):
             streamed = [token for chunk in job.stream() for token in chunk.tokens]
             assert streamed == list(result.tokens), "a bulk job lost or repeated tokens"
+
+
+def test_preempted_bulk_jobs_wait_and_a_cancelled_one_keeps_all_its_tokens(
+    start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory, wait_for: Await
+) -> None:
+    spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=CHATML)
+    model: Path = write_model(tmp_path_factory.mktemp("models") / "preempted.gguf", spec, seed=1)
+    served = start_worker("preempted", model, n_parallel=2, n_ctx=4096, bulk_share=0.0)
+    with served.client() as client:
+        options: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        bulk = [client.submit(f"bulk {at}", priority="bulk", stream=at == 0, **options) for at in range(2)]
+        wait_for(lambda: all(job.status().state is JobState.RUNNING for job in bulk))
+        wait_for(lambda: bulk[0].status().generated_tokens > 0)
+        urgent = [client.submit(f"urgent {at}", **options) for at in range(2)]
+        wait_for(lambda: all(job.status().state is JobState.QUEUED for job in bulk))
+        depth = client.queue_depth()
+        assert (depth.waiting, depth.running) == (2, 2)
+        n_stored = [job.status().generated_tokens for job in bulk]
+        for job in bulk:
+            assert job.cancel()
+        for job, n_tokens in zip(bulk, n_stored, strict=True):
+            result = job.result(timeout=20)
+            assert (result.finish_reason, len(result.tokens)) == (FinishReason.CANCELLED, n_tokens)
+            assert result.stats.generated_tokens == n_tokens
+            assert result.stats.prompt_tokens > 0, "the worker has ended the job"
+            assert (result.stats.preempted_ms or 0) > 0
+            assert "".join(chunk.text for chunk in job.stream()) == result.text
+        for job in urgent:
+            assert job.cancel()
+            job.result(timeout=20)
 
 
 def test_a_bulk_job_gets_its_share_although_interactive_jobs_fill_all_slots_and_is_rarely_started_anew(

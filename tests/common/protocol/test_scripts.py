@@ -172,7 +172,7 @@ async def test_a_claimed_job_waits_until_a_flush_says_that_it_has_a_slot(redis_u
         claimed = await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
         assert isinstance(claimed, Attempt)
         attempt = FakeAttempt(worker, claim, claimed)
-        waiting = replace(attempt.increment(), has_started=False)
+        waiting = replace(attempt.increment(), has_started=False, has_slot=False)
         assert (await worker.scripts.flush("fake", [waiting], LEASE_MS, renew=True))[0].code == "ok"
         status, depth = await job.status(), await client.queue_depth()
         assert (status.state, status.started_ms, depth.waiting) == (JobState.QUEUED, None, 1)

@@ -58,18 +58,16 @@ async def test_a_client_tries_again_when_redis_ends_a_job_later_than_expected(
 @pytest.mark.parametrize(
     ("values", "due_ms"),
     [
-        ([b"queued", b"0", None, b"0", None, None], None),
-        ([b"queued", b"0", None, b"1000", b"0", None], 1000),
-        ([b"queued", b"0", None, b"1000", b"700", None], 700),
-        (
-            [b"queued", b"3", b"500", b"1000", b"2000", None],
-            2000,
-        ),  # it was preempted: only the wait for its first slot counts
-        ([b"queued", b"0", None, b"1000", b"2000", b"600"], 600),  # it is not due before
-        ([b"running", b"3", b"500", b"1000", b"2000", None], 2000 + RUNNING_GRACE_MS),
-        ([b"running", b"3", b"500", b"1000", b"0", None], None),
-        ([b"finished", b"3", b"500", b"1000", b"2000", None], None),
-        ([None, None, None, None, None, None], None),
+        ([b"queued", b"0", None, b"0", None, None, b"1", None], None),
+        ([b"queued", b"0", None, b"1000", b"0", None, b"1", None], 1000),
+        ([b"queued", b"0", None, b"1000", b"700", None, b"1", None], 700),
+        ([b"queued", b"3", b"500", b"1000", b"2000", None, b"2", b"1"], 2000),  # it has had a slot
+        ([b"queued", b"3", b"500", b"1000", b"2000", None, b"1", b"1"], 2000 + RUNNING_GRACE_MS),  # it was preempted
+        ([b"queued", b"0", None, b"1000", b"2000", b"600", b"1", None], 600),  # it is not due before
+        ([b"running", b"3", b"500", b"1000", b"2000", None, b"1", None], 2000 + RUNNING_GRACE_MS),
+        ([b"running", b"3", b"500", b"1000", b"0", None, b"1", None], None),
+        ([b"finished", b"3", b"500", b"1000", b"2000", None, b"1", None], None),
+        ([None] * 8, None),
     ],
 )
 def test_the_deadline_of_a_job_depends_on_its_state(values: list[bytes | None], due_ms: int | None) -> None:

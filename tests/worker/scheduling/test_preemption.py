@@ -85,17 +85,18 @@ def test_the_bulk_job_admitted_last_is_preempted_and_generates_the_same_tokens_a
     assert rig.engine.computed == 3 * 20 + 29 + 4 + 29
 
 
-def test_each_admission_is_reported_once_before_the_tokens_of_its_run() -> None:
+def test_each_slot_that_a_job_gets_or_loses_is_reported_once_around_the_tokens_of_its_run() -> None:
     rig = Rig(n_slots=1)
     rig.submit("bulk", [1] * 20, bulk=True, max_tokens=6)
     rig.tick(4)
     rig.submit("urgent", [2] * 20, max_tokens=1)
     rig.finish()
     kinds = [type(output).__name__ for output in rig.outputs if output.job.id == "bulk"]
-    n_before = rig.outputs.index(next(out for out in rig.outputs if out.job.id == "urgent")) - 1
+    n_before = rig.outputs.index(next(out for out in rig.outputs if out.job.id == "urgent")) - 2
     n_after = 6 - n_before
     assert n_before > 0
-    assert kinds == ["SlotAcquired", *["NewToken"] * n_before, "SlotAcquired", *["NewToken"] * n_after, "JobEnded"]
+    runs = ["SlotAcquired", *["NewToken"] * n_before, "SlotLost", "SlotAcquired", *["NewToken"] * n_after, "JobEnded"]
+    assert kinds == runs
     assert isinstance(rig.outputs[0], SlotAcquired)
 
 
@@ -178,8 +179,11 @@ def test_times_count_from_the_first_slot_of_the_attempt_and_not_of_its_last_run(
     rig.submit("urgent", [2] * 20, max_tokens=1)
     rig.tick()
     rig.clock.now_s += 10
-    stats = rig.finish()["bulk"].stats
+    ends = rig.finish()
+    stats = ends["bulk"].stats
     assert (stats.queue_ms, stats.ttft_ms, stats.duration_ms) == (1000, 0, 10_000)
+    assert stats.preempted_ms == 10_000
+    assert ends["urgent"].stats.preempted_ms is None
 
 
 def test_jobs_that_are_preempted_repeatedly_generate_the_same_tokens_as_alone() -> None:

@@ -7,7 +7,7 @@ import pytest
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.waiting_queue import MAX_OVERTAKEN
@@ -441,7 +441,7 @@ def test_when_the_engine_finds_no_room_the_job_admitted_last_is_preempted_and_re
     rig.submit(*(make_job(job_id=f"j{number}", max_tokens=9) for number in range(2)))
     outputs = rig.tick(3)
     rig.engine.refuse()
-    assert rig.tick() == []
+    assert [(type(out), out.job.id) for out in rig.tick()] == [(SlotLost, "j1")]
     assert rig.running == ["j0"]
     outputs += rig.finish()
     assert {job_id: end.reason for job_id, end in ends_of(outputs).items()} == dict.fromkeys(

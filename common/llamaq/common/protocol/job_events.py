@@ -11,7 +11,7 @@ from llamaq.common.protocol.wire_model import WireModel
 
 
 class Started(WireModel):
-    """An attempt of the job has a slot. A later attempt continues at the next token offset."""
+    """An attempt of the job has its first slot. A later attempt continues at the next token offset."""
 
     type: Literal["started"] = Field("started", description="Kind of the event.")
     attempt: int = Field(description="Number of the attempt. Only the newest attempt may write.")

@@ -14,9 +14,9 @@ class JobState(StrEnum):
     """The state of a job in its queue."""
 
     QUEUED = "queued"
-    """The job waits for a slot, in the queue or in a worker."""
+    """The job waits for a slot, in the queue or in a worker. A preempted job waits again."""
     RUNNING = "running"
-    """The job has a slot of a worker."""
+    """The job has a slot of a worker now."""
     FINISHED = "finished"
     """The job ended with a result; its `FinishReason` names the cause."""
     FAILED = "failed"
@@ -98,6 +98,11 @@ class JobStats(WireModel):
     )
     queue_ms: float = Field(
         0.0, description="Milliseconds from submit to the first slot, or to the end of a job that never had one."
+    )
+    preempted_ms: float | None = Field(
+        None,
+        description="Milliseconds of `duration_ms` in which the job had no slot, because it was preempted. "
+        "None: it was not preempted in the last attempt.",
     )
     seq_id: int | None = Field(
         None, description="Sequence of llama.cpp that the job ran in. None: it never had a slot."

@@ -358,7 +358,7 @@ class Scripts:
     async def flush(
         self, worker: str, increments: Sequence[Increment], lease_ms: int, *, renew: bool
     ) -> list[FlushReply]:
-        """Store and publish the increments of jobs of one partition, and start the jobs that have a slot.
+        """Store and publish the increments of jobs of one partition, and record which jobs have a slot.
 
         Args:
             worker: Id of the worker that has claimed the jobs.
@@ -375,7 +375,7 @@ class Scripts:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
-            values += [item.publish, item.has_started, item.slot_ms]
+            values += [item.publish, item.has_started, item.has_slot, item.slot_ms]
         args: list[str | int | bytes] = [GROUP, worker, lease_ms, int(renew), codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
@@ -447,7 +447,7 @@ class Scripts:
         return None
 
     async def cancel(self, job_id: str, *, only_waiting: bool = False) -> CancelCode:
-        """Cancel a waiting job, and a running job unless `only_waiting` is true."""
+        """Cancel a waiting or preempted job, and a running job unless `only_waiting` is true."""
         keys = self._keys.of_job(job_id)
         reply = await self._cancel(
             keys=[keys.job, keys.events, keys.interactive, keys.bulk],

@@ -146,6 +146,7 @@ class Increment:
         payload: The encoded event `tokens`; empty if there are no new tokens.
         publish: Whether subscribers receive the event. False: it is only stored.
         has_started: Whether the job has a slot, or had one in this attempt.
+        has_slot: Whether the job has a slot now. A job without one becomes `queued` when all its tokens are stored.
         slot_ms: Milliseconds that the job has had a slot, over all attempts.
     """
 
@@ -158,6 +159,7 @@ class Increment:
     payload: bytes
     publish: bool = True
     has_started: bool = True
+    has_slot: bool = True
     slot_ms: int = 0
 
 

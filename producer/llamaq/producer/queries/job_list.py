@@ -91,7 +91,7 @@ async def purge(connection: QueueConnection, wanted: JobFilter, *, dry_run: bool
                 ids = [job.job_id for job in page]
                 if not dry_run:
                     codes = await asyncio.gather(*(connection.scripts.cancel(one, only_waiting=True) for one in ids))
-                    ids = [one for one, code in zip(ids, codes, strict=True) if code == "cancelled"]
+                    ids = [one for one, code in zip(ids, codes, strict=True) if code in ("cancelled", "requested")]
                 purged += ids
     return tuple(purged)
 

@@ -8,11 +8,20 @@ from typing import NamedTuple
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.job_outcome import JobState
 
-STATE_FIELDS = ("status", "generated", "started_ms", "queue_deadline_ms", "deadline_ms", "run_at_ms")
+STATE_FIELDS = (
+    "status",
+    "generated",
+    "started_ms",
+    "queue_deadline_ms",
+    "deadline_ms",
+    "run_at_ms",
+    "attempt",
+    "started_attempt",
+)
 """The fields of the hash that `read_state` needs."""
 
 RUNNING_GRACE_MS = 500
-"""How long a client waits after the deadline of a running job; `RUNNING_GRACE_MS` in _lib.lua."""
+"""How long a client waits after the deadline of a running or preempted job; `RUNNING_GRACE_MS` in _lib.lua."""
 
 _RUNNING = JobState.RUNNING.value.encode()
 _OPEN = (JobState.QUEUED.value.encode(), _RUNNING)
@@ -31,17 +40,18 @@ class StoredState(NamedTuple):
 
 def read_state(values: Sequence[bytes | None]) -> StoredState:
     """Return the state of a job from the values of `STATE_FIELDS`. Raises `ProtocolError` if one is not a number."""
-    status, generated, started, queue_deadline, deadline, run_at = values
+    status, generated, started, queue_deadline, deadline, run_at, attempt, started_attempt = values
     try:
         n_tokens, queue_deadline_ms, deadline_ms, run_at_ms = (
             int(value or 0) for value in (generated, queue_deadline, deadline, run_at)
         )
     except ValueError as exc:
         raise ProtocolError(f"a field of the job's hash is not a number: {exc}") from exc
+    has_run_in_worker = status == _RUNNING or (attempt is not None and attempt == started_attempt)
     due = [
         run_at_ms,
         queue_deadline_ms if started is None else 0,
-        deadline_ms + RUNNING_GRACE_MS if deadline_ms and status == _RUNNING else deadline_ms,
+        deadline_ms + RUNNING_GRACE_MS if deadline_ms and has_run_in_worker else deadline_ms,
     ]
     given = [time_ms for time_ms in due if time_ms > 0]
     return StoredState(status, n_tokens, min(given) if given and status in _OPEN else None)

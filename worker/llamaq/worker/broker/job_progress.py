@@ -74,6 +74,8 @@ class JobProgress:
     """Whether the outbox has asked the engine thread to cancel the job."""
     has_started: bool = False
     """Whether the job has a slot, or had one in this attempt."""
+    has_slot: bool = False
+    """Whether the job has a slot now."""
     request: JobRequest | bytes = b""
     """The request: encoded until the job is prepared."""
     must_requeue: bool = False
@@ -113,13 +115,14 @@ class JobProgress:
             payload,
             publish=self.checkpoints is None,
             has_started=self.has_started,
+            has_slot=self.has_slot,
             slot_ms=int(self.times.slot_s * 1000),
         )
 
     def _is_due(self, now_s: float) -> bool:
         """Whether the next flush writes the unstored tokens. Otherwise a later checkpoint writes them."""
-        if self.checkpoints is None or self.terminal_write or self.must_requeue:
-            return True
+        if self.checkpoints is None or self.terminal_write or self.must_requeue or not self.has_slot:
+            return True  # another worker may continue a job without a slot
         is_old = now_s - self.stored_s >= self.checkpoints.every_s
         return is_old or len(self.tokens) - self.n_stored >= self.checkpoints.tokens
 

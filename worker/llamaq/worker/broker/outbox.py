@@ -26,7 +26,7 @@ from llamaq.common.protocol.script_values import Attempt, Claim, FlushReply, Inc
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full, is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
+from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired, SlotLost
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
@@ -235,7 +235,9 @@ class Outbox:
             elif job.lease != message.job.lease:
                 continue  # the message belongs to an older attempt
             elif isinstance(message, SlotAcquired):
-                job.has_started = True
+                job.has_started = job.has_slot = True
+            elif isinstance(message, SlotLost):
+                job.has_slot = False
             elif isinstance(message, NewToken):
                 job.add(message.token, message.text)
             elif isinstance(message, JobEnded):

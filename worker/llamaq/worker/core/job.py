@@ -139,6 +139,13 @@ class SlotAcquired:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotLost:
+    """A running job was preempted: it waits for a slot again. Follows the tokens of the run."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
 class NewToken:
     """A generated token of a job, and the text that can be published after this token."""
 
@@ -159,4 +166,4 @@ class JobEnded:
     """The last text, which the detokenizer had held back."""
 
 
-Output = SlotAcquired | NewToken | JobEnded
+Output = SlotAcquired | SlotLost | NewToken | JobEnded

@@ -19,6 +19,10 @@ class JobTimes:
     """Seconds that the job has had a slot, over all attempts."""
     started_s: float | None = None
     """When this attempt had its first slot. None: not yet."""
+    preempted_s: float = 0.0
+    """Seconds that this attempt waited for another slot after preemptions, without a wait that continues."""
+    slot_lost_s: float | None = None
+    """When this attempt lost its slot. None: it has a slot, or had none so far."""
 
     def start(self, now_s: float) -> None:
         """Record that the job has a slot now. May be called again after a preemption."""
@@ -26,6 +30,18 @@ class JobTimes:
             self.queue_ms = self.waited_ms(now_s)
         if self.started_s is None:
             self.started_s = now_s
+        self.preempted_s, self.slot_lost_s = self._preempted_until(now_s), None
+
+    def lose_slot(self, now_s: float) -> None:
+        """Record that the job was preempted."""
+        self.slot_lost_s = now_s
+
+    def preempted_ms(self, now_s: float) -> float | None:
+        """Return the milliseconds that this attempt waited for another slot. None: it was not preempted."""
+        return self._preempted_until(now_s) * 1000 or None
+
+    def _preempted_until(self, now_s: float) -> float:
+        return self.preempted_s + (0.0 if self.slot_lost_s is None else now_s - self.slot_lost_s)
 
     def waited_ms(self, now_s: float) -> float:
         """Return the milliseconds from submit to the first slot, or to `now_s` if the job had no slot so far."""

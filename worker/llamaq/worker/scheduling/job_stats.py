@@ -31,6 +31,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         generated_tokens=len(job.resumed),
         duration_ms=_ms(now_s - (now_s if job.times.started_s is None else job.times.started_s)),
         queue_ms=round(job.times.waited_ms(now_s), 3),
+        preempted_ms=job.times.preempted_ms(now_s),
         worker=worker,
         mode=mode_of(job.request),
         seed=job.request.seed,

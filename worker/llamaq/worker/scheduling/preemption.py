@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import Job
@@ -31,10 +32,21 @@ class Preemption:
     - A job that was preempted because cells ran out gets its next slot only with twice the margin of the last time.
     """
 
-    def __init__(self, memory: KvMemory, waiting: WaitingQueue, bulk_share: BulkShare) -> None:
+    def __init__(
+        self, memory: KvMemory, waiting: WaitingQueue, bulk_share: BulkShare, on_preempted: Callable[[Job], None]
+    ) -> None:
+        """Create the object.
+
+        Args:
+            memory: The slots and the KV memory.
+            waiting: The queue to which preempted jobs return.
+            bulk_share: The share of the slot time that bulk jobs get.
+            on_preempted: Called for each preempted job, after it has lost its slot.
+        """
         self._memory = memory
         self._waiting = waiting
         self._bulk_share = bulk_share
+        self._on_preempted = on_preempted
         self.n_preempted = 0
 
     def preempt_for(self, job: Job) -> bool:
@@ -113,6 +125,7 @@ class Preemption:
         self._memory.release(slot, reusable=True)
         self._waiting.requeue(job)
         self.n_preempted += 1
+        self._on_preempted(job)
 
     def __repr__(self) -> str:
         return f"<Preemption {self.n_preempted} preempted>"

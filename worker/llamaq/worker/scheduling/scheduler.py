@@ -10,7 +10,8 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
     outputs = scheduler.apply(batch, results)
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
-outputs of each job in order: a `SlotAcquired` for each admission, the tokens of that run, and finally its `JobEnded`.
+outputs of each job in order: a `SlotAcquired` for each admission, the tokens of that run, a `SlotLost` if the job is
+preempted, and finally its `JobEnded`.
 Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one `JobEnded` for the
 job, or `release`, `withdraw`, `shed` or `close` removes the job without a `JobEnded`.
 """
@@ -27,7 +28,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Slot, SlotState
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_memory import KvMemory
@@ -79,7 +80,7 @@ class Scheduler:
         self._clock = clock
         self._waiting = WaitingQueue()
         self._bulk_share = BulkShare(bulk_share, n_slots)
-        self._preemption = Preemption(memory, self._waiting, self._bulk_share)
+        self._preemption = Preemption(memory, self._waiting, self._bulk_share, self._report_preemption)
         self._outputs: list[Output] = []
         self._expired_s = 0.0
         """Time of the last call of `expire`."""
@@ -307,6 +308,10 @@ class Scheduler:
         self._outputs.append(SlotAcquired(candidate.job))
         run = slot.active
         log.info("job.admitted id=%s slot=%d prompt_tokens=%d %s", run.job.id, slot.index, run.n_prompt, run.admission)
+
+    def _report_preemption(self, job: Job) -> None:
+        job.times.lose_slot(self._clock())
+        self._outputs.append(SlotLost(job))
 
     def _record_tick(self) -> None:
         """Count the slots that the tick used, for the share of bulk jobs."""

@@ -16,7 +16,9 @@
 --   attempt               number of the newest attempt; only this attempt may write (the fence)
 --   worker                id of the worker that claimed the job last
 --   lease_ms              lease of this worker in ms
---   claimed_ms            time of this claim in ms since the epoch
+--   claimed_ms            time in ms since the epoch from which the job waits in this worker: the claim, or a preemption
+--   started_attempt       number of the newest attempt that had a slot. If it is `attempt`, a queued job was preempted:
+--                         it waits in its worker for another slot
 --   at_risk               1 from the time at which this worker began to prepare the job: if it dies, that counts as a
 --                         crash
 --   model                 fingerprint of the model that generates the tokens
@@ -101,12 +103,18 @@ local function emit_last(events, channel, payload)
   redis.call('PUBLISH', channel, payload)
 end
 
--- How long another client than its worker waits after the deadline of a running job. The worker ends the job at the
--- deadline, with all its tokens.
+-- How long another client than its worker waits after the deadline of a running or preempted job. The worker ends the job
+-- at the deadline, with all its tokens.
 local RUNNING_GRACE_MS = 500
 
+-- Returns whether the job has a slot, or was preempted and waits in its worker for another one. Then the worker ends it at
+-- a cancel or a deadline, with all its tokens, the text that it withholds, and its stats.
+local function has_run_in_worker(status, attempt, started_attempt)
+  return status == 'running' or (attempt and attempt == started_attempt)
+end
+
 -- Returns the time at which a job that has not ended is due, in ms since the epoch. Returns nil if it has no deadline.
--- The arguments are fields of its hash.
+-- The arguments are fields of its hash. The status of a preempted job counts as 'running' here.
 local function due_ms(status, started_ms, queue_deadline_ms, deadline_ms)
   local deadline, queue_deadline = tonumber(deadline_ms or '0') or 0, tonumber(queue_deadline_ms or '0') or 0
   if status == 'running' then
@@ -194,7 +202,7 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   if status == 'finished' then
     redis.call('HDEL', job, 'request', 'priority', 'entry', 'ttl_ms', 'events_ttl_ms', 'idempotency', 'queue_deadline_ms',
       'generated_at_start', 'deaths', 'lease_ms', 'claimed_ms', 'at_risk', 'model', 'deadline_ms', 'timeout_ms',
-      'slot_ms', 'waits_from_ms', 'retries_left', 'retried', 'retry_error')
+      'slot_ms', 'waits_from_ms', 'retries_left', 'retried', 'retry_error', 'started_attempt')
   end
 end
 

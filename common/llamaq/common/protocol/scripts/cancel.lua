@@ -1,5 +1,5 @@
--- Cancels a job. A waiting job ends at once. A running job is marked, and its worker ends the job after the next flush.
--- This works also when Redis is full.
+-- Cancels a job. A waiting job ends at once. A running job is marked, and its worker ends the job after the next flush. So
+-- is a preempted job, which waits in its worker: the worker has its output. This works also when Redis is full.
 --
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  events       stream of the job's events
@@ -12,11 +12,11 @@
 -- Returns 'gone'       the job does not exist
 --         'done'       the job has already ended
 --         'cancelled'  the job waited, and has ended now
---         'requested'  the job runs, and is marked
+--         'requested'  the job runs or was preempted, and is marked
 --         'running'    the job runs, and is left alone
 
 local job, events = KEYS[1], KEYS[2]
-local state = redis.call('HMGET', job, 'status', 'priority', 'entry')
+local state = redis.call('HMGET', job, 'status', 'priority', 'entry', 'attempt', 'started_attempt')
 if not state[1] then
   return 'gone'
 end
@@ -28,7 +28,7 @@ if state[1] ~= 'queued' and ARGV[3] == '1' then
   return 'running'
 end
 redis.call('HSET', job, 'cancel', 1)
-if state[1] ~= 'queued' then
+if has_run_in_worker(state[1], state[4], state[5]) then
   return 'requested'
 end
 local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]

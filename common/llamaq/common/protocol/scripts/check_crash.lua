@@ -53,7 +53,7 @@ if state[9] then
     deaths = add_death(job, state[6], last_worker)
   end
   redis.call('HSET', job, 'status', 'queued')
-  redis.call('HDEL', job, 'at_risk')
+  redis.call('HDEL', job, 'at_risk', 'started_attempt')
 end
 if not is_unproven or #deaths < suspect_deaths then
   return 'ok'

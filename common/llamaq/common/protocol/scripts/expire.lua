@@ -15,8 +15,9 @@
 
 local job = KEYS[1]
 local state = redis.pcall('HMGET', job,
-  'status', 'priority', 'entry', 'started_ms', 'queue_deadline_ms', 'deadline_ms')
-local due = not state.err and is_open(state[1]) and due_ms(state[1], state[4], state[5], state[6])
+  'status', 'priority', 'entry', 'started_ms', 'queue_deadline_ms', 'deadline_ms', 'attempt', 'started_attempt')
+local due = not state.err and is_open(state[1]) and due_ms(
+  has_run_in_worker(state[1], state[7], state[8]) and 'running' or 'queued', state[4], state[5], state[6])
 if due then
   allow_writes_when_full(job) -- the end of a job frees memory
 end

@@ -27,13 +27,13 @@ local job, events, stream = KEYS[1], KEYS[2], KEYS[3]
 local attempt, worker, group, entry, channel, payload = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 
 -- Compare the worker too: if a failover lost the start of an attempt, two workers may have the same number.
-local state = redis.call('HMGET', job, 'status', 'attempt', 'worker')
+local state = redis.call('HMGET', job, 'status', 'attempt', 'worker', 'started_attempt')
 if not state[1] or has_ended(state[1]) or state[2] ~= attempt or state[3] ~= worker then
   remove_death(job, attempt, worker)
   return 'lost'
 end
 allow_writes_when_full(job)
-if ARGV[9] == '1' and state[1] == 'queued' then -- the job ended before the flush that would have started it
+if ARGV[9] == '1' and state[4] ~= attempt then -- the job ended before the flush that would have started it
   redis.call('HSETNX', job, 'started_ms', now_ms())
   emit_last(events, channel, cmsgpack.pack({type = 'started', attempt = tonumber(attempt), worker = worker}))
 end

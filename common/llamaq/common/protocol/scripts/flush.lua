@@ -1,5 +1,8 @@
--- Stores and publishes the tokens that jobs generated since the last flush, starts the jobs that have a slot, and renews
--- the leases of the jobs. One call flushes all jobs of a worker in one partition.
+-- Stores and publishes the tokens that jobs generated since the last flush, records which jobs have a slot, and renews the
+-- leases of the jobs. One call flushes all jobs of a worker in one partition.
+--
+-- A job runs while it has a slot. A preempted job waits again: it becomes 'queued' when all its tokens are stored, so that
+-- another worker may continue it.
 --
 -- Keys of job i, where i counts from 0:
 -- KEYS[3i+1]  job      hash of the job
@@ -10,7 +13,7 @@
 -- ARGV[2]  worker    id of the worker
 -- ARGV[3]  lease_ms  how long the worker keeps a job without a renewal, in ms
 -- ARGV[4]  renew     '1': renew the leases; '0': do not
--- ARGV[5]  values    msgpack of an array with nine values for each job. One argument is cheaper to send than many.
+-- ARGV[5]  values    msgpack of an array with ten values for each job. One argument is cheaper to send than many.
 --     1  attempt       number of the worker's attempt
 --     2  entry         id of the job's entry
 --     3  channel       channel of the job's events
@@ -18,8 +21,9 @@
 --     5  count         number of new tokens
 --     6  payload       msgpack of the event `tokens` with the new tokens; '': there are none
 --     7  is_published  whether to publish the event; with stream=false it is only stored
---     8  has_started   whether the job has a slot, or had one in this attempt. The first such call starts the job
---     9  slot_ms       time in ms that the job has had a slot, over all attempts
+--     8  has_started   whether the job has a slot, or had one in this attempt. The first such call publishes `started`
+--     9  has_slot      whether the job has a slot now
+--     10 slot_ms       time in ms that the job has had a slot, over all attempts
 --
 -- Returns an array with four values for each job:
 --     1  code       'ok'      the worker may continue
@@ -50,9 +54,9 @@ local function append(job, events, payload)
   return added.err
 end
 
--- Starts a job that has its first slot in this attempt. Returns the error text of Redis, or ''.
-local function start(job, events, stream, entry, attempt, channel)
-  local set = redis.pcall('HSET', job, 'status', 'running')
+-- Starts an attempt that has its first slot, or had it already. Returns the error text of Redis, or ''.
+local function start(job, events, attempt, channel)
+  local set = redis.pcall('HSET', job, 'started_attempt', attempt)
   if type(set) == 'table' then
     return set.err
   end
@@ -64,21 +68,40 @@ local function start(job, events, stream, entry, attempt, channel)
     refusal = append(job, events, started)
   end
   redis.call('PUBLISH', channel, started)
-  renew_lease(stream, group, worker, entry, lease_ms)
   return refusal
 end
 
-local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started, slot_ms)
-  local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker')
+-- Records that a job has a slot, or that it waits for another one. Returns the error text of Redis, or ''.
+local function set_status(job, stream, entry, status, slot_ms)
+  local fields = {'status', status, 'slot_ms', slot_ms}
+  if status == 'queued' then
+    fields[5], fields[6] = 'claimed_ms', now_ms()
+  end
+  local set = redis.pcall('HSET', job, unpack(fields))
+  if type(set) == 'table' then
+    return set.err
+  end
+  renew_lease(stream, group, status == 'running' and worker or WAITING, entry, lease_ms)
+  return ''
+end
+
+-- Flushes one job. Returns the four values for the job, and the consumer of its entry.
+local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started,
+                     has_slot, slot_ms)
+  local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker', 'started_attempt')
   -- Compare the worker too: if a failover lost a claim, two workers may have the same attempt number.
   if state.err or not is_open(state[1]) or tonumber(state[2]) ~= attempt or state[5] ~= worker then
     remove_death(job, attempt, worker)
     return 'lost', tonumber(not state.err and state[3] or '0') or 0, 0, ''
   end
-  local refusal = ''
-  if has_started and state[1] == 'queued' then
-    refusal = start(job, events, stream, entry, attempt, channel)
+  local refusal, status = '', state[1]
+  if has_started and state[6] ~= state[2] then
+    refusal = start(job, events, attempt, channel)
     state[3] = redis.call('HGET', job, 'generated')
+  end
+  if has_slot and status == 'queued' and refusal == '' then
+    refusal = set_status(job, stream, entry, 'running', slot_ms)
+    status = refusal == '' and 'running' or status
   end
   local stored, listeners = tonumber(state[3] or '0') or 0, nil
   if payload ~= '' and offset == stored and refusal == '' then
@@ -93,17 +116,21 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
       end
     end
   end
+  if not has_slot and status == 'running' and refusal == '' and stored == offset + count then
+    refusal = set_status(job, stream, entry, 'queued', slot_ms)
+    status = refusal == '' and 'queued' or status
+  end
   listeners = listeners or redis.call('PUBSUB', 'NUMSUB', channel)[2]
-  return state[4] and 'cancel' or 'ok', stored, listeners, refusal
+  return state[4] and 'cancel' or 'ok', stored, listeners, refusal, status == 'running' and worker or WAITING
 end
 
-local reply = {}
+local reply, consumers = {}, {}
 for i = 0, #KEYS / 3 - 1 do
-  local v = 9 * i
-  reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4] = flush(
+  local v = 10 * i
+  reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4], consumers[i] = flush(
     KEYS[3 * i + 1], KEYS[3 * i + 2], KEYS[3 * i + 3],
     values[v + 1], values[v + 2], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7],
-    values[v + 8], values[v + 9])
+    values[v + 8], values[v + 9], values[v + 10])
   local refusal = reply[4 * i + 4]
   if string.find(refusal, 'READONLY', 1, true) or string.find(refusal, 'NOREPLICAS', 1, true) then
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
@@ -114,8 +141,7 @@ end
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     if reply[4 * i + 1] ~= 'lost' then
-      local consumer = values[9 * i + 8] and worker or WAITING
-      renew_lease(KEYS[3 * i + 3], group, consumer, values[9 * i + 2], lease_ms)
+      renew_lease(KEYS[3 * i + 3], group, consumers[i], values[10 * i + 2], lease_ms)
     end
   end
 end
