@@ -18,7 +18,10 @@ from llamaq.common.protocol.sampling import SamplingParams
 _JSON = ("json_schema", "logit_bias", "metadata")
 _FORMS = {
     "stop": "May be given several times.",
+    "choice": "May be given several times.",
     "grammar": "The grammar itself, or @FILE.",
+    "regex": "The expression itself, or @FILE.",
+    "lark": "The grammar itself, or @FILE.",
     "json_schema": "JSON, or @FILE.",
     "run_at": "Such as 2030-12-24T18:00+01:00.",
     "logit_bias": 'JSON, such as {"TOKEN": BIAS}, or @FILE.',
@@ -50,7 +53,7 @@ def _help(name: str) -> str:
 
 def _option_type(name: str) -> Any:
     """Return the type that the option is parsed as. Pydantic checks the value later."""
-    if name == "stop":
+    if name in ("stop", "choice"):
         return list[str]
     if name == "run_at":
         return str
@@ -67,7 +70,7 @@ def _read(values: dict[str, Any]) -> dict[str, Any]:
         InvalidRequest: A file cannot be read, or its text is not JSON.
     """
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    for name in ("grammar", *_JSON):
+    for name in ("grammar", "regex", "lark", *_JSON):
         if name in given:
             given[name] = _read_text(name, given[name])
     for name in _JSON:

@@ -44,6 +44,17 @@ def allows(constraint: TokenConstraint, token: int | None) -> bool:
     return bool(constraint.allowed_mask()[token or 0])
 
 
+def is_whole_output(vocab: Vocab, compiled: str, text: str) -> bool:
+    """Return whether a compiled grammar allows the text, byte by byte, and an end token after it."""
+    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+    constraint = ConstraintTokenizer(vocab).compile(compiled)
+    try:
+        constraint.accept([pieces[bytes([byte])] for byte in text.encode()])
+    except JobRejected:
+        return False
+    return allows(constraint, vocab.eos)
+
+
 def generate(
     vocab: Vocab, constraint: TokenConstraint, params: SamplingDefaults, *, n_max: int = 200, seed: int = 1
 ) -> list[int]:
@@ -149,7 +160,7 @@ def test_a_sampler_and_its_grammar_may_be_closed_twice(vocab: Vocab) -> None:
 
 NESTED = "(" * (MAX_NESTING + 1) + '"a"' + ")" * (MAX_NESTING + 1)
 BAD_GRAMMARS = {
-    "empty": ("", "no rules"),
+    "empty": (" ", "no rules"),
     "comment": ("# nothing", "no rules"),
     "no root": ('a ::= "x"', "no rule 'root'"),
     "undefined rule": ('root ::= "x" nothing', "'nothing', which is not defined"),
@@ -320,19 +331,44 @@ TREE = {
 def test_a_schema_allows_the_values_that_it_describes(
     sandbox: GrammarSandbox, vocab: Vocab, schema: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    tokenizer, compiled = ConstraintTokenizer(vocab), sandbox.compile(JobParams(json_schema=schema))
-    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+    compiled = sandbox.compile(JobParams(json_schema=schema))
+    assert [text for text in good if not is_whole_output(vocab, compiled, text)] == []
+    assert [text for text in bad if is_whole_output(vocab, compiled, text)] == []
 
-    def is_valid(text: str) -> bool:
-        constraint = tokenizer.compile(compiled)
-        try:
-            constraint.accept([pieces[bytes([byte])] for byte in text.encode()])
-        except JobRejected:
-            return False
-        return allows(constraint, vocab.eos)
 
-    assert [text for text in good if not is_valid(text)] == []
-    assert [text for text in bad if is_valid(text)] == []
+@pytest.mark.parametrize(
+    ("constraint", "good", "bad"),
+    [
+        ({"regex": r"\d{2}/(am|pm)"}, ["12/am"], ["1/am", "12/a", "12/am "]),
+        ({"choice": ['say "no"\n', "a\\b", "é|x.*"]}, ['say "no"\n', "a\\b", "é|x.*"], ["say", "a", "éx", "x.*"]),
+        ({"choice": ["a", "ab"]}, ["a", "ab"], ["b", "aab"]),
+        ({"lark": 'start: pair ("," pair)*\npair: "(" pair? ")"'}, ["(),()", "(())"], ["(", "(,)"]),
+    ],
+)
+def test_a_regex_a_choice_and_a_lark_grammar_allow_whole_outputs_only(
+    sandbox: GrammarSandbox, vocab: Vocab, constraint: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    compiled = sandbox.compile(JobParams(**constraint))
+    assert [text for text in good if not is_whole_output(vocab, compiled, text)] == []
+    assert [text for text in bad if is_whole_output(vocab, compiled, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        ({"regex": "("}, "regex parse error.*unclosed group"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"lark": "begin: /x/"}, "no start rule found"),
+        ({"lark": "start: missing"}, "missing"),
+        ({"regex": "x", "grammar_root": "start"}, "not with regex"),
+    ],
+)
+def test_a_bad_regex_or_lark_grammar_is_refused_with_a_reason(
+    sandbox: GrammarSandbox, constraint: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(JobRejected, match=reason) as refused:
+        sandbox.compile(JobParams(**constraint))
+    assert refused.value.code == ErrorCode.INVALID_GRAMMAR
 
 
 def test_a_grammar_may_have_another_root_and_a_schema_may_not(sandbox: GrammarSandbox) -> None:

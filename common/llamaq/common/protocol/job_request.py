@@ -26,6 +26,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGIT_BIASES = 4096
 MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_CHOICES = 1024
+CONSTRAINTS = ("grammar", "json_schema", "regex", "choice", "lark")
+"""The fields of a job that constrain its output."""
 GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
@@ -99,7 +102,7 @@ class JobParams(SamplingParams):
     grammar: str | None = Field(
         None,
         description="A grammar in GBNF that constrains the output, at most 64 KiB. "
-        "Cannot be combined with `json_schema` or `ignore_eos`.",
+        "A job has at most one of `grammar`, `json_schema`, `regex`, `choice` and `lark`, and none with `ignore_eos`.",
     )
     grammar_root: Annotated[str, Field(pattern=GRAMMAR_ROOT_PATTERN)] | None = Field(
         None,
@@ -110,6 +113,23 @@ class JobParams(SamplingParams):
         None,
         description="A JSON schema that constrains the output, at most 64 KiB. A keyword that is not supported is an "
         "error; `oneOf` means the same as `anyOf`.",
+    )
+    regex: str | None = Field(
+        None,
+        min_length=1,
+        description="A regular expression that the whole output matches, at most 64 KiB. It has the syntax of Rust's "
+        "`regex`: no look-around and no back-references.",
+    )
+    choice: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_CHOICES,
+        description="Texts, at most 1024 and 64 KiB together. The output is exactly one of them.",
+    )
+    lark: str | None = Field(
+        None,
+        min_length=1,
+        description="A grammar in the Lark syntax of llguidance that constrains the output, at most 64 KiB.",
     )
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (),
@@ -202,18 +222,22 @@ class JobParams(SamplingParams):
     def _check_constraints(self) -> Self:
         if self.delay_s is not None and self.run_at is not None:
             raise ValueError("delay_s and run_at exclude each other: give one")
-        if self.grammar and self.json_schema is not None:
-            raise ValueError("grammar and json_schema exclude each other: give one")
-        if self.ignore_eos and self.is_constrained:
-            raise ValueError("ignore_eos cannot be used with grammar or json_schema: a grammar ends with an end token")
-        if self.grammar is not None and len(self.grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"grammar is larger than {MAX_GRAMMAR_BYTES} bytes")
+        constraints = self.constraints
+        if len(constraints) > 1:
+            raise ValueError(f"{' and '.join(constraints)} exclude each other: give one")
+        if self.ignore_eos and constraints:
+            raise ValueError(
+                f"ignore_eos cannot be used with {constraints[0]}: constrained output ends with an end token"
+            )
+        for name in ("grammar", "regex", "lark", "choice"):
+            if len("".join(getattr(self, name) or ()).encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+                raise ValueError(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes")
         return self
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether the output is constrained, by a grammar or by a JSON schema."""
-        return bool(self.grammar) or self.json_schema is not None
+    def constraints(self) -> tuple[str, ...]:
+        """The names of the fields that constrain the output: at most one of `CONSTRAINTS`. An empty grammar is none."""
+        return tuple(name for name in CONSTRAINTS if getattr(self, name) is not None and getattr(self, name) != "")
 
 
 def _validate_in_slices(value: Any, validate: Callable[[Any], tuple[int, ...]]) -> tuple[int, ...]:
@@ -265,7 +289,7 @@ class JobDefaults(SamplingDefaults):
     grammar: str | None = Field(
         None,
         max_length=MAX_GRAMMAR_BYTES,
-        description="Default grammar of jobs without `json_schema`, in GBNF. A job with an empty `grammar` has none.",
+        description="Default grammar, in GBNF, of jobs that set no constraint. A job with an empty `grammar` has none.",
     )
     grammar_root: str = Field(
         "root", pattern=GRAMMAR_ROOT_PATTERN, description="Default name of the rule that a grammar starts with."
@@ -278,7 +302,7 @@ class JobDefaults(SamplingDefaults):
             InvalidRequest: The job has `ignore_eos`, which excludes the default grammar.
         """
         grammar = request.grammar or None
-        if request.grammar is None and request.json_schema is None and self.grammar:
+        if request.grammar is None and not request.constraints and self.grammar:
             if request.ignore_eos:
                 raise InvalidRequest("ignore_eos excludes the worker's default grammar: set grammar to an empty text")
             grammar = self.grammar
@@ -310,6 +334,9 @@ class JobOptions(TypedDict, total=False):
     grammar: str | None
     grammar_root: str | None
     json_schema: dict[str, Any] | None
+    regex: str | None
+    choice: list[str] | tuple[str, ...] | None
+    lark: str | None
     stop: str | list[str] | tuple[str, ...]
     ignore_eos: bool
     cache_prompt: bool

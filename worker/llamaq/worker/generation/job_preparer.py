@@ -141,7 +141,7 @@ class JobPreparer:
 
     def _sampler(self, request: JobRequest) -> LogitSampler:
         grammar = None
-        if request.is_constrained:
+        if request.constraints:
             grammar = self._constraint_tokenizer.compile(self._grammar_sandbox.compile(request))
         return LogitSampler(
             self._defaults.resolve(request),

@@ -97,7 +97,7 @@ class _Reader:
             case "name":
                 self._add(_Item(name=symbol))
             case "literal":
-                self._add(_Item(_quote("".join(map(chr, self._code_points(match["literal"]))))))
+                self._add(_Item(lark_string("".join(map(chr, self._code_points(match["literal"]))))))
             case "class":
                 self._add(_Item(self._character_class(match["class"], negated=bool(match["negated"]))))
             case "token":
@@ -265,7 +265,7 @@ def _range(low: int, high: int) -> str:
     return f"\\x{{{low:x}}}-\\x{{{high:x}}}"
 
 
-def _quote(text: str) -> str:
+def lark_string(text: str) -> str:
     """Return a literal as a string of Lark. Control characters are escaped, because Lark strings end with the line."""
     characters = (f"\\u{ord(one):04x}" if ord(one) < 0x20 or ord(one) == 0x7F else one for one in text)
     return '"' + "".join("\\" + one if one in '"\\' else one for one in characters) + '"'

@@ -45,7 +45,7 @@ class GrammarSandbox:
         self._process: _SandboxProcess | None = _SandboxProcess(blob)
 
     def compile(self, request: JobParams) -> str:
-        """Return the request's grammar or JSON schema in the form that `ConstraintTokenizer.compile` takes.
+        """Return the constraint of a request in the form that `ConstraintTokenizer.compile` takes.
 
         Raises:
             JobRejected: The grammar is too large, does not compile, or needs too much time or memory.
@@ -173,11 +173,11 @@ class _SandboxProcess:
 
 def _trial_request(request: JobParams) -> str:
     """Check the size of the schema, and return the JSON text to send to the sandbox process."""
-    if not request.grammar and request.grammar_root not in (None, "root"):
-        raise _rejected("grammar_root is only allowed with grammar, not with json_schema")
-    root = request.grammar_root or "root"
-    text = json.dumps({"grammar": request.grammar, "root": root, "schema": request.json_schema})
-    if request.grammar is None and len(text) > MAX_GRAMMAR_BYTES:
+    (kind,) = request.constraints
+    if kind != "grammar" and request.grammar_root not in (None, "root"):
+        raise _rejected(f"grammar_root is only allowed with grammar, not with {kind}")
+    text = json.dumps({"kind": kind, "value": getattr(request, kind), "root": request.grammar_root or "root"})
+    if kind == "json_schema" and len(text) > MAX_GRAMMAR_BYTES:
         raise _rejected(f"the JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
     return text
 

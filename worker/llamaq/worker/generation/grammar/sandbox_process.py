@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import llguidance
 import numpy as np
+from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.generation.grammar.gbnf import gbnf_to_lark
+from llamaq.worker.generation.grammar.gbnf import gbnf_to_lark, lark_string
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
 
@@ -54,10 +54,10 @@ class GrammarTrial:
         self._lengths = np.array([len(vocab.piece(token)) for token in range(vocab.n_tokens)])
 
     def compile(self, request: dict[str, Any]) -> str:
-        """Try the grammar or JSON schema of a request, and return it in the form that llguidance compiles.
+        """Try the constraint of a request, and return it in the form that llguidance compiles.
 
         Raises:
-            JobRejected: The grammar or schema cannot be used. The message gives the reason.
+            JobRejected: The constraint cannot be used. The message gives the reason.
         """
         compiled = _convert(request)
         self._walk_all(compiled)
@@ -95,14 +95,24 @@ class GrammarTrial:
 
 
 def _convert(request: dict[str, Any]) -> str:
-    """Return the grammar or schema of a request in the form that llguidance compiles."""
-    if request["grammar"] is not None:
-        return str(llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(request["grammar"], request["root"])))
+    """Return the constraint of a request in the form that llguidance compiles."""
+    kind, value = request["kind"], request["value"]
+    name = "JSON schema" if kind == "json_schema" else kind
     try:
-        text = json.dumps(request["schema"])
-        return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=SCHEMA_OPTIONS))
+        match kind:
+            case "grammar":
+                return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"]))
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=SCHEMA_OPTIONS)
+            case "regex":
+                return LLMatcher.grammar_from_regex(value)
+            case "choice":
+                return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(lark_string, value))}")
+            case "lark":
+                return LLMatcher.grammar_from_lark(value)
     except ValueError as exc:
-        raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the JSON schema cannot be used: {exc}") from exc
+        raise JobRejected(ErrorCode.INVALID_GRAMMAR, f"the {name} cannot be used: {exc}") from exc
+    raise AssertionError(kind)
 
 
 def main() -> None:
