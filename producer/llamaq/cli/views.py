@@ -91,7 +91,7 @@ def show_queues(queues: Sequence[QueueSummary]) -> None:
             str(queue.running),
             str(queue.workers),
             queue.mode.value,
-            NO_VALUE if queue.oldest_waiting_s is None else _format_age(queue.oldest_waiting_s),
+            NO_VALUE if queue.oldest_waiting_s is None else format_age(queue.oldest_waiting_s),
             ", ".join(queue.models) or NO_VALUE,
         )
         for queue in queues
@@ -107,7 +107,7 @@ def show_jobs(jobs: Sequence[JobSummary], missing: str) -> None:
             job.job_id,
             job.state.value if job.run_at_ms is None else "delayed",
             job.priority.value,
-            _format_age(job.age_s),
+            format_age(job.age_s),
             f"{job.attempt} {job.worker}" if job.worker else NO_VALUE,
         )
         for job in jobs
@@ -228,7 +228,7 @@ def _format_time(ms: int) -> str:
     return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
 
 
-def _format_age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Return an age in its largest unit, rounded down: `59s`, `59m`, `47h`, `9d`."""
     for unit, length_s, limit in (("s", 1, 60), ("m", 60, 60), ("h", 3600, 48)):
         if seconds < length_s * limit:

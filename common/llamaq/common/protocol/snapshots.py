@@ -155,6 +155,7 @@ class RecentJob(WireModel):
     finish_reason: FinishReason | None = Field(None, description="Why the job finished. None: it failed.")
     error_code: str | None = Field(None, description="Kind of the error of a failed job. None: it finished.")
     stats: JobStats = Field(description="Measurements of the job.")
+    ended_ms: int = Field(0, description="Time when its end was stored in the stats of the queue.")
 
 
 class QueueStats(WireModel):

@@ -20,13 +20,20 @@ _LETTER_WITHOUT_JOB = re.compile(r"([A-Za-z0-9_\-]{1,64})\.([0-9]{1,4})\.([0-9]{
 Fields = dict[bytes, bytes]
 
 
-async def read_all(redis: Redis, keys: Keys, queue: str, partitions: int) -> tuple[DeadLetter, ...]:
-    """Return all dead letters of a queue, newest first."""
+async def read_all(
+    redis: Redis, keys: Keys, queue: str, partitions: int, limit: int | None = None
+) -> tuple[DeadLetter, ...]:
+    """Return the newest `limit` dead letters of a queue, newest first. Without a limit, return all."""
     letters: list[DeadLetter] = []
     for partition in range(partitions):
-        entries: Any = await redis.xrevrange(keys.dead(queue, partition))
+        entries: Any = await redis.xrevrange(keys.dead(queue, partition), count=limit)
         letters += [_letter(queue, partition, entry, fields) for entry, fields in entries]
-    return tuple(sorted(letters, key=lambda letter: letter.dead_ms, reverse=True))
+    return tuple(sorted(letters, key=lambda letter: letter.dead_ms, reverse=True)[:limit])
+
+
+async def count_all(redis: Redis, keys: Keys, queue: str, partitions: int) -> int:
+    """Return the number of dead letters of a queue."""
+    return sum([await redis.xlen(keys.dead(queue, partition)) for partition in range(partitions)])
 
 
 async def read_details(redis: Redis, keys: Keys, letter_id: str) -> DeadLetterDetails:

@@ -16,11 +16,11 @@ MAX_STREAMS = 10_000
 
 async def read_queues(connection: QueueConnection) -> tuple[QueueSummary, ...]:
     """Return a summary of each queue, sorted by name. See `AsyncClient.queues`."""
-    partitions = await _find_queues(connection)
+    partitions = await find_queues(connection)
     return tuple([await _summary(connection, queue, partitions[queue]) for queue in sorted(partitions)])
 
 
-async def _find_queues(connection: QueueConnection) -> dict[str, int]:
+async def find_queues(connection: QueueConnection) -> dict[str, int]:
     """Return the number of partitions of each queue that has a job stream. In a cluster, SCAN asks every node."""
     keys = connection.keys
     partitions: dict[str, int] = {}

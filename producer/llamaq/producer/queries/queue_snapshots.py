@@ -54,10 +54,18 @@ def _decode_worker(data: bytes) -> Worker | None:
         return None  # a worker of an incompatible version
 
 
-async def read_recent(redis: Redis, keys: Keys, queue: str) -> tuple[RecentJob, ...]:
-    """Return the last `RECENT_JOBS` jobs that ended in a worker, newest first."""
-    entries: Any = await redis.xrevrange(keys.stats(queue), count=RECENT_JOBS)
-    return tuple(codec.decode_model(RecentJob, fields[b"job"]) for _, fields in entries)
+async def read_recent(redis: Redis, keys: Keys, queue: str, since_ms: int = 0) -> tuple[RecentJob, ...]:
+    """Return the last `RECENT_JOBS` jobs that ended in a worker, newest first, but none that ended before `since_ms`.
+
+    The ids of the stats stream are the times of the ends, by the clock of Redis.
+    """
+    entries: Any = await redis.xrevrange(keys.stats(queue), min=since_ms, count=RECENT_JOBS)
+    return tuple(_recent_job(entry, fields) for entry, fields in entries)
+
+
+def _recent_job(entry: bytes, fields: dict[bytes, bytes]) -> RecentJob:
+    ended_ms = int(entry.partition(b"-")[0])
+    return codec.decode_model(RecentJob, fields[b"job"]).model_copy(update={"ended_ms": ended_ms})
 
 
 async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> float | None:
