@@ -8,6 +8,8 @@ LlamaqError
 ├── RedisFull             Redis has reached `maxmemory`; the job was not submitted
 ├── IdempotencyConflict   the idempotency key belongs to a job with another request; nothing was submitted
 ├── BatchIncomplete       some jobs of `submit_many` were not submitted
+├── BulkRunRefused        a bulk run cannot begin or continue: its files are of another run (also a ValueError)
+├── RequestFailed         a request of `map` failed; the cause is the error
 ├── NotDurable            too few replicas of Redis confirmed the submit in time; the job was submitted
 ├── NoWorker              no worker serves the queue
 ├── ResultTimeout         the timeout of a call was over before the job ended (also a TimeoutError)
@@ -191,6 +193,26 @@ class BatchIncomplete(LlamaqError):
         )
         self.job_ids = job_ids
         self.errors = errors
+
+
+class BulkRunRefused(LlamaqError, ValueError):
+    """A bulk run cannot begin or continue. The message names the file, and what to do."""
+
+    http_status = HTTPStatus.BAD_REQUEST
+
+
+class RequestFailed(LlamaqError):
+    """A request of `map` failed.
+
+    Attributes:
+        index: Position of the request among the requests, from 0 on.
+        error: Why it failed, such as `InvalidRequest` or `JobFailed`.
+    """
+
+    def __init__(self, index: int, error: Exception) -> None:
+        super().__init__(f"requests[{index}]: {error}")
+        self.index = index
+        self.error = error
 
 
 class NotDurable(LlamaqError):
