@@ -14,6 +14,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:{q:p}:sweep               | hash             | no expiry; progress of the search for lost jobs    |
 | llamaq:{q:p}:deadlines           | sorted set       | job ids by the time at which the jobs must end     |
 | llamaq:{q:p}:later               | sorted set       | job ids without entry, by the time they are due    |
+| llamaq:{q:p}:metrics             | hash             | no expiry; counters of the jobs, for the metrics   |
 | llamaq:{q:p}:dead                | stream, capped   | dead letters                                       |
 | llamaq:{q}:stats                 | stream, capped   | stats of finished jobs                             |
 | llamaq:{q}:workers               | sorted set       | worker ids by the time of their last heartbeat     |
@@ -119,6 +120,10 @@ class Keys:
     def later(self, queue: str, partition: int) -> str:
         """Return the key of the jobs that were submitted for a later time. The scripts compose the same key."""
         return f"{self._partition(queue, partition)}:later"
+
+    def metrics(self, queue: str, partition: int) -> str:
+        """Return the key of the counters of jobs. The scripts compose the same key."""
+        return f"{self._partition(queue, partition)}:metrics"
 
     def dead(self, queue: str, partition: int) -> str:
         return f"{self._partition(queue, partition)}:dead"

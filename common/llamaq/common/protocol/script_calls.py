@@ -87,7 +87,7 @@ def _entry(reply: list[Any]) -> tuple[bytes, dict[bytes, bytes]]:
 def source(name: str) -> str:
     """Return the text of a script, with the shared functions in front of it."""
     folder = files(__package__) / "scripts"
-    return folder.joinpath("_lib.lua").read_text() + "\n" + folder.joinpath(f"{name}.lua").read_text()
+    return "\n".join(folder.joinpath(f"{part}.lua").read_text() for part in ("_metrics", "_lib", name))
 
 
 class Scripts:
@@ -341,7 +341,7 @@ class Scripts:
             ],
         )
         if reply[0] == b"run":
-            number, request, generated, waited_ms, queue_ms, slot_ms, left_ms, retries_left = reply[1:]
+            number, request, generated, waited_ms, queue_ms, slot_ms, left_ms, retries_left, token_times = reply[1:]
             return Attempt(
                 int(number),
                 request,
@@ -351,6 +351,7 @@ class Scripts:
                 slot_ms=float(slot_ms),
                 left_ms=None if left_ms < 0 else float(left_ms),
                 retries_left=None if retries_left < 0 else int(retries_left),
+                token_times=token_times.decode(errors="replace"),
             )
         code: ClaimCode = reply[0].decode()
         return code
@@ -375,7 +376,7 @@ class Scripts:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
-            values += [item.publish, item.has_started, item.has_slot, item.slot_ms]
+            values += [item.publish, item.has_started, item.has_slot, item.slot_ms, item.token_times]
         args: list[str | int | bytes] = [GROUP, worker, lease_ms, int(renew), codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [

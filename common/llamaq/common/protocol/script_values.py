@@ -120,6 +120,7 @@ class Attempt:
         slot_ms: Milliseconds that earlier attempts had a slot.
         left_ms: Milliseconds from this claim to the deadline of the job. None: it has no deadline.
         retries_left: Number of times that the job may be retried after a failure. None: it has the option `retries=0`.
+        token_times: The times of the tokens that earlier attempts stored, as `TokenTimes.encode` returns them.
     """
 
     number: int
@@ -130,6 +131,7 @@ class Attempt:
     slot_ms: float
     left_ms: float | None
     retries_left: int | None
+    token_times: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ class Increment:
         has_started: Whether the job has a slot, or had one in this attempt.
         has_slot: Whether the job has a slot now. A job without one becomes `queued` when all its tokens are stored.
         slot_ms: Milliseconds that the job has had a slot, over all attempts.
+        token_times: The times of all tokens of the job so far, as `TokenTimes.encode` returns them.
     """
 
     job_id: str
@@ -161,6 +164,7 @@ class Increment:
     has_started: bool = True
     has_slot: bool = True
     slot_ms: int = 0
+    token_times: str = ""
 
 
 @dataclass(frozen=True, slots=True)

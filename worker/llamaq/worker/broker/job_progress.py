@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
+from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import JobStats
@@ -61,6 +62,8 @@ class JobProgress:
     """For each token, the text that the token completed. It may be empty."""
     text_ends: list[int] = field(default_factory=list)
     """For each token, the number of characters of text up to and including that token."""
+    token_times: TokenTimes = field(default_factory=TokenTimes)
+    """When the tokens were generated, over all attempts."""
     terminal_write: TerminalWrite | None = None
     """The terminal event of the job and its fields. None while the job runs."""
     stats: JobStats | None = None
@@ -91,6 +94,11 @@ class JobProgress:
         self.texts.append(text)
         self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
 
+    def record_time(self, time_s: float) -> None:
+        """Record when the token was generated that was added last, on the clock of `times`."""
+        since_s = time_s if self.times.submitted_s is None else self.times.submitted_s
+        self.token_times.add(max(0, int((time_s - since_s) * 1000)))
+
     @property
     def can_requeue(self) -> bool:
         """Whether the job may be requeued now: all its tokens are stored, so the next worker resumes after them."""
@@ -117,6 +125,7 @@ class JobProgress:
             has_started=self.has_started,
             has_slot=self.has_slot,
             slot_ms=int(self.times.slot_s * 1000),
+            token_times=self.token_times.encode(),
         )
 
     def _is_due(self, now_s: float) -> bool:
@@ -173,6 +182,8 @@ class JobProgress:
         output: dict[str, bytes | str] = {
             "output": codec.encode_output(text, self.tokens),
             "generated": str(len(self.tokens)),
+            "token_times": self.token_times.encode(),
+            "usage": _usage(ended.stats),
         }
         if ended.error is not None:
             self.fail(ended.error, output)
@@ -182,6 +193,13 @@ class JobProgress:
             self.terminal_write = TerminalWrite(event, {"finish_reason": ended.reason.value, "stats": stats, **output})
         else:
             raise ValueError(f"job {self.lease.job_id} ended without a reason")
+
+
+def _usage(stats: JobStats) -> str:
+    """Return the prompt of an ended job for the metrics: its tokens, those that were computed and reused, and the tier."""
+    n_cached = min(stats.prefix_cache_tokens, stats.prompt_tokens)
+    tier = "unused" if stats.slot is None else stats.prefix_cache_tier or "none"
+    return f"{stats.prompt_tokens} {stats.prompt_tokens - n_cached} {n_cached} {tier}"
 
 
 def _failed_event(error: JobRejected) -> Failed:

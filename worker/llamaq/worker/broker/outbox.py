@@ -20,6 +20,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import JobRejected
+from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_values import Attempt, Claim, FlushReply, Increment, TerminalWrite
@@ -170,6 +171,7 @@ class Outbox:
         """
         progress = JobProgress(lease, None, cancel_on_disconnect=False, n_stored=attempt.generated, times=times)
         progress.request, progress.retries_left = attempt.request, attempt.retries_left
+        progress.token_times = TokenTimes.decode(attempt.token_times)
         self._jobs[lease.job_id] = progress
         if lease.partition not in self._partitions:
             self._partitions[lease.partition] = _Partition(Backoff(FIRST_BACKOFF_S, self._longest_backoff_s))
@@ -192,7 +194,7 @@ class Outbox:
         checkpoints = None if request.stream else self._checkpoints
         progress = JobProgress(job.lease, checkpoints, request.cancel_on_disconnect, len(job.resumed), job.times)
         progress.request = request
-        progress.retries_left = self._jobs[job.id].retries_left
+        progress.retries_left, progress.token_times = self._jobs[job.id].retries_left, self._jobs[job.id].token_times
         for token, text in zip(job.resumed, texts, strict=True):
             progress.add(token, text)
         self._jobs[job.id] = progress
@@ -240,6 +242,7 @@ class Outbox:
                 job.has_slot = False
             elif isinstance(message, NewToken):
                 job.add(message.token, message.text)
+                job.record_time(message.time_s)
             elif isinstance(message, JobEnded):
                 job.end(message)
                 self._partitions[job.lease.partition].job_ended.set()

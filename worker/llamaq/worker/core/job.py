@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -152,6 +153,8 @@ class NewToken:
     job: Job
     token: int
     text: str
+    time_s: float = field(default_factory=time.monotonic)
+    """When the token was generated, on the clock of `JobTimes`."""
 
 
 @dataclass(frozen=True, slots=True)

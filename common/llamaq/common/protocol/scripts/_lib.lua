@@ -1,4 +1,5 @@
--- Functions that the scripts share. This file is put in front of each script when the script is loaded.
+-- Functions that the scripts share. This file is put in front of each script when the script is loaded, and
+-- `_metrics.lua` in front of this file.
 --
 -- Fields of a job's hash:
 --   request               msgpack of JobRequest; deleted when the job finishes
@@ -24,6 +25,7 @@
 --   model                 fingerprint of the model that generates the tokens
 --   generated             number of tokens stored so far
 --   generated_at_start    number of tokens that were stored when the newest attempt began
+--   token_times           when these tokens were generated: text of `TokenTimes`
 --   cancel                1 after a client has called cancel
 --   ttl_ms                how long the job's keys live after its end, in ms
 --   events_ttl_ms         how long the events live after an end that stored the output, in ms
@@ -39,6 +41,7 @@
 --   finish_reason, stats (msgpack)    of a finished job
 --   error                 msgpack of the event `failed` of a failed job
 --   output                compressed msgpack of text and tokens, if a worker ended the job
+--   usage                 'PROMPT COMPUTED CACHED TIER', the tokens of the prompt of a job that a worker ends
 
 -- Pending entries of the consumer group belong to the consumer WAITING until their job has a slot, and then to the
 -- consumer named after the worker that runs the job. The idle time of an entry tells when its lease expires.
@@ -165,15 +168,33 @@ local function give_entry(partition, id, now)
   return run_at and true or false
 end
 
+-- The fields of a finished job. Nothing reads the others, so they are deleted.
+local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'finished_ms',
+  'cancel', 'finish_reason', 'stats', 'output', 'returned', 'digest'}
+
+-- Deletes all fields of a job that its result does not need. The hash is written anew: HDEL would leave a hash table of the
+-- size that the deleted fields needed.
+local function keep_result(job)
+  local values, fields = redis.call('HMGET', job, unpack(FINISHED_FIELDS)), {}
+  for place, name in ipairs(FINISHED_FIELDS) do
+    if values[place] then
+      fields[#fields + 1], fields[#fields + 2] = name, values[place]
+    end
+  end
+  redis.call('DEL', job)
+  redis.call('HSET', job, unpack(fields))
+end
+
 -- Ends a job: sets its status, drops its entry, emits its terminal event and starts the time to live of its keys.
 -- Every job ends in this function, exactly once, also when Redis is full. `fields` is a flat list of further fields for
 -- the hash.
 --
 -- The events are deleted after `events_ttl_ms` if the field `output` contains the whole output, or if there is none.
--- Otherwise they are the only record of the output. Nothing reads the request of a finished job, so it is deleted.
+-- Otherwise they are the only record of the output.
 local function terminate(job, events, channel, stream, group, entry, status, terminal, fields)
   allow_writes_when_full(job)
   redis.call('HSET', job, 'status', status, 'finished_ms', now_ms(), unpack(fields))
+  count_end(job, status, terminal)
   drop_entry(stream, group, entry)
   local state = redis.call('HMGET', job, 'ttl_ms', 'events_ttl_ms', 'idempotency', 'generated', 'queue_deadline_ms',
     'deadline_ms', 'run_at_ms')
@@ -195,14 +216,12 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
     emit_last(events, channel, terminal)
     redis.call('PEXPIRE', events, events_ttl)
   end
+  if status == 'finished' then
+    keep_result(job)
+  end
   redis.call('PEXPIRE', job, ttl)
   if state[3] then
     redis.call('PEXPIRE', state[3], ttl)
-  end
-  if status == 'finished' then
-    redis.call('HDEL', job, 'request', 'priority', 'entry', 'ttl_ms', 'events_ttl_ms', 'idempotency', 'queue_deadline_ms',
-      'generated_at_start', 'deaths', 'lease_ms', 'claimed_ms', 'at_risk', 'model', 'deadline_ms', 'timeout_ms',
-      'slot_ms', 'waits_from_ms', 'retries_left', 'retried', 'retry_error', 'started_attempt')
   end
 end
 
@@ -262,6 +281,7 @@ end
 -- Records that the worker of this attempt died while it ran the job. Returns all recorded deaths of the job.
 local function add_death(job, attempt, worker)
   local deaths = deaths_of(job)
+  count_one(job, 'crashes')
   deaths[#deaths + 1] = attempt .. '=' .. worker
   redis.call('HSET', job, 'crashes', #deaths, 'deaths', table.concat(deaths, ' '))
   return deaths

@@ -21,12 +21,13 @@
 -- With `from`, the other worker's death is counted as in check_crash.lua, because it may have died. If it is alive, its
 -- next call for its attempt returns 'lost' and removes the death.
 --
--- Returns {'run', attempt, request, generated, waited_ms, queue_ms, slot_ms, left_ms, retries_left}
+-- Returns {'run', attempt, request, generated, waited_ms, queue_ms, slot_ms, left_ms, retries_left, token_times}
 --                    the attempt has begun; `generated` tokens are stored. `waited_ms` is the time since the
 --                    submit, or since a later time for which the job was submitted, `queue_ms` the time from then to
 --                    the first slot, -1 if the job had no slot so far, `slot_ms` the
---                    time that it has had a slot, `left_ms` the time until its deadline, -1 if it has none, and
---                    `retries_left` the number of its retries, -1 if it was submitted without retries
+--                    time that it has had a slot, `left_ms` the time until its deadline, -1 if it has none,
+--                    `retries_left` the number of its retries, -1 if it was submitted without retries.
+--                    `token_times` tells when the stored tokens were generated
 --         {'gone'}   the job does not exist; the caller makes a dead letter of the entry
 --         {'done'}   the job has ended, or this is not its entry; the entry was dropped
 --         {'ended'}  the job was cancelled, or has reached a deadline or its timeout; it has ended here
@@ -42,7 +43,7 @@ local LEFT_MS = 2000
 local state = redis.call('HMGET', job,
   'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms', 'priority',
   'generated', 'generated_at_start', 'attempt', 'worker', 'at_risk', 'deadline_ms',
-  'timeout_ms', 'slot_ms', 'model', 'waits_from_ms', 'retries_left')
+  'timeout_ms', 'slot_ms', 'model', 'waits_from_ms', 'retries_left', 'token_times')
 if not state[1] then
   return {'gone'}
 end
@@ -98,6 +99,7 @@ local submitted, started = tonumber(state[17] or state[5]), tonumber(state[6] or
 local waited = now - submitted
 allow_writes_when_full(job) -- claimed jobs end, and that frees memory
 local attempt = redis.call('HINCRBY', job, 'attempt', 1)
+count_one(job, 'attempts')
 if state[9] and state[8] ~= state[9] then
   redis.call('HDEL', job, 'crashes', 'deaths') -- the last attempt stored tokens, so earlier crashes no longer count
 elseif from ~= '' and state[12] then
@@ -117,5 +119,5 @@ renew_lease(stream, group, WAITING, entry, lease_ms)
 return {
   'run', attempt, redis.call('HGET', job, 'request') or '', tonumber(state[8]), waited,
   started < 0 and -1 or started - submitted, slot_time, (tonumber(state[13] or '0') > 0) and state[13] - now or -1,
-  tonumber(state[18] or '-1'),
+  tonumber(state[18] or '-1'), state[8] ~= '0' and state[19] or '',
 }

@@ -84,6 +84,7 @@ end
 if wait > 0 or life > 0 then
   set_due(job, due_ms('queued', nil, queue_deadline, deadline))
 end
+count_one(job, ARGV[3] .. ':submitted')
 if digest ~= '' then
   redis.call('HSET', job, 'idempotency', idempotency, 'digest', digest)
   redis.call('SET', idempotency, id)
