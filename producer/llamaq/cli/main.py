@@ -16,7 +16,14 @@ import typer
 from redis.exceptions import RedisError
 from typer.core import TyperGroup
 
-from llamaq.cli import dead_letter_commands, job_commands, queue_commands, queue_mode_commands, slot_commands
+from llamaq.cli import (
+    dead_letter_commands,
+    job_commands,
+    queue_commands,
+    queue_mode_commands,
+    serve_command,
+    slot_commands,
+)
 from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 from llamaq.cli.option_hints import add_hint
@@ -67,6 +74,7 @@ def build_app(called: str | None = None) -> typer.Typer:
     job_commands.register(app)
     queue_commands.register(app)
     queue_mode_commands.register(app)
+    serve_command.register(app)
     app.add_typer(dead_letter_commands.build_app(), name="dead")
     app.add_typer(slot_commands.build_app(), name="slots")
     if called in WORKER_COMMANDS:

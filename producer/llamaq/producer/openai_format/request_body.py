@@ -1,4 +1,7 @@
-"""Reads the body of a request of the OpenAI API: which prompt it has, and which job options."""
+"""Reads the body of a request of the OpenAI API: which prompts it has, and which job options.
+
+It also knows the names that llama-server and vLLM have for the same things.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.producer.accepted_forms import SYNONYMS
+from llamaq.producer.openai_format.chat_messages import read_messages
 from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.output_format import read_constraint
+
+MAX_CHOICES = 128
+"""Largest number of answers to one request: `n` times the number of prompts."""
+BANNED = -1e9
+"""The bias of a token that must not be generated. llama-server writes `false` for it."""
 
 RESERVED = frozenset(
     {
-        "cancel_on_disconnect", "has_random_seed", "idempotency_key", "messages", "priority", "prompt", "stream", "tokens",
+        "cancel_on_disconnect", "grammar", "has_random_seed", "idempotency_key", "json_schema", "logit_bias",
+        "messages", "priority", "prompt", "stream", "tokens",
     }
 )  # fmt: skip
-"""Fields of a job that a body does not set as options: the caller of `read_body` sets them, or they are the prompt."""
+"""Fields of a job that are not copied from the body: the caller sets them, or they are read in a way of their own."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
     "best_of": (1,),
-    "echo": (False,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "function_call": ("none", "auto"),
     "functions": ([],),
+    "image_data": ([],),
     "logprobs": (False, 0),
-    "n": (1,),
+    "lora": ([],),
+    "mirostat": (0,),
+    "n_probs": (0,),
+    "prompt_logprobs": (0,),
+    "reasoning_budget_tokens": (-1,),
+    "stop_token_ids": ([],),
     "suffix": ("",),
     "tools": ([],),
     "top_logprobs": (0,),
+    "top_n_sigma": (-1,),
+    "xtc_probability": (0,),
 }
 """Fields that change the answer and that llamaq does not support, with the values that mean the same as no field."""
 
@@ -38,8 +60,29 @@ class GenerationBody:
     endpoint: Endpoint
     model: str | None
     """The name of the model in the body. None: the body names none."""
-    values: dict[str, Any]
-    """The arguments of `submit`: one of `prompt`, `tokens` and `messages`, and job options."""
+    jobs: tuple[dict[str, Any], ...]
+    """For each choice of the answer, the arguments of `submit`: a prompt, and job options."""
+    n: int = 1
+    """Number of choices for each prompt. The choices of one prompt follow each other in `jobs`."""
+    is_streamed: bool = False
+    """Whether the answer is a stream of chunks."""
+    has_usage_chunk: bool = False
+    """Whether the stream ends with a chunk that has the usage."""
+    is_stored: bool = False
+    """Whether the jobs run to their end although the client is gone."""
+    is_echoed: bool = False
+    """Whether the text of a completion begins with its prompt."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments of `submit` for the only choice.
+
+        Raises:
+            InvalidRequest: The body asks for several choices.
+        """
+        if len(self.jobs) != 1:
+            raise InvalidRequest("n: a request with several answers, or several prompts, is not supported here")
+        return self.jobs[0]
 
 
 def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
@@ -52,41 +95,126 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
     Raises:
         InvalidRequest: The body has no prompt, or a field that is not supported. The message names the field.
     """
+    refuse_unsupported(body)
+    prompts = [{"messages": read_messages(body)}] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
+    options = read_options(body)
+    n = _read_count(body.get("n"))
+    if n * len(prompts) > MAX_CHOICES:
+        raise InvalidRequest(f"n: {n * len(prompts)} answers are more than {MAX_CHOICES}")
+    model, stream_options = body.get("model"), body.get("stream_options")
+    return GenerationBody(
+        endpoint,
+        model if isinstance(model, str) and model else None,
+        tuple(_with_seed({**prompt, **options}, number) for prompt in prompts for number in range(n)),
+        n=n,
+        is_streamed=read_flag(body, "stream"),
+        has_usage_chunk=isinstance(stream_options, Mapping) and stream_options.get("include_usage") is True,
+        is_stored=read_flag(body, "store"),
+        is_echoed=read_flag(body, "echo"),
+    )
+
+
+def refuse_unsupported(body: Mapping[str, Any]) -> None:
+    """Refuse fields that change the answer and that llamaq does not support.
+
+    Raises:
+        InvalidRequest: The body has such a field. The message names it.
+    """
     for name, harmless in UNSUPPORTED.items():
         value = body.get(name)
-        if value is not None and value not in harmless:
+        if value is not None and name not in JobRequest.model_fields and value not in harmless:
             raise InvalidRequest(f"{name}: llamaq does not support it; leave it out")
-    values = _read_prompt(endpoint, body)
+
+
+def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the job options of a body, without those of its prompt.
+
+    Raises:
+        InvalidRequest: A field has a form that is not supported. The message names it.
+    """
     known = (JobRequest.model_fields.keys() | SYNONYMS.keys()) - RESERVED
-    values |= {name: value for name, value in body.items() if name in known and value is not None}
-    values |= _read_response_format(body.get("response_format"))
-    model = body.get("model")
-    return GenerationBody(endpoint, model if isinstance(model, str) else None, values)
+    options = {name: value for name, value in body.items() if name in known and value is not None}
+    options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias"))
+    if options.get("top_p") == 0:  # OpenAI's API allows it. Ours keeps the smallest set that reaches the probability.
+        options["top_p"] = 1e-9
+    if "stop" in options and not options["stop"]:
+        del options["stop"]
+    limit_ms = body.get("t_max_predict_ms")
+    if isinstance(limit_ms, int | float) and limit_ms > 0:
+        options.setdefault("timeout_s", limit_ms / 1000)
+    if _is_bulk(body):
+        options["priority"] = Priority.BULK
+    return options
 
 
-def _read_prompt(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt, as an argument of `submit`."""
-    if endpoint is Endpoint.CHAT:
-        if "messages" not in body:
-            raise InvalidRequest(f"messages: {endpoint} needs a list of messages")
-        return {"messages": body["messages"]}
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return {"tokens": prompt}
-    raise InvalidRequest("prompt: one prompt is required, a text or a list of token ids")
+def read_flag(body: Mapping[str, Any], name: str) -> bool:
+    """Return a boolean of the body, which is false if it is missing.
+
+    Raises:
+        InvalidRequest: It is something else.
+    """
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"{name}: true or false is required, not {str(value)[:50]!r}")
+    return bool(value)
 
 
-def _read_response_format(value: Any) -> dict[str, Any]:
-    """Return the job option that a `response_format` means."""
-    match value:
-        case None | {"type": "text"}:
-            return {}
-        case {"type": "json_object"}:
-            return {"json_schema": {"type": "object"}}
-        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
-            return {"json_schema": dict(schema)}
-    raise InvalidRequest("response_format: the type must be text, json_object, or json_schema with a schema")
+def _read_count(value: Any) -> int:
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequest(f"n: a number from 1 to {MAX_CHOICES} is required, not {str(value)[:50]!r}")
+    return value
+
+
+def _with_seed(values: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the arguments of a job with a seed of its own: otherwise all choices of one seed would be the same."""
+    seed = values.get("seed")
+    if number == 0 or isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        return values
+    return {**values, "seed": seed + number}
+
+
+def _is_bulk(body: Mapping[str, Any]) -> bool:
+    """Return whether the request may wait: OpenAI's service tier `flex`, our own `bulk`, or a late priority of vLLM."""
+    priority = body.get("priority")
+    if isinstance(priority, str) and priority not in set(Priority):
+        raise InvalidRequest(f"priority: a number, 'interactive' or 'bulk' is required, not {priority[:50]!r}")
+    is_late = isinstance(priority, int | float) and not isinstance(priority, bool) and priority > 0
+    return is_late or priority == Priority.BULK or body.get("service_tier") == "flex"
+
+
+def _read_prompts(prompt: Any) -> list[dict[str, Any]]:
+    """Return the prompts of a completion, each as an argument of `submit`."""
+    if _is_prompt(prompt):
+        return [_prompt_argument(prompt)]
+    if isinstance(prompt, list) and prompt and all(_is_prompt(each) for each in prompt):
+        return [_prompt_argument(each) for each in prompt]
+    raise InvalidRequest("prompt: a text, a list of token ids, or a list of these is required")
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    )
+
+
+def _prompt_argument(value: str | list[int]) -> dict[str, Any]:
+    return {"prompt": value} if isinstance(value, str) else {"tokens": value}
+
+
+def _read_logit_bias(value: Any) -> dict[str, Any]:
+    """Return the option `logit_bias`: OpenAI's map by token id, or llama-server's list of pairs."""
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        pairs = [(pair[0], pair[1]) for pair in value]
+    elif value is None:
+        pairs = []
+    else:
+        raise InvalidRequest("logit_bias: a map from token ids to numbers is required")
+    if not pairs:
+        return {}
+    if any(isinstance(token, str) and not token.isdecimal() for token, _ in pairs):
+        raise InvalidRequest("logit_bias: only token ids are supported, no texts: POST /tokenize returns the ids")
+    return {"logit_bias": {token: BANNED if bias is False else bias for token, bias in pairs}}

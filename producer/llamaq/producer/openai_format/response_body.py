@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest, JobFailed, LlamaqError
@@ -17,39 +18,75 @@ FINISH_REASONS = {
 """The finish reason of the OpenAI API for each of ours. A client of that API knows no other values."""
 
 
-def completion_object(endpoint: Endpoint, result: Result, *, model: str, created_s: int) -> dict[str, Any]:
-    """Return the object `chat.completion` or `text_completion` of a finished job.
+def completion_object(
+    endpoint: Endpoint, *results: Result, model: str, created_s: int, n: int = 1, echoed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the object `chat.completion` or `text_completion` of finished jobs.
 
     Args:
         endpoint: The endpoint of the request.
-        result: The result of the job.
+        *results: The results of the jobs, one for each choice.
         model: The name of the model that the answer shows.
         created_s: Time of the answer, in seconds since the epoch.
+        n: Number of choices for each prompt.
+        echoed: For each choice, the text before the generated text. Empty: there is none.
     """
-    choice: dict[str, Any] = {"index": 0}
-    if endpoint is Endpoint.CHAT:
-        choice["message"] = {"role": "assistant", "content": result.text}
-    else:
-        choice["text"] = result.text
-    choice |= {"logprobs": None, "finish_reason": FINISH_REASONS[result.finish_reason]}
     is_chat = endpoint is Endpoint.CHAT
     return {
-        "id": ("chatcmpl-" if is_chat else "cmpl-") + result.job_id,
+        "id": completion_id(endpoint, results[0].job_id),
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created_s,
         "model": model,
-        "choices": [choice],
-        "usage": usage_object(result.stats),
+        "choices": [
+            _choice(endpoint, index, result, echoed[index] if echoed else "") for index, result in enumerate(results)
+        ],
+        "usage": usage_object(*(result.stats for result in results), n=n),
     }
 
 
-def usage_object(stats: JobStats) -> dict[str, Any]:
-    """Return the object `usage` of a finished job."""
+def completion_id(endpoint: Endpoint, job_id: str) -> str:
+    """Return the id of the answer to a request, by the id of its first job."""
+    return ("chatcmpl-" if endpoint is Endpoint.CHAT else "cmpl-") + job_id
+
+
+def _choice(endpoint: Endpoint, index: int, result: Result, echoed: str) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index}
+    if endpoint is Endpoint.CHAT:
+        choice["message"] = {"role": "assistant", "content": result.text}
+    else:
+        choice["text"] = echoed + result.text
+    return choice | {"logprobs": None, "finish_reason": FINISH_REASONS[result.finish_reason]}
+
+
+def usage_object(*stats: JobStats, n: int = 1) -> dict[str, Any]:
+    """Return the object `usage` of finished jobs. A prompt counts once, although `n` choices share it."""
+    prompts = stats[::n]
+    prompt = sum(each.prompt_tokens for each in prompts)
+    generated = sum(each.generated_tokens for each in stats)
     return {
-        "prompt_tokens": stats.prompt_tokens,
-        "completion_tokens": stats.generated_tokens,
-        "total_tokens": stats.prompt_tokens + stats.generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": stats.prefix_cache_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(each.prefix_cache_tokens for each in prompts)},
+    }
+
+
+def timings_object(stats: JobStats) -> dict[str, Any]:
+    """Return the object `timings` of llama-server for a finished job."""
+    computed = max(stats.prompt_tokens - stats.prefix_cache_tokens, 0)
+    prompt_ms = stats.ttft_ms if stats.ttft_ms is not None else stats.duration_ms
+    generated, generated_ms = stats.generated_tokens, max(stats.duration_ms - prompt_ms, 0.0)
+    return {
+        "cache_n": stats.prefix_cache_tokens,
+        "prompt_n": computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / computed if computed else 0.0,
+        "prompt_per_second": stats.prompt_eval_rate or 0.0,
+        "predicted_n": generated,
+        "predicted_ms": generated_ms,
+        "predicted_per_token_ms": generated_ms / generated if generated else 0.0,
+        "predicted_per_second": stats.generation_rate or 0.0,
+        "queue_ms": stats.queue_ms,
     }
 
 

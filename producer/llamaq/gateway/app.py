@@ -1,0 +1,70 @@
+"""Builds the ASGI application: its endpoints and its middleware."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from redis.exceptions import RedisError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from llamaq.common.errors import LlamaqError
+from llamaq.gateway.context import Context
+from llamaq.gateway.http.errors import respond_to_error
+from llamaq.gateway.http.request_ids import HEADER, RequestIds
+from llamaq.gateway.http.request_lifetime import RequestLifetime
+from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.gateway.routes import completions, health, models
+from llamaq.gateway.settings import ServeSettings
+
+ROUTES = [
+    Route("/health", health.health),
+    Route("/v1/health", health.health),
+    Route("/v1/models", models.list_models),
+    Route("/models", models.list_models),
+    Route("/v1/models/{model}", models.show_model),
+    Route("/v1/chat/completions", completions.chat, methods=["POST"]),
+    Route("/chat/completions", completions.chat, methods=["POST"]),
+    Route("/v1/completions", completions.complete, methods=["POST"]),
+]
+
+
+def build_app(settings: ServeSettings) -> Starlette:
+    """Return the application. It connects to Redis when its lifespan begins."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        queues = QueueDirectory(settings)
+        app.state.context = Context(settings, queues)
+        try:
+            yield
+        finally:
+            await queues.aclose()
+
+    errors = (LlamaqError, RedisError, OSError, HTTPException, Exception)
+    return Starlette(
+        routes=ROUTES,
+        middleware=_middleware(settings),
+        exception_handlers=dict.fromkeys(errors, respond_to_error),
+        lifespan=lifespan,
+    )
+
+
+def _middleware(settings: ServeSettings) -> list[Middleware]:
+    """Return the middleware, from the outside to the inside."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=[HEADER, "Retry-After"],
+    )
+    return [
+        Middleware(RequestIds),
+        *([cors] if settings.cors_origins else []),
+        Middleware(RequestLifetime, max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s),
+    ]

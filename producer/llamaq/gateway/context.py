@@ -1,0 +1,28 @@
+"""What the endpoints share: the settings and the queues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from starlette.requests import Request
+
+from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.gateway.settings import ServeSettings
+
+FINGERPRINT = f"llamaq-{version('llamaq')}"
+"""The `system_fingerprint` of answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the endpoints of one server share."""
+
+    settings: ServeSettings
+    queues: QueueDirectory
+
+
+def context_of(request: Request) -> Context:
+    """Return the context of the server that has received a request."""
+    context: Context = request.app.state.context
+    return context

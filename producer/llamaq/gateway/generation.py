@@ -1,0 +1,124 @@
+"""Runs the jobs of one request: submits them together, follows them, and cancels them if the request ends early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
+
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.producer import AsyncClient, AsyncStream, Chunk, JobOptions, Result
+from llamaq.producer.submission import build_request
+
+T = TypeVar("T")
+
+Piece = tuple[int, Chunk | Result]
+"""The number of a job among those of the request, and its next chunk or, as its last piece, its result."""
+
+
+class Generation:
+    """The jobs of one request."""
+
+    def __init__(self, client: AsyncClient, jobs: Sequence[dict[str, Any]], idempotency_key: str | None = None) -> None:
+        """Prepare the jobs.
+
+        Args:
+            client: The client of their queue.
+            jobs: The arguments of `submit` for each job.
+            idempotency_key: The key of the request. A repeated request gets the same jobs, so they are never cancelled.
+                None: the jobs belong to this request alone. They are cancelled when it ends, and by their worker when
+                this server is killed.
+        """
+        self.client = client
+        self._jobs = [{**job, **_ownership(idempotency_key, number)} for number, job in enumerate(jobs)]
+        self.streams: list[AsyncStream] = []
+        """The streams of the jobs, after `start`."""
+
+    async def results(self) -> list[Result]:
+        """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled."""
+        return await all_of([self._result(values) for values in self._jobs])
+
+    async def _result(self, values: dict[str, Any]) -> Result:
+        request = await build_request(cast("JobOptions", values), stream=False)
+        return await self.client.auto_cancelled.generate(request, None)
+
+    async def start(self) -> None:
+        """Submit the jobs as streams, all or none."""
+        try:
+            self.streams = await all_of([self._stream(values) for values in self._jobs])
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _stream(self, values: dict[str, Any]) -> AsyncStream:
+        return await self.client.auto_cancelled.stream(await build_request(cast("JobOptions", values)), None)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Yield what the started jobs generate, in the order in which it arrives, then the result of each."""
+        try:
+            if len(self.streams) == 1:
+                async for chunk in self.streams[0]:
+                    yield 0, chunk
+                yield 0, await self._end_of(self.streams[0])
+                return
+            async with aclosing(self._merged()) as merged:
+                async for piece in merged:
+                    yield piece
+        finally:
+            await self.aclose()
+
+    async def _merged(self) -> AsyncGenerator[Piece, None]:
+        pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue(maxsize=len(self.streams))
+
+        async def follow(number: int, stream: AsyncStream) -> None:
+            try:
+                async for chunk in stream:
+                    await pieces.put((number, chunk))
+                await pieces.put((number, await self._end_of(stream)))
+            except Exception as exc:  # noqa: BLE001  # the reader raises it
+                await pieces.put(exc)
+
+        following = [asyncio.create_task(follow(number, stream)) for number, stream in enumerate(self.streams)]
+        n_open = len(following)
+        try:
+            while n_open:
+                piece = await pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                n_open -= isinstance(piece[1], Result)
+                yield piece
+        finally:
+            await cancel_tasks(*following)
+
+    async def _end_of(self, stream: AsyncStream) -> Result:
+        # A new handle, because that of the submit would wait for the end, which is known.
+        return await self.client.job(stream.job.id).result()
+
+    async def aclose(self) -> None:
+        """End the streams, and cancel their jobs unless these have ended or do not belong to the request alone."""
+        await asyncio.gather(*(stream.aclose() for stream in self.streams))
+
+    async def describe_wait(self) -> str:
+        """Return what the first job that has not ended is doing, in words."""
+        status = await self.streams[0].job.status()
+        return f"job {status.state.value}"
+
+
+def _ownership(idempotency_key: str | None, number: int) -> dict[str, Any]:
+    """Return the job options that say whom a job belongs to, for one of the jobs of a request."""
+    if idempotency_key is None:
+        return {"cancel_on_disconnect": True}
+    return {"idempotency_key": f"{idempotency_key}:{number}"}
+
+
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all coroutines. If one raises an error, the others are cancelled first."""
+    if len(work) == 1:
+        return [await work[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in tasks]

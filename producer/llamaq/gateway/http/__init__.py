@@ -1,0 +1,1 @@
+"""What every request needs, whatever its API: limits, ids, errors, JSON, streams of events."""

@@ -1,0 +1,151 @@
+"""Turns errors into responses with the fields that clients of OpenAI's API and of llama-server read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from llamaq.common.errors import (
+    ErrorCode,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobFailed,
+    JobNotFound,
+    LlamaqError,
+    NoWorker,
+    QueueDraining,
+    QueueFull,
+    RedisFull,
+)
+
+RETRY_AFTER_S = 5
+"""The value of `Retry-After` where no better one is known."""
+
+TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.NOT_IMPLEMENTED: "not_supported_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "unavailable_error",
+}
+"""The `type` of errors by their status, as llama-server names it. Other statuses: see `type_of`."""
+
+
+class RequestRefused(LlamaqError):
+    """The server refuses a request.
+
+    Attributes:
+        http_status: The status of the response.
+        code: Kind of the error, for programs.
+        param: Name of the field that is wrong. None: no single field is.
+        headers: Headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.http_status = status
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+def invalid(message: str, param: str | None = None) -> RequestRefused:
+    """Return the error of a request that the caller can mend."""
+    return RequestRefused(HTTPStatus.BAD_REQUEST, message, param=param)
+
+
+def status_of(exc: Exception) -> HTTPStatus:
+    """Return the status of the response to an error."""
+    if isinstance(exc, QueueFull):
+        return HTTPStatus.TOO_MANY_REQUESTS
+    if isinstance(exc, LlamaqError):
+        return exc.http_status
+    if isinstance(exc, RedisError | OSError):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    if isinstance(exc, HTTPException):
+        return HTTPStatus(exc.status_code)
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def type_of(status: HTTPStatus, code: str | None = None) -> str:
+    """Return the `type` of an error."""
+    if code == ErrorCode.PROMPT_TOO_LONG:
+        return "exceed_context_size_error"
+    return TYPES.get(status, "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error")
+
+
+def code_of(exc: Exception) -> str | None:
+    """Return the `code` of an error, for programs."""
+    if isinstance(exc, JobFailed | RequestRefused):
+        return exc.code
+    kinds = {
+        QueueFull: "queue_full",
+        QueueDraining: "queue_draining",
+        NoWorker: "no_worker",
+        RedisFull: "redis_full",
+        IdempotencyConflict: "idempotency_conflict",
+        JobNotFound: "not_found",
+    }
+    return kinds.get(type(exc))
+
+
+def headers_of(exc: Exception) -> dict[str, str]:
+    """Return the headers of the response to an error. A client may try again after `Retry-After` seconds."""
+    if isinstance(exc, QueueFull):
+        return {"Retry-After": str(exc.retry_after_s)}
+    headers = dict(getattr(exc, "headers", None) or {})
+    if status_of(exc) is HTTPStatus.SERVICE_UNAVAILABLE:
+        headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+    return headers
+
+
+def message_of(exc: Exception) -> str:
+    """Return an error in words. The errors of Redis are not told: they name hosts of the operator."""
+    if isinstance(exc, RedisError | OSError) and not isinstance(exc, LlamaqError):
+        return "Redis cannot be reached; try again later"
+    if isinstance(exc, JobFailed):
+        return exc.message
+    if isinstance(exc, HTTPException):
+        return exc.detail
+    return str(exc) if isinstance(exc, LlamaqError) else "a defect of the server: its log has the details"
+
+
+def param_of(exc: Exception) -> str | None:
+    """Return the field that an error names, if the message begins with it."""
+    if isinstance(exc, RequestRefused):
+        return exc.param
+    if isinstance(exc, InvalidRequest):
+        name, separator, _ = str(exc).partition(":")
+        return name if separator and name.replace(".", "").replace("_", "").isalnum() else None
+    return None
+
+
+def error_fields(exc: Exception) -> dict[str, Any]:
+    """Return the object `error` of a response."""
+    status, code = status_of(exc), code_of(exc)
+    return {"message": message_of(exc), "type": type_of(status, code), "code": code, "param": param_of(exc)}
+
+
+def error_response(exc: Exception) -> Response:
+    """Return the response to an error."""
+    return JSONResponse({"error": error_fields(exc)}, status_of(exc), headers_of(exc))
+
+
+async def respond_to_error(_: Request, exc: Exception) -> Response:
+    """Return the response to an error, as a handler of Starlette."""
+    return error_response(exc)

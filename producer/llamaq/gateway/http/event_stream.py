@@ -1,0 +1,153 @@
+"""Writes server-sent events. No other module knows their format."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import Any, Self
+
+from pydantic_core import to_json
+from redis.exceptions import RedisError
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.errors import LlamaqError
+from llamaq.gateway.http.errors import error_fields
+
+FIRST_PING_S = 1.0
+"""A stream without an event for this long begins with a comment. Until then, an error can still have a status."""
+
+Events = AsyncGenerator[bytes, None]
+Comment = Callable[[], Awaitable[str]]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def data(value: Any) -> bytes:
+    """Return an event without a name, whose data are a value as JSON."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def named(name: str, value: Any) -> bytes:
+    """Return an event with a name, whose data are a value as JSON."""
+    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
+
+
+def comment_line(text: str) -> bytes:
+    """Return a comment, which every client of events ignores."""
+    return b": " + text.encode(errors="replace").replace(b"\n", b" ").replace(b"\r", b" ") + b"\n\n"
+
+
+def error_event(exc: Exception) -> bytes:
+    """Return the event for an error after the first event, as OpenAI's and llama-server's clients read it."""
+    return data({"error": error_fields(exc)})
+
+
+class EventStream(Response):
+    """A response of server-sent events. It closes the generator of its events, however it ends.
+
+    While there is no event, it sends comments, so that no proxy takes the connection for a dead one.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: Events,
+        first: asyncio.Task[bytes],
+        *,
+        comment: Comment,
+        ping_s: float,
+        format_error: Callable[[Exception], bytes],
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._first = first
+        self._comment = comment
+        self._ping_s = ping_s
+        self._format_error = format_error
+        self._sent_s = 0.0
+        """Event-loop time of the last message."""
+
+    @classmethod
+    async def open(
+        cls,
+        events: Events,
+        *,
+        comment: Comment,
+        ping_s: float,
+        format_error: Callable[[Exception], bytes] = error_event,
+        headers: dict[str, str] | None = None,
+    ) -> Self:
+        """Return the response when the first event is there, or when the client has waited long enough for a comment.
+
+        Args:
+            events: The encoded events.
+            comment: Returns what a comment says.
+            ping_s: Seconds of silence after which a comment is sent.
+            format_error: Returns the event for an error of `events` after the first event.
+            headers: More headers of the response.
+
+        Raises:
+            Exception: The error of the first event. The generator is closed.
+        """
+        first = asyncio.ensure_future(anext(events))
+        try:
+            await asyncio.wait([first], timeout=min(FIRST_PING_S, ping_s))
+            if first.done():
+                first.result()
+        except BaseException:
+            await _close(events, first)
+            raise
+        return cls(events, first, comment=comment, ping_s=ping_s, format_error=format_error, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # the form of ASGI
+        """Send the response."""
+        pinging: asyncio.Task[None] | None = None
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            pinging = asyncio.create_task(self._ping(send, is_waiting=not self._first.done()))
+            await self._send_events(send)
+            await cancel_tasks(pinging)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if pinging is not None:
+                pinging.cancel()
+            await _close(self._events, self._first)
+
+    async def _send_events(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await send({"type": "http.response.body", "body": await self._first, "more_body": True})
+            async for event in self._events:
+                self._sent_s = loop.time()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except (LlamaqError, RedisError, OSError) as exc:
+            await send({"type": "http.response.body", "body": self._format_error(exc), "more_body": True})
+        except StopAsyncIteration:  # there was no event at all
+            pass
+
+    async def _ping(self, send: Send, *, is_waiting: bool) -> None:
+        """Send comments while there is silence, the first one at once if the first event is not there yet."""
+        loop = asyncio.get_running_loop()
+        self._sent_s = self._sent_s or loop.time() - (self._ping_s if is_waiting else 0)
+        while True:
+            silent_s = loop.time() - self._sent_s
+            if silent_s < self._ping_s:
+                await asyncio.sleep(self._ping_s - silent_s)
+                continue
+            text = "waiting"
+            with suppress(LlamaqError, RedisError, OSError):
+                text = await self._comment()
+            self._sent_s = loop.time()
+            await send({"type": "http.response.body", "body": comment_line(text), "more_body": True})
+
+
+async def _close(events: Events, first: asyncio.Task[bytes]) -> None:
+    await cancel_tasks(first)
+    async with aclosing(events):
+        pass

@@ -1,0 +1,59 @@
+"""Reads the JSON object of a request."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from pydantic_core import from_json, to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llamaq.gateway.http.errors import RequestRefused, invalid
+
+MAX_DEPTH = 64
+"""Deepest nesting of arrays and objects. JSON schemas and metadata of real requests stay far below."""
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """Return the JSON object that a request has as its body.
+
+    Raises:
+        RequestRefused: The body is no JSON object, or is nested too deeply.
+    """
+    body = await request.body()
+    if not body.strip():
+        raise invalid("the body is empty: a JSON object is required")
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as exc:
+        raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {exc}", code="invalid_json") from exc
+    if not isinstance(value, dict):
+        raise invalid("the body is no JSON object")
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Check that a value is not nested too deeply, without recursion.
+
+    Raises:
+        RequestRefused: It is nested too deeply.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        children: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                children.extend(each.values())
+            elif isinstance(each, list):
+                children.extend(each)
+        if not children:
+            return
+        level = children
+    raise invalid(f"the body is nested more than {MAX_DEPTH} levels deep")
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return a response with a value as JSON. It is several times faster than Starlette's."""
+    return Response(to_json(value), status, media_type="application/json")

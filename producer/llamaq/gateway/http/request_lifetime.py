@@ -1,0 +1,111 @@
+"""Bounds how a request arrives, and ends its work when the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.gateway.http.errors import RequestRefused, error_response
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+class RequestLifetime:
+    """Middleware. It reads the body within its limits, then cancels the application when the client disconnects.
+
+    The application is cancelled in whatever it does, also before it has sent anything. So its `finally` clauses are the
+    one place that ends the jobs of a client that is gone.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, body_timeout_s: float) -> None:
+        self.app = app
+        self.max_body_bytes = max_body_bytes
+        self.body_timeout_s = body_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await self._read_body(scope, receive)
+        except ClientGone:
+            return
+        except RequestRefused as exc:
+            await error_response(exc)(scope, receive, send)
+            return
+        await _run_until_disconnect(self.app, scope, body, receive, send)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        self._check_size(int(length) if (length := Headers(scope=scope).get("content-length", "0")).isdigit() else 0)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    self._check_size(len(body))
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as exc:
+            raise RequestRefused(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the body was not complete within {self.body_timeout_s:g} s (--body-timeout-s)",
+                code="body_timeout",
+                headers={"Connection": "close"},
+            ) from exc
+
+    def _check_size(self, n_bytes: int) -> None:
+        if n_bytes > self.max_body_bytes:
+            raise RequestRefused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body has more than {self.max_body_bytes} bytes (--max-body-bytes)",
+                code="body_too_large",
+                headers={"Connection": "close"},
+            )
+
+
+async def _run_until_disconnect(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    """Run the application. If the client disconnects before the response is complete, cancel the application."""
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+    is_complete = False
+
+    async def replay() -> Message:
+        if unread:
+            return unread.pop()
+        await asyncio.Event().wait()  # the application is cancelled when the client disconnects
+        raise AssertionError
+
+    async def watched_send(message: Message) -> None:
+        nonlocal is_complete
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            is_complete = True  # before the send: afterwards `receive` tells of a disconnect
+        await send(message)
+
+    async def work() -> None:
+        await app(scope, replay, watched_send)
+
+    working = asyncio.create_task(work())
+    leaving = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not is_complete and not working.done():
+            working.cancel()
+        await asyncio.wait([working])
+    finally:
+        await cancel_tasks(working, leaving)
+    if not working.cancelled():
+        working.result()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

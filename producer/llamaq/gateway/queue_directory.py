@@ -1,0 +1,133 @@
+"""Knows which queues there are, which workers serve them, and which queue a request means by its `model`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from http import HTTPStatus
+from typing import Any
+
+from llamaq.common.errors import NoWorker
+from llamaq.common.protocol.queue_config import QueueConfig
+from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.settings import ClientSettings
+from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.settings import ServeSettings
+from llamaq.producer import AsyncClient
+from llamaq.producer.queries.queue_snapshots import read_workers
+
+FRESH_S = 2.0
+"""Workers that were read more recently are not read again."""
+FORGOTTEN_S = 7 * 24 * 3600.0
+"""A queue without a heartbeat for so long is not known any more."""
+
+Served = dict[str, tuple[Worker, ...]]
+
+
+class QueueDirectory:
+    """The queues that this server can reach, with one client for each.
+
+    It belongs to one event loop. What it has read is kept for a moment, so that requests do not wait for it.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self._clients: dict[str, AsyncClient] = {}
+        self._default = self._new_client(settings.queue, settings.partitions)
+        self._served: Served = {}
+        """The known queues and their live workers."""
+        self._read_s = float("-inf")
+        self._reading: asyncio.Task[Served] | None = None
+
+    def __repr__(self) -> str:
+        return f"<QueueDirectory { {name: len(workers) for name, workers in self._served.items()} }>"
+
+    @property
+    def default(self) -> AsyncClient:
+        """A client for what concerns no certain queue."""
+        return self._default
+
+    async def aclose(self) -> None:
+        """Close all clients. The jobs of open streams are cancelled."""
+        await asyncio.gather(*(client.aclose() for client in {self._default, *self._clients.values()}))
+
+    async def served(self) -> Served:
+        """Return the known queues with their live workers. A queue may have none.
+
+        Raises:
+            RedisError: Redis cannot be read.
+        """
+        if time.monotonic() - self._read_s < FRESH_S:
+            return self._served
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+            self._reading.add_done_callback(self._forget_reading)
+        return await asyncio.shield(self._reading)
+
+    def _forget_reading(self, task: asyncio.Task[Served]) -> None:
+        self._reading = None
+        if not task.cancelled():
+            task.exception()
+
+    async def _read(self) -> Served:
+        redis, keys = self._default.redis, self._default.keys
+        earliest_ms = (time.time() - FORGOTTEN_S) * 1000
+        members: Any = await redis.zrangebyscore(keys.queues(), earliest_ms, "+inf")
+        names = sorted({member.decode() for member in members})
+        found = await asyncio.gather(*(read_workers(redis, keys, name) for name in names))
+        self._served, self._read_s = dict(zip(names, found, strict=True)), time.monotonic()
+        return self._served
+
+    async def find(self, model: str | None) -> AsyncClient:
+        """Return the client of the queue that a request means.
+
+        Args:
+            model: The `model` of the request: the name of a queue, or of the model that its workers serve. None: the
+                request has none, so it means the server's own queue.
+
+        Raises:
+            RequestRefused: There is no such queue: 404.
+            NoWorker: The queue has no live worker, and requests do not wait for one.
+        """
+        queue = queue_of(model, self.settings.queue, await self.served())
+        if queue is None:
+            # A worker may have started since the last look.
+            self._read_s = float("-inf")
+            queue = queue_of(model, self.settings.queue, await self.served())
+        if queue is None:
+            raise RequestRefused(
+                HTTPStatus.NOT_FOUND,
+                f"model: there is no model {str(model)[:100]!r}; GET /v1/models lists the models",
+                code="model_not_found",
+                param="model",
+            )
+        if not self._served.get(queue) and not self.settings.wait_for_worker:
+            raise NoWorker(queue)
+        return await self.client(queue)
+
+    async def client(self, queue: str) -> AsyncClient:
+        """Return the client of a queue, with as many partitions as its workers have."""
+        client = self._clients.get(queue)
+        if client is None:
+            config = await QueueConfig.read(self._default.redis, self._default.keys, queue, 0)
+            partitions = self.settings.partitions if config is None else config.partitions
+            client = self._clients.setdefault(queue, self._new_client(queue, partitions))
+        return client
+
+    def _new_client(self, queue: str, partitions: int) -> AsyncClient:
+        own = {name: getattr(self.settings, name) for name in ClientSettings.model_fields if name != "redis_url"}
+        own |= {"queue": queue, "partitions": partitions, "require_worker": not self.settings.wait_for_worker}
+        return AsyncClient(self.settings.redis_url, **own)
+
+
+def queue_of(model: str | None, default: str, served: Served) -> str | None:
+    """Return the queue that a request means by its `model`. None: there is no such queue.
+
+    A queue's name comes before a model's name. Of several queues with the same model, the first by name is meant.
+    """
+    if model is None or model == default:
+        return default
+    if model in served:
+        return model
+    having = (queue for queue, workers in served.items() if any(worker.card.model == model for worker in workers))
+    return next(having, None)

@@ -1,0 +1,1 @@
+"""The endpoints. Each reads a request, lets the queues do the work, and writes the answer."""

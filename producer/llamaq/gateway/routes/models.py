@@ -1,0 +1,63 @@
+"""GET /v1/models: the queues that live workers serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llamaq.common.protocol.snapshots import Worker
+from llamaq.gateway.context import context_of
+from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http.json_body import json_response
+
+
+async def list_models(request: Request) -> Response:
+    """Return all queues with a live worker."""
+    served = await context_of(request).queues.served()
+    data = [model_object(queue, workers) for queue, workers in served.items() if workers]
+    # llama-server's own clients read `models`, in the form of Ollama.
+    models = [
+        {"name": each["id"], "model": each["id"], "type": "model", "capabilities": each["capabilities"]}
+        for each in data
+    ]
+    return json_response({"object": "list", "data": data, "models": models})
+
+
+async def show_model(request: Request) -> Response:
+    """Return one queue with a live worker."""
+    name = request.path_params["model"]
+    workers = (await context_of(request).queues.served()).get(name)
+    if not workers:
+        raise RequestRefused(
+            HTTPStatus.NOT_FOUND, f"no live worker serves a queue {name[:100]!r}", code="model_not_found", param="model"
+        )
+    return json_response(model_object(name, workers))
+
+
+def model_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
+    """Return the object of OpenAI's API for a queue. The workers of a queue serve the same model.
+
+    The context of one job is bounded by the training context and by the cells of one worker.
+    """
+    card = workers[0].card
+    return {
+        "id": queue,
+        "object": "model",
+        "created": min(worker.card.started_ms for worker in workers) // 1000,
+        "owned_by": "llamaq",
+        "aliases": sorted({worker.card.model for worker in workers}),
+        "tags": [],
+        "capabilities": ["completion"] + (["chat"] if card.chat_template else []),
+        "meta": {
+            "n_ctx": min(card.n_ctx, card.n_ctx_train) if card.n_ctx_train else card.n_ctx,
+            "n_ctx_train": card.n_ctx_train,
+            "n_vocab": card.n_vocab,
+            "quantization": card.quantization,
+            "workers": len(workers),
+            "slots": sum(worker.card.n_parallel for worker in workers),
+        },
+    }

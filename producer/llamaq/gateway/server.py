@@ -1,0 +1,104 @@
+"""Runs the application with uvicorn: sockets, TLS, limits of connections, graceful shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from llamaq.gateway.app import build_app
+from llamaq.gateway.settings import ServeSettings
+
+MAX_HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open: longer than load balancers keep theirs, so that they close first."""
+
+
+class BoundedHeaders(H11Protocol):
+    """uvicorn's protocol. It closes a connection whose headers do not arrive in time, which uvicorn itself does not."""
+
+    header_timeout_s = 20.0
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the headers of the first request."""
+        super().connection_made(transport)
+        self._watch_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Begin to wait for the headers of a next request, or end the wait."""
+        super().data_received(data)
+        self._watch_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the wait."""
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _watch_headers(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_timeout_s, self._refuse)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _refuse(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def build_server(settings: ServeSettings) -> uvicorn.Server:
+    """Return the server. `serve` of it listens until SIGTERM or SIGINT."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            build_app(settings),
+            host=settings.http_host,
+            port=settings.http_port,
+            http=type("Protocol", (BoundedHeaders,), {"header_timeout_s": settings.header_timeout_s}),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(settings.shutdown_s),
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+        )
+    )
+
+
+def bind(settings: ServeSettings) -> socket.socket:
+    """Return a socket that listens at the address of the settings. Connections wait until the server accepts them.
+
+    Raises:
+        OSError: The address is in use, or is not an address of this machine.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        settings.http_host, settings.http_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(2048)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def url_of(settings: ServeSettings, bound: socket.socket) -> str:
+    """Return the URL of a listening server."""
+    host = f"[{settings.http_host}]" if ":" in settings.http_host else settings.http_host
+    return f"{'https' if settings.tls_cert else 'http'}://{host}:{bound.getsockname()[1]}"

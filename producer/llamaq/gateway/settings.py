@@ -1,0 +1,79 @@
+"""The settings of the HTTP server: those of a client, where it listens, and what it allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+from llamaq.common.settings import ENV_PREFIX, ClientSettings, explain_settings
+
+
+class ServeSettings(ClientSettings):
+    """The settings of `llamaq serve`. The setting `queue` names the queue of requests without a model."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    http_host: str = Field("127.0.0.1", description="Address to listen on. `0.0.0.0` listens on all IPv4 addresses.")
+    http_port: int = Field(8080, ge=0, le=65535, description="TCP port to listen on. 0: any free port.")
+    timeout_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Longest time in seconds that a request waits for its answer, or a stream for its next text.",
+    )
+    wait_for_worker: bool = Field(
+        True,
+        description="Whether requests for a queue without a live worker wait for one. Otherwise they get the status "
+        "503 with `Retry-After`.",
+    )
+    ping_s: float = Field(
+        15.0,
+        gt=0,
+        description="Seconds of silence after which a stream sends a comment, so that proxies do not close the "
+        "connection. While the job waits, the comment tells so.",
+    )
+    max_body_bytes: int = Field(
+        16 * 1024 * 1024, ge=1024, le=1024 * 1024 * 1024, description="Largest body of a request, in bytes."
+    )
+    header_timeout_s: float = Field(20.0, gt=0, description="Longest time in seconds to receive the headers.")
+    body_timeout_s: float = Field(60.0, gt=0, description="Longest time in seconds to receive the body of a request.")
+    shutdown_s: float = Field(
+        30.0, ge=0, description="Seconds that open requests have to finish after SIGTERM. Then they are cut."
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Origins whose web pages may call this server, separated by commas, such as "
+        "`https://chat.example.org`. `*`: all.",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file with the certificate chain. If set, the server speaks HTTPS. Needs `tls_key`."
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the private key of `tls_cert`.")
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: give both or none")
+        return self
+
+
+def serve_settings(**values: Any) -> ServeSettings:
+    """Return the settings of the server.
+
+    Args:
+        values: Fields of `ServeSettings`. None stands for "not given".
+
+    Raises:
+        InvalidSettings: A value is not valid; the message names it.
+    """
+    try:
+        return ServeSettings(**{name: value for name, value in values.items() if value is not None})
+    except ValidationError as exc:
+        raise explain_settings(exc) from exc

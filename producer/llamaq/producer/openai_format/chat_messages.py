@@ -1,0 +1,69 @@
+"""Reads the messages of a chat in the forms of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_request import Message
+
+ROLES = {"developer": "system", "function": "tool"}
+"""Roles of the OpenAI API that chat templates do not know, and the role that means the same."""
+UNSUPPORTED = ("audio", "function_call", "tool_calls")
+"""Fields of a message whose loss would change the answer."""
+
+
+def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a body as arguments of a job. Fields that templates do not read are left out.
+
+    Raises:
+        InvalidRequest: There are no messages, or one has a form that is not supported. The message names it.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages: a list of messages is required")
+    return [_read_message(number, message) for number, message in enumerate(messages)]
+
+
+def _read_message(number: int, message: Any) -> dict[str, Any]:
+    place = f"messages.{number}"
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{place}: an object with role and content is required")
+    known = Message.model_fields.keys()
+    for name in UNSUPPORTED:
+        if message.get(name) and name not in known:
+            raise InvalidRequest(f"{place}.{name}: llamaq does not support it; leave it out")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequest(f"{place}.role: a text is required, such as user")
+    read = {name: value for name, value in message.items() if name in known and value is not None}
+    read["role"] = ROLES.get(role, role)
+    content = message.get("content")
+    if content is None:
+        if role != "assistant":
+            raise InvalidRequest(f"{place}.content: a text is required")
+        content = ""
+    read["content"] = _read_content(f"{place}.content", content)
+    return read
+
+
+def _read_content(place: str, content: Any) -> str:
+    """Return the text of a content, which may be a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{place}: a text or a list of parts is required")
+    return "".join(_read_part(f"{place}.{number}", part) for number, part in enumerate(content))
+
+
+def _read_part(place: str, part: Any) -> str:
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)} | {
+            "type": "refusal",
+            "refusal": str(text),
+        }:
+            return text
+        case {"type": str(kind)}:
+            raise InvalidRequest(f"{place}.type: llamaq supports parts of the type text, not {kind[:50]!r}")
+    raise InvalidRequest(f"{place}: a part of the form {{'type': 'text', 'text': …}} is required")

@@ -1,0 +1,53 @@
+"""Builds the chunks of a streamed completion of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llamaq.common.protocol.job_outcome import Result
+from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.response_body import FINISH_REASONS, timings_object, usage_object
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunks:
+    """The chunks of one answer, which all have the same id."""
+
+    endpoint: Endpoint
+    id: str
+    model: str
+    created_s: int
+    fingerprint: str
+
+    def first(self, index: int) -> dict[str, Any]:
+        """Return the chunk that begins a choice of a chat."""
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+    def text(self, index: int, text: str) -> dict[str, Any]:
+        """Return the chunk with the next text of a choice."""
+        return self._chunk(index, {"delta": {"content": text}} if self.endpoint is Endpoint.CHAT else {"text": text})
+
+    def last(self, index: int, result: Result) -> dict[str, Any]:
+        """Return the chunk that ends a choice."""
+        ending: dict[str, Any] = {"delta": {}} if self.endpoint is Endpoint.CHAT else {"text": ""}
+        chunk = self._chunk(index, ending, FINISH_REASONS[result.finish_reason])
+        return chunk | {"timings": timings_object(result.stats)}
+
+    def usage(self, results: Sequence[Result], n: int) -> dict[str, Any]:
+        """Return the chunk after the last choice, which has the usage of all choices, `n` for each prompt."""
+        return self._frame([]) | {"usage": usage_object(*(result.stats for result in results), n=n)}
+
+    def _chunk(self, index: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        return self._frame([{"index": index, **content, "logprobs": None, "finish_reason": finish_reason}])
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk" if self.endpoint is Endpoint.CHAT else "text_completion",
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }

@@ -1,0 +1,190 @@
+"""`llamaq serve` in front of a real worker, with the openai package as the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+from tests.support.http_server import serving_http
+
+from llamaq.producer import Client
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import ServedQueue
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+class Place(BaseModel):
+    name: str
+    is_warm: bool
+
+
+@asynccontextmanager
+async def connected(demo: ServedQueue, **settings: Any) -> AsyncIterator[AsyncOpenAI]:
+    async with (
+        serving_http(demo.url, demo.queue, **settings) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+async def test_a_chat_has_the_text_of_the_python_client_streamed_or_not(demo: ServedQueue, client: Client) -> None:
+    expected = client.chat(HELLO, max_tokens=12, temperature=0)
+    async with connected(demo) as api:
+        answer = await api.chat.completions.create(
+            model=demo.queue, messages=HELLO, max_completion_tokens=12, temperature=0
+        )
+        stream = await api.chat.completions.create(
+            model=demo.queue,
+            messages=HELLO,
+            max_completion_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens == expected.stats.prompt_tokens
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == answer.model_dump()["timings"]["cache_n"] > 0
+    texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(texts) == expected.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == answer.usage.total_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_n_answers_share_their_prompt_and_differ_by_their_seeds(demo: ServedQueue, client: Client) -> None:
+    options: Any = {"max_tokens": 8, "temperature": 1.5}
+    expected = [client.chat(HELLO, seed=seed, **options).text for seed in (5, 6, 7)]
+    async with connected(demo) as api:
+        answer = await api.chat.completions.create(model=demo.queue, messages=HELLO, n=3, seed=5, **options)
+        stream = await api.chat.completions.create(
+            model=demo.queue, messages=HELLO, n=3, seed=5, stream=True, **options
+        )
+        texts = ["", "", ""]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    assert [choice.message.content for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert texts == expected
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == client.chat(HELLO, max_tokens=1).stats.prompt_tokens
+
+
+async def test_completions_continue_texts_and_tokens_and_echo_them(demo: ServedQueue, client: Client) -> None:
+    prompts = ["Once upon a time", "The little dog"]
+    expected = [client.generate(prompt, max_tokens=8, temperature=0).text for prompt in prompts]
+    async with connected(demo) as api:
+        several = await api.completions.create(model=demo.queue, prompt=prompts, max_tokens=8, temperature=0, echo=True)
+        tokens = client.tokenize(prompts[0])
+        stream = await api.completions.create(model=demo.queue, prompt=tokens, max_tokens=8, temperature=0, stream=True)
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert [choice.text for choice in several.choices] == [a + b for a, b in zip(prompts, expected, strict=True)]
+    assert text == expected[0]
+    assert several.object == "text_completion"
+
+
+async def test_parse_returns_an_object_of_the_given_class(demo: ServedQueue) -> None:
+    async with connected(demo) as api:
+        answer = await api.chat.completions.parse(
+            model=demo.queue, messages=HELLO, response_format=Place, temperature=0, max_tokens=200
+        )
+        free = await api.chat.completions.create(
+            model=demo.queue, messages=HELLO, response_format={"type": "json_object"}, max_tokens=100, stop=["}"]
+        )
+        other = await api.chat.completions.create(
+            model=demo.queue,
+            messages=HELLO,
+            extra_body={"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 3},
+        )
+    assert isinstance(answer.choices[0].message.parsed, Place)
+    assert (free.choices[0].message.content or "").startswith("{")
+    assert other.choices[0].message.content in ("yes", "no")
+
+
+async def test_the_options_of_a_request_reach_the_job(demo: ServedQueue, client: Client) -> None:
+    parts: Any = [
+        {"role": "developer", "content": "You are kind."},
+        {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+    ]
+    same: Any = [{"role": "system", "content": "You are kind."}, {"role": "user", "content": "Hello"}]
+    plain = client.chat(same, max_tokens=8, temperature=0)
+    async with connected(demo) as api:
+        biased = await api.chat.completions.create(
+            model=demo.queue,
+            messages=parts,
+            max_tokens=8,
+            temperature=0,
+            logit_bias={str(plain.tokens[0]): -100},
+            extra_body={"unknown_field": [1], "dry_multiplier": 0},
+        )
+        same_again = await api.chat.completions.create(
+            model=demo.queue, messages=parts, max_tokens=8, temperature=0, extra_body={"cache_salt": "other"}
+        )
+        stopped = await api.chat.completions.create(
+            model=demo.queue, messages=parts, max_tokens=8, temperature=0, stop=plain.text[4:6]
+        )
+    assert same_again.choices[0].message.content == plain.text
+    assert biased.choices[0].message.content != plain.text
+    assert stopped.choices[0].message.content == plain.text.partition(plain.text[4:6])[0]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> None:
+    async with connected(demo) as api:
+        with pytest.raises(openai.NotFoundError, match="GET /v1/models") as missing:
+            await api.chat.completions.create(model="no-such-model", messages=HELLO)
+        with pytest.raises(openai.BadRequestError) as unsupported:
+            await api.chat.completions.create(model=demo.queue, messages=HELLO, logprobs=True)
+        with pytest.raises(openai.BadRequestError) as out_of_bounds:
+            await api.chat.completions.create(model=demo.queue, messages=HELLO, temperature=-1)
+        with pytest.raises(openai.BadRequestError) as too_long:
+            await api.completions.create(model=demo.queue, prompt="word " * 3000, stream=True)
+        with pytest.raises(openai.BadRequestError) as bad_grammar:
+            await api.completions.create(model=demo.queue, prompt="x", extra_body={"grammar": "root ::= ("})
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    assert unsupported.value.param == "logprobs"
+    assert out_of_bounds.value.param == "temperature"
+    assert too_long.value.code == "prompt_too_long"
+    assert too_long.value.type == "exceed_context_size_error"
+    assert bad_grammar.value.code == "invalid_grammar"
+
+
+async def test_a_repeated_request_with_an_idempotency_key_gets_the_first_answer(demo: ServedQueue) -> None:
+    async with connected(demo) as api:
+        answers = [
+            await api.chat.completions.create(
+                model=demo.queue, messages=HELLO, max_tokens=4, n=2, extra_headers={"Idempotency-Key": key}
+            )
+            for key in ("a", "a", "b")
+        ]
+    assert answers[0].id == answers[1].id != answers[2].id
+    assert answers[0].choices == answers[1].choices
+
+
+async def test_the_models_are_the_queues_with_their_context(demo: ServedQueue) -> None:
+    async with connected(demo) as api:
+        models = {model.id: model.model_dump() async for model in api.models.list()}
+        shown = await api.models.retrieve(demo.queue)
+        (card,) = [worker.card for worker in demo.client().workers()]
+        by_model = await api.completions.create(model=card.model, prompt="x", max_tokens=1)
+    assert models[demo.queue]["meta"]["n_ctx_train"] == card.n_ctx_train
+    assert models[demo.queue]["capabilities"] == ["completion", "chat"]
+    assert shown.model_dump()["meta"] == models[demo.queue]["meta"]
+    assert json.dumps(models[demo.queue]["aliases"]) == json.dumps([card.model])
+    assert by_model.model == card.model
