@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
+from tests.support.redis_servers import wait_until
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobParams
@@ -424,6 +425,21 @@ def test_a_process_that_cannot_start_is_an_engine_error() -> None:
     with pytest.raises(EngineError, match="does not start"):
         sandbox.compile(JobParams(grammar='root ::= "a"'))
     sandbox.close()
+
+
+def test_the_process_starts_before_the_first_grammar(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "START_DELAY_S", 0.01)
+    sandbox = GrammarSandbox(blob)
+    wait_until(lambda: sandbox._process is not None, "the process starts")
+    sandbox.close()
+
+
+def test_a_sandbox_that_is_closed_early_starts_no_process() -> None:
+    sandbox = GrammarSandbox(b"no vocabulary")
+    assert sandbox._process is None
+    sandbox.close()
+    sandbox._start_early()
+    assert sandbox._process is None
 
 
 def test_the_process_ends_when_its_socket_is_closed(blob: bytes) -> None:

@@ -21,6 +21,9 @@ from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
 
 logger = logging.getLogger(__name__)
 
+START_DELAY_S = 10.0
+"""The process starts so long after the worker has loaded its model, or earlier with the first grammar. So it takes no
+processor time while the worker starts."""
 START_TIMEOUT_S = 60.0
 """How long the process may take to load the vocabulary."""
 TRIAL_TIMEOUT_S = 10.0
@@ -30,7 +33,7 @@ MAX_CACHED_RESULTS = 128
 
 
 class GrammarSandbox:
-    """Tries grammars safely. Thread-safe. The process starts immediately and loads the vocabulary in the background.
+    """Tries grammars safely. Thread-safe. The process starts with the first grammar, or after `START_DELAY_S`.
 
     Args:
         blob: The model's vocabulary, as returned by `extract_vocab`.
@@ -42,7 +45,10 @@ class GrammarSandbox:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._results: OrderedDict[str, str | JobRejected] = OrderedDict()
-        self._process: _SandboxProcess | None = _SandboxProcess(blob)
+        self._process: _SandboxProcess | None = None
+        self._starter = threading.Timer(START_DELAY_S, self._start_early)
+        self._starter.name, self._starter.daemon = "llamaq-grammar-start", True
+        self._starter.start()
 
     def compile(self, request: JobParams) -> str:
         """Return the constraint of a request in the form that `ConstraintTokenizer.compile` takes.
@@ -65,6 +71,7 @@ class GrammarSandbox:
 
     def close(self) -> None:
         """End the process. A running trial fails. May be called twice."""
+        self._starter.cancel()
         process = self._process
         if process is not None:
             process.kill()  # does not wait for the lock, because a running trial holds it
@@ -72,6 +79,12 @@ class GrammarSandbox:
             if self._process is not None:
                 self._process.close()
                 self._process = None
+
+    def _start_early(self) -> None:
+        """Start the process before the first grammar, so that this grammar does not wait for it."""
+        with self._lock:
+            if not self._starter.finished.is_set():  # `close` sets it
+                self._process = self._process or _SandboxProcess(self._blob)
 
     def _run_trial(self, trial: str) -> str | JobRejected:
         """Return the result of a trial. A process that fails is replaced in the next trial."""
