@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.worker.settings import WorkerSettings, load_settings, usable_cores
+from llamaq.worker.cpu_cores import usable_cores
+from llamaq.worker.settings import WorkerSettings, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -135,11 +136,21 @@ def test_the_batch_is_the_context_but_at_most_2048_tokens() -> None:
     assert WorkerSettings(n_batch=4096).batch_budget == 4096
 
 
-def test_threads_are_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
-    assert WorkerSettings().n_threads == 3
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert usable_cores() == (os.cpu_count() or 1)
+def test_contradicting_model_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"--cache-type-v .* needs flash attention"):
+        WorkerSettings(cache_type_v="q8_0", flash_attn="off")
+    with pytest.raises(ValueError, match="--rope-scale and --rope-freq-scale"):
+        WorkerSettings(rope_scale=4, rope_freq_scale=0.25)
+
+
+def test_a_chat_template_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="--chat-template-file"):
+        _ = WorkerSettings(chat_template_file=tmp_path / "missing.jinja").chat_template_text
+
+
+def test_lists_are_separated_by_commas() -> None:
+    settings = WorkerSettings.model_validate({"tensor_split": "3,1", "override_tensor": "exps=CPU, a=B"})
+    assert (settings.tensor_split, settings.override_tensor) == ((3.0, 1.0), ("exps=CPU", "a=B"))
 
 
 def test_settings_are_immutable() -> None:

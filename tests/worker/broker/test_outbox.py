@@ -23,6 +23,7 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_values import Attempt, Claim
+from llamaq.common.protocol.upkeep_scripts import UpkeepScripts
 from llamaq.common.redis.redis_errors import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeWorker
@@ -393,6 +394,30 @@ async def test_a_flush_that_a_full_redis_refuses_stores_nothing_and_still_report
             assert [type(event) for event in await at.events(job)] == [Started]
         await at.outbox.flush()
         assert await at.stored(job) == [0]
+
+
+@pytest.mark.starts_processes
+async def test_jobs_are_requeued_while_redis_is_full(own_url: str, queue: str) -> None:
+    async with working(own_url, queue) as at:
+        (_, withdrawn), (stopped, running), (dead, _) = [await at.begin() for _ in range(3)]
+        await at.put(withdrawn, 1)
+        await at.put(running, 2)
+        await at.outbox.flush()
+        await at.put(running, 3)
+        at.outbox._jobs.pop(dead.id)  # its worker has died
+        async with full(at.client.redis):
+            at.outputs.put([JobWithdrawn(withdrawn)])
+            await asyncio.sleep(0)
+            with pytest.raises(ResponseError) as caught:
+                await at.outbox.flush()
+            assert is_full(caught.value)
+            assert at.outbox.n_jobs == 1, "all tokens of the withdrawn job are stored"
+            await at.outbox.close()
+            upkeep = UpkeepScripts(at.claimer.redis, at.client.keys, queue)
+            assert await upkeep.release_worker(0, at.claimer.name) == 1
+            stream = at.client.keys.of_job(stopped.id).interactive
+            assert len(await at.claimer.scripts.reclaim(stream, 9, LEASE_MS, trusted_until_ms=0)) == 3
+        assert await at.stored(stopped) == [2], "the next worker generates the token that Redis has refused"
 
 
 # the report of ended jobs

@@ -18,7 +18,8 @@ from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import Context, ContextOptions, Model
+from llamaq.worker.engine.llama_bindings import Context, Model
+from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.testing import make_job
 
 OPTIONS = ContextOptions(n_ctx=1024, n_batch=128, n_ubatch=32, n_seq_max=8, n_threads=1, n_threads_batch=1)
@@ -134,14 +135,14 @@ def generate_alone(engine: Engine, tokens: Sequence[int], n: int) -> Slot:
 
 @pytest.fixture
 def engine(any_model: Path) -> Iterator[Engine]:
-    engine = Engine(Model(any_model, n_gpu_layers=0), OPTIONS)
+    engine = Engine(Model(any_model, ModelOptions(n_gpu_layers=0)), OPTIONS)
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def demo(demo_model: Path) -> Iterator[Engine]:
-    engine = Engine(Model(demo_model, n_gpu_layers=0), OPTIONS)
+    engine = Engine(Model(demo_model, ModelOptions(n_gpu_layers=0)), OPTIONS)
     yield engine
     engine.close()
 
@@ -271,7 +272,7 @@ def test_a_sequence_that_lost_its_cells_is_prefilled_again(engine: Engine) -> No
 def test_without_room_for_all_parts_those_that_fit_continue_and_the_others_may_be_decoded_later(
     chat_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(Model(chat_model, n_gpu_layers=0), ContextOptions(256, 128, 32, 3, 1, 1))
+    engine = Engine(Model(chat_model, ModelOptions(n_gpu_layers=0)), ContextOptions(256, 128, 32, 3, 1, 1))
     slots = [prefill_slot(0, prompt(200, seed=1)), prefill_slot(1, prompt(100, seed=2))]
     while slots[0].state is not SlotState.DECODE:
         assert not run_tick(engine, slots[:1])
@@ -330,15 +331,15 @@ def test_the_engine_has_the_limits_of_its_model_and_context(demo: Engine) -> Non
 
 def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model file"):
-        Model(tmp_path / "missing.gguf", n_gpu_layers=0)
+        Model(tmp_path / "missing.gguf", ModelOptions(n_gpu_layers=0))
     (tmp_path / "text.gguf").write_text("no model")
     with pytest.raises(ModelError, match="cannot load"):
-        Model(tmp_path / "text.gguf", n_gpu_layers=0)
+        Model(tmp_path / "text.gguf", ModelOptions(n_gpu_layers=0))
 
 
 @pytest.mark.parametrize("n_seq_max", [0, 65, 257])
 def test_more_sequences_than_llama_cpp_allows_are_refused(chat_model: Path, n_seq_max: int) -> None:
-    model = Model(chat_model, n_gpu_layers=0)
+    model = Model(chat_model, ModelOptions(n_gpu_layers=0))
     with pytest.raises(EngineError, match="sequences"):
         Context(model, ContextOptions(512, 64, 64, n_seq_max, 1, 1))
     model.close()
@@ -346,7 +347,7 @@ def test_more_sequences_than_llama_cpp_allows_are_refused(chat_model: Path, n_se
 
 def test_the_log_of_llama_cpp_is_written_to_logging(chat_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "llamaq.worker.engine.llama_bindings"):
-        Model(chat_model, n_gpu_layers=0).close()
+        Model(chat_model, ModelOptions(n_gpu_layers=0)).close()
     assert any("file format = GGUF V3" in record.getMessage() for record in caplog.records)
     assert not any("\n" in record.getMessage() for record in caplog.records)
 
@@ -354,8 +355,9 @@ def test_the_log_of_llama_cpp_is_written_to_logging(chat_model: Path, caplog: py
 def test_loading_a_model_writes_nothing_to_stderr(chat_model: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from llamaq.worker.engine.engine import Engine;"
-        "from llamaq.worker.engine.llama_bindings import ContextOptions, Model;"
-        "Engine(Model(Path(sys.argv[1]), n_gpu_layers=0), ContextOptions(4096, 64, 64, 2, 1, 1)).close()"
+        "from llamaq.worker.engine.llama_bindings import Model;"
+        "from llamaq.worker.engine.load_options import ContextOptions, ModelOptions;"
+        "Engine(Model(Path(sys.argv[1]), ModelOptions(n_gpu_layers=0)), ContextOptions(4096, 64, 64, 2, 1, 1)).close()"
     )
     done = subprocess.run([sys.executable, "-c", code, chat_model], capture_output=True, timeout=60, check=True)
     assert done.stderr == b""

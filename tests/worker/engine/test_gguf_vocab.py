@@ -15,12 +15,13 @@ from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine.load_options import ModelOptions
 
 TEXTS = ("", "Hello, world!", "<|im_start|>user\n", "äöü 你好 😀", "  two  spaces\n\n", "x" * 500)
 
 
 def test_the_extracted_vocabulary_equals_that_of_the_model(any_model: Path) -> None:
-    model = Model(any_model, n_gpu_layers=0)
+    model = Model(any_model, ModelOptions(n_gpu_layers=0))
     own, other = Vocab.of_model(model.pointer), Vocab.from_blob(extract_vocab(any_model))
     assert other.n_tokens == own.n_tokens
     assert (other.bos, other.eos, other.end_tokens) == (own.bos, own.eos, own.end_tokens)

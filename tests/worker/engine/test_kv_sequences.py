@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from llamaq.common.errors import EngineError
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import ContextOptions, Model
+from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 
 Logits = npt.NDArray[np.float32]
 MakeEngine = Callable[..., Engine]
@@ -95,7 +96,7 @@ def make_engine(model_file: Callable[[str], Path]) -> Iterator[MakeEngine]:
 
     def build(name: str, **changes: Any) -> Engine:
         options = replace(KINDS[name].options, **changes)
-        engines.append(Engine(Model(model_file(KINDS[name].model), n_gpu_layers=0), options))
+        engines.append(Engine(Model(model_file(KINDS[name].model), ModelOptions(n_gpu_layers=0)), options))
         return engines[-1]
 
     yield build

@@ -14,7 +14,8 @@ from llamaq.common.protocol.job_outcome import CacheTier, JobStats
 from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
 from llamaq.worker.core.job import Job, JobEnded
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import ContextOptions, Model
+from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.kv_memory import KvMemory
@@ -103,7 +104,7 @@ def make_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
             n_threads_batch=1,
             kv_unified=unified,
         )
-        engine = Engine(Model(Path(path), n_gpu_layers=0), options)
+        engine = Engine(Model(Path(path), ModelOptions(n_gpu_layers=0)), options)
         engines.append(engine)
         store = BlockStore(
             BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut

@@ -21,7 +21,8 @@ from llamaq.tools.demo_model.seeded_choice import Split, generator
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import ContextOptions, Model
+from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.kv_memory import KvMemory
@@ -67,7 +68,7 @@ def questions(seed: int) -> list[Question]:
 class Rig:
     def __init__(self, model: Path, *, cache: bool) -> None:
         options = ContextOptions(n_ctx=N_CTX, n_batch=256, n_ubatch=64, n_seq_max=24, n_threads=1, n_threads_batch=1)
-        self.engine = engine = Engine(Model(model, n_gpu_layers=0), options)
+        self.engine = engine = Engine(Model(model, ModelOptions(n_gpu_layers=0)), options)
         store = BlockStore(32, 3 * 2**20, can_cut=True)
         memory = KvMemory(
             SlotPool(8, engine.context.n_ctx, engine.sequences.n_sequences, similarity=0.1),

@@ -14,7 +14,8 @@ from llamaq.tools.random_gguf import MEMORY_KINDS, write_model
 from llamaq.worker.core.job import JobEnded
 from llamaq.worker.core.packed_tokens import pack
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import ContextOptions, Model
+from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.kv_cache.blocks.block_store import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.kv_memory import KvMemory
@@ -53,7 +54,7 @@ class Setup:
         options = ContextOptions(
             n_ctx=2400, n_batch=256, n_ubatch=64, n_seq_max=8, n_threads=1, n_threads_batch=1, kv_unified=unified
         )
-        self.engine = engine = Engine(Model(path, n_gpu_layers=0), options)
+        self.engine = engine = Engine(Model(path, ModelOptions(n_gpu_layers=0)), options)
         store = BlockStore(
             BLOCK_TOKENS if engine.sequences.can_save_parts else None, 10**8, can_cut=engine.sequences.can_cut
         )

@@ -6,7 +6,6 @@ name in capitals), the TOML file, the default.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -17,59 +16,10 @@ from pydantic_settings import TomlConfigSettingsSource as TomlSource
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import MAX_SALT_CHARS, JobDefaults
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
+from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings, split_commas
 
 # llama.cpp's LLAMA_MAX_SEQ.
 MAX_SEQUENCES = 256
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _split_commas(value: Any) -> Any:
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-class ModelSettings(BaseModel):
-    """Model and context."""
-
-    model: str | None = Field(
-        None, description="Path of a GGUF file, or `hf:OWNER/REPO/FILE.gguf`. If not set: the demo model of llamaq."
-    )
-    n_gpu_layers: int = Field(-1, ge=-1, description="Number of layers that the GPU computes. -1: all layers.")
-    n_ctx: int = Field(
-        8192, ge=64, description="Number of KV cells. All slots share them; each token of a job needs one."
-    )
-    n_batch: int | None = Field(
-        None,
-        ge=1,
-        description="Maximum number of tokens in the batch of one tick, at most `n_ctx`. If not set: `n_ctx`, but at "
-        "most 2048.",
-    )
-    n_ubatch: int = Field(
-        512, ge=1, description="Maximum number of tokens that llama.cpp computes in one step of a batch."
-    )
-    n_threads: int = Field(
-        default_factory=usable_cores,
-        ge=1,
-        description="Number of llama.cpp's threads; by default one for each CPU core that the process may use. Set "
-        "fewer when other programs need the cores: each step waits for the slowest thread.",
-    )
-    flash_attn: Literal["auto", "on", "off"] = Field(
-        "auto", description="Flash attention: `auto`, `on` or `off`. On a CPU, measure which is faster for your load."
-    )
-    device: int | None = Field(None, ge=0, description="Index of the only GPU to use. If not set: all GPUs.")
-    devices: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="GPU indices, separated by commas. A supervisor starts one worker process for each."
-    )
-
-    _split_devices = field_validator("devices", mode="before")(_split_commas)
-
-    @property
-    def batch_budget(self) -> int:
-        """Maximum number of tokens in one call of `llama_decode`."""
-        return self.n_batch or min(self.n_ctx, 2048)
 
 
 class BatchSettings(BaseModel):
@@ -232,10 +182,19 @@ class LifeSettings(BaseModel):
         "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."
     )
 
-    _split_hooks = field_validator("hooks", mode="before")(_split_commas)
+    _split_hooks = field_validator("hooks", mode="before")(split_commas)
 
 
-class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings, LifeSettings, JobDefaults):
+class WorkerSettings(
+    QueueSettings,
+    ModelSettings,
+    DeviceSettings,
+    RopeSettings,
+    BatchSettings,
+    CacheSettings,
+    LifeSettings,
+    JobDefaults,
+):
     """All settings of `llamaq worker`. Sampling parameters, seed and grammar are defaults, which a job may replace."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
@@ -258,6 +217,13 @@ class WorkerSettings(QueueSettings, ModelSettings, BatchSettings, CacheSettings,
             raise ValueError(f"--n-batch (LLAMAQ_N_BATCH): {self.batch_budget} is more than --n-ctx {self.n_ctx}")
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("--devices (LLAMAQ_DEVICES): a device is listed twice")
+        if self.rope_scale and self.rope_freq_scale:
+            raise ValueError("--rope-scale and --rope-freq-scale (its inverse) exclude each other: give one")
+        if self.flash_attn == "off" and self.cache_type_v not in ("f32", "f16", "bf16"):
+            raise ValueError(
+                f"--cache-type-v (LLAMAQ_CACHE_TYPE_V): {self.cache_type_v} needs flash attention, but --flash-attn is "
+                "off"
+            )
         return self
 
     @property

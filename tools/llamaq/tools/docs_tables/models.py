@@ -23,7 +23,8 @@ from llamaq.common.protocol.snapshots import (
 )
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.settings import ClientSettings, QueueSettings
-from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, ModelSettings, WorkerSettings
+from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings
+from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
 
 _JOB = (Message, SamplingParams, JobParams, JobRequest, JobStats, Result, JobStatus)
 _EVENTS = (Started, Tokens, Finished, Failed)
@@ -42,7 +43,8 @@ _SNAPSHOTS = (
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
 _COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
 _CLIENT = (QueueSettings, ClientSettings)
-_WORKER = (ModelSettings, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, JobDefaults, WorkerSettings)
+_MODEL = (ModelSettings, DeviceSettings, RopeSettings)
+_WORKER = (*_MODEL, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, JobDefaults, WorkerSettings)
 
 MODELS: dict[str, type[BaseModel]] = {
     model.__name__: model for model in (*_JOB, *_EVENTS, *_SNAPSHOTS, *_DEAD_LETTERS, *_COMMANDS, *_CLIENT, *_WORKER)

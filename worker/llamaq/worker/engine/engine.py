@@ -15,11 +15,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk, SlotResult
 from llamaq.worker.engine.kv_sequences import KvSequences
-from llamaq.worker.engine.llama_bindings import NO_ROOM, SUCCESS, Context, ContextOptions, Model
+from llamaq.worker.engine.llama_bindings import NO_ROOM, SUCCESS, Context, Model
+from llamaq.worker.engine.load_options import ContextOptions
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +44,18 @@ class Engine:
     Args:
         model: The model. `close` closes the model too.
         options: Options of the context.
+        chat_template: Replaces the chat template of the model.
 
     Raises:
         EngineError: The context cannot be created.
     """
 
-    def __init__(self, model: Model, options: ContextOptions) -> None:
+    def __init__(self, model: Model, options: ContextOptions, *, chat_template: str | None = None) -> None:
         self.model = model
         self.context = Context(self.model, options)
         self.vocab = Vocab.of_model(self.model.pointer)
+        if chat_template is not None:
+            self.vocab.chat_template = chat_template
         self.sequences = KvSequences(self.model, self.context)
         self._n_vocab = self.context.n_vocab
 
@@ -76,6 +80,20 @@ class Engine:
             results += self._run_together(together)
         results += [self._run_alone(part) for part in alone]
         return results
+
+    def warm_up(self) -> None:
+        """Compute one token, so that the first batch finds the weights in memory and the kernels of a GPU loaded.
+
+        Raises:
+            EngineError: llama.cpp cannot compute it.
+        """
+        batch = self.context.batch
+        batch.clear()
+        batch.add_decode_tokens([self.vocab.bos or 0], [0], [0])
+        status = self.context.decode()
+        if status != SUCCESS:
+            raise EngineError(f"llama.cpp cannot compute a first token (status {status}); see its log for the reason")
+        self.sequences.cut(0, 0)
 
     def close(self) -> None:
         """Free the context and the model. May be called twice."""

@@ -23,20 +23,22 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _SPLIT_INDEX, _SPLIT_COUNT = b"split.no", b"split.count"
+_TEMPLATE = b"tokenizer.chat_template"
 
 
-def extract_vocab(path: Path) -> bytes:
+def extract_vocab(path: Path, chat_template: str | None = None) -> bytes:
     """Return the header and the metadata of a GGUF file, as a GGUF file without tensors.
 
     Args:
         path: The model file. If the model is split into several files: the first file.
+        chat_template: Replaces the chat template of the model.
 
     Raises:
         ModelError: The file cannot be read, is not a GGUF file, or is not the first file of a split model.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data, path).extract()
+            return _Reader(data, path).extract(chat_template)
     except (OSError, ValueError) as exc:  # mmap raises a ValueError for an empty file
         raise ModelError(f"cannot read {path}: {exc}") from exc
 
@@ -50,8 +52,10 @@ class _Reader:
         self._end = min(len(data), MAX_BLOB_BYTES)
         self._offset = 0
         self._split_count_offset: int | None = None
+        self._template_range: tuple[int, int] | None = None
+        """Where the key of the chat template and its value are."""
 
-    def extract(self) -> bytes:
+    def extract(self, chat_template: str | None) -> bytes:
         try:
             magic, version, _, n_keys = _HEADER.unpack_from(self._data, 0)
             if magic != b"GGUF" or version not in _VERSIONS:
@@ -69,12 +73,20 @@ class _Reader:
         _HEADER.pack_into(blob, 0, magic, version, 0, n_keys)
         if self._split_count_offset is not None:
             struct.pack_into("<H", blob, self._split_count_offset, 0)  # else llama.cpp opens the model's other files
+        if chat_template is not None:
+            if self._template_range is not None:
+                start, end = self._template_range
+                del blob[start:end]
+                n_keys -= 1
+            blob += _string(_TEMPLATE) + _TYPE.pack(_STRING) + _string(chat_template.encode())
+            _HEADER.pack_into(blob, 0, magic, version, 0, n_keys + 1)
         return bytes(blob)
 
     def _skip_key(self) -> None:
+        key_start = self._offset
         start = self._offset + _LENGTH.size
         self._skip_string()
-        key = self._data[start : self._offset] if self._offset - start <= len(_SPLIT_COUNT) else b""
+        key = self._data[start : self._offset] if self._offset - start <= len(_TEMPLATE) else b""
         kind = self._read(_TYPE)
         if key == _SPLIT_COUNT:
             self._split_count_offset = self._offset
@@ -83,6 +95,8 @@ class _Reader:
                 f"{self._path} is not the first file of a split model: give the file whose name ends in -00001-of-…"
             )
         self._skip_value(kind)
+        if key == _TEMPLATE:
+            self._template_range = (key_start, self._offset)
 
     def _skip_value(self, kind: int) -> None:
         if kind == _STRING:
@@ -122,3 +136,7 @@ class _Reader:
             return _SCALAR_BYTES[kind]
         except KeyError:
             raise ModelError(f"{self._path} has a value of the unknown type {kind}") from None
+
+
+def _string(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data

@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ModelError
 from llamaq.worker.engine import abi_check
+from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.engine.log_line_joiner import LogLineJoiner
 from llamaq.worker.engine.token_batch import TokenBatch
 
@@ -31,76 +31,33 @@ MAX_SEQUENCES = 256
 SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1
 """Return values of llama_decode."""
 
-FlashAttention = Literal["auto", "on", "off"]
-
-_FLASH_ATTENTION: dict[FlashAttention, int] = {
-    "auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
-    "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
-    "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ContextOptions:
-    """Options of a llama_context. Each field states its unit."""
-
-    n_ctx: int
-    """Number of KV cells of all sequences together."""
-    n_batch: int
-    """Upper bound on the tokens of one decode."""
-    n_ubatch: int
-    """Upper bound on the tokens of one compute pass. llama.cpp splits a larger batch into several passes."""
-    n_seq_max: int
-    """Number of sequences, at most `n_batch` and at most 256."""
-    n_threads: int
-    """Threads for decodes of one token."""
-    n_threads_batch: int
-    """Threads for decodes of several tokens."""
-    kv_unified: bool = True
-    """True: all sequences share one pool of cells. False: each sequence has a stream of `n_ctx / n_seq_max` cells,
-    rounded up to a multiple of 256, and `n_ctx` is raised to the sum of the streams."""
-    has_scratch_sequence: bool = True
-    """Whether one sequence is reserved for saving and loading parts of other sequences. Without this scratch sequence,
-    sequences are saved and loaded as a whole."""
-    flash_attn: FlashAttention = "auto"
-    """Whether flash attention is used; `auto` lets llama.cpp choose."""
-    swa_full: bool = True
-    """Whether sliding-window layers keep the cells that have left the window, so that sequences can be cut and shared
-    at any token."""
-
-
-ALL_LAYERS = 2**31 - 1
-
 
 class Model:
     """A loaded llama_model. Its memory is freed by `close`, or when this object is garbage-collected.
 
     Args:
         path: The GGUF file.
-        n_gpu_layers: Number of layers to offload to the GPU. A negative number: all.
-        main_gpu: The device for the whole model; None lets llama.cpp split the model among all devices.
+        options: The options.
 
     Raises:
         EngineError: The installed llama-cpp-python is not supported.
-        ModelError: The model cannot be loaded, is not decoder-only, or there is no GPU although `main_gpu` is given.
+        ModelError: The model cannot be loaded, is not decoder-only, or an option does not fit this machine.
     """
 
-    def __init__(self, path: Path, *, n_gpu_layers: int, main_gpu: int | None = None) -> None:
+    def __init__(self, path: Path, options: ModelOptions) -> None:
         abi_check.check_abi()
         _route_log()
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = ALL_LAYERS if n_gpu_layers < 0 else n_gpu_layers
-        if main_gpu is not None:
-            if not has_gpu():
-                raise ModelError(
-                    "--device, --devices: this build of llama.cpp has no GPU support; see CMAKE_ARGS in CONTRIBUTING.md"
-                )
-            params.split_mode = llama_cpp.LLAMA_SPLIT_MODE_NONE
-            params.main_gpu = main_gpu
+        options.init_backend()
+        if options.split_mode == "none" and not has_gpu():
+            raise ModelError(
+                "--device, --devices, --split-mode none: this build of llama.cpp has no GPU support; see CMAKE_ARGS in "
+                "CONTRIBUTING.md"
+            )
         if not path.is_file():
             raise ModelError(f"there is no model file {path}")
+        params, kept = options.to_params()
         self.pointer = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        del kept
         if not self.pointer:
             raise ModelError(f"llama.cpp cannot load {path}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_model_free, self.pointer)
@@ -165,7 +122,7 @@ class Context:
                 f"and at most {MAX_SEQUENCES}"
             )
         self._model = model  # keeps the model in memory as long as its context
-        self.pointer = llama_cpp.llama_init_from_model(model.pointer, _context_params(options))
+        self.pointer = llama_cpp.llama_init_from_model(model.pointer, options.to_params())
         if not self.pointer:
             raise EngineError(f"llama.cpp cannot create a context with {options}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_free, self.pointer)
@@ -273,24 +230,6 @@ class Context:
 def has_gpu() -> bool:
     """Return whether this build of llama.cpp can offload layers to a GPU."""
     return bool(llama_cpp.llama_supports_gpu_offload())
-
-
-def _context_params(options: ContextOptions) -> Any:
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = options.n_ctx
-    params.n_batch = options.n_batch
-    params.n_ubatch = options.n_ubatch
-    params.n_seq_max = options.n_seq_max
-    # n_outputs_max is the upper bound on the rows of logits in one decode, by default n_ubatch. llama_init_from_model
-    # aborts if n_outputs_max is less than n_seq_max (assertion in llama_context::output_reserve).
-    params.n_outputs_max = options.n_seq_max
-    params.n_threads = options.n_threads
-    params.n_threads_batch = options.n_threads_batch
-    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attn]
-    params.no_perf = True
-    params.swa_full = options.swa_full
-    params.kv_unified = options.kv_unified
-    return params
 
 
 _line_joiner = LogLineJoiner()

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import LLAMA_CPP_PYTHON_VERSION, has_gpu
+from llamaq.worker.model_settings import RopeSettings
 from llamaq.worker.offload.atomic_files import make_private_folder
 from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Increased when the meaning of saved data changes."""
 MODEL_HASHES = "models"
 """Name of the folder with the known hashes of model files, in the cache folder."""
@@ -32,6 +33,10 @@ def fingerprint(path: Path, settings: WorkerSettings, engine: Engine) -> str:
         "llama.cpp": LLAMA_CPP_PYTHON_VERSION,
         "memory": [engine.sequences.can_save_parts, engine.sequences.can_cut, engine.context.kv_unified],
         "gpu_layers": settings.n_gpu_layers != 0 and has_gpu(),
+        # Without flash attention V is stored transposed. The state of another layout or data type cannot be loaded.
+        "layout": [settings.flash_attn, settings.cache_type_k, settings.cache_type_v, settings.swa_full],
+        # RoPE is part of the keys.
+        "rope": [getattr(settings, name) for name in RopeSettings.model_fields],
         "salt": settings.cache_salt,
     }
     return json.dumps(parts, sort_keys=True)

@@ -22,7 +22,8 @@ from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import ContextOptions, Model, has_gpu
+from llamaq.worker.engine.llama_bindings import Model, has_gpu
+from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
 from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
@@ -88,7 +89,7 @@ class WorkerProcess:
         self._n_signals = 0
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
         self._engine = load_engine(path, settings)
-        self._vocab_blob = gguf_vocab.extract_vocab(path)
+        self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text)
         self._grammar_sandbox = GrammarSandbox(self._vocab_blob)
         self.card = self._describe(path)
         self._shared = SharedState(Telemetry(hooks, self.card.worker))
@@ -138,6 +139,11 @@ class WorkerProcess:
         files = make_saved_slot_files(self._settings, self._engine, path)
         return SlotCommandHandler(self._ticks, operations, files)
 
+    def _context_limit(self) -> int:
+        """Return the largest number of tokens of a job: the context of the model, unless RoPE is scaled."""
+        n_cells = self._engine.context.cells_per_sequence
+        return n_cells if self._settings.extends_context else min(n_cells, self._engine.model.n_ctx_train)
+
     def _check_default_grammar(self) -> None:
         defaults = self._settings.job_defaults
         if defaults.grammar:
@@ -153,7 +159,7 @@ class WorkerProcess:
             engine.vocab,
             self._grammar_sandbox,
             self._settings.job_defaults,
-            context_limit=min(engine.context.cells_per_sequence, engine.model.n_ctx_train),
+            context_limit=self._context_limit(),
             max_request_bytes=self._settings.max_request_bytes,
             counts_system_tokens=not engine.sequences.can_cut,
         )
@@ -259,7 +265,7 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         ModelError: The model cannot be loaded.
         EngineError: The context cannot be created.
     """
-    model = Model(path, n_gpu_layers=settings.n_gpu_layers, main_gpu=settings.device)
+    model = Model(path, _model_options(settings))
     n_sequences = choose_n_sequences(settings, model)
     options = ContextOptions(
         n_ctx=settings.n_ctx,
@@ -268,11 +274,45 @@ def load_engine(path: Path, settings: WorkerSettings) -> Engine:
         n_seq_max=n_sequences,
         has_scratch_sequence=n_sequences > settings.n_parallel,
         n_threads=settings.n_threads,
-        n_threads_batch=settings.n_threads,
+        n_threads_batch=settings.n_threads_batch or settings.n_threads,
         kv_unified=settings.kv_unified,
         flash_attn=settings.flash_attn,
+        swa_full=settings.swa_full,
+        cache_type_k=settings.cache_type_k,
+        cache_type_v=settings.cache_type_v,
+        kv_offload=settings.kv_offload,
+        rope=_rope_options(settings),
     )
-    return Engine(model, options)
+    engine = Engine(model, options, chat_template=settings.chat_template_text)
+    if settings.warmup:
+        engine.warm_up()
+    return engine
+
+
+def _model_options(settings: WorkerSettings) -> ModelOptions:
+    return ModelOptions(
+        n_gpu_layers=settings.n_gpu_layers,
+        split_mode=settings.split_mode if settings.device is None else "none",
+        main_gpu=settings.main_gpu if settings.device is None else settings.device,
+        tensor_split=settings.tensor_split,
+        override_tensor=settings.override_tensor,
+        use_mmap=settings.use_mmap,
+        use_mlock=settings.use_mlock,
+        numa=settings.numa,
+    )
+
+
+def _rope_options(settings: WorkerSettings) -> RopeOptions:
+    return RopeOptions(
+        scaling=settings.rope_scaling,
+        freq_base=settings.rope_freq_base,
+        freq_scale=1 / settings.rope_scale if settings.rope_scale else settings.rope_freq_scale,
+        orig_ctx=settings.yarn_orig_ctx,
+        ext_factor=settings.yarn_ext_factor,
+        attn_factor=settings.yarn_attn_factor,
+        beta_slow=settings.yarn_beta_slow,
+        beta_fast=settings.yarn_beta_fast,
+    )
 
 
 def serve(settings: WorkerSettings, watch: Watch = nullcontext, token: str | None = None) -> int:

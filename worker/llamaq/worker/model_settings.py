@@ -1,0 +1,155 @@
+"""A worker's settings of the model and the context. They have the names that llama.cpp's own programs use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, Field, field_validator
+from pydantic_settings import NoDecode
+
+from llamaq.common.errors import InvalidSettings
+from llamaq.worker.cpu_cores import usable_cores
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+_CACHE_TYPES = ", ".join(f"`{name}`" for name in get_args(CacheType))
+
+
+def split_commas(value: Any) -> Any:
+    """Return the parts of a text that are separated by commas; any other value as it is."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+class ModelSettings(BaseModel):
+    """Model and context."""
+
+    model: str | None = Field(
+        None, description="Path of a GGUF file, or `hf:OWNER/REPO/FILE.gguf`. If not set: the demo model of llamaq."
+    )
+    chat_template_file: Path | None = Field(
+        None, description="File with a chat template in Jinja, which replaces the template of the model."
+    )
+    n_ctx: int = Field(
+        8192, ge=64, description="Number of KV cells. All slots share them; each token of a job needs one."
+    )
+    n_batch: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of tokens in the batch of one tick, at most `n_ctx`. If not set: `n_ctx`, but at "
+        "most 2048.",
+    )
+    n_ubatch: int = Field(
+        512, ge=1, description="Maximum number of tokens that llama.cpp computes in one step of a batch."
+    )
+    n_threads: int = Field(
+        default_factory=usable_cores,
+        ge=1,
+        description="Number of llama.cpp's threads; by default one for each physical CPU core that the process may "
+        "use, within the CPU quota of its container. Set fewer when other programs need the cores: each step waits "
+        "for the slowest thread.",
+    )
+    n_threads_batch: int | None = Field(
+        None, ge=1, description="Number of threads for batches of more than one token. If not set: `n_threads`."
+    )
+    flash_attn: Literal["auto", "on", "off"] = Field(
+        "auto", description="Flash attention: `auto`, `on` or `off`. On a CPU, measure which is faster for your load."
+    )
+    cache_type_k: CacheType = Field(
+        "f16", description=f"Data type of the keys in the KV cells: {_CACHE_TYPES}. `q8_0` halves their memory."
+    )
+    cache_type_v: CacheType = Field(
+        "f16",
+        description="Data type of the values in the KV cells, as `cache_type_k`. Quantized types need flash attention.",
+    )
+    swa_full: bool = Field(
+        True,
+        description="Sliding-window layers keep the cells that have left the window, so that prompts can share any "
+        "prefix. Off: less memory, but a prefix is reused only as a whole.",
+    )
+    kv_offload: bool = Field(True, description="The KV cells are in GPU memory. Off: in host memory.")
+    warmup: bool = Field(
+        True, description="Compute one token before the worker takes jobs, so that the first job does not wait."
+    )
+
+    @property
+    def batch_budget(self) -> int:
+        """Maximum number of tokens in one call of `llama_decode`."""
+        return self.n_batch or min(self.n_ctx, 2048)
+
+    @property
+    def chat_template_text(self) -> str | None:
+        """The text of `chat_template_file`.
+
+        Raises:
+            InvalidSettings: The file cannot be read.
+        """
+        if self.chat_template_file is None:
+            return None
+        try:
+            return self.chat_template_file.read_text()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise InvalidSettings(f"--chat-template-file (LLAMAQ_CHAT_TEMPLATE_FILE): {exc}") from exc
+
+
+class DeviceSettings(BaseModel):
+    """GPUs and memory."""
+
+    n_gpu_layers: int = Field(-1, ge=-1, description="Number of layers that the GPU computes. -1: all layers.")
+    device: int | None = Field(None, ge=0, description="Index of the only GPU to use. If not set: all GPUs.")
+    devices: Annotated[tuple[int, ...], NoDecode] = Field(
+        (), description="GPU indices, separated by commas. A supervisor starts one worker process for each."
+    )
+    split_mode: Literal["none", "layer", "row"] = Field(
+        "layer",
+        description="How several GPUs share the model: `layer`: each computes some layers; `row`: each computes a part "
+        "of each matrix; `none`: only `main_gpu` is used.",
+    )
+    tensor_split: Annotated[tuple[Annotated[float, Field(ge=0)], ...], NoDecode] = Field(
+        (), description="Share of the model for each GPU, such as `3,1`. If not set: by their free memory."
+    )
+    main_gpu: int = Field(
+        0,
+        ge=0,
+        description="Index of the GPU for the whole model with `split_mode` `none`, for small tensors with `row`.",
+    )
+    override_tensor: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Where tensors are stored: `REGEX=BUFFER`, separated by commas, such as `exps=CPU`. The expression "
+        "matches parts of tensor names; the buffer is `CPU` or a device of llama.cpp such as `CUDA0`.",
+    )
+    use_mmap: bool | None = Field(
+        None, description="Map the model file into memory instead of reading it. If not set: llama.cpp chooses."
+    )
+    use_mlock: bool = Field(False, description="Keep the model in memory: the system may not swap it out.")
+    numa: Literal["off", "distribute", "isolate", "numactl"] = Field(
+        "off",
+        description="On machines with several NUMA nodes: `distribute`: threads run on all nodes; `isolate`: on the "
+        "node of the process; `numactl`: as the program `numactl` says.",
+    )
+
+    _split = field_validator("devices", "tensor_split", "override_tensor", mode="before")(split_commas)
+
+
+class RopeSettings(BaseModel):
+    """Positions beyond the context that the model was trained on."""
+
+    rope_scaling: Literal["none", "linear", "yarn"] | None = Field(
+        None, description="How positions are scaled: `none`, `linear` or `yarn`. If not set: as the model says."
+    )
+    rope_scale: float | None = Field(
+        None, gt=0, description="Factor by which the context becomes longer, such as 4. Excludes `rope_freq_scale`."
+    )
+    rope_freq_base: float = Field(0, ge=0, description="Base frequency of RoPE. 0: as the model says.")
+    rope_freq_scale: float = Field(
+        0, ge=0, description="Factor of the frequencies of RoPE: 1 / `rope_scale`. 0: as the model says."
+    )
+    yarn_orig_ctx: int = Field(0, ge=0, description="Context in tokens that the model was trained on. 0: as it says.")
+    yarn_ext_factor: float = Field(-1, description="Mix of extrapolation for YaRN. -1: as the model says.")
+    yarn_attn_factor: float = Field(-1, description="Factor of the attention for YaRN. -1: as the model says.")
+    yarn_beta_slow: float = Field(-1, description="High correction dimension of YaRN. -1: as the model says.")
+    yarn_beta_fast: float = Field(-1, description="Low correction dimension of YaRN. -1: as the model says.")
+
+    @property
+    def extends_context(self) -> bool:
+        """Whether jobs may be longer than the context that the model was trained on."""
+        return bool(self.rope_scaling in ("linear", "yarn") or self.rope_scale or self.rope_freq_scale)
