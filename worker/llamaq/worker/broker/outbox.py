@@ -322,9 +322,13 @@ class Outbox:
         running = [job for job in jobs if job.terminal_write is None]
         increments = [job.next_increment(now_s) for job in running]
         flushed = [self._flush_running(running, increments, now_s, renew=renew)] if running else []
-        # A full Redis refuses the tokens of the running jobs, and accepts the ends of jobs, which free memory.
-        await _run_all(flushed + [self._finish(job, job.terminal_write, now_s) for job in jobs if job.terminal_write])
-        await _run_all(self._requeue(job) for job in running if job.can_requeue and self._has(job))
+        # A full Redis refuses the tokens of the running jobs, and accepts ends and requeues, which let jobs end.
+        ends = [self._finish(job, job.terminal_write, now_s) for job in jobs if job.terminal_write]
+        error = await _first_error(flushed + ends)
+        if error is None or is_full(error):
+            await _run_all(self._requeue(job) for job in running if job.can_requeue and self._has(job))
+        if error is not None:
+            raise error
         if renew:
             partition.renewed_s = now_s
 
@@ -382,6 +386,8 @@ class Outbox:
     async def close(self, *, crashed: bool = False) -> None:
         """Write all tokens and ends, then requeue the jobs that have not ended.
 
+        A full Redis refuses tokens. Then the jobs are requeued without them.
+
         Args:
             crashed: Whether the engine thread has crashed. If so, the crash counts against each job of which this
                 attempt has stored no token.
@@ -396,7 +402,13 @@ class Outbox:
 
     async def _close_partition(self, number: int) -> None:
         while self._jobs_of(number):  # several flushes are needed when Redis has lost tokens
-            await self._flush_partition(number)
+            try:
+                await self._flush_partition(number)
+            except RedisError as exc:
+                if not is_full(exc):
+                    raise
+                # The tokens that Redis refused were not published. The next worker generates the same tokens again.
+                await _run_all(self._requeue(job) for job in self._jobs_of(number) if job.terminal_write is None)
 
     async def _requeue(self, job: JobProgress) -> None:
         """Requeue a claimed job, so that another worker takes it at once, or later if it has failed."""
@@ -456,7 +468,12 @@ class Outbox:
 
 async def _run_all(calls: Iterable[Awaitable[None]]) -> None:
     """Wait until all calls have ended, then raise the first error."""
+    error = await _first_error(calls)
+    if error is not None:
+        raise error
+
+
+async def _first_error(calls: Iterable[Awaitable[None]]) -> BaseException | None:
+    """Wait until all calls have ended, and return the first error."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    for outcome in outcomes:
-        if outcome is not None:
-            raise outcome
+    return next((outcome for outcome in outcomes if outcome is not None), None)

@@ -1,5 +1,6 @@
 -- Requeues all jobs of a worker of which the supervisor knows that it is dead, and removes the worker from the consumer
--- groups of one partition. Other workers take the jobs at once, and do not wait for the leases.
+-- groups of one partition. Other workers take the jobs at once, and do not wait for the leases. This works also when Redis
+-- is full.
 --
 -- The hashes of the jobs are not in KEYS: they follow from the entries. All of them have the hash tag of the partition.
 --
@@ -24,6 +25,7 @@ local function release(stream, entry)
   if state.err or not is_open(state[1]) or state[5] ~= worker then
     return false
   end
+  allow_writes_when_full(job)
   requeue_job(job, state, true)
   requeue_entry(stream, group, entry)
   return true

@@ -1,5 +1,6 @@
 -- Requeues a job that its worker will not run to its end. The next worker that reclaims jobs claims it at once.
--- The entry keeps its place in the stream. The attempt number rises, so that the old worker can no longer write.
+-- The entry keeps its place in the stream. The attempt number rises, so that the old worker can no longer write. This works
+-- also when Redis is full.
 --
 -- KEYS[1]  job       hash of the job
 -- KEYS[2]  stream    job stream that the job was read from
@@ -21,6 +22,7 @@ if attempt ~= '' then
     end
     return 'lost'
   end
+  allow_writes_when_full(job) -- another worker ends the job, and that frees memory
   requeue_job(job, state, crashed)
 end
 requeue_entry(KEYS[2], ARGV[2], ARGV[3])
