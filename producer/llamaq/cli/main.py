@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from llamaq.cli import (
     dead_letter_commands,
     job_commands,
+    metrics_command,
     queue_commands,
     queue_mode_commands,
     serve_command,
@@ -27,6 +28,7 @@ from llamaq.cli import (
 from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 from llamaq.cli.option_hints import add_hint
+from llamaq.cli.top import command as top_command
 from llamaq.common.errors import LlamaqError, MissingExtra
 
 WORKER_COMMANDS = {
@@ -74,7 +76,9 @@ def build_app(called: str | None = None) -> typer.Typer:
     job_commands.register(app)
     queue_commands.register(app)
     queue_mode_commands.register(app)
+    top_command.register(app)
     serve_command.register(app)
+    metrics_command.register(app)
     app.add_typer(dead_letter_commands.build_app(), name="dead")
     app.add_typer(slot_commands.build_app(), name="slots")
     if called in WORKER_COMMANDS:

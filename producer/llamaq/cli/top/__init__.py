@@ -1,0 +1,1 @@
+"""Shows queues, workers, jobs and dead letters live: `llamaq top`."""

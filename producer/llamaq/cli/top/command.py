@@ -1,0 +1,80 @@
+"""The command `llamaq top`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from typing import Annotated
+
+import typer
+
+from llamaq.cli.common_options import RedisUrl
+from llamaq.cli.top import report
+from llamaq.cli.top.lines import Overview
+from llamaq.cli.top.live_queues import LiveQueues
+from llamaq.cli.top.overview import summarize
+from llamaq.cli.top.rates import RateTracker
+from llamaq.cli.top.texts import server_name
+from llamaq.common.errors import InvalidRequest, MissingExtra
+from llamaq.producer import AsyncClient
+
+OnlyQueues = Annotated[
+    list[str] | None, typer.Option("--queue", help="Show only this queue; may be given several times. (default: all)")
+]
+Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two readings of Redis.")]
+Once = Annotated[
+    bool, typer.Option("--once", help="Print tables and end. Redis is read twice, for the rates between the readings.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="With --once: print one JSON object.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("top")(top)
+
+
+def top(
+    redis_url: RedisUrl = None,
+    queue: OnlyQueues = None,
+    interval_s: Interval = 2.0,
+    once: Once = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show queues, workers, jobs and dead letters live; pause a queue, cancel a job, retry a dead one."""
+    if as_json and not once:
+        raise typer.BadParameter("--json needs --once; `llamaq depth --watch --json` prints a line for each reading")
+    if once:
+        overview = asyncio.run(_read_twice(redis_url, queue or (), interval_s))
+        if as_json:
+            typer.echo(report.to_json(overview, interval_s))
+        else:
+            report.show(overview)
+        return
+    if importlib.util.find_spec("textual") is None:
+        raise MissingExtra("llamaq top", "top")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InvalidRequest("llamaq top needs a terminal; `llamaq top --once` prints tables, with --json for programs")
+    raise typer.Exit(asyncio.run(_run(redis_url, queue or (), interval_s)))
+
+
+async def _read_twice(redis_url: str | None, queues: list[str] | tuple[str, ...], interval_s: float) -> Overview:
+    rates = RateTracker()
+    async with AsyncClient(redis_url) as client:
+        live = LiveQueues(client, queues)
+        first = await live.read()
+        rates.update(worker for queue in first.queues for worker in queue.workers)
+        await asyncio.sleep(interval_s)
+        reading = await live.read(with_waiting=True, with_dead=True)
+        rates.update(worker for queue in reading.queues for worker in queue.workers)
+        return summarize(reading, rates)
+
+
+async def _run(redis_url: str | None, queues: list[str] | tuple[str, ...], interval_s: float) -> int:
+    """Run the view until its user ends it. Returns the exit code."""
+    from llamaq.cli.top.app import TopApp
+
+    async with AsyncClient(redis_url) as client:
+        view = TopApp(LiveQueues(client, queues), server_name(client.settings.redis_url), interval_s)
+        await view.run_async()
+        return view.return_code or 0

@@ -1,0 +1,145 @@
+"""Reads the queues of the view through a client, and carries out what its user asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamaq.cli.top.readings import QueueReading, Reading
+from llamaq.common.protocol.job_outcome import JobState
+from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
+from llamaq.common.protocol.queue_mode import set_queue_mode
+from llamaq.common.protocol.snapshots import RecentJob
+from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer import AsyncClient
+from llamaq.producer.queries import dead_letters
+from llamaq.producer.queries.job_list import JobFilter, read_jobs_of
+from llamaq.producer.queries.queue_list import find_queues
+from llamaq.producer.queries.queue_snapshots import RECENT_JOBS, read_depth, read_recent, read_workers
+
+MAX_QUEUES = 100
+"""Largest number of queues that are read at once. `--queue` selects others."""
+MAX_LISTED = 100
+"""Largest number of waiting jobs and of dead letters that are read from each queue."""
+SCAN_EVERY_S = 30.0
+"""Seconds between two searches of all keys for queues that no worker serves."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What is kept of a queue between two readings."""
+
+    partitions: int
+    recent: list[RecentJob] = field(default_factory=list)
+    """The jobs that ended last, newest first."""
+
+
+class LiveQueues:
+    """All queues of a Redis server, or some. One reading costs a fixed number of commands for each queue and worker.
+
+    Args:
+        client: The client. Its queue does not matter.
+        queues: The names of the queues. Empty: all queues.
+    """
+
+    def __init__(self, client: AsyncClient, queues: Sequence[str] = ()) -> None:
+        self._client = client
+        self._named = tuple(queues)
+        self._queues: dict[str, _Queue] = {}
+        self._scanned_s: float | None = None
+
+    async def read(self, *, with_waiting: bool = False, with_dead: bool = False) -> Reading:
+        """Read all queues that have a job or a worker; queues that were named, in any case.
+
+        Args:
+            with_waiting: Whether to read the oldest waiting jobs.
+            with_dead: Whether to read the newest dead letters.
+
+        Raises:
+            RedisError: Redis did not answer.
+        """
+        await self._find_queues()
+        shown = sorted(self._queues)[:MAX_QUEUES]
+        read = (self._read_queue(name, with_waiting=with_waiting, with_dead=with_dead) for name in shown)
+        readings = [one for one in await asyncio.gather(*read) if self._named or _is_in_use(one)]
+        now_ms = await server_time_ms(self._client.redis)
+        return Reading(now_ms, tuple(readings), n_hidden_queues=len(self._queues) - len(shown))
+
+    async def _find_queues(self) -> None:
+        """Find new queues: those that workers serve in each reading, the others only from time to time."""
+        client = self._client
+        if self._named:
+            new = [name for name in self._named if name not in self._queues]
+            found = dict.fromkeys(new, client.settings.partitions)
+        elif self._scanned_s is None or time.monotonic() - self._scanned_s >= SCAN_EVERY_S:
+            found = await find_queues(client.connection)
+            self._scanned_s = time.monotonic()
+        else:
+            served: Any = await client.redis.zrange(client.keys.queues(), 0, -1)
+            new = [name.decode() for name in served if name.decode() not in self._queues]
+            found = dict.fromkeys(new, client.settings.partitions)
+        for name, partitions in found.items():
+            config = await QueueConfig.read(client.redis, client.keys, name, 0) if name not in self._queues else None
+            known = self._queues.setdefault(name, _Queue(partitions))
+            known.partitions = max(known.partitions, partitions if config is None else config.partitions)
+
+    async def _read_queue(self, name: str, *, with_waiting: bool, with_dead: bool) -> QueueReading:
+        client, queue = self._client, self._queues[name]
+        redis, keys = client.redis, client.keys
+        depth, workers, n_dead, _ = await asyncio.gather(
+            read_depth(client.connection, name, queue.partitions),
+            read_workers(redis, keys, name),
+            dead_letters.count_all(redis, keys, name, queue.partitions),
+            self._read_recent(name, queue),
+        )
+        wanted = JobFilter(state=JobState.QUEUED)
+        n_listed = MAX_LISTED if with_waiting else 1
+        waiting = (
+            await read_jobs_of(client.connection, name, queue.partitions, wanted, n_listed) if depth.waiting else ()
+        )
+        due = [job.age_s for job in waiting if job.run_at_ms is None]
+        return QueueReading(
+            queue=name,
+            depth=depth,
+            workers=workers,
+            recent=tuple(queue.recent),
+            oldest_waiting_s=max(due, default=None),
+            n_dead=n_dead,
+            waiting=waiting if with_waiting else (),
+            dead=await dead_letters.read_all(redis, keys, name, queue.partitions, MAX_LISTED) if with_dead else (),
+        )
+
+    async def _read_recent(self, name: str, queue: _Queue) -> None:
+        """Read the jobs that have ended since the last reading."""
+        since_ms = queue.recent[0].ended_ms if queue.recent else 0
+        new = await read_recent(self._client.redis, self._client.keys, name, since_ms)
+        known = {job.job_id for job in queue.recent if job.ended_ms == since_ms}
+        queue.recent = [*(job for job in new if job.job_id not in known), *queue.recent][:RECENT_JOBS]
+
+    async def pause(self, queue: str) -> None:
+        """Pause a queue: no job gets its first slot until it is resumed."""
+        await self._set_mode(queue, QueueMode.PAUSED)
+
+    async def resume(self, queue: str) -> None:
+        """Let a paused or draining queue accept and run jobs again."""
+        await self._set_mode(queue, QueueMode.OPEN)
+
+    async def _set_mode(self, queue: str, mode: QueueMode) -> None:
+        client = self._client
+        await set_queue_mode(client.redis, client.keys, queue, self._queues[queue].partitions, mode)
+
+    async def cancel(self, job_id: str) -> bool:
+        """Cancel a job. Returns False if it has ended before."""
+        return await self._client.cancel(job_id)
+
+    async def retry(self, letter_id: str) -> str:
+        """Submit the job of a dead letter again, remove the letter, and return the id of the new job."""
+        return (await self._client.retry_dead_letter(letter_id)).id
+
+
+def _is_in_use(queue: QueueReading) -> bool:
+    depth = queue.depth
+    return bool(depth.waiting or depth.running or depth.delayed or queue.workers or queue.n_dead)

@@ -1,0 +1,59 @@
+"""The lines of text above the tables of the view. Pure functions."""
+
+from __future__ import annotations
+
+from llamaq.cli.top.formats import format_rate
+from llamaq.cli.top.lines import Overview
+from llamaq.cli.top.table import Order, Table
+from llamaq.cli.top.tables import PAGES
+
+
+def status_text(server: str, overview: Overview | None, error: str) -> str:
+    """Return the first line: the sums of all queues, or the error of the last reading."""
+    if error:
+        return error
+    if overview is None:
+        return f"{server}: reading"
+    if not overview.queues:
+        return f"{server}: no queue has a job or a worker"
+    total = overview.total
+    parts = [
+        server,
+        f"{total.waiting} waiting",
+        f"{total.running} running",
+        f"{total.workers} workers",
+        f"{total.busy_slots}/{total.slots} slots",
+        f"{format_rate(total.tokens_per_s)} tok/s",
+    ]
+    if overview.n_hidden_queues:
+        parts.append(f"{overview.n_hidden_queues} queues are not shown (--queue)")
+    return " · ".join(parts)
+
+
+def pages_text(page: Table, place: str, order: Order, text: str) -> str:
+    """Return the titles of the pages as markup. Then follow the place, the order and the filter of the shown page.
+
+    Args:
+        page: The shown page.
+        place: Which of its lines are on the screen; empty if all are.
+        order: Its order.
+        text: The text of the filter; empty if there is none.
+    """
+    titles = [
+        f"[reverse] {number} {one.title} [/]" if one is page else f" {number} {one.title} "
+        for number, one in enumerate(PAGES, 1)
+    ]
+    notes = [place]
+    if order != Order():
+        notes.append(f"by {order.column or 'default'}{' reversed' if order.is_reversed else ''}")
+    if text:
+        escaped = text.replace("[", "\\[")
+        notes.append(f"/{escaped}")
+    return "".join(titles) + "  " + "  ".join(note for note in notes if note)
+
+
+def server_name(url: str) -> str:
+    """Return the servers and the database of a Redis URL, without user, password and options."""
+    scheme, _, rest = url.partition("://")
+    address = rest.partition("?")[0].rpartition("@")[2].rstrip("/")
+    return address if scheme in ("redis", "rediss") else f"{scheme}://{address}"
