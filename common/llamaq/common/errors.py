@@ -9,6 +9,8 @@ LlamaqError
 ├── IdempotencyConflict   the idempotency key belongs to a job with another request; nothing was submitted
 ├── BatchIncomplete       some jobs of `submit_many` were not submitted
 ├── BulkRunRefused        a bulk run cannot begin or continue: its files are of another run (also a ValueError)
+│   └── BulkRunBusy       another process executes the bulk run
+├── BulkRunIncomplete     a bulk run of an RQ worker has stopped before its end
 ├── RequestFailed         a request of `map` failed; the cause is the error
 ├── NotDurable            too few replicas of Redis confirmed the submit in time; the job was submitted
 ├── NoWorker              no worker serves the queue
@@ -199,6 +201,16 @@ class BulkRunRefused(LlamaqError, ValueError):
     """A bulk run cannot begin or continue. The message names the file, and what to do."""
 
     http_status = HTTPStatus.BAD_REQUEST
+
+
+class BulkRunBusy(BulkRunRefused):
+    """Another process executes the bulk run, and holds the locks of its files."""
+
+    http_status = HTTPStatus.CONFLICT
+
+
+class BulkRunIncomplete(LlamaqError):
+    """A bulk run has stopped before its end: at its deadline, or because too many rows have failed."""
 
 
 class RequestFailed(LlamaqError):
