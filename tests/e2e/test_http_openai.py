@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import openai
 import pytest
@@ -22,7 +22,7 @@ HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
 class Place(BaseModel):
-    name: str
+    size: Literal["small", "large"]
     is_warm: bool
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,16 +29,23 @@ async def serving_http(redis_url: str, queue: str, **settings: Any) -> AsyncIter
             await serving
 
 
-async def send_raw(url: str, data: bytes) -> Connection:
-    """Open a connection and send bytes."""
+@asynccontextmanager
+async def sending(url: str, data: bytes) -> AsyncIterator[Connection]:
+    """Open a connection, send bytes, and close the connection at the end."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(data)
-    await writer.drain()
-    return reader, writer
+    try:
+        writer.write(data)
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
-async def post_raw(url: str, path: str, body: bytes) -> Connection:
-    """Send a POST request, and leave the response to the caller."""
-    head = f"POST {path} HTTP/1.1\r\nHost: llamaq\r\nContent-Length: {len(body)}\r\n\r\n"
-    return await send_raw(url, head.encode() + body)
+def post_of(path: str, body: object, **headers: str) -> bytes:
+    """Return the bytes of a POST request with a JSON body."""
+    encoded = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: llamaq", f"Content-Length: {len(encoded)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + encoded

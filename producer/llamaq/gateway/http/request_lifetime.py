@@ -11,6 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.gateway.http.errors import RequestRefused, error_response
 
+DISCARD_S = 1.0
+"""How long the rest of a body that is too large is read, before the response: a client that still sends would get a
+reset connection instead of the response."""
+
 
 class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
@@ -43,34 +47,51 @@ class RequestLifetime:
         await _run_until_disconnect(self.app, scope, body, receive, send)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        self._check_size(int(length) if (length := Headers(scope=scope).get("content-length", "0")).isdigit() else 0)
+        headers = Headers(scope=scope)
+        is_too_large = self._is_too_large(headers.get("content-length", ""))
+        if is_too_large and "expect" in headers:  # the client sends the body only after it is told to
+            raise self._too_large()
         body = bytearray()
         try:
-            async with asyncio.timeout(self.body_timeout_s):
-                while True:
+            async with asyncio.timeout(DISCARD_S if is_too_large else self.body_timeout_s) as limit:
+                is_complete = False
+                while not is_complete:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
+                    is_complete = not message.get("more_body", False)
+                    if is_too_large:
+                        continue
                     body += message.get("body", b"")
-                    self._check_size(len(body))
-                    if not message.get("more_body", False):
-                        return bytes(body)
+                    if len(body) > self.max_body_bytes:
+                        is_too_large = True
+                        limit.reschedule(asyncio.get_running_loop().time() + DISCARD_S)
         except TimeoutError as exc:
-            raise RequestRefused(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"the body was not complete within {self.body_timeout_s:g} s (--body-timeout-s)",
-                code="body_timeout",
-                headers={"Connection": "close"},
-            ) from exc
+            if not is_too_large:
+                raise self._too_slow() from exc
+        if is_too_large:
+            raise self._too_large()
+        return bytes(body)
 
-    def _check_size(self, n_bytes: int) -> None:
-        if n_bytes > self.max_body_bytes:
-            raise RequestRefused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the body has more than {self.max_body_bytes} bytes (--max-body-bytes)",
-                code="body_too_large",
-                headers={"Connection": "close"},
-            )
+    def _is_too_large(self, announced: str) -> bool:
+        # h11 has checked the header: it has at most 20 digits.
+        return announced.isdecimal() and int(announced) > self.max_body_bytes
+
+    def _too_large(self) -> RequestRefused:
+        return RequestRefused(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body has more than {self.max_body_bytes} bytes (--max-body-bytes)",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+    def _too_slow(self) -> RequestRefused:
+        return RequestRefused(
+            HTTPStatus.REQUEST_TIMEOUT,
+            f"the body was not complete within {self.body_timeout_s:g} s (--body-timeout-s)",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        )
 
 
 async def _run_until_disconnect(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:

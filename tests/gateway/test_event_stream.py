@@ -1,0 +1,42 @@
+"""Streams: comments while there is silence, errors before and after the first event."""
+
+from __future__ import annotations
+
+import json
+
+from tests.gateway.test_disconnects import CHAT, STREAMED, gateway
+from tests.support.http_server import post_of, sending
+
+STREAM = post_of(CHAT, STREAMED)
+
+
+async def test_a_waiting_stream_sends_comments_that_tell_what_it_waits_for(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue, ping_s=0.05) as (url, worker, _), sending(url, STREAM) as (reader, _):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"200 OK" in head
+        assert b"text/event-stream" in head
+        for _ in range(3):
+            assert (await reader.readuntil(b"\n\n")).endswith(b": job queued\n\n")
+        attempt = await worker.start_next()
+        await attempt.answer(["a", "b"])
+        rest = (await reader.readuntil(b"[DONE]")).decode()
+        assert '"content":"a"' in rest
+        assert '"finish_reason":"stop"' in rest
+
+
+async def test_an_error_before_the_first_event_has_a_status(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, _), sending(url, STREAM) as (reader, _):
+        await (await worker.start_next()).fail("chat_template", "no template")
+        assert b" 400 " in await reader.readuntil(b"\r\n")
+
+
+async def test_an_error_after_the_first_event_is_an_event(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, _), sending(url, STREAM) as (reader, _):
+        attempt = await worker.start_next()
+        await attempt.emit([1], "word")
+        await reader.readuntil(b"word")
+        await attempt.fail("decode_failed", "the reason")
+        await reader.readuntil(b'data: {"error"')
+        fields = json.loads(b'{"error"' + (await reader.readuntil(b"\n\n")).strip())["error"]
+        assert fields == {"message": "the reason", "type": "server_error", "code": "decode_failed", "param": None}
+        assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"0\r\n\r\n")

@@ -1,0 +1,128 @@
+"""What the server refuses: malformed, oversized and slow requests, full queues, queues without a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from tests.support.http_server import sending, serving_http
+
+from llamaq.producer import AsyncClient
+from llamaq.producer.testing import FakeWorker
+
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_a_full_queue_is_429_and_tells_when_to_try_again(redis_url: str, queue: str) -> None:
+    async with (
+        AsyncClient(redis_url, queue) as client,
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        await worker.announce()
+        await client.redis.hset(client.keys.config(queue, 0), mapping={"max_queue": "1", "partitions": "1"})
+        await client.submit("x")
+        for stream in (True, False):
+            full = await http.post(CHAT, json={**HELLO, "stream": stream})
+            assert full.status_code == 429
+            assert full.headers["retry-after"] == "1"
+            assert full.json()["error"]["code"] == "queue_full"
+        several = await http.post(CHAT, json={**HELLO, "n": 2})
+        assert several.status_code == 429
+        assert (await client.queue_depth()).waiting == 1
+
+
+async def test_a_queue_without_a_worker_is_503_if_requests_do_not_wait(redis_url: str, queue: str) -> None:
+    async with serving_http(redis_url, queue, wait_for_worker=False) as url, httpx.AsyncClient(base_url=url) as http:
+        refused = await http.post(CHAT, json=HELLO)
+        unknown = await http.post(CHAT, json={**HELLO, "model": "no-such-queue"})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "5"
+    assert refused.json()["error"]["code"] == "no_worker"
+    assert unknown.status_code == 404
+
+
+MALFORMED = [
+    b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b'{"a":' * 5000,
+    b'{"messages": []}', b'{"messages": "hi"}', b'{"messages": [1]}', b'{"messages": [{"role": 1}]}',
+    b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+]  # fmt: skip
+WRONG_FIELDS: list[dict[str, Any]] = [
+    {"n": 0}, {"n": "x"}, {"n": True}, {"n": 10**6}, {"n": 10**400}, {"stream": 1}, {"temperature": "hot"},
+    {"stop": [""]}, {"stop": 5}, {"seed": 10**400}, {"logit_bias": [1]}, {"logit_bias": {"a": 1}},
+    {"logit_bias": {"1": "b"}}, {"response_format": {"type": "xml"}}, {"response_format": "json"},
+    {"structured_outputs": 1}, {"structured_outputs": {"sql": 1}}, {"metadata": "x"}, {"max_tokens": 0},
+    {"max_tokens": 1, "n_predict": 2}, {"tools": [{"type": "function"}]}, {"priority": "high"},
+    {"grammar": "root ::= 1", "response_format": {"type": "json_object"}},
+]  # fmt: skip
+
+
+async def test_a_malformed_body_is_400(redis_url: str, queue: str) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        for body in MALFORMED:
+            refused = await http.post(CHAT, content=body)
+            assert refused.status_code == 400, body[:50]
+            assert set(refused.json()["error"]) == {"message", "type", "code", "param"}
+
+
+async def test_a_wrong_field_is_400_and_named(redis_url: str, queue: str) -> None:
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        for field in WRONG_FIELDS:
+            # The repr, because json.dumps refuses a number of 400 digits.
+            text = repr({**HELLO, **field}).replace("'", '"').replace("True", "true")
+            refused = await http.post(CHAT, content=text)
+            assert refused.status_code == 400, field
+            assert next(iter(field)) in refused.json()["error"]["message"] or "number" in refused.text, field
+
+
+async def test_a_body_has_a_largest_size_and_a_longest_time(redis_url: str, queue: str) -> None:
+    async with serving_http(redis_url, queue, max_body_bytes=2000, body_timeout_s=0.2, header_timeout_s=0.2) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            announced = await http.post(CHAT, content=b"x" * 2001)
+
+            async def chunks() -> Any:
+                for _ in range(30):
+                    yield b"x" * 100
+
+            streamed = await http.post(CHAT, content=chunks())
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+        async with sending(url, begun + b"Content-Length: 9\r\n\r\n{") as (reader, _):
+            slow_body = await reader.readuntil(b"\r\n")
+        async with sending(url, begun) as (reader, _):
+            slow_headers = await reader.read()
+    assert announced.status_code == streamed.status_code == 413
+    assert announced.json()["error"]["code"] == "body_too_large"
+    assert b" 408 " in slow_body
+    assert slow_headers == b""
+
+
+async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(redis_url: str, queue: str) -> None:
+    origin = "https://chat.example.org"
+    async with (
+        serving_http(redis_url, queue, cors_origins=origin) as url,
+        httpx.AsyncClient(base_url=url, headers={"Origin": origin}) as http,
+    ):
+        given = await http.get("/health", headers={"X-Request-Id": "my-id"})
+        bad = await http.get("/health", headers={"X-Request-Id": "my id"})
+        refused = await http.post(CHAT, content=b"{")
+        missing = await http.get("/no-such-path")
+        wrong_method = await http.get(CHAT)
+        asked = await http.options(CHAT, headers={"Access-Control-Request-Method": "POST"})
+    assert given.headers["x-request-id"] == "my-id"
+    assert bad.headers["x-request-id"].startswith("req_")
+    assert [each.status_code for each in (refused, missing, wrong_method, asked)] == [400, 404, 405, 200]
+    for each in (given, refused, missing, wrong_method):
+        assert each.headers["access-control-allow-origin"] == origin
+        assert "x-request-id" in each.headers
+    assert missing.json()["error"]["type"] == "not_found_error"
+
+
+async def test_an_unreachable_redis_is_503() -> None:
+    async with serving_http("redis://127.0.0.1:1/0", "q") as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        answers = await asyncio.gather(http.get("/health"), http.post(CHAT, json=HELLO))
+    assert [each.status_code for each in answers] == [503, 503]
+    assert "127.0.0.1" not in answers[0].text
