@@ -50,7 +50,16 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "metadata": '{"user": "u"}', "cache_salt": "tenant", "cache_public": "5", "slot": "1",
         "run_at": "2020-12-24T18:00+01:00", "retries": "3",
     }  # fmt: skip
-    flags = ["--no-cache-prompt", "--no-stream", "--cancel-on-disconnect", "--stop", "one", "--stop", "two"]
+    flags = [
+        "--special",
+        "--no-cache-prompt",
+        "--no-stream",
+        "--cancel-on-disconnect",
+        "--stop",
+        "one",
+        "--stop",
+        "two",
+    ]
     options = [part for name, value in given.items() for part in ("--" + name.replace("_", "-"), value)]
     arguments = ["submit", "x", "--redis-url", redis_url, "--queue", queue, *options, *flags]
     assert CliRunner().invoke(build_app("submit"), arguments, catch_exceptions=False).exit_code == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,23 @@ def test_a_text_with_a_lone_surrogate_is_encoded(vocab: Vocab) -> None:
 def test_every_end_token_is_known_and_has_no_text(chat_vocab: Vocab) -> None:
     assert {chat_vocab._token_text(token) for token in chat_vocab.end_tokens} == {"<|endoftext|>", "<|im_end|>"}
     assert all(chat_vocab.piece(token) == b"" for token in chat_vocab.end_tokens)
+
+
+def test_a_control_token_has_its_text_on_request_only(chat_vocab: Vocab) -> None:
+    end = min(chat_vocab.end_tokens)
+    assert chat_vocab.piece(end) == b""
+    assert chat_vocab.piece_with_special(end) == chat_vocab._token_text(end).encode()
+    letter = chat_vocab.encode("a")[-1]
+    assert chat_vocab.piece_with_special(letter) == chat_vocab.piece(letter) == b"a"
+
+
+def test_the_tokens_that_a_file_suppresses_are_known(chat_model: Path) -> None:
+    blob = bytearray(extract_vocab(chat_model))
+    assert Vocab.from_blob(bytes(blob)).suppressed_tokens == frozenset()
+    key, array, int32 = b"tokenizer.ggml.suppress_tokens", 9, 5
+    blob += struct.pack("<Q", len(key)) + key + struct.pack("<IIQ2i", array, int32, 2, 7, 30)
+    struct.pack_into("<Q", blob, 16, struct.unpack_from("<Q", blob, 16)[0] + 1)  # the number of keys
+    assert Vocab.from_blob(bytes(blob)).suppressed_tokens == {7, 30}
 
 
 @pytest.mark.parametrize("token", [-1, 2**31])

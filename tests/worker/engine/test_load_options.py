@@ -27,7 +27,7 @@ def last_logits(engine: Engine, tokens: Sequence[int], seq_id: int = 0, start: i
     engine.context.batch.clear()
     engine.context.batch.add_chunk(tokens, start, seq_id, wants_logits=True)
     assert engine.context.decode() == SUCCESS
-    return engine.context.logits(1)[0].copy()
+    return np.array(engine.context.logits(1)[0])
 
 
 @pytest.fixture(scope="module")

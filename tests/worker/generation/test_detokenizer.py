@@ -8,19 +8,9 @@ from hypothesis import strategies as st
 from llamaq.worker.generation.detokenizer import StopMatcher, StreamDetokenizer
 
 
-class ListVocab:
-    """A vocabulary in which the bytes of token n are item n of a list."""
-
-    def __init__(self, parts: list[bytes]) -> None:
-        self._parts = parts
-
-    def piece(self, token: int) -> bytes:
-        return self._parts[token]
-
-
 def stream(parts: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
     """Return the text released after each token and at the end, and whether a stop string was found."""
-    detokenizer = StreamDetokenizer(ListVocab(parts), stop)
+    detokenizer = StreamDetokenizer(parts.__getitem__, stop)
     released = [detokenizer.feed(token) for token in range(len(parts))]
     return [*released, detokenizer.finish()], detokenizer.stopped
 

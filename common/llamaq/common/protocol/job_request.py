@@ -33,6 +33,7 @@ GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
 MAX_RETRIES = 100
+TENANT_PATTERN = r"^[A-Za-z0-9_.:@/+=\-]{1,128}$"
 
 QUEUE_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9_\-]{1,64}\.[0-9]{1,4}\.[0-9a-f]{32}$"
@@ -139,6 +140,11 @@ class JobParams(SamplingParams):
     ignore_eos: bool = Field(
         False, description="Mask every end-of-generation token, so that the job continues to `max_tokens`."
     )
+    special: bool = Field(
+        False,
+        description="The text contains the texts of control tokens, such as `<|tool_call|>`. Without it, they are left "
+        "out. A stop string may be the text of a control token.",
+    )
     cache_prompt: bool = Field(
         True, description="Share KV cells with other jobs whose prompts begin with the same tokens."
     )
@@ -196,6 +202,12 @@ class JobParams(SamplingParams):
     )
     priority: Priority = Field(
         Priority.INTERACTIVE, description="`interactive` or `bulk`. Workers read interactive jobs first."
+    )
+    tenant: str | None = Field(
+        None,
+        pattern=TENANT_PATTERN,
+        description="Name of the tenant that the job belongs to, such as a customer or an API key: 1 to 128 letters, "
+        "digits or `_.:@/+=-`. The tenants that wait get fair shares of the slots. All jobs without a name are one tenant.",
     )
     stream: bool = Field(
         True,
@@ -339,6 +351,7 @@ class JobOptions(TypedDict, total=False):
     lark: str | None
     stop: str | list[str] | tuple[str, ...]
     ignore_eos: bool
+    special: bool
     cache_prompt: bool
     cache_salt: str
     cache_public: int | Literal["system"]
@@ -350,6 +363,7 @@ class JobOptions(TypedDict, total=False):
     run_at: datetime | float | str | None
     retries: int
     priority: Priority | Literal["interactive", "bulk"]
+    tenant: str | None
     stream: bool
     cancel_on_disconnect: bool
     idempotency_key: str | None

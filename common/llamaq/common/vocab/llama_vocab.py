@@ -122,6 +122,17 @@ class Vocab:
             piece = self._pieces[token] = self._read_piece(token)
         return piece
 
+    def piece_with_special(self, token: int) -> bytes:
+        """Return the bytes of one token, as `piece` does, but the text of a control token, such as `<|tool_call|>`."""
+        return self.piece(token) or self._read_piece(token, special=True)
+
+    @cached_property
+    def suppressed_tokens(self) -> frozenset[int]:
+        """The tokens that the model's file says are never generated: `tokenizer.ggml.suppress_tokens`."""
+        n_tokens = ctypes.c_int32()
+        tokens: Any = llama_cpp.llama_vocab_get_suppress_tokens(self._vocab, ctypes.byref(n_tokens))
+        return frozenset(tokens[: n_tokens.value] if n_tokens.value else ())
+
     @cached_property
     def end_tokens(self) -> frozenset[int]:
         """All tokens that end a generation."""
@@ -231,13 +242,13 @@ class Vocab:
         tokens: list[int] = buffer[:n]
         return tokens
 
-    def _read_piece(self, token: int) -> bytes:
+    def _read_piece(self, token: int, *, special: bool = False) -> bytes:
         if not 0 <= token < self.n_tokens:
             raise ValueError(f"token {token} is not in the vocabulary of {self.n_tokens} tokens")
         n_bytes = PIECE_BYTES
         while True:
             buffer = ctypes.create_string_buffer(n_bytes)
-            written = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, n_bytes, 0, False)
+            written = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, n_bytes, 0, special)
             if written >= 0:
                 return buffer.raw[:written]
             n_bytes = -written  # the size that llama.cpp needs

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
-
-
-class TokenPieces(Protocol):
-    """The part of a vocabulary that a detokenizer uses."""
-
-    def piece(self, token: int) -> bytes:
-        """Return the bytes of one token."""
+from collections.abc import Callable, Sequence
 
 
 class StreamDetokenizer:
@@ -25,13 +17,13 @@ class StreamDetokenizer:
     character, the longest one counts. Bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        vocab: Returns the bytes of each token.
+        piece: Returns the bytes of a token.
         stop: The stop strings.
     """
 
-    def __init__(self, vocab: TokenPieces, stop: Sequence[str] = ()) -> None:
+    def __init__(self, piece: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
         self.stopped = False
-        self._piece = vocab.piece
+        self._piece = piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop) if stop else None
         self._withheld = ""

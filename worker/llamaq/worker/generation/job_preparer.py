@@ -87,7 +87,8 @@ class JobPreparer:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "seed: missing; submit draws a seed for requests without one")
         prompt = self._tokenize(request)
         self._check_tokens(request, prompt)
-        detokenizer = StreamDetokenizer(self._vocab, request.stop)
+        piece = self._vocab.piece_with_special if request.special else self._vocab.piece
+        detokenizer = StreamDetokenizer(piece, request.stop)
         system_tokens = self._system_tokens(request, prompt)
         public = system_tokens if request.cache_public == "system" else request.cache_public
         job = Job(
@@ -147,6 +148,6 @@ class JobPreparer:
             self._defaults.resolve(request),
             seed=request.seed or 0,
             logit_bias=request.logit_bias,
-            masked_tokens=self._vocab.end_tokens if request.ignore_eos else frozenset(),
+            masked_tokens=self._vocab.suppressed_tokens | (self._vocab.end_tokens if request.ignore_eos else set()),
             grammar=grammar,
         )

@@ -89,7 +89,7 @@ def make_job(
     """
     tokens = ByteVocab().encode(prompt) if isinstance(prompt, str) else list(prompt)
     request = JobRequest(prompt="", **params)
-    detokenizer = StreamDetokenizer(ByteVocab(), request.stop)
+    detokenizer = StreamDetokenizer(ByteVocab().piece, request.stop)
     for token in resumed:
         detokenizer.feed(token)
     return Job(
