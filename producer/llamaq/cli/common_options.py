@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from llamaq.cli.generated_options import setting_help
-from llamaq.common.settings import ClientSettings
+from llamaq.common.logging_setup import LogFormat
+from llamaq.common.settings import ENV_PREFIX, ClientSettings
 from llamaq.producer import Priority
 
 _FIELDS = ClientSettings.model_fields
@@ -51,6 +52,15 @@ WithMetadata = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OfLogFormat = Annotated[
+    LogFormat,
+    typer.Option(
+        "--log-format",
+        envvar=f"{ENV_PREFIX}LOG_FORMAT",
+        show_envvar=True,
+        help="Form of log messages.",
+    ),
+]
 
 
 def read_metadata(pairs: list[str] | None) -> dict[str, str]:

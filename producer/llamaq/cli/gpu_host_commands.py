@@ -15,8 +15,11 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from llamaq.cli.generated_options import option, setting_help, with_options
+from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.worker.local.local_stack import DEFAULT_PORT
 from llamaq.worker.settings import WorkerSettings, load_settings
+
+log = logging.getLogger(__name__)
 
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.", show_default=False)]
 
@@ -66,10 +69,8 @@ def run_worker(
     settings_options: dict[str, Any],
 ) -> None:
     """Serve a queue: run its jobs on this machine. SIGTERM finishes running jobs first; a second one stops at once."""
-    from llamaq.worker.process.logging_setup import configure_logging
-
     settings = load_settings(config, **settings_options)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     note_demo_model(settings)
     if supervised or settings.devices:
         from llamaq.worker.local.local_stack import supervise
@@ -95,19 +96,18 @@ def run_up(
     """Start Redis and workers on this machine. Redis is embedded, unless --redis-url is given."""
     from llamaq.worker.local.embedded_redis import EmbeddedRedis
     from llamaq.worker.local.local_stack import supervise
-    from llamaq.worker.process.logging_setup import configure_logging
 
     settings = load_settings(config, **settings_options)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     note_demo_model(settings)
     given_url = settings.redis_url if "redis_url" in settings.model_fields_set else None
     if given_url is not None:
-        _print_note(f"Try:   {example_command(settings, None)}")
+        _print_note(settings, f"Try:   {example_command(settings, None)}")
         raise typer.Exit(supervise(settings))
     with EmbeddedRedis(port=port, data_dir=data_dir) as redis:
         place = f"in {data_dir}" if data_dir else "until this command ends; --data-dir keeps it"
-        _print_note(f"Redis: {redis.url} (embedded; its data is stored {place})")
-        _print_note(f"Try:   {example_command(settings, redis.url)}")
+        _print_note(settings, f"Redis: {redis.url} (embedded; its data is stored {place})")
+        _print_note(settings, f"Try:   {example_command(settings, redis.url)}")
         raise typer.Exit(supervise(settings, redis))
 
 
@@ -136,8 +136,12 @@ def example_command(settings: WorkerSettings, url: str | None) -> str:
 def note_demo_model(settings: WorkerSettings) -> None:
     """Print a note if no model is set, because then the worker serves the demo model."""
     if settings.model is None:
-        _print_note("No --model given: serving the small demo model of llamaq (see its MODEL_CARD.md).")
+        _print_note(settings, "No --model given: serving the small demo model of llamaq (see its MODEL_CARD.md).")
 
 
-def _print_note(text: str) -> None:
+def _print_note(settings: WorkerSettings, text: str) -> None:
+    """Print a line for the user; with `--log-format json`, every line is a log message."""
+    if settings.log_format is LogFormat.JSON:
+        log.info("%s", text)
+        return
     Console(stderr=True, soft_wrap=True, highlight=False).print(text, markup=False)

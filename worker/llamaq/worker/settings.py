@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from pydantic_settings import TomlConfigSettingsSource as TomlSource
 
 from llamaq.common.errors import InvalidSettings
+from llamaq.common.logging_setup import LogFormat
 from llamaq.common.protocol.job_request import MAX_SALT_CHARS, JobDefaults
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, explain_settings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings, split_commas
@@ -180,6 +181,19 @@ class LifeSettings(BaseModel):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."
+    )
+    log_format: LogFormat = Field(
+        LogFormat.TEXT, description="Form of log messages: `text`, or `json` with one object on each line."
+    )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="TCP port at which the worker serves its own metrics for Prometheus. 0: any free port. If not set: "
+        "none. With several `devices`, each worker takes the next port.",
+    )
+    metrics_bind: str = Field(
+        "127.0.0.1", description="Address of `metrics_port`. `0.0.0.0` listens on all IPv4 addresses."
     )
 
     _split_hooks = field_validator("hooks", mode="before")(split_commas)

@@ -1,7 +1,7 @@
 """The counters of the jobs of a queue, from the hashes in Redis that the scripts write.
 
-Each partition has a hash `metrics`. `scripts/_metrics.lua` has the table of its fields, and counts each job once, in the
-script that ends the job.
+Each partition has a hash `metrics`. `scripts/_metrics.lua` has the table of its fields, and counts each job once, in
+the script that ends the job.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _add_priority(samples: Samples, labels: Labels, priority: str, counts: Count
 
 
 def _add_unknown_reasons(samples: Samples, labels: Labels, state: str, prefix: str, counts: Counts) -> None:
-    """Count the ends with a reason of another version of llamaq as `OTHER`, so that the number of reasons is bounded."""
+    """Count ends with a reason of another version of llamaq as `OTHER`, so that the number of reasons is bounded."""
     known = {f"{prefix}{reason}" for reason in _REASONS[state]}
     n_other = sum(count for field, count in counts.items() if field.startswith(prefix) and field not in known)
     if n_other:

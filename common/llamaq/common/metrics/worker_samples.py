@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamaq.common.metrics import families as f
-from llamaq.common.metrics.families import Histogram, Labels, Samples
+from llamaq.common.metrics.families import Family, Histogram, Labels, Samples
 from llamaq.common.protocol.snapshots import Worker
 
 
@@ -19,7 +19,7 @@ def add_worker(samples: Samples, worker: Worker, now_ms: float) -> None:
     labels: Labels = (card.queue, card.worker)
     n_busy = sum(slot.job_id is not None for slot in worker.slots)
     samples.set(f.WORKER_INFO, (*labels, card.model, card.device, card.host, card.version), 1)
-    values = {
+    values: dict[Family, float | Histogram] = {
         f.WORKER_STARTED: card.started_ms / 1000,
         f.WORKER_TICK_AGE: max(0.0, now_ms - worker.heartbeat_ms + worker.tick_age_ms) / 1000,
         f.SLOTS_BUSY: n_busy,

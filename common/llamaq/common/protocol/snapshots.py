@@ -12,6 +12,16 @@ from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.wire_model import WireModel
 
 
+class TenantDepth(WireModel):
+    """The numbers of a tenant's jobs in a queue."""
+
+    tenant: str = Field(
+        description="Name of the tenant. Empty: the jobs without a tenant that were submitted while a tenant waited."
+    )
+    waiting: int = Field(description="Number of jobs that no worker has claimed.")
+    claimed: int = Field(description="Number of jobs that workers have claimed: they run, or are next.")
+
+
 class QueueDepth(WireModel):
     """The numbers of waiting and running jobs in a queue."""
 
@@ -21,6 +31,9 @@ class QueueDepth(WireModel):
         0, description="Number of jobs that are not due: submitted for a later time, or retried later after a failure."
     )
     mode: QueueMode = Field(QueueMode.OPEN, description="`open`, `paused` or `draining`.")
+    tenants: tuple[TenantDepth, ...] = Field(
+        (), description="The tenants that have jobs, at most 1,000, by their names."
+    )
 
 
 class QueueSummary(WireModel):
@@ -34,9 +47,11 @@ class QueueSummary(WireModel):
     workers: int = Field(description="Number of live workers.")
     models: tuple[str, ...] = Field(description="Names of the models that these workers serve, each once.")
     oldest_waiting_s: float | None = Field(
-        description="Seconds since the submit of the oldest waiting job. None: no job waits."
+        description="Seconds that the oldest waiting job has waited: since its submit, or since it was due. None: no job "
+        "waits."
     )
     partitions: int = Field(description="Number of partitions, by the highest partition that has a job stream.")
+    tenants: int = Field(0, description="Number of tenants that have jobs, at most 1,000.")
 
 
 class TickStats(WireModel):
@@ -56,6 +71,12 @@ class TickTotals(WireModel):
     decode_tokens: int = Field(0, description="Number of decode tokens. Each yields one generated token.")
     prefill_tokens: int = Field(0, description="Number of prompt tokens that were computed.")
     eval_ms: float = Field(0.0, description="Milliseconds that `llama_decode` and sampling took.")
+    tick_time_counts: tuple[int, ...] = Field(
+        (), description="Number of ticks by their duration: the buckets of `llamaq_worker_tick_duration_seconds`."
+    )
+    batch_size_counts: tuple[int, ...] = Field(
+        (), description="Number of ticks by the size of their batch: the buckets of `llamaq_worker_batch_tokens`."
+    )
 
 
 class SlotSnapshot(WireModel):

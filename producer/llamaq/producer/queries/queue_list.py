@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from llamaq.common.protocol.job_outcome import JobState
+from llamaq.common.protocol.oldest_waiting import oldest_waiting_s
 from llamaq.common.protocol.snapshots import QueueSummary
-from llamaq.producer.queries.job_list import JobFilter, read_jobs_of
 from llamaq.producer.queries.queue_snapshots import read_depth, read_workers
 from llamaq.producer.queue_connection import QueueConnection
 
@@ -17,7 +16,7 @@ MAX_STREAMS = 10_000
 async def read_queues(connection: QueueConnection) -> tuple[QueueSummary, ...]:
     """Return a summary of each queue, sorted by name. See `AsyncClient.queues`."""
     partitions = await find_queues(connection)
-    return tuple([await _summary(connection, queue, partitions[queue]) for queue in sorted(partitions)])
+    return tuple([await summarize(connection, queue, partitions[queue]) for queue in sorted(partitions)])
 
 
 async def find_queues(connection: QueueConnection) -> dict[str, int]:
@@ -36,10 +35,10 @@ async def find_queues(connection: QueueConnection) -> dict[str, int]:
     return partitions
 
 
-async def _summary(connection: QueueConnection, queue: str, partitions: int) -> QueueSummary:
+async def summarize(connection: QueueConnection, queue: str, partitions: int) -> QueueSummary:
+    """Return a summary of one queue."""
     depth = await read_depth(connection, queue, partitions)
     workers = await read_workers(connection.redis, connection.keys, queue)
-    oldest = await read_jobs_of(connection, queue, partitions, JobFilter(state=JobState.QUEUED), limit=1)
     return QueueSummary(
         queue=queue,
         waiting=depth.waiting,
@@ -48,6 +47,7 @@ async def _summary(connection: QueueConnection, queue: str, partitions: int) -> 
         mode=depth.mode,
         workers=len(workers),
         models=tuple(sorted({worker.card.model for worker in workers})),
-        oldest_waiting_s=oldest[0].age_s if oldest and oldest[0].run_at_ms is None else None,
+        oldest_waiting_s=await oldest_waiting_s(connection.redis, connection.keys, queue, partitions),
         partitions=partitions,
+        tenants=len(depth.tenants),
     )

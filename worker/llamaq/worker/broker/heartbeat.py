@@ -18,9 +18,10 @@ from llamaq.common.backoff import Backoff
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.snapshots import RecentJob, Worker, WorkerCard
+from llamaq.common.protocol.snapshots import RecentJob, WorkerCard
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
+from llamaq.worker.broker.worker_state import describe_worker
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.engine_loop.tick_loop import TickLoop
@@ -108,7 +109,9 @@ class Heartbeat:
         now_ms = await server_time_ms(self._redis)
         card, key = self._card, self._keys.worker(self._card.worker)
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(key, "worker", codec.encode_model(self._worker(now_ms)))
+            pipe.hset(
+                key, "worker", codec.encode_model(describe_worker(card, self._ticks, self._shared.telemetry, now_ms))
+            )
             pipe.pexpire(key, max(MIN_TTL_MS, int(self._every_s * 1000 * MAX_MISSED_BEATS)))
             pipe.zadd(self._keys.workers(card.queue), {card.worker: now_ms})
             pipe.zadd(self._keys.queues(), {card.queue: now_ms})
@@ -125,20 +128,6 @@ class Heartbeat:
             async with asyncio.timeout(DEPTH_TIMEOUT_S):
                 depth = await queue_depth(self._redis, self._keys, self._card.queue, self._partitions)
                 self._shared.queue_depth.n_waiting = depth.waiting
-
-    def _worker(self, now_ms: int) -> Worker:
-        snapshot, telemetry = self._ticks.snapshot, self._shared.telemetry
-        return Worker(
-            card=self._card,
-            slots=snapshot.slots,
-            cache=snapshot.cache,
-            last_tick=telemetry.last_tick,
-            ticks=telemetry.n_ticks,
-            totals=telemetry.totals,
-            jobs_done=telemetry.n_jobs_done,
-            heartbeat_ms=now_ms,
-            tick_age_ms=int(self._ticks.tick_age_s * 1000),
-        )
 
     async def record_job(self, ended: EndedJob) -> None:
         """Record the end of a job in the telemetry, and soon in the queue's stream of stats.

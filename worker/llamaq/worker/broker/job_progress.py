@@ -196,7 +196,7 @@ class JobProgress:
 
 
 def _usage(stats: JobStats) -> str:
-    """Return the prompt of an ended job for the metrics: its tokens, those that were computed and reused, and the tier."""
+    """Return the prompt of an ended job for the metrics: its tokens, the computed and reused ones, and the tier."""
     n_cached = min(stats.prefix_cache_tokens, stats.prompt_tokens)
     tier = "unused" if stats.slot is None else stats.prefix_cache_tier or "none"
     return f"{stats.prompt_tokens} {stats.prompt_tokens - n_cached} {n_cached} {tier}"

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from llamaq.common.metrics.buckets import BATCH_TOKENS, SHORT_TIMES_MS, BucketCounts
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.snapshots import TickStats, TickTotals
 
@@ -68,6 +69,8 @@ class Telemetry:
         self._decode_tokens = 0
         self._prefill_tokens = 0
         self._eval_ms = 0.0
+        self._tick_times = BucketCounts(SHORT_TIMES_MS)
+        self._batch_sizes = BucketCounts(BATCH_TOKENS)
         self.n_jobs_done = 0
 
     def attach(self) -> None:
@@ -77,7 +80,13 @@ class Telemetry:
     @property
     def totals(self) -> TickTotals:
         """The sums over all ticks so far."""
-        return TickTotals(decode_tokens=self._decode_tokens, prefill_tokens=self._prefill_tokens, eval_ms=self._eval_ms)
+        return TickTotals(
+            decode_tokens=self._decode_tokens,
+            prefill_tokens=self._prefill_tokens,
+            eval_ms=self._eval_ms,
+            tick_time_counts=tuple(self._tick_times.counts),
+            batch_size_counts=tuple(self._batch_sizes.counts),
+        )
 
     def record_tick(self, stats: TickStats) -> None:
         """Record the measurements of a tick. Called on the engine thread."""
@@ -86,6 +95,8 @@ class Telemetry:
         self._decode_tokens += stats.decode_tokens
         self._prefill_tokens += stats.prefill_tokens
         self._eval_ms += stats.eval_ms
+        self._tick_times.add(stats.eval_ms)
+        self._batch_sizes.add(stats.batch_size)
         if self._hooks and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to exit
                 measurements = {"worker": self._worker, **stats.model_dump()}

@@ -16,9 +16,9 @@ import time
 from contextlib import nullcontext
 from functools import partial
 
+from llamaq.common.logging_setup import configure_logging
 from llamaq.worker.process.exit_codes import EXIT_CRASHED
 from llamaq.worker.process.liveness_pipe import LivenessWriter
-from llamaq.worker.process.logging_setup import configure_logging
 from llamaq.worker.process.worker_process import Watch, serve
 from llamaq.worker.settings import WorkerSettings
 
@@ -48,7 +48,7 @@ def main(liveness_fd: int | None = None, token: str | None = None) -> int:
     """
     line = sys.stdin.buffer.readline()
     settings = WorkerSettings.model_validate_json(line)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     threading.Thread(target=_end_with_supervisor, name="llamaq-lifeline", daemon=True).start()
     watch: Watch = nullcontext if liveness_fd is None else partial(LivenessWriter, liveness_fd)
     return serve(settings, watch, token)

@@ -191,7 +191,13 @@ class Supervisor:
     @classmethod
     def of_devices(cls, settings: WorkerSettings, *, also_check: Callable[[], None] = lambda: None) -> Supervisor:
         """Return a supervisor with one child for each of `--devices`, or with one child that uses all devices."""
-        children = [settings.model_copy(update={"device": device, "devices": ()}) for device in settings.devices]
+        first = settings.metrics_port
+        children = [
+            settings.model_copy(
+                update={"device": device, "devices": (), "metrics_port": first + number if first else first}
+            )
+            for number, device in enumerate(settings.devices)
+        ]
         return cls(children or [settings], also_check=also_check)
 
     def start(self) -> None:

@@ -18,8 +18,9 @@ from types import FrameType
 
 from llamaq.common.errors import InvalidSettings, JobRejected, LlamaqError
 from llamaq.common.protocol.job_request import JobParams
-from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.common.protocol.snapshots import Worker, WorkerCard
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
+from llamaq.worker.broker.worker_state import describe_worker
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model, has_gpu
@@ -45,6 +46,7 @@ from llamaq.worker.process.dead_worker import make_worker_id, release_dead_neigh
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.process.model_fingerprint import fingerprint_model
+from llamaq.worker.process.own_metrics import bind_metrics_server
 from llamaq.worker.process.process_identity import identify_this_process
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
@@ -88,6 +90,7 @@ class WorkerProcess:
         self._watch = watch
         self._n_signals = 0
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
+        self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.is_alive)
         self._engine = load_engine(path, settings)
         self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text)
         self._grammar_sandbox = GrammarSandbox(self._vocab_blob)
@@ -197,6 +200,9 @@ class WorkerProcess:
             started_ms=int(time.time() * 1000),
         )
 
+    def _describe_state(self, now_ms: int) -> Worker:
+        return describe_worker(self.card, self._ticks, self._shared.telemetry, now_ms)
+
     def _device(self) -> str:
         """Return the `device` of the worker's card."""
         if not has_gpu() or self._settings.n_gpu_layers == 0:
@@ -213,7 +219,7 @@ class WorkerProcess:
             if (error := self._io_thread.start()) is not None:
                 return EXIT_CANNOT_START if isinstance(error, LlamaqError) else EXIT_CRASHED
             log.info("worker.ready id=%s queue=%s slots=%d", self.card.worker, self.card.queue, self.card.n_parallel)
-            with self._watch(self._ticks):
+            with self._watch(self._ticks), self._metrics:
                 self._ticks.run()
         except Exception:
             self._io_thread.has_crashed = True

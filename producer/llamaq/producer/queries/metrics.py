@@ -1,0 +1,106 @@
+"""Reads the metrics of all queues and workers from Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from llamaq.common.metrics import families as f
+from llamaq.common.metrics.families import Samples
+from llamaq.common.metrics.job_counters import add_job_counters, sum_partitions
+from llamaq.common.metrics.worker_samples import add_worker
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_config import QueueMode
+from llamaq.common.redis.outage_log import OutageLog
+from llamaq.common.redis.redis_errors import is_job_key_error
+from llamaq.common.redis.server_time import server_time_ms
+from llamaq.producer.queries.dead_letters import count_all
+from llamaq.producer.queries.queue_list import find_queues, summarize
+from llamaq.producer.queries.queue_snapshots import read_workers
+from llamaq.producer.queue_connection import QueueConnection
+
+log = logging.getLogger(__name__)
+
+FIND_QUEUES_EVERY_S = 30.0
+"""Seconds between two searches for queues. A search examines every key in Redis."""
+
+
+class MetricsReader:
+    """Reads all metrics. It remembers which queues there are, so that not every scrape searches for them."""
+
+    def __init__(self, queues: Sequence[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the reader.
+
+        Args:
+            queues: The names of the queues to read. Empty: all queues.
+            clock: Returns the time in seconds. Must be monotonic.
+        """
+        self._wanted = frozenset(queues)
+        self._clock = clock
+        self._partitions: dict[str, int] = {}
+        self._found_s = -FIND_QUEUES_EVERY_S
+        self._outage_log = OutageLog(log, "metrics")
+
+    async def read(self, connection: QueueConnection, timeout_s: float) -> Samples:
+        """Return all metrics. If Redis does not answer within `timeout_s`, only `llamaq_redis_up` is there: 0."""
+        started_s = self._clock()
+        samples = Samples()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._read_queues(samples, connection)
+        except (RedisError, TimeoutError) as exc:
+            late = RedisError(f"no answer within {timeout_s:g} s")
+            self._outage_log.record_failure(exc if isinstance(exc, RedisError) else late)
+            samples = Samples()
+            samples.set(f.REDIS_UP, (), 0)
+            return samples
+        self._outage_log.record_success()
+        samples.set(f.REDIS_UP, (), 1)
+        samples.set(f.READ_SECONDS, (), self._clock() - started_s)
+        return samples
+
+    async def _read_queues(self, samples: Samples, connection: QueueConnection) -> None:
+        if self._clock() - self._found_s >= FIND_QUEUES_EVERY_S:
+            found = await find_queues(connection)
+            wanted = self._wanted or found
+            self._partitions = {queue: found.get(queue, 1) for queue in sorted(wanted)}
+            self._found_s = self._clock()
+        now_ms = await server_time_ms(connection.redis)
+        for queue, partitions in self._partitions.items():
+            await _read_queue(samples, connection, queue, partitions)
+            for worker in await read_workers(connection.redis, connection.keys, queue):
+                add_worker(samples, worker, now_ms)
+
+    def __repr__(self) -> str:
+        return f"<MetricsReader {len(self._partitions)} queues>"
+
+
+async def _read_queue(samples: Samples, connection: QueueConnection, queue: str, partitions: int) -> None:
+    redis, keys = connection.redis, connection.keys
+    hashes = [await _read_counters(redis, keys, queue, partition) for partition in range(partitions)]
+    add_job_counters(samples, queue, sum_partitions(hashes))
+    summary = await summarize(connection, queue, partitions)
+    samples.set(f.WAITING_JOBS, (queue,), summary.waiting)
+    samples.set(f.RUNNING_JOBS, (queue,), summary.running)
+    samples.set(f.DELAYED_JOBS, (queue,), summary.delayed)
+    samples.set(f.OLDEST_WAITING, (queue,), summary.oldest_waiting_s or 0)
+    samples.set(f.DEAD_LETTERS, (queue,), await count_all(redis, keys, queue, partitions))
+    samples.set(f.WORKERS, (queue,), summary.workers)
+    for mode in QueueMode:
+        samples.set(f.QUEUE_MODE, (queue, mode.value), summary.mode is mode)
+
+
+async def _read_counters(redis: Redis, keys: Keys, queue: str, partition: int) -> dict[bytes, bytes]:
+    try:
+        counters: Any = await redis.hgetall(keys.metrics(queue, partition))
+        return dict(counters)
+    except ResponseError as exc:
+        if not is_job_key_error(exc):
+            raise
+        return {}  # another client has overwritten the key; the next end of a job begins it again
