@@ -39,7 +39,7 @@ def test_a_suppressed_token_is_never_drawn(vocab: Vocab, monkeypatch: pytest.Mon
     logits[best], logits[second] = 9, 8
     request = JobRequest(prompt="x", seed=1, temperature=0, ignore_eos=ignore_eos)
     assert prepare(vocab, request).sampler.sample(logits.copy(), [1], 1) == best
-    monkeypatch.setattr(Vocab, "suppressed_tokens", frozenset({best}))
+    monkeypatch.setitem(vocab.__dict__, "suppressed_tokens", frozenset({best}))
     assert prepare(vocab, request).sampler.sample(logits.copy(), [1], 1) == second
 
 
