@@ -26,7 +26,7 @@ from llamaq.common.errors import (
     ResultTimeout,
     SlotCommandRefused,
 )
-from llamaq.common.protocol.job_events import Event, Failed, Finished, Started, Tokens
+from llamaq.common.protocol.job_events import Event, Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, Message, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
@@ -83,6 +83,7 @@ __all__ = [
     "RedisFull",
     "Result",
     "ResultTimeout",
+    "Retried",
     "SamplingDefaults",
     "SamplingParams",
     "SlotCommandRefused",

@@ -15,7 +15,8 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
-from llamaq.producer import AsyncClient, JobFailed
+from llamaq.producer import AsyncClient, AsyncJob, JobFailed
+from llamaq.producer.streaming.look_schedule import LookSchedule
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.job_progress import JobProgress
@@ -141,6 +142,28 @@ async def test_an_attempt_that_fails_is_retried_later_and_a_stale_worker_cannot_
         attempt = await worker.start_next()
         assert await worker.scripts.retry(worker.name, attempt.increment(), error, **delay) is None
         assert (await job.status()).retries_left == 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_client_that_waits_gives_a_retried_job_its_entry_without_a_worker(
+    redis_url: str, queue: str, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LookSchedule, "pop_due", lambda *_: [])  # no look after a silence
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("x", retries=1, stream=streams)
+        waiting = asyncio.create_task(read_all(job) if streams else job.result(timeout=60))
+        attempt = await worker.start_next()
+        await until(lambda: client.connection.subscriber.n_confirmed == 1)
+        error = Failed(code=ErrorCode.INTERNAL, message="broken")
+        delay: dict[str, Any] = {"first_delay_s": 0.1, "max_delay_s": 0.1, "share": 1}
+        await worker.scripts.retry(worker.name, attempt.increment(), error, **delay)
+        again = await worker.start_next()  # no worker runs `due.lua`
+        await again.answer(["a"])
+        await waiting
+
+
+async def read_all(job: AsyncJob) -> str:
+    return "".join([chunk.text async for chunk in job.stream(timeout=60)])
 
 
 async def test_a_cancelled_job_is_not_retried(redis_url: str, queue: str) -> None:

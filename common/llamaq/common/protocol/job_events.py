@@ -64,6 +64,15 @@ class Failed(WireModel):
     message: str = Field(description="The error in words.")
 
 
-Event = Started | Tokens | Finished | Failed
+class Retried(WireModel):
+    """The attempt failed and the job is retried later. This event is published, not stored: the hash tells the same."""
+
+    type: Literal["retried"] = Field("retried", description="Kind of the event.")
+    run_at_ms: int = Field(description="Time at which the job is due again, in milliseconds since the epoch.")
+    code: str = Field(description="Kind of the error of the attempt, a value of `ErrorCode`.")
+    message: str = Field(description="The error in words.")
+
+
+Event = Started | Tokens | Finished | Failed | Retried
 
 EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])

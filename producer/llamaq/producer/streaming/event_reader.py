@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Event, Failed, Finished, TokenSpan
+from llamaq.common.protocol.job_events import Event, Failed, Finished, Retried, TokenSpan
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, has_ended
 from llamaq.producer.streaming.job_listener import JobListener
@@ -139,6 +139,8 @@ class EventReader(JobListener):
                 self._wait.wake()
             else:
                 self._fall_behind()
+        elif isinstance(event, Retried):
+            self._fall_behind()  # to read when the job is due: then this client gives it its entry
         return None
 
     def _has_all_output(self, end: Finished | Failed) -> bool:

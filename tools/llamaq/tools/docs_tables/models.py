@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
+from llamaq.common.protocol.job_events import Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest, Message
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
@@ -27,7 +27,7 @@ from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSett
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
 
 _JOB = (Message, SamplingParams, JobParams, JobRequest, JobStats, Result, JobStatus)
-_EVENTS = (Started, Tokens, Finished, Failed)
+_EVENTS = (Started, Tokens, Finished, Failed, Retried)
 _SNAPSHOTS = (
     QueueDepth,
     QueueStats,
