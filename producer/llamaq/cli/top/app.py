@@ -250,7 +250,6 @@ class TopApp(App[None]):
 
     def _carry_out(self, command: Command | None, missing: str) -> None:
         """Carry out a command, after its question. Without a command, say what is missing."""
-
         if command is None:
             self.notify(missing, severity="warning")
         elif command.question is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from llamaq.cli.top.readings import QueueReading, Reading
 from llamaq.common.protocol.job_outcome import JobState
+from llamaq.common.protocol.oldest_waiting import oldest_waiting_s
 from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode
 from llamaq.common.protocol.snapshots import RecentJob
@@ -89,26 +90,24 @@ class LiveQueues:
     async def _read_queue(self, name: str, *, with_waiting: bool, with_dead: bool) -> QueueReading:
         client, queue = self._client, self._queues[name]
         redis, keys = client.redis, client.keys
-        depth, workers, n_dead, _ = await asyncio.gather(
-            read_depth(client.connection, name, queue.partitions),
+        depth = await read_depth(client.connection, name, queue.partitions)
+        workers, n_dead, oldest_s, _ = await asyncio.gather(
             read_workers(redis, keys, name),
             dead_letters.count_all(redis, keys, name, queue.partitions),
+            oldest_waiting_s(redis, keys, name, queue.partitions),
             self._read_recent(name, queue),
         )
         wanted = JobFilter(state=JobState.QUEUED)
-        n_listed = MAX_LISTED if with_waiting else 1
-        waiting = (
-            await read_jobs_of(client.connection, name, queue.partitions, wanted, n_listed) if depth.waiting else ()
-        )
-        due = [job.age_s for job in waiting if job.run_at_ms is None]
         return QueueReading(
             queue=name,
             depth=depth,
             workers=workers,
             recent=tuple(queue.recent),
-            oldest_waiting_s=max(due, default=None),
+            oldest_waiting_s=oldest_s,
             n_dead=n_dead,
-            waiting=waiting if with_waiting else (),
+            waiting=await read_jobs_of(client.connection, name, queue.partitions, wanted, MAX_LISTED)
+            if with_waiting
+            else (),
             dead=await dead_letters.read_all(redis, keys, name, queue.partitions, MAX_LISTED) if with_dead else (),
         )
 

@@ -18,7 +18,7 @@ class QueueReading:
     recent: tuple[RecentJob, ...]
     """The jobs that ended last, newest first."""
     oldest_waiting_s: float | None = None
-    """Seconds since the submit of the oldest waiting job. None: no job waits."""
+    """Seconds that the oldest waiting job has waited. None: no job waits."""
     n_dead: int = 0
     """Number of dead letters."""
     waiting: tuple[JobSummary, ...] = ()
