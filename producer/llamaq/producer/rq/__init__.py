@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from llamaq.producer.rq.bulk_queue import BulkQueue
 from llamaq.producer.rq.generation import cancel_job, chat, generate
+from llamaq.producer.rq.run_status import RunState, RunStatus
 
-__all__ = ["cancel_job", "chat", "generate"]
+__all__ = ["BulkQueue", "RunState", "RunStatus", "cancel_job", "chat", "generate"]

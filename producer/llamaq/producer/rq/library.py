@@ -12,6 +12,7 @@ try:
     from rq.command import send_stop_job_command
     from rq.exceptions import InvalidJobOperation, NoSuchJobError
     from rq.job import Dependency, Job, JobStatus
+    from rq.scheduler import RQScheduler
     from rq.serializers import JSONSerializer
 except ModuleNotFoundError as exc:
     if exc.name is None or exc.name.partition(".")[0] != "rq":
@@ -27,6 +28,7 @@ __all__ = [
     "JobStatus",
     "NoSuchJobError",
     "Queue",
+    "RQScheduler",
     "Retry",
     "SimpleWorker",
     "Worker",

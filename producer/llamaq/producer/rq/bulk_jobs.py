@@ -1,0 +1,139 @@
+"""The functions of RQ jobs that execute bulk runs. Their arguments and results are JSON objects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.errors import BulkRunBusy, BulkRunIncomplete, LlamaqError
+from llamaq.producer import AsyncClient
+from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
+from llamaq.producer.rq.interruption import interruption
+from llamaq.producer.rq.library import Job, Retry, get_current_job
+from llamaq.producer.rq.row_cancellation import cancel_rows_in_flight
+
+log = logging.getLogger(__name__)
+
+PROGRESS_KEY = "progress"
+"""The key of the progress in the `meta` of an RQ job."""
+UNLIMITED = 10**9
+"""An interrupted run may be continued this often."""
+
+
+def run_bulk(run: dict[str, Any], *, queue: str | None = None) -> Any:
+    """Execute or continue a bulk run. An RQ worker calls this function.
+
+    A work-horse that receives SIGTERM or whose RQ worker has died stops the run, and RQ enqueues the job again.
+
+    Args:
+        run: The fields of a `BulkRun`.
+        queue: The llamaq queue. None: the setting of the RQ worker.
+
+    Returns:
+        The fields of the last `BulkProgress`.
+
+    Raises:
+        BulkRunRefused: The run cannot begin. RQ tries again only if another process executes the run.
+        BulkRunIncomplete: The run has stopped before its end. RQ does not try again.
+    """
+    job = get_current_job()
+    if job is None:
+        raise RuntimeError("run_bulk runs in RQ jobs only: call llamaq.producer.bulk.execute instead")
+    try:
+        described = BulkRun.model_validate(run)
+        log.info("bulk.run_started run=%s input=%s", described.run_id, described.input)
+        progress = asyncio.run(_execute(described, queue, job))
+        _save_meta(job, progress)
+        log.info("bulk.run_ended run=%s state=%s rows=%d", described.run_id, progress.state, progress.rows_done)
+        if progress.state is BulkState.STOPPED:
+            return Retry(max=UNLIMITED)
+        if progress.state is not BulkState.COMPLETED:
+            raise _incomplete(progress)
+    except BulkRunBusy:
+        raise  # RQ tries again: the other process may be the work-horse of a killed RQ worker, which ends soon
+    except (LlamaqError, ValueError):
+        job.retries_left = 0
+        raise
+    return progress.model_dump(mode="json")
+
+
+def drop_run_errors(run: dict[str, Any]) -> int:
+    """Remove the errors of a run, so that its next execution computes these rows again. An RQ worker calls it."""
+    return drop_errors(BulkRun.model_validate(run))
+
+
+def cancel_rows(job: Job, connection: Redis) -> None:  # noqa: ARG001 - RQ calls it with both
+    """Cancel the rows in flight of a run that was stopped. RQ stops a job by SIGKILL of its work-horse."""
+    progress = job.get_meta(refresh=True).get(PROGRESS_KEY)
+    if progress is not None:  # otherwise no row was submitted
+        run_id, n_rows = progress["run_id"], progress["rows_total"] or 0
+        asyncio.run(_cancel_rows(job.kwargs.get("queue"), run_id, n_rows))
+
+
+async def _cancel_rows(queue: str | None, run_id: str, n_rows: int) -> None:
+    async with AsyncClient(queue=queue) as client:
+        n_cancelled = await cancel_rows_in_flight(client, run_id, n_rows)
+        log.info("bulk.run_stopped run=%s cancelled=%d", run_id, n_cancelled)
+
+
+async def _execute(run: BulkRun, queue: str | None, job: Job) -> BulkProgress:
+    async with AsyncClient(queue=queue) as client, interruption(job.id) as stop:
+        reporter = _ProgressReporter(partial(_save_meta, job))
+        try:
+            return await execute(run, client, on_progress=reporter.report, stop=stop)
+        finally:
+            await reporter.close()
+
+
+class _ProgressReporter:
+    """Stores the newest progress in a thread. While one is stored, only the newest of the next ones is kept."""
+
+    def __init__(self, save: Callable[[BulkProgress], None]) -> None:
+        self._save = save
+        self._newest: BulkProgress | None = None
+        self._tasks = BackgroundTasks()
+        self._is_saving = False
+
+    def report(self, progress: BulkProgress) -> None:
+        self._newest = progress
+        if not self._is_saving:
+            self._is_saving = True
+            self._tasks.start(self._save_newest())
+
+    async def _save_newest(self) -> None:
+        try:
+            while self._newest is not None:
+                progress, self._newest = self._newest, None
+                await asyncio.to_thread(self._save, progress)
+        finally:
+            self._is_saving = False
+
+    async def close(self) -> None:
+        await self._tasks.wait()
+
+
+def _incomplete(progress: BulkProgress) -> BulkRunIncomplete:
+    """Return the error of a run that has stopped before its end."""
+    too_many = f"{progress.rows_failed} rows have failed, more than its max_errors"
+    reason = too_many if progress.state is BulkState.TOO_MANY_ERRORS else "it has reached its deadline"
+    return BulkRunIncomplete(
+        f"run {progress.run_id} stopped after {progress.rows_done} of {progress.rows_total} rows: {reason}. "
+        "Submit it again to continue it"
+    )
+
+
+def _save_meta(job: Job, progress: BulkProgress) -> None:
+    """Store the progress in the `meta` of the RQ job. If RQ's Redis does not answer, the next progress is stored."""
+    job.meta.pop("unserialized", None)  # an RQ worker with another serializer wrote what JSON cannot contain
+    job.meta[PROGRESS_KEY] = progress.model_dump(mode="json")
+    try:
+        job.save_meta()
+    except (RedisError, OSError) as exc:
+        log.warning("bulk.progress_not_stored run=%s error=%s", progress.run_id, exc)

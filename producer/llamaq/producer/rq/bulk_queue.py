@@ -1,0 +1,288 @@
+"""Submits bulk runs to RQ workers, and follows them: for backends, and for `llamaq bulk submit` and its neighbours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from redis import Redis
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.producer.bulk import BulkRun
+from llamaq.producer.rq import bulk_jobs
+from llamaq.producer.rq.library import (
+    Callback,
+    InvalidJobOperation,
+    Job,
+    JSONSerializer,
+    NoSuchJobError,
+    Queue,
+    Retry,
+    send_stop_job_command,
+)
+from llamaq.producer.rq.run_status import ENDED, RunState, RunStatus, read_status
+from llamaq.producer.rq.settings import connect_rq, rq_settings
+
+RETRIES = 20
+"""How often RQ tries a run again after an error."""
+FIRST_RETRY_S, MAX_RETRY_S = 1, 300
+"""Seconds until the first retry, and the upper bound of those until later ones. They double."""
+KEEP_S = 30 * 24 * 3600
+"""How long RQ stores a run after its end."""
+SUBMIT_KEY = "submit"
+"""The key of the options of a submit in the `meta` of an RQ job. `retry_errors` uses them again."""
+POLL_S = 0.5
+STOP_S = 15.0
+"""Longest wait for the RQ worker of a cancelled run."""
+
+Called = Callable[..., Any] | str
+"""A function that an RQ worker can import, or its path `module.function`."""
+
+
+class BulkQueue:
+    """The bulk runs in an RQ queue.
+
+        with BulkQueue() as runs:
+            runs.submit(BulkRun(run_id="reviews", input="in.jsonl", output="out.jsonl"))
+            print(runs.status("reviews").progress)
+            runs.wait("reviews")
+
+    Args:
+        rq_url: URL of RQ's Redis. None: the setting `rq_url`, or else the Redis of llamaq.
+        rq_queue: Name of the RQ queue. None: the setting `rq_queue`.
+        redis_url: URL of llamaq's Redis, if `rq_url` is not set. None: the setting.
+
+    Raises:
+        InvalidSettings: RQ cannot use the server, because the URL names a cluster or Sentinels, or is not valid.
+    """
+
+    def __init__(self, rq_url: str | None = None, rq_queue: str | None = None, *, redis_url: str | None = None) -> None:
+        self.settings = rq_settings(rq_url=rq_url, rq_queue=rq_queue)
+        self.redis: Redis = connect_rq(self.settings, redis_url)
+        self._rq = Queue(self.settings.rq_queue, connection=self.redis, serializer=JSONSerializer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.redis.close()
+
+    def submit(
+        self,
+        run: BulkRun,
+        *,
+        queue: str | None = None,
+        after: Sequence[str] = (),
+        at: datetime | None = None,
+        retries: int = RETRIES,
+        on_success: Called | None = None,
+        on_failure: Called | None = None,
+    ) -> RunStatus:
+        """Hand a run to the RQ workers. A run that was cancelled or failed continues where it was.
+
+        Args:
+            run: The run. Its files are opened by the RQ worker: relative paths begin at the folder of this process.
+            queue: The llamaq queue. None: the setting of the RQ worker.
+            after: Ids of runs that must be complete before this one begins.
+            at: Time at which the run is due. None: at once.
+            retries: How often RQ tries again after an error. A worker that is stopped or killed does not count as one,
+                unless it is killed while it executes this run.
+            on_success: Called by the RQ worker after the run, as RQ documents: `(job, connection, result)`.
+            on_failure: Called by the RQ worker after each error: `(job, connection, type, value, traceback)`.
+
+        Returns:
+            The status of the run.
+
+        Raises:
+            InvalidRequest: The run is already submitted, or a run of `after` does not exist or will not complete.
+        """
+        if at is not None and after:
+            raise InvalidRequest("at: a run that waits for other runs (after) cannot have a time too")
+        self._check_can_submit(run.run_id)
+        self._check_dependencies(after)
+        options = _options(run, retries=retries, after=list(after), on_success=on_success, on_failure=on_failure)
+        call = {"args": [_as_json(run)], "kwargs": {"queue": queue}, **options}
+        if at is None:
+            job = self._rq.enqueue(bulk_jobs.run_bulk, **call)
+        else:
+            job = self._rq.enqueue_at(at, bulk_jobs.run_bulk, **call)
+        return read_status(job)
+
+    def runs(self) -> list[RunStatus]:
+        """Return all runs that RQ stores, newest first."""
+        found = [read_status(job) for job in self._jobs() if _executes_run(job)]
+        return sorted(found, key=lambda run: run.submitted or datetime.min.replace(tzinfo=UTC), reverse=True)
+
+    def status(self, run_id: str) -> RunStatus:
+        """Return the status of a run.
+
+        Raises:
+            InvalidRequest: There is no such run, or RQ has dropped it 30 days after its end.
+        """
+        return read_status(self._job(run_id))
+
+    def watch(self, run_id: str, *, timeout: float | None = None) -> Iterator[RunStatus]:
+        """Yield the status of a run twice a second, until the run has ended.
+
+        Args:
+            run_id: The name of the run.
+            timeout: Longest time in seconds. None: no limit.
+
+        Raises:
+            InvalidRequest: There is no such run.
+            TimeoutError: The run has not ended in time.
+        """
+        end_s = None if timeout is None else time.monotonic() + timeout
+        while True:
+            status = self.status(run_id)
+            yield status
+            if status.state in ENDED:
+                return
+            if end_s is not None and time.monotonic() >= end_s:
+                raise TimeoutError(f"run {run_id} is {status.state.value} after {timeout:g} s")
+            time.sleep(POLL_S)
+
+    def wait(self, run_id: str, *, timeout: float | None = None) -> RunStatus:
+        """Wait until a run has ended, and return its last status. The arguments and errors are those of `watch`."""
+        status = None
+        for status in self.watch(run_id, timeout=timeout):  # noqa: B007 - the last one is returned
+            pass
+        if status is None:
+            raise RuntimeError("watch yields at least once")
+        return status
+
+    def cancel(self, run_id: str) -> RunStatus:
+        """Stop a run. The rows that are done stay in the output. A later `submit` of the same run continues it.
+
+        Raises:
+            InvalidRequest: There is no such run.
+        """
+        job = self._job(run_id)
+        if read_status(job).state is RunState.RUNNING:
+            self._stop(job)
+        status = self.status(run_id)
+        if status.state in ENDED:
+            return status
+        job.cancel()
+        if status.progress is not None:  # its process was killed, so its rows may still run
+            bulk_jobs.cancel_rows(job, self.redis)
+        return self.status(run_id)
+
+    def retry_errors(self, run_id: str) -> RunStatus:
+        """Compute the failed rows of a run that has ended again. Their answers are added to the output.
+
+        Raises:
+            InvalidRequest: There is no such run, or it has not ended.
+        """
+        old = self._job(run_id)
+        if read_status(old).state not in ENDED:
+            raise InvalidRequest(f"run {run_id} has not ended: wait for it, or cancel it")
+        run = BulkRun.model_validate(old.args[0]).model_copy(update={"deadline": None})
+        options = _options(run, **old.meta.get(SUBMIT_KEY, {}))
+        old.delete()
+        # Two jobs, so that a retry of the second one does not drop the errors of its first try.
+        dropping = self._rq.enqueue(bulk_jobs.drop_run_errors, args=[_as_json(run)], retry=_retry(RETRIES))
+        options["depends_on"] = [dropping]
+        return read_status(self._rq.enqueue(bulk_jobs.run_bulk, args=[_as_json(run)], kwargs=old.kwargs, **options))
+
+    # ---- jobs of RQ
+
+    def _job(self, run_id: str) -> Job:
+        try:
+            job = Job.fetch(run_id, connection=self.redis, serializer=JSONSerializer)
+        except NoSuchJobError as exc:
+            raise InvalidRequest(f"there is no run {run_id} in RQ queue {self._rq.name!r}: llamaq bulk list") from exc
+        if not _executes_run(job):
+            raise InvalidRequest(f"RQ job {run_id} is not a bulk run")
+        return job
+
+    def _jobs(self) -> list[Job]:
+        rq = self._rq
+        registries = (
+            rq.started_job_registry,
+            rq.scheduled_job_registry,
+            rq.deferred_job_registry,
+            rq.finished_job_registry,
+            rq.failed_job_registry,
+            rq.canceled_job_registry,
+        )
+        ids = dict.fromkeys(rq.get_job_ids())
+        for registry in registries:
+            ids.update(dict.fromkeys(registry.get_job_ids()))
+        fetched = Job.fetch_many(list(ids), connection=self.redis, serializer=JSONSerializer)
+        return [job for job in fetched if job is not None]
+
+    def _check_can_submit(self, run_id: str) -> None:
+        """Delete the RQ job of a run that has ended, so that the run can be submitted again."""
+        if not Job.exists(run_id, connection=self.redis):
+            return
+        job = self._job(run_id)
+        state = read_status(job).state
+        if state not in ENDED:
+            raise InvalidRequest(f"run {run_id} is already submitted, and is {state.value}")
+        job.delete()
+
+    def _check_dependencies(self, after: Iterable[str]) -> None:
+        for run_id in after:
+            state = self.status(run_id).state
+            if state in (RunState.FAILED, RunState.CANCELLED):
+                raise InvalidRequest(f"after: run {run_id} is {state.value}, so no run can wait for it to complete")
+
+    def _stop(self, job: Job) -> None:
+        """Tell the RQ worker of a run to stop it, and wait until it has."""
+        try:
+            send_stop_job_command(self.redis, job.id, serializer=JSONSerializer)
+        except InvalidJobOperation:  # it has ended just now
+            return
+        end_s = time.monotonic() + STOP_S
+        while self.status(job.id).state is RunState.RUNNING and time.monotonic() < end_s:
+            time.sleep(POLL_S / 5)
+
+
+def _options(
+    run: BulkRun,
+    *,
+    retries: int = RETRIES,
+    after: Sequence[str] = (),
+    on_success: Called | None = None,
+    on_failure: Called | None = None,
+) -> dict[str, Any]:
+    """Return the options of RQ for the job of a run."""
+    success, failure = (Callback(called) if called else None for called in (on_success, on_failure))
+    names = {"on_success": success and success.name, "on_failure": failure and failure.name}
+    return {
+        "job_id": run.run_id,
+        "description": f"llamaq bulk run {run.run_id}: {run.input.name} -> {run.output.name}",
+        "job_timeout": -1,
+        "result_ttl": KEEP_S,
+        "failure_ttl": KEEP_S,
+        "depends_on": list(after) or None,
+        "retry": _retry(retries),
+        "meta": {SUBMIT_KEY: {"retries": retries, **names}},
+        "on_success": success,
+        "on_failure": failure,
+        "on_stopped": Callback(bulk_jobs.cancel_rows),
+    }
+
+
+def _as_json(run: BulkRun) -> dict[str, Any]:
+    """Return the fields of a run as JSON values, with absolute paths."""
+    fields: dict[str, Any] = run.model_dump(mode="json")
+    for name in ("input", "output", "errors"):
+        path = getattr(run, name)
+        fields[name] = None if path is None else str(path.absolute())
+    return fields
+
+
+def _executes_run(job: Job) -> bool:
+    name: str = job.func_name
+    return name == f"{bulk_jobs.__name__}.{bulk_jobs.run_bulk.__name__}"
+
+
+def _retry(retries: int) -> Retry | None:
+    """Return the retries of a job, with delays that double."""
+    if not retries:
+        return None
+    return Retry(max=retries, interval=[min(FIRST_RETRY_S * 2**number, MAX_RETRY_S) for number in range(retries)])
