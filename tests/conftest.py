@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import secrets
 import signal
 import socket
@@ -23,6 +24,8 @@ from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 ASYNC_TEST_TIMEOUT_S = 120
+CHILD_PROCESSES = Path(__file__).parent / "support" / "child_processes"
+"""Folder whose `sitecustomize.py` is imported by each Python process that a test starts."""
 
 # Hypothesis gets no time limits, because a busy machine exceeds them. Its other settings are the defaults: in CI,
 # Hypothesis draws the same examples in each run. `make test-quick` tries fewer examples.
@@ -37,6 +40,14 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     install_audit_hook()
+    make_process_starts_cheap()
+
+
+def make_process_starts_cheap() -> None:
+    """Set environment variables that spare the hundreds of Python processes of the tests some imports."""
+    paths = [str(CHILD_PROCESSES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # pydantic reads the metadata of all installed distributions
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

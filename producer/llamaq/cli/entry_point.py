@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
@@ -9,9 +10,11 @@ from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 
 def main() -> None:
     """Import the commands, and run the called one."""
+    gc.disable()  # almost all objects of the imports live until the end, so collections would only take time
     try:
         from llamaq.cli.main import main as run
 
+        gc.enable()
         run()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
