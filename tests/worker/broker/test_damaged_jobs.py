@@ -14,6 +14,7 @@ from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer import AsyncClient, AsyncJob, ErrorCode, JobFailed, JobState
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import PAGE_EVENTS, JobClaims
+from llamaq.worker.engine_loop.telemetry import EndedJob
 
 Damage = Callable[[Any, JobKeys], Awaitable[object]]
 
@@ -39,9 +40,22 @@ async def delete_fields(redis: Any, keys: JobKeys) -> None:
     await redis.hdel(keys.job, "submitted_ms", "ttl_ms")
 
 
-def claims_of(worker: FakeWorker, name: str) -> JobClaims:
+def claims_of(worker: FakeWorker, name: str, ended: list[EndedJob] | None = None) -> JobClaims:
+    """Return the claims of a worker. The jobs that end there are appended to `ended`."""
+
+    async def record(job: EndedJob) -> None:
+        if ended is not None:
+            ended.append(job)
+
     return JobClaims(
-        worker.redis, worker.keys, queue=worker.queue, partitions=1, worker_id=name, lease_s=10, max_crashes=3
+        worker.redis,
+        worker.keys,
+        queue=worker.queue,
+        partitions=1,
+        worker_id=name,
+        lease_s=10,
+        max_crashes=3,
+        on_finished=record,
     )
 
 
@@ -49,7 +63,7 @@ def claims_of(worker: FakeWorker, name: str) -> JobClaims:
 async def interrupted_job(url: str, queue: str) -> AsyncIterator[tuple[AsyncClient, FakeWorker, AsyncJob, FakeAttempt]]:
     """A job that has stored three tokens and was requeued by its worker."""
     async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
-        job = await client.submit("hello")
+        job = await client.submit("hello", metadata={"user": 1})
         attempt = await worker.start_next()
         for number, letter in enumerate("abc"):
             await attempt.emit([number], letter)
@@ -67,17 +81,20 @@ async def test_a_job_with_damaged_data_fails_once_and_is_a_dead_letter(
 ) -> None:
     async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
         keys = client.keys.of_job(job.id)
+        ended: list[EndedJob] = []
         await damage(client.redis, keys)
         async with worker.redis.pubsub() as pubsub:
             await pubsub.subscribe(keys.channel)
             await pubsub.get_message(timeout=5)
             for _ in range(2):
-                assert await claims_of(worker, "heir").claim_job(attempt.claim) is None
+                assert await claims_of(worker, "heir", ended).claim_job(attempt.claim) is None
             await worker.redis.publish(keys.channel, codec.encode_tokens(0, [], 0, ""))
             messages = [await pubsub.get_message(timeout=5) for _ in range(2)]
         published = [codec.decode_event(message["data"]).type for message in messages if message]
         assert published == ["failed", "tokens"], "one terminal event before the marker"
 
+        assert [(one.job_id, one.error_code, one.stats.worker) for one in ended] == [(job.id, "damaged", "heir")]
+        assert ended[0].metadata == ({} if damage is overwrite_hash else {"user": 1})
         assert (await job.status()).state is JobState.FAILED
         assert await job.cancel() is False
         for read in (client.job(job.id).result, job.result):

@@ -19,6 +19,7 @@ from llamaq.common.protocol.script_values import Claim, CrashVerdict, TerminalWr
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import JobClaims
+from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 LEASE_S = LEASE_MS / 1000
@@ -58,7 +59,11 @@ async def crashes(job: AsyncJob) -> int:
     return (await job.status()).crashes
 
 
-async def open_job_claims(worker: FakeWorker) -> JobClaims:
+async def open_job_claims(worker: FakeWorker, ended: list[EndedJob] | None = None) -> JobClaims:
+    async def record(job: EndedJob) -> None:
+        if ended is not None:
+            ended.append(job)
+
     job_claims = JobClaims(
         worker.redis,
         worker.keys,
@@ -67,6 +72,7 @@ async def open_job_claims(worker: FakeWorker) -> JobClaims:
         worker_id="successor",
         lease_s=LEASE_S,
         max_crashes=3,
+        on_finished=record,
     )
     await job_claims.open()
     return job_claims
@@ -227,7 +233,13 @@ async def test_an_attempt_that_was_lost_without_a_crash_uncounts_no_crash(redis_
 async def test_after_three_crashes_a_job_fails_once_and_is_a_dead_letter(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue, result_ttl_s=60) as client, FakeWorker(redis_url, queue) as worker:
         job, claim = await submit(client, worker, idempotency_key="key")
-        assert [await crash_worker(worker, claim, name) for name in ("a", "b", "c")] == ["ok", "suspect", "dead"]
+        assert [await crash_worker(worker, claim, name) for name in ("a", "b")] == ["ok", "suspect"]
+        await begin(worker, claim, "c")
+        ended: list[EndedJob] = []
+        job_claims = await open_job_claims(worker, ended)
+        assert [await job_claims.check_crash(claim) for _ in range(2)] == ["dead", "ok"]
+        await job_claims.close()
+        assert [(one.job_id, one.error_code) for one in ended] == [(job.id, "poison")]
         keys = client.keys.of_job(job.id)
 
         with pytest.raises(JobFailed, match="3 workers died with this job") as caught:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from llamaq.common.errors import ErrorCode, InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, TokenSpan
+from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_calls import MAX_DEAD, Scripts
@@ -24,6 +26,7 @@ from llamaq.common.protocol.script_values import Attempt, Claim, CrashVerdict
 from llamaq.common.redis.redis_errors import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.engine_loop.telemetry import EndedJob
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class JobClaims:
         max_crashes: int,
         model: str = "",
         restart_other_model: bool = False,
+        on_finished: Callable[[EndedJob], Awaitable[None]] | None = None,
     ) -> None:
         """Create the object. `open` must be called before any other method.
 
@@ -81,6 +85,7 @@ class JobClaims:
             model: The fingerprint of this worker's model. Empty: not known.
             restart_other_model: Whether a job that another model has begun starts again. Otherwise it is left to the
                 workers of that model.
+            on_finished: Called for each job that ended here, because it was damaged or has crashed its workers.
         """
         self._redis = redis
         self._keys = keys
@@ -93,6 +98,7 @@ class JobClaims:
         self._max_crashes = max_crashes
         self._model = model
         self._restart_other_model = restart_other_model
+        self._on_finished = on_finished
 
     async def open(self) -> None:
         """Create the consumer groups."""
@@ -168,7 +174,7 @@ class JobClaims:
             state: Any = await self._redis.hmget(self._keys.of_job(claim.job_id).job, ["at_risk", "worker"])
             last_worker = state[1].decode() if state[1] and state[0] else ""
             heartbeat_ms = await self._heartbeat_ms(last_worker) if last_worker else 0
-            return await self._scripts.check_crash(
+            verdict = await self._scripts.check_crash(
                 claim,
                 self._worker_id,
                 last_worker=last_worker,
@@ -180,6 +186,9 @@ class JobClaims:
             if refuses_writes(exc):
                 raise
             return "ok"  # the job key has another type: `claim_job` moves the entry to the dead letters
+        if verdict == "dead":
+            await self._report_end(claim.job_id, ErrorCode.POISON)
+        return verdict
 
     async def _heartbeat_ms(self, worker: str) -> int:
         """Return the time of a worker's last heartbeat; 0: it is not in the list of workers.
@@ -250,7 +259,21 @@ class JobClaims:
         """Fail a job that cannot continue, and make a dead letter of it."""
         log.warning("job.dead_lettered id=%s reason=%s", claim.job_id, reason)
         error = Failed(code=ErrorCode.DAMAGED, message=reason)
-        await self._scripts.bury(claim, self._worker_id, attempt, error)
+        if await self._scripts.bury(claim, self._worker_id, attempt, error):
+            await self._report_end(claim.job_id, ErrorCode.DAMAGED)
+
+    async def _report_end(self, job_id: str, code: ErrorCode) -> None:
+        """Report a job that became a dead letter here. What cannot be read of it is left out."""
+        if self._on_finished is None:
+            return
+        stats, metadata = JobStats(worker=self._worker_id), {}
+        with suppress(ResponseError, ProtocolError, ValueError, TypeError):
+            fields: Any = ["generated", "returned"]
+            generated, returned = await self._redis.hmget(self._keys.of_job(job_id).job, fields)
+            stats = stats.model_copy(update={"generated_tokens": int(generated or 0)})
+            seed, metadata = codec.decode_returned(returned)
+            stats = stats.model_copy(update={"seed": seed})
+        await self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
 
     async def _read_published(self, job_id: str) -> list[int]:
         """Return the tokens of the stored events, up to the first gap in the offsets.

@@ -19,7 +19,7 @@ from typing import Protocol
 from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.backoff import Backoff
-from llamaq.common.errors import JobRejected
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.script_calls import Scripts
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 """Seconds between two flushes without new tokens. Such a flush detects cancelled jobs and lost leases."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
+REPORTED_BY_OTHERS = (ErrorCode.POISON, ErrorCode.DAMAGED)
+"""The worker that makes a dead letter of a job reports its end."""
 OUTAGE_S = 1.0
 """A flush that took longer than this was delayed by an outage of Redis."""
 
@@ -454,7 +456,7 @@ class Outbox:
         log.info("job.%s id=%s attempt=%d", "lost" if end is None else "ended_in_redis", lease.job_id, lease.attempt)
         self._unregister(job)
         self.room_freed.set()
-        if end is not None:
+        if end is not None and end.error_code not in REPORTED_BY_OTHERS:
             await self._on_finished(job.describe_end(self._worker_id, end))
 
     def _unregister(self, job: JobProgress) -> None:

@@ -4,7 +4,8 @@ A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.do
 
 - `tick`: `worker` and the fields of `TickStats`.
 - `request.done`: the fields of `EndedJob`, with the fields of `JobStats` in place of `stats`. The worker that had
-  claimed a job last reports its end, also if a client or another worker ended the job while it waited.
+  claimed a job last reports its end, also if a client or another worker ended the job while it waited. The worker that
+  makes a dead letter of a damaged job, or of a job that crashed its workers, reports that end.
 
 Hooks run on the I/O thread, so a slow hook delays streams, not the engine.
 """

@@ -159,21 +159,11 @@ class IoThread:
             if not await self._wait_for_queue(redis, membership):
                 return
             await log_dangers(redis)
-            job_claims = JobClaims(
-                redis,
-                keys,
-                queue=settings.queue,
-                partitions=settings.partitions,
-                worker_id=self._card.worker,
-                lease_s=settings.lease_s,
-                max_crashes=settings.max_crashes,
-                model=self._card.model_hash,
-                restart_other_model=settings.other_model == "restart",
-            )
+            heartbeat = self._make_heartbeat(redis, keys)
+            job_claims = self._make_job_claims(redis, keys, heartbeat)
             await job_claims.open()
             # Flushes have a dedicated connection: fetching one from the pool costs as much as the flush.
             async with dedicated_connection(redis) as flush_connection:
-                heartbeat = self._make_heartbeat(redis, keys)
                 outbox = self._make_outbox(Scripts(flush_connection, keys), heartbeat)
                 commands = self._make_command_inboxes(redis, keys)
                 sweep = DeadlineSweep(redis, keys, settings.queue, settings.partitions, on_time=job_claims.observe_time)
@@ -238,6 +228,21 @@ class IoThread:
             self._shared,
             partitions=self._settings.partitions,
             every_s=self._settings.heartbeat_s,
+        )
+
+    def _make_job_claims(self, redis: Redis, keys: Keys, heartbeat: Heartbeat) -> JobClaims:
+        settings = self._settings
+        return JobClaims(
+            redis,
+            keys,
+            queue=settings.queue,
+            partitions=settings.partitions,
+            worker_id=self._card.worker,
+            lease_s=settings.lease_s,
+            max_crashes=settings.max_crashes,
+            model=self._card.model_hash,
+            restart_other_model=settings.other_model == "restart",
+            on_finished=heartbeat.record_job,
         )
 
     def _make_outbox(self, scripts: Scripts, heartbeat: Heartbeat) -> Outbox:
