@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import JsonValue
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
@@ -266,10 +267,12 @@ class JobClaims:
         """Report a job that became a dead letter here. What cannot be read of it is left out."""
         if self._on_finished is None:
             return
-        stats, metadata = JobStats(worker=self._worker_id), {}
+        stats = JobStats(worker=self._worker_id)
+        metadata: dict[str, JsonValue] = {}
         with suppress(ResponseError, ProtocolError, ValueError, TypeError):
             fields: Any = ["generated", "returned"]
-            generated, returned = await self._redis.hmget(self._keys.of_job(job_id).job, fields)
+            stored: Any = await self._redis.hmget(self._keys.of_job(job_id).job, fields)
+            generated, returned = stored
             stats = stats.model_copy(update={"generated_tokens": int(generated or 0)})
             seed, metadata = codec.decode_returned(returned)
             stats = stats.model_copy(update={"seed": seed})
