@@ -12,7 +12,7 @@ def stream(parts: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
     """Return the text released after each token and at the end, and whether a stop string was found."""
     detokenizer = StreamDetokenizer(parts.__getitem__, stop)
     released = [detokenizer.feed(token) for token in range(len(parts))]
-    return [*released, detokenizer.finish()], detokenizer.stopped
+    return [*released, detokenizer.finish()], detokenizer.stop_string is not None
 
 
 def expected(text: str, stop: list[str]) -> tuple[str, bool]:
@@ -98,3 +98,9 @@ def test_a_replacement_character_for_an_incomplete_character_may_complete_a_stop
 def test_the_longest_of_several_complete_stop_strings_counts() -> None:
     matcher = StopMatcher(["b", "ab"])
     assert matcher.read("xab!") == (3, 2)
+
+
+def test_the_stop_string_that_was_found_is_known() -> None:
+    detokenizer = StreamDetokenizer(lambda token: [b"x e", b"nd"][token], ["\n", "end", "d"])
+    assert [detokenizer.feed(0), detokenizer.stop_string] == ["x ", None]
+    assert [detokenizer.feed(1), detokenizer.stop_string] == ["", "end"]

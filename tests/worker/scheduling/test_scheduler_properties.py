@@ -219,7 +219,7 @@ class Jobs(RuleBasedStateMachine):
         assert end.stats.generated_tokens == len(generated)
         if end.reason is FinishReason.LENGTH:
             assert len(job.prompt) + len(generated) >= job.max_length
-        if end.reason is FinishReason.STOP and not job.detokenizer.stopped:
+        if end.reason is FinishReason.STOP and job.detokenizer.stop_string is None:
             assert generated_alone(job, len(generated) + 1) == [*generated, ByteVocab.eos]
 
     @invariant()

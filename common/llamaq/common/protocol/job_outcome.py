@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.protocol.wire_model import WireModel
 
 
@@ -110,6 +111,7 @@ class JobStats(WireModel):
     slot: int | None = Field(None, description="Index of the slot that the job ran in. None: it never had a slot.")
     worker: str | None = Field(None, description="Id of the worker that ran the job. None: no worker ran it.")
     seed: int | None = Field(None, description="Seed of the random draws. None: the job was not prepared.")
+    stop_string: str | None = Field(None, description="The stop string that ended the job. None: none did.")
     mode: Literal["stream", "generate"] = Field(
         "stream",
         description="`stream` if the job published an event for the tokens of each tick, else `generate`: the call "
@@ -123,6 +125,9 @@ class Result(WireModel):
     job_id: str = Field(description="Id of the job.")
     text: str = Field(description="The generated text.")
     tokens: tuple[int, ...] = Field(description="The generated token ids.")
+    logprobs: tuple[TokenLogprobs, ...] | None = Field(
+        None, description="For each token, its `logprob` and the list `top`. None: the job did not ask for `logprobs`."
+    )
     finish_reason: FinishReason = Field(description="Why the job ended: `stop`, `length`, `cancelled` or `deadline`.")
     stats: JobStats = Field(description="Measurements of the job.")
     seed: int = Field(

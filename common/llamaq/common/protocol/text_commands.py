@@ -43,6 +43,8 @@ class TextCommand(WireModel):
     action: TextAction = Field(description="`tokenize`, `detokenize` or `apply_template`.")
     text: str | None = Field(None, description="The text, for `tokenize`.")
     tokens: tuple[TokenId, ...] | None = Field(None, description="The token ids, for `detokenize`.")
+    add_special: bool = Field(True, description="Whether `tokenize` adds BOS to a text if the model asks for it.")
+    with_pieces: bool = Field(False, description="Whether the reply to `tokenize` has the bytes of each token.")
     messages: tuple[Message, ...] | None = Field(
         None, max_length=MAX_MESSAGES, description="The chat, for `apply_template` and `tokenize`."
     )
@@ -62,4 +64,5 @@ class TextReply(WireModel):
 
     error: str | None = Field(None, description="Why the input was refused. None: the command succeeded.")
     tokens: tuple[int, ...] = Field((), description="The token ids, in the reply to `tokenize`.")
+    pieces: tuple[bytes, ...] = Field((), description="The bytes of each token, in the reply to `tokenize` that asks.")
     text: str = Field("", description="The text, in the reply to `detokenize` and `apply_template`.")

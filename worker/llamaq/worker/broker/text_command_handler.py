@@ -32,5 +32,14 @@ class TextCommandHandler:
             case TextAction.APPLY_TEMPLATE:
                 return TextReply(text=vocab.render_chat(messages))
             case TextAction.TOKENIZE:
-                tokens = vocab.encode_chat(messages) if command.text is None else vocab.encode(command.text)
-                return TextReply(tokens=tuple(tokens))
+                tokens = vocab.encode_chat(messages) if command.text is None else self._encode(command, command.text)
+                pieces = tuple(vocab.piece_with_special(token) for token in tokens) if command.with_pieces else ()
+                return TextReply(tokens=tuple(tokens), pieces=pieces)
+
+    def _encode(self, command: TextCommand, text: str) -> list[int]:
+        tokens = self._vocab.encode(text)
+        if command.add_special:
+            return tokens
+        added = self._vocab.encode("")
+        begins_special = any(span.start == 0 for span in self._vocab.special_tokens.find(text))
+        return tokens if begins_special else tokens[len(added) :]

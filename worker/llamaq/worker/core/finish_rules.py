@@ -12,7 +12,7 @@ JobFinish = FinishReason | JobRejected
 
 def finish_reason(job: Job, n_generated: int) -> FinishReason | None:
     """Return why a job with `n_generated` tokens is finished, or None when it continues."""
-    if job.detokenizer.stopped:
+    if job.detokenizer.stop_string is not None:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(job.prompt) + n_generated >= job.max_length else None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import pack
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 class Sampler(Protocol):
     """Draws the next token of one job from its logits."""
+
+    logprobs: TokenLogprobs | None
+    """The probabilities of the token that was drawn last. None: the job did not ask for them."""
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`.
@@ -44,8 +48,8 @@ class Sampler(Protocol):
 class Detokenizer(Protocol):
     """Turns the tokens of one job into text. The text has only whole UTF-8 characters and no part of a stop string."""
 
-    stopped: bool
-    """Whether the generated text contains a whole stop string. Then no more text is returned."""
+    stop_string: str | None
+    """The whole stop string that the generated text contains. Then no more text is returned. None: there is none."""
 
     def feed(self, token: int) -> str:
         """Add a token and return the text that can now be published, often an empty string."""
@@ -92,6 +96,8 @@ class Job:
     detokenizer: Detokenizer
     resumed: list[int] = field(default_factory=list)
     """Tokens that earlier attempts published. The detokenizer and the grammar have processed them already."""
+    resumed_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """The probabilities of these tokens, if the job asked for them."""
     times: JobTimes = field(default_factory=JobTimes)
     context_limit: int = 0
     """The largest number of tokens, prompt and generated, that this job may have."""
@@ -153,6 +159,7 @@ class NewToken:
     job: Job
     token: int
     text: str
+    logprobs: TokenLogprobs | None = None
     time_s: float = field(default_factory=time.monotonic)
     """When the token was generated, on the clock of `JobTimes`."""
 

@@ -22,7 +22,7 @@ class StreamDetokenizer:
     """
 
     def __init__(self, piece: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
-        self.stopped = False
+        self.stop_string: str | None = None
         self._piece = piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop) if stop else None
@@ -39,14 +39,15 @@ class StreamDetokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        if self._matcher is None or self.stopped:
-            return "" if self.stopped else text
+        if self.stop_string is not None:
+            return ""
+        if self._matcher is None:
+            return text
         n_read, n_matched = self._matcher.read(text)
         if n_matched:
-            self.stopped = True
-            released = (self._withheld + text[:n_read])[:-n_matched]
-            self._withheld = ""
-            return released
+            read, self._withheld = self._withheld + text[:n_read], ""
+            self.stop_string = read[-n_matched:]
+            return read[:-n_matched]
         text = self._withheld + text
         n_released = len(text) - self._matcher.n_partial_chars
         self._withheld = text[n_released:]

@@ -35,6 +35,7 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
         worker=worker,
         mode=mode_of(job.request),
         seed=job.request.seed,
+        stop_string=job.detokenizer.stop_string,
     )
     if slot is None:
         return stats
