@@ -21,6 +21,8 @@ from llamaq.common.metrics.families import Family, Histogram, Labels, Samples
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.1
+"""How often the server looks whether it must end."""
 REQUEST_TIMEOUT_S = 30.0
 """A connection that sends nothing for this time is closed."""
 
@@ -104,7 +106,9 @@ class MetricsServer:
             self._server = make_server(bind, port, self._answer, Server, handler_class=_Handler)
         except (OSError, OverflowError) as exc:
             raise InvalidSettings(f"metrics cannot be served at {bind} port {port}: {exc}") from exc
-        self._thread = threading.Thread(target=self._server.serve_forever, name="llamaq-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="llamaq-metrics", daemon=True
+        )
 
     @property
     def port(self) -> int:
