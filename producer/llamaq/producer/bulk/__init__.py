@@ -1,0 +1,8 @@
+"""Bulk runs: computes all rows of a file, each exactly once, also after crashes."""
+
+from __future__ import annotations
+
+from llamaq.producer.bulk.bulk_run import BulkProgress, BulkRun, BulkState
+from llamaq.producer.bulk.execute import drop_errors, execute
+
+__all__ = ["BulkProgress", "BulkRun", "BulkState", "drop_errors", "execute"]

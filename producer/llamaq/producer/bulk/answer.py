@@ -1,0 +1,90 @@
+"""Builds the output line of a row, and finds the row of a line that was written before."""
+
+from __future__ import annotations
+
+import json
+import re
+from http import HTTPStatus
+from typing import Any
+
+from llamaq.common.errors import BulkRunRefused, JobFailed, LlamaqError
+from llamaq.common.protocol.job_outcome import FinishReason, Result
+from llamaq.producer.bulk.bulk_run import BulkRun
+from llamaq.producer.bulk.row import Row
+from llamaq.producer.openai_format.response_body import completion_object, error_object, usage_object
+
+_LINE_START = re.compile(rb'\{"(?:line": (\d{1,18})|id": "batch_req_[A-Za-z0-9_\-]{1,64}_(\d{1,18})"),')
+"""The beginning of each line that this module builds."""
+
+_INCOMPLETE = {
+    FinishReason.CANCELLED: "the job was cancelled",
+    FinishReason.DEADLINE: "the job reached its timeout_s, queue_timeout_s or deadline_s",
+}
+
+
+def error_of(outcome: Result | Exception) -> LlamaqError | None:
+    """Return why a row has failed. None: its job has a complete result.
+
+    Raises:
+        Exception: The outcome is an error that is not of the row.
+    """
+    if isinstance(outcome, Result):
+        reason = _INCOMPLETE.get(outcome.finish_reason)
+        return None if reason is None else JobFailed(outcome.finish_reason.value, reason, outcome.job_id)
+    if isinstance(outcome, LlamaqError):
+        return outcome
+    raise outcome
+
+
+def answer_line(run: BulkRun, row: Row, result: Result, *, queue: str, now_s: int) -> bytes:
+    """Return the output line of a row with a result.
+
+    Args:
+        run: The run.
+        row: The row.
+        result: The result of its job.
+        queue: The queue, whose name stands for the model if the row names none.
+        now_s: The time in seconds since the epoch.
+    """
+    if row.form == "openai":
+        body = completion_object(row.endpoint, result, model=row.model or queue, created_s=now_s)
+        response = {"status_code": int(HTTPStatus.OK), "request_id": result.job_id, "body": body}
+        return _encode({**_batch_start(run, row), "response": response, "error": None})
+    answer: dict[str, Any] = {"line": row.number, "id": row.row_id, "text": result.text}
+    if "tokens" in row.values:
+        answer["tokens"] = list(result.tokens)
+    answer |= {"finish_reason": result.finish_reason.value, "usage": usage_object(result.stats), "seed": result.seed}
+    if result.metadata:
+        answer["metadata"] = result.metadata
+    return _encode(answer)
+
+
+def error_line(run: BulkRun, row: Row, error: LlamaqError) -> bytes:
+    """Return the line of the error file for a row that has failed."""
+    described = error_object(error)
+    message = {"code": described["code"] or "invalid_request", "message": described["message"]}
+    if row.form == "plain":
+        return _encode({"line": row.number, "id": row.row_id, "error": message})
+    job_id = error.job_id if isinstance(error, JobFailed) else None
+    response = {"status_code": int(error.http_status), "request_id": job_id, "body": {"error": described}}
+    return _encode({**_batch_start(run, row), "response": response, "error": {**message, "line": row.number}})
+
+
+def _batch_start(run: BulkRun, row: Row) -> dict[str, Any]:
+    return {"id": f"batch_req_{run.run_id}_{row.number}", "custom_id": row.row_id}
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def row_number_of(line: bytes, file_name: object) -> int:
+    """Return the row number of a line that `answer_line` or `error_line` built.
+
+    Raises:
+        BulkRunRefused: This is no such line.
+    """
+    found = _LINE_START.match(line)
+    if found is None:
+        raise BulkRunRefused(f"{file_name} has lines that no bulk run wrote: name another output file, or delete it")
+    return int(found[1] or found[2])

@@ -1,0 +1,161 @@
+"""Reads the rows of an input file, one after the other, and fingerprints the file."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pydantic import BaseModel
+
+from llamaq.common.errors import BulkRunRefused, InvalidRequest, MissingExtra
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer.accepted_forms import SYNONYMS
+from llamaq.producer.bulk.finished_rows import FinishedRows
+
+READ_BYTES = 1024 * 1024
+PARQUET_ROWS_AT_ONCE = 256
+JSON_COLUMNS = frozenset({"json_schema", "logit_bias", "messages", "metadata", "stop", "tokens"})
+"""Columns of a CSV file whose cells are JSON."""
+TABLE_COLUMNS = frozenset({"id", *JobRequest.model_fields, *SYNONYMS})
+"""The columns of a table that are read. Other columns are ignored."""
+
+Record = tuple[int, object]
+"""A row number, and the record: a decoded JSON value, or the error with which it cannot be decoded."""
+
+
+class Fingerprint(BaseModel):
+    """What is known about an input file, to notice that it has changed."""
+
+    n_bytes: int
+    mtime_ns: int
+    sha256: str
+    n_rows: int
+
+    def describes(self, path: Path) -> bool:
+        """Return whether the file has not been written since, judged by its size and time."""
+        status = path.stat()
+        return (status.st_size, status.st_mtime_ns) == (self.n_bytes, self.mtime_ns)
+
+
+def file_format(path: Path) -> str:
+    """Return the format of a file: `jsonl`, `csv` or `parquet`. Raises `BulkRunRefused` for another suffix."""
+    formats = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
+    try:
+        return formats[path.suffix.lower()]
+    except KeyError:
+        raise BulkRunRefused(f"{path}: the name of the file must end with .jsonl, .csv or .parquet") from None
+
+
+def take_fingerprint(path: Path) -> Fingerprint:
+    """Read the whole file and return its fingerprint. Raises `OSError`."""
+    status = path.stat()
+    digest, n_rows, is_blank = hashlib.sha256(), 0, True
+    with path.open("rb") as file:
+        while part := file.readline(READ_BYTES):  # a long line has several parts
+            digest.update(part)
+            is_blank = is_blank and not part.strip()
+            if part.endswith(b"\n"):
+                n_rows, is_blank = n_rows + (not is_blank), True
+    n_rows += not is_blank
+    if file_format(path) != "jsonl":
+        n_rows = _count_records(path)
+    return Fingerprint(n_bytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest.hexdigest(), n_rows=n_rows)
+
+
+def _count_records(path: Path) -> int:
+    if file_format(path) == "parquet":
+        return int(_parquet_file(path).metadata.num_rows)
+    return sum(1 for _ in _read_csv(path, FinishedRows()))
+
+
+def read_records(path: Path, finished: FinishedRows, max_line_bytes: int) -> Iterator[Record]:
+    """Yield the records of a file that are not finished.
+
+    Args:
+        path: The file.
+        finished: The numbers of rows that are skipped.
+        max_line_bytes: Longest line of a JSONL file.
+    """
+    match file_format(path):
+        case "jsonl":
+            return _read_jsonl(path, finished, max_line_bytes)
+        case "csv":
+            return _read_csv(path, finished)
+        case _:
+            return _read_parquet(path, finished)
+
+
+def _read_jsonl(path: Path, finished: FinishedRows, max_line_bytes: int) -> Iterator[Record]:
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(max_line_bytes):
+            number += 1
+            if len(line) == max_line_bytes and not line.endswith(b"\n"):
+                _skip_line(file)
+                if number not in finished:
+                    yield number, InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
+            elif number not in finished and line.strip():
+                yield number, decode_line(line)
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while (part := file.readline(READ_BYTES)) and not part.endswith(b"\n"):
+        pass
+
+
+def decode_line(line: bytes) -> object:
+    """Return the decoded JSON of a line, or the error with which it cannot be decoded."""
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as exc:
+        return InvalidRequest(f"not JSON: {exc}")
+
+
+def _read_csv(path: Path, finished: FinishedRows) -> Iterator[Record]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        for number, cells in enumerate(csv.DictReader(file), start=1):
+            if number not in finished:
+                yield number, _decode_cells(cells)
+
+
+def _decode_cells(cells: dict[str | Any, str | Any]) -> object:
+    record: dict[str, object] = {}
+    for name, text in cells.items():
+        if name not in TABLE_COLUMNS or not text:
+            continue
+        if name not in JSON_COLUMNS or (name == "stop" and not text.startswith("[")):
+            record[name] = text
+            continue
+        try:
+            record[name] = json.loads(text)
+        except (ValueError, RecursionError) as exc:
+            return InvalidRequest(f"column {name}: not JSON: {exc}")
+    return record
+
+
+def _read_parquet(path: Path, finished: FinishedRows) -> Iterator[Record]:
+    file = _parquet_file(path)
+    columns = [name for name in file.schema_arrow.names if name in TABLE_COLUMNS]
+    number = 0
+    for batch in file.iter_batches(batch_size=PARQUET_ROWS_AT_ONCE, columns=columns):
+        for record in batch.to_pylist():
+            number += 1
+            if number not in finished:
+                yield number, record
+
+
+def _parquet_file(path: Path) -> Any:
+    return pyarrow_module("pyarrow.parquet").ParquetFile(path)
+
+
+def pyarrow_module(name: str) -> Any:
+    """Import a module of pyarrow. Raises `MissingExtra` if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as exc:
+        raise MissingExtra("a Parquet file", "parquet") from exc

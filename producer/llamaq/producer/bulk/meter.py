@@ -1,0 +1,68 @@
+"""Measures the progress of a run: counts, rates, and the time that remains."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.producer.bulk.bulk_run import BulkProgress, BulkState
+
+RATE_S = 60.0
+"""Rates are means over the last time of this length."""
+
+
+class Meter:
+    """The counts of one process that executes a run."""
+
+    def __init__(self, run_id: str, clock: Callable[[], float], *, rows_total: int, rows_before: int) -> None:
+        self._run_id = run_id
+        self._clock = clock
+        self._start_s = clock()
+        self._rows_total = rows_total
+        self._rows_before = rows_before
+        self._rows = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._samples: deque[tuple[float, int, int]] = deque([(self._start_s, 0, 0)])
+        """Time, rows and generated tokens at the last reports."""
+
+    def __repr__(self) -> str:
+        return f"<Meter rows={self._rows} tokens={self._generated_tokens}>"
+
+    def count(self, stats: JobStats | None) -> None:
+        """Count a row, with the measurements of its job if it had one."""
+        self._rows += 1
+        if stats is not None:
+            self._prompt_tokens += stats.prompt_tokens
+            self._cached_tokens += stats.prefix_cache_tokens
+            self._generated_tokens += stats.generated_tokens
+
+    def report(
+        self, state: BulkState, *, rows_failed: int, rows_in_flight: int = 0, notice: str | None = None
+    ) -> BulkProgress:
+        """Return the progress now."""
+        now_s = self._clock()
+        self._samples.append((now_s, self._rows, self._generated_tokens))
+        while len(self._samples) > 2 and self._samples[1][0] < now_s - RATE_S:
+            self._samples.popleft()
+        then_s, rows_then, tokens_then = self._samples[0]
+        passed_s = max(now_s - then_s, 1e-3)
+        rows_per_s = (self._rows - rows_then) / passed_s
+        rows_done = self._rows_before + self._rows
+        n_open = self._rows_total - rows_done
+        return BulkProgress(
+            run_id=self._run_id,
+            state=state,
+            rows_total=self._rows_total,
+            rows_done=rows_done,
+            rows_failed=rows_failed,
+            rows_before=self._rows_before,
+            rows_in_flight=rows_in_flight,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            elapsed_s=round(now_s - self._start_s, 3),
+            tokens_per_s=round((self._generated_tokens - tokens_then) / passed_s, 1),
+            eta_s=round(n_open / rows_per_s, 1) if rows_per_s and n_open else None if n_open else 0.0,
+            notice=notice,
+        )

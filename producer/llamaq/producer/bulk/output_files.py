@@ -1,0 +1,215 @@
+"""The files that a run writes: answers, errors, and the description by which a later process continues the run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import BaseModel, ValidationError
+
+from llamaq.common.errors import BulkRunBusy, BulkRunRefused
+from llamaq.producer.bulk.answer import row_number_of
+from llamaq.producer.bulk.bulk_run import BulkRun
+from llamaq.producer.bulk.finished_rows import FinishedRows
+from llamaq.producer.bulk.input_file import Fingerprint, file_format, take_fingerprint
+
+
+class StoredRun(BaseModel):
+    """The file `OUTPUT.run.json`: the run that the output is of."""
+
+    run: BulkRun
+    input: Fingerprint
+    is_complete: bool = False
+
+
+def description_file(output: Path) -> Path:
+    """Return the file that describes the run of an output file."""
+    return output.with_name(output.name + ".run.json")
+
+
+def rows_file(output: Path) -> Path:
+    """Return the JSONL file that answers are appended to. A table is written from it at the end of the run."""
+    return output if file_format(output) == "jsonl" else output.with_name(output.name + ".rows.jsonl")
+
+
+def read_stored_run(output: Path) -> StoredRun | None:
+    """Return the run that an output file is of. None: there is no such file.
+
+    Raises:
+        BulkRunRefused: The description is damaged.
+    """
+    path = description_file(output)
+    try:
+        return StoredRun.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as exc:
+        raise BulkRunRefused(f"{path} cannot be read: delete it and {output} to start the run again: {exc}") from exc
+
+
+def write_stored_run(output: Path, stored: StoredRun) -> None:
+    """Write the description of a run. A crash leaves the earlier file or the new one."""
+    path = description_file(output)
+    new = path.with_name(path.name + ".new")
+    new.write_text(stored.model_dump_json(indent=1) + "\n")
+    new.replace(path)
+
+
+def prepare_description(run: BulkRun) -> StoredRun:
+    """Return the description of the run, and write it if the run is new. It reads the whole input file of a new run.
+
+    Raises:
+        BulkRunRefused: The input cannot be read, or the output is of another run.
+    """
+    stored = read_stored_run(run.output)
+    try:
+        if stored is not None and stored.input.describes(run.input):
+            fingerprint = stored.input
+        else:
+            fingerprint = take_fingerprint(run.input)
+    except OSError as exc:
+        raise BulkRunRefused(f"the input cannot be read: {exc}") from exc
+    if stored is None:
+        files = (rows_file(run.output), run.error_file)
+        full = [path for path in files if path.exists() and path.stat().st_size]
+        if full:
+            raise BulkRunRefused(f"{full[0]} exists and is not of a bulk run: name another file, or delete it")
+        stored = StoredRun(run=run, input=fingerprint)
+        write_stored_run(run.output, stored)
+        return stored
+    _check_same(run, stored, fingerprint)
+    return stored
+
+
+def _check_same(run: BulkRun, stored: StoredRun, fingerprint: Fingerprint) -> None:
+    """Check that a stored run is the one that is continued."""
+    way_out = f"name another output file, or delete {run.output} and {description_file(run.output).name}"
+    if (fingerprint.sha256, fingerprint.n_rows) != (stored.input.sha256, stored.input.n_rows):
+        raise BulkRunRefused(f"{run.output} was begun with another input than {run.input} is now: {way_out}")
+    before, now = stored.run.row_parameters(), run.row_parameters()
+    changed = [name for name in now if now[name] != before[name]]
+    if changed:
+        raise BulkRunRefused(
+            f"{run.output} was begun with other values of {', '.join(changed)}: "
+            f"{changed[0]} was {str(before[changed[0]])[:200]}: {way_out}"
+        )
+
+
+class OutputFiles:
+    """The open output file and error file of a run, and the rows in them. No other process can open them meanwhile."""
+
+    def __init__(self, run: BulkRun, stored: StoredRun, answers: BinaryIO, errors: BinaryIO) -> None:
+        self.stored = stored
+        """The description of the run."""
+        self._run = run
+        self._answers = answers
+        self._errors = errors
+        self.finished = FinishedRows()
+        """The rows in both files."""
+        _read_rows(answers, rows_file(run.output), self.finished)
+        n_answers = len(self.finished)
+        _read_rows(errors, run.error_file, self.finished)
+        self.n_failed = len(self.finished) - n_answers
+        """Number of rows in the error file."""
+
+    def write_answer(self, number: int, line: bytes) -> None:
+        """Append the answer of a row."""
+        self._answers.write(line)
+        self.finished.add(number)
+
+    def write_error(self, number: int, line: bytes) -> None:
+        """Append the error of a row."""
+        self._errors.write(line)
+        self.finished.add(number)
+        self.n_failed += 1
+
+    def flush(self) -> None:
+        """Pass what was written to the operating system: it survives the end of this process, however it ends."""
+        self._answers.flush()
+        self._errors.flush()
+
+    def sync(self) -> None:
+        """Write everything to the disk."""
+        for file in (self._answers, self._errors):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def complete(self) -> None:
+        """End the run: write everything to the disk, sort the answers if the run is ordered, and write the table."""
+        self.sync()
+        if self._run.ordered:
+            bring_into_order(rows_file(self._run.output))
+        if not self.n_failed:
+            self._run.error_file.unlink(missing_ok=True)
+        write_stored_run(self._run.output, self.stored.model_copy(update={"is_complete": True}))
+
+
+@contextmanager
+def open_output(run: BulkRun) -> Iterator[OutputFiles]:
+    """Open the output file and the error file of a run, cut torn last lines, and read which rows are in them.
+
+    Raises:
+        BulkRunRefused: A file is not of this run, cannot be opened, or another process executes the run.
+    """
+    if not run.input.is_file():
+        raise BulkRunRefused(f"{run.input}: there is no such file")
+    file_format(run.input)
+    with ExitStack() as exits:
+        answers, errors = (exits.enter_context(_open_locked(path)) for path in (rows_file(run.output), run.error_file))
+        stored = prepare_description(run)
+        yield OutputFiles(run, stored, answers, errors)
+
+
+@contextmanager
+def _open_locked(path: Path) -> Iterator[BinaryIO]:
+    try:
+        file = path.open("a+b")
+    except OSError as exc:
+        raise BulkRunRefused(f"the output cannot be written: {exc}") from exc
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            raise BulkRunBusy(f"{path}: another process executes this run") from exc
+        yield file
+
+
+def _read_rows(file: BinaryIO, path: Path, finished: FinishedRows) -> None:
+    """Add the rows of a file, and cut a last line that was not completely written."""
+    file.seek(0)
+    end = 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        finished.add(row_number_of(line, path))
+        end += len(line)
+    file.truncate(end)
+
+
+def bring_into_order(path: Path) -> None:
+    """Sort the lines of a file by their row numbers. A crash leaves the file as it was."""
+    numbers, offsets = array("Q"), array("Q")
+    is_sorted = True
+    with path.open("rb") as file:
+        offset = 0
+        for line in file:
+            number = row_number_of(line, path)
+            is_sorted = is_sorted and (not numbers or numbers[-1] < number)
+            numbers.append(number)
+            offsets.append(offset)
+            offset += len(line)
+        if is_sorted:
+            return
+        new = path.with_name(path.name + ".new")
+        with new.open("wb") as sorted_file:
+            for place in sorted(range(len(numbers)), key=numbers.__getitem__):
+                file.seek(offsets[place])
+                sorted_file.write(file.readline())
+            sorted_file.flush()
+            os.fsync(sorted_file.fileno())
+    new.replace(path)

@@ -1,0 +1,87 @@
+"""One row of the input: its request, or why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.producer.bulk.bulk_run import RESERVED_OPTIONS, BulkRun, Form
+from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.request_body import read_body
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of the input."""
+
+    number: int
+    """Line number of the row in a JSONL file, number of the record in a table. The first has the number 1."""
+    form: Form = "plain"
+    """The form of the answer."""
+    row_id: Any = None
+    """The `custom_id` or `id` of the row. None: it has none."""
+    endpoint: Endpoint = Endpoint.COMPLETIONS
+    """The endpoint of the OpenAI API that the answer is of, in OpenAI's form."""
+    model: str | None = None
+    """The model that the row names. None: it names none."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The arguments of `submit`: the prompt and the job options of the row."""
+    error: InvalidRequest | None = None
+    """Why the row has no request. None: it has one."""
+
+
+def read_row(run: BulkRun, number: int, record: object) -> Row:
+    """Return the row of a record. If the record is not a request, the row has the error.
+
+    Args:
+        run: The run.
+        number: The number of the row.
+        record: The decoded JSON of a line, or a record of a table.
+    """
+    row = Row(number, form=run.form or "plain", model=run.model)
+    try:
+        if not isinstance(record, Mapping):
+            raise InvalidRequest("a JSON object is required")
+        if "body" in record or "custom_id" in record:
+            _read_batch_line(run, row, record)
+        else:
+            _read_plain_line(row, record)
+    except InvalidRequest as exc:
+        row.error = exc
+    return row
+
+
+def _read_batch_line(run: BulkRun, row: Row, record: Mapping[str, Any]) -> None:
+    """Read a line in the form of the OpenAI Batch API."""
+    row.form, row.row_id = run.form or "openai", record.get("custom_id")
+    if not isinstance(row.row_id, str) or not row.row_id:
+        raise InvalidRequest("custom_id: a text is required")
+    if record.get("method", "POST") != "POST":
+        raise InvalidRequest("method: only POST is supported")
+    url, body = record.get("url", run.endpoint), record.get("body")
+    try:
+        row.endpoint = Endpoint(url)
+    except ValueError as exc:
+        raise InvalidRequest(f"url: one of {', '.join(Endpoint)} is required") from exc
+    if run.endpoint is not None and row.endpoint is not run.endpoint:
+        raise InvalidRequest(f"url: this run accepts only {run.endpoint}")
+    if not isinstance(body, Mapping):
+        raise InvalidRequest("body: an object is required")
+    asked = read_body(row.endpoint, body)
+    row.values = asked.values
+    row.model = run.model or asked.model
+
+
+def _read_plain_line(row: Row, record: Mapping[str, Any]) -> None:
+    """Read a flat line: an id, a prompt, and job options."""
+    row.row_id = record.get("id")
+    if row.row_id is not None and not isinstance(row.row_id, str | int):
+        raise InvalidRequest("id: a text or a number is required")
+    refused = sorted(RESERVED_OPTIONS & record.keys())
+    if refused:
+        raise InvalidRequest(f"{refused[0]}: the run sets it for all rows")
+    row.values = {name: value for name, value in record.items() if name != "id" and value is not None}
+    if "messages" in row.values:
+        row.endpoint = Endpoint.CHAT

@@ -1,0 +1,291 @@
+"""`JobWindow` runs any number of jobs, with a bounded number of them in the queue and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from redis.exceptions import RedisError
+
+from llamaq.common.backoff import Backoff
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.errors import (
+    InvalidRequest,
+    InvalidSettings,
+    JobNotFound,
+    LlamaqError,
+    QueueDraining,
+    QueueFull,
+    RedisFull,
+)
+from llamaq.common.protocol.job_outcome import Result
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.script_values import Submission
+from llamaq.producer.batch import submit_each
+from llamaq.producer.job_window.end_collector import EndCollector
+from llamaq.producer.job_window.pace import Pace
+from llamaq.producer.job_window.prefix_order import PrefixOrder
+from llamaq.producer.job_window.window_job import WindowJob
+from llamaq.producer.queue_connection import QueueConnection
+from llamaq.producer.streaming.retried_reads import may_pass
+from llamaq.producer.submission import encode, new_job_id
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_SIZE = 256
+"""Smallest default for the number of jobs in the queue."""
+JOBS_PER_SLOT = 4
+"""Jobs in the queue for each slot of the queue's workers, so that a free slot never waits for this client."""
+JOBS_AT_ONCE = 100
+"""Largest number of jobs in one round trip."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Pauses while the queue or Redis is full, or Redis does not answer."""
+CANCELS_AT_ONCE = 50
+
+Outcome = Result | Exception
+"""How a job ended: its result, or its error."""
+
+
+def default_size(n_slots: int) -> int:
+    """Return the default number of jobs in the queue, for workers with this number of slots."""
+    return max(DEFAULT_SIZE, JOBS_PER_SLOT * n_slots)
+
+
+class JobWindow(Generic[T]):
+    """Submits requests as earlier ones end, and returns the outcome of each.
+
+        async with JobWindow(connection, size=256) as window:
+            window.add(1, request)
+            while window.n_held:
+                for tag, outcome in await window.outcomes():
+                    window.release(1)
+
+    Requests that share a prefix are submitted one after the other. A full queue, a full Redis and a Redis that does
+    not answer slow the window down: no request fails because of them. A job that Redis has lost is submitted again.
+
+    At the end of the context, jobs that have not ended are cancelled.
+    """
+
+    def __init__(self, connection: QueueConnection, *, size: int, rate: float | None = None) -> None:
+        """Create a window without requests.
+
+        Args:
+            connection: The client's connection.
+            size: Largest number of jobs in the queue. As many requests more may wait here, to be sorted.
+            rate: Largest number of jobs submitted per second. None: no limit.
+        """
+        self._connection = connection
+        self._size = size
+        self._waiting: PrefixOrder[T] = PrefixOrder()
+        self._ends: EndCollector[T] = EndCollector(connection, self._end)
+        self._pace = Pace(rate, asyncio.get_running_loop().time)
+        self._pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._outcomes: deque[tuple[T, Outcome]] = deque()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: Exception | None = None
+        self._has_work = asyncio.Event()
+        self._has_outcomes = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._submit_problem: str | None = None
+        self.n_held = 0
+        """Number of requests that were added and not released."""
+
+    def __repr__(self) -> str:
+        return f"<JobWindow held={self.n_held} waiting={len(self._waiting)} in_flight={self.n_in_flight}>"
+
+    @property
+    def n_in_flight(self) -> int:
+        """Number of jobs in the queue."""
+        return len(self._ends)
+
+    @property
+    def room(self) -> int:
+        """Number of requests that may be added now."""
+        return max(0, 2 * self._size - self.n_held)
+
+    @property
+    def problem(self) -> str | None:
+        """Why no job is submitted now, as a sentence without a period. None: nothing is wrong."""
+        if self._ends.reads.error is not None:
+            return f"Redis does not answer: {self._ends.reads.error}"
+        return self._submit_problem
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._guard(work)) for work in (self._submit, self._ends.collect)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await cancel_tasks(*self._tasks)
+        job_ids = self._ends.job_ids()
+        self._ends.close()
+        await self._cancel(job_ids)
+
+    def add(self, tag: T, request: JobRequest) -> None:
+        """Add a request. The caller adds no more requests than there is room for.
+
+        Args:
+            tag: Returned with the outcome of the request.
+            request: The validated request.
+        """
+        self.n_held += 1
+        self._waiting.add(WindowJob(tag, request))
+        self._has_work.set()
+
+    def add_outcome(self, tag: T, outcome: Outcome) -> None:
+        """Add a request whose outcome is known already: it is returned like that of a job.
+
+        Args:
+            tag: Returned with the outcome.
+            outcome: The outcome, such as the error of a request that is not valid.
+        """
+        self.n_held += 1
+        self._outcomes.append((tag, outcome))
+        self._has_outcomes.set()
+
+    def release(self, n_requests: int = 1) -> None:
+        """Make room for other requests, because the caller has used the outcomes of so many."""
+        self.n_held -= n_requests
+        self._has_room.set()
+
+    async def wait_for_room(self) -> None:
+        """Wait until a request may be added."""
+        while not self.room:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    async def outcomes(self, timeout_s: float | None = None) -> list[tuple[T, Outcome]]:
+        """Wait for outcomes, and return all that are there. Each outcome is returned once.
+
+        Args:
+            timeout_s: Longest wait in seconds, after which the list is empty. None: no limit.
+
+        Raises:
+            InvalidSettings: The workers of the queue have another number of partitions.
+            RedisError: Redis refuses the commands of the window.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._outcomes and self._failure is None:
+                    self._has_outcomes.clear()
+                    await self._has_outcomes.wait()
+        if self._failure is not None and not self._outcomes:
+            raise self._failure
+        found = list(self._outcomes)
+        self._outcomes.clear()
+        return found
+
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except Exception as exc:  # noqa: BLE001  # `outcomes` raises it
+            self._failure = exc
+            self._has_outcomes.set()
+
+    async def _submit(self) -> None:
+        """Submit waiting requests while there is room in the queue, until this task is cancelled."""
+        while True:
+            n_free = min(self._size - self.n_in_flight, JOBS_AT_ONCE)
+            n_allowed = self._pace.n_allowed(n_free)
+            if not len(self._waiting) or n_free <= 0:
+                self._has_work.clear()
+                await self._has_work.wait()
+            elif not n_allowed:
+                await asyncio.sleep(self._pace.delay_s)
+            elif problem := await self._submit_some(self._waiting.pop(n_allowed)):
+                self._submit_problem = problem
+                await asyncio.sleep(self._pauses.next_delay_s())
+            else:
+                self._submit_problem = None
+                self._pauses.reset()
+
+    async def _submit_some(self, jobs: list[WindowJob[T]]) -> str | None:
+        """Submit requests. Those that cannot be submitted now wait again.
+
+        Returns:
+            Why some were not submitted. None: all were.
+        """
+        submissions, jobs = await self._encode(jobs)
+        if not submissions:
+            return None
+        try:
+            handles, errors = await submit_each(self._connection, submissions)
+        except (RedisError, OSError) as exc:
+            if not may_pass(exc):
+                raise
+            self._waiting.put_back(jobs)
+            return f"Redis does not answer: {exc}"
+        refused: list[WindowJob[T]] = []
+        problem = None
+        for job, handle, error in zip(jobs, handles, errors, strict=True):
+            if handle is not None:
+                job.handle = handle
+                self._ends.follow(job, handle.id)
+            elif error is not None and _passes(error):
+                refused.append(job)
+                problem = str(error)
+            elif isinstance(error, LlamaqError) and not isinstance(error, InvalidSettings):
+                self._end(job, error)
+            elif error is not None:
+                raise error
+        self._pace.count(len(jobs) - len(refused))
+        self._waiting.put_back(refused)
+        return problem
+
+    async def _encode(self, jobs: list[WindowJob[T]]) -> tuple[list[Submission], list[WindowJob[T]]]:
+        """Return the submissions of requests, and those requests. A request that is too large ends with its error."""
+        submissions, encoded = [], []
+        for job in jobs:
+            request = job.submitted_request
+            try:
+                payload = await encode(self._connection, request)
+            except InvalidRequest as exc:
+                self._end(job, exc)
+                continue
+            job_id = JobId.parse(job.job_id) if job.job_id else new_job_id(self._connection, request)
+            job.job_id = str(job_id)
+            submissions.append(Submission(job_id, request, payload))
+            encoded.append(job)
+        return submissions, encoded
+
+    def _end(self, job: WindowJob[T], outcome: Outcome) -> None:
+        """Pass on the outcome of a job, or submit its request again."""
+        if isinstance(outcome, JobNotFound):
+            log.warning("window.job_lost id=%s: it is submitted again", job.job_id)
+            job.forget()
+            self._waiting.put_back([job])
+        elif job.must_replace(outcome):
+            job.replace()
+            self._waiting.put_back([job])
+        else:
+            self._outcomes.append((job.tag, outcome))
+            self._has_outcomes.set()
+        self._has_work.set()
+
+    async def _cancel(self, job_ids: list[str]) -> None:
+        """Cancel jobs. An error ends this silently: the caller has an outcome or an error already."""
+        for start in range(0, len(job_ids), CANCELS_AT_ONCE):
+            some = job_ids[start : start + CANCELS_AT_ONCE]
+            replies = await asyncio.gather(
+                *(self._connection.scripts.cancel(job_id) for job_id in some), return_exceptions=True
+            )
+            errors = [reply for reply in replies if isinstance(reply, Exception)]
+            if errors:
+                log.warning("window.cancel_failed jobs=%d error=%s", len(errors), errors[0])
+                return
+
+
+def _passes(error: Exception) -> bool:
+    """Return whether a submit that was refused with this error may be accepted later."""
+    if isinstance(error, QueueFull | QueueDraining | RedisFull):
+        return True
+    return isinstance(error, RedisError) and may_pass(error)
