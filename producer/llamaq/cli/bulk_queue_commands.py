@@ -215,19 +215,16 @@ def read_time(at: str | None, delay: str | None, now: datetime) -> datetime | No
 
 def progress_line(run: RunStatus) -> str:
     """Return the state and the progress of a run in one line."""
-    line = f"{run.run_id}: {run.state.value}"
+    parts = [f"{run.run_id}: {run.state.value}"]
     progress = run.progress
     if progress is not None:
-        total = "?" if progress.rows_total is None else progress.rows_total
-        line += (
-            f", {progress.rows_done}/{total} rows, {progress.rows_failed} failed, {progress.tokens_per_s:.0f} tokens/s"
-        )
-        line += f", {progress.cached_share:.0%} of the prompts cached"
+        rows, failed = _numbers(run)
+        parts += [f"{rows} rows", f"{failed} failed", f"{progress.tokens_per_s:.0f} tokens/s"]
+        parts.append(f"{progress.cached_share:.0%} of the prompts cached")
         if progress.eta_s is not None:
-            line += f", {views.format_age(progress.eta_s)} left"
-        if progress.notice is not None:
-            line += f" ({progress.notice})"
-    return line if run.error is None else f"{line}: {run.error}"
+            parts.append(f"{views.format_age(progress.eta_s)} left")
+        parts += [progress.notice] if progress.notice else []
+    return ", ".join(parts) + ("" if run.error is None else f": {run.error}")
 
 
 def _numbers(run: RunStatus) -> tuple[str, str]:

@@ -216,7 +216,7 @@ def test_a_cancelled_run_leaves_no_row_in_the_queue(
 
 def test_rq_needs_a_single_server(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
     monkeypatch.setenv("LLAMAQ_REDIS_URL", "redis+cluster://localhost")
-    with pytest.raises(InvalidSettings, match="--rq-url .LLAMAQ_RQ_URL.: RQ needs a single Redis server"):
+    with pytest.raises(InvalidSettings, match=r"--rq-url .LLAMAQ_RQ_URL.: RQ needs a single Redis server"):
         BulkQueue()
     monkeypatch.setenv("LLAMAQ_RQ_URL", redis_url)
     with BulkQueue() as runs:

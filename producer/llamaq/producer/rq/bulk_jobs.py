@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 PROGRESS_KEY = "progress"
 """The key of the progress in the `meta` of an RQ job."""
+ERROR_KEY = "error"
+"""The key of the error of the last try in the `meta` of an RQ job. RQ stores only errors without a retry."""
+MAX_ERROR_CHARS = 500
 UNLIMITED = 10**9
 """An interrupted run may be continued this often."""
 
@@ -50,16 +53,17 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None) -> Any:
         described = BulkRun.model_validate(run)
         log.info("bulk.run_started run=%s input=%s", described.run_id, described.input)
         progress = asyncio.run(_execute(described, queue, job))
-        _save_meta(job, progress)
+        _save_progress(job, progress)
         log.info("bulk.run_ended run=%s state=%s rows=%d", described.run_id, progress.state, progress.rows_done)
         if progress.state is BulkState.STOPPED:
             return Retry(max=UNLIMITED)
         if progress.state is not BulkState.COMPLETED:
             raise _incomplete(progress)
-    except BulkRunBusy:
-        raise  # RQ tries again: the other process may be the work-horse of a killed RQ worker, which ends soon
-    except (LlamaqError, ValueError):
-        job.retries_left = 0
+    except Exception as exc:
+        # RQ tries again if another process executes the run: it may be the work-horse of a killed RQ worker.
+        if isinstance(exc, LlamaqError | ValueError) and not isinstance(exc, BulkRunBusy):
+            job.retries_left = 0
+        _save_meta(job, **{ERROR_KEY: f"{type(exc).__name__}: {exc}"[:MAX_ERROR_CHARS]})
         raise
     return progress.model_dump(mode="json")
 
@@ -71,13 +75,12 @@ def drop_run_errors(run: dict[str, Any]) -> int:
 
 def cancel_rows(job: Job, connection: Redis) -> None:  # noqa: ARG001 - RQ calls it with both
     """Cancel the rows in flight of a run that was stopped. RQ stops a job by SIGKILL of its work-horse."""
-    progress = job.get_meta(refresh=True).get(PROGRESS_KEY)
-    if progress is not None:  # otherwise no row was submitted
-        run_id, n_rows = progress["run_id"], progress["rows_total"] or 0
-        asyncio.run(_cancel_rows(job.kwargs.get("queue"), run_id, n_rows))
+    progress = job.get_meta(refresh=True).get(PROGRESS_KEY) or {}
+    run = BulkRun.model_validate(job.args[0])
+    asyncio.run(_cancel_rows(job.kwargs.get("queue"), run.run_id, progress.get("rows_total")))
 
 
-async def _cancel_rows(queue: str | None, run_id: str, n_rows: int) -> None:
+async def _cancel_rows(queue: str | None, run_id: str, n_rows: int | None) -> None:
     async with AsyncClient(queue=queue) as client:
         n_cancelled = await cancel_rows_in_flight(client, run_id, n_rows)
         log.info("bulk.run_stopped run=%s cancelled=%d", run_id, n_cancelled)
@@ -85,7 +88,7 @@ async def _cancel_rows(queue: str | None, run_id: str, n_rows: int) -> None:
 
 async def _execute(run: BulkRun, queue: str | None, job: Job) -> BulkProgress:
     async with AsyncClient(queue=queue) as client, interruption(job.id) as stop:
-        reporter = _ProgressReporter(partial(_save_meta, job))
+        reporter = _ProgressReporter(partial(_save_progress, job))
         try:
             return await execute(run, client, on_progress=reporter.report, stop=stop)
         finally:
@@ -129,11 +132,15 @@ def _incomplete(progress: BulkProgress) -> BulkRunIncomplete:
     )
 
 
-def _save_meta(job: Job, progress: BulkProgress) -> None:
-    """Store the progress in the `meta` of the RQ job. If RQ's Redis does not answer, the next progress is stored."""
+def _save_progress(job: Job, progress: BulkProgress) -> None:
+    _save_meta(job, **{PROGRESS_KEY: progress.model_dump(mode="json"), ERROR_KEY: None})
+
+
+def _save_meta(job: Job, **values: Any) -> None:
+    """Store values in the `meta` of the RQ job. If RQ's Redis does not answer, the next values are stored."""
     job.meta.pop("unserialized", None)  # an RQ worker with another serializer wrote what JSON cannot contain
-    job.meta[PROGRESS_KEY] = progress.model_dump(mode="json")
+    job.meta.update(values)
     try:
         job.save_meta()
     except (RedisError, OSError) as exc:
-        log.warning("bulk.progress_not_stored run=%s error=%s", progress.run_id, exc)
+        log.warning("bulk.meta_not_stored rq_job=%s error=%s", job.id, exc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from llamaq.producer.rq.bulk_jobs import ERROR_KEY
 from llamaq.producer.rq.library import Job, JSONSerializer, RQScheduler, Worker
 
 log = logging.getLogger(__name__)
@@ -96,9 +98,13 @@ class BulkWorker(Worker):
             self.kill_horse(signal.SIGTERM)
 
 
-def keep_progress(job: Job, *_: Any) -> None:
-    """Read the progress that a killed work-horse has stored, because RQ writes the whole job again."""
+def keep_progress(job: Job, _: int, wait_status: int, *__: Any) -> None:
+    """Read the progress that a killed work-horse has stored, because RQ writes the whole job again.
+
+    RQ calls this function before it decides whether to try the job again.
+    """
     job.get_meta(refresh=True)
+    job.meta[ERROR_KEY] = f"the work-horse was killed (signal {os.WTERMSIG(wait_status)})"
 
 
 def serve(make_worker: Callable[[], BulkWorker], *, burst: bool = False) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.producer.bulk import BulkProgress, BulkRun
-from llamaq.producer.rq.bulk_jobs import PROGRESS_KEY
+from llamaq.producer.rq.bulk_jobs import ERROR_KEY, PROGRESS_KEY
 from llamaq.producer.rq.library import Job, JobStatus
 
 
@@ -96,11 +96,13 @@ def _progress(job: Job) -> BulkProgress | None:
 
 
 def _error(job: Job) -> str | None:
-    """Return the last line of the error of the last try."""
+    """Return the error of the last try: that of the run, or the last line of an error that only RQ has stored."""
     result = job.latest_result()
     text = (result.exc_string if result is not None else None) or ""
     if "DeserializationError" in text:
         return OTHER_SERIALIZER
+    if job.meta.get(ERROR_KEY):
+        return str(job.meta[ERROR_KEY])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else None
 
