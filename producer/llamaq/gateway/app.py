@@ -18,7 +18,7 @@ from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.request_ids import HEADER, RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.queue_directory import QueueDirectory
-from llamaq.gateway.routes import completions, health, models
+from llamaq.gateway.routes import completions, health, models, native, slots, texts
 from llamaq.gateway.settings import ServeSettings
 
 ROUTES = [
@@ -30,6 +30,17 @@ ROUTES = [
     Route("/v1/chat/completions", completions.chat, methods=["POST"]),
     Route("/chat/completions", completions.chat, methods=["POST"]),
     Route("/v1/completions", completions.complete, methods=["POST"]),
+    Route("/v1/chat/completions/input_tokens", texts.count_input_tokens, methods=["POST"]),
+    Route("/chat/completions/input_tokens", texts.count_input_tokens, methods=["POST"]),
+    Route("/completion", native.complete, methods=["POST"]),
+    Route("/completions", native.complete, methods=["POST"]),
+    Route("/tokenize", texts.tokenize, methods=["POST"]),
+    Route("/detokenize", texts.detokenize, methods=["POST"]),
+    Route("/apply-template", texts.apply_template, methods=["POST"]),
+    Route("/props", slots.props),
+    Route("/slots", slots.list_slots),
+    Route("/slots/{slot:int}", slots.act_on_slot, methods=["POST"]),
+    Route("/metrics", slots.metrics),
 ]
 
 

@@ -64,5 +64,7 @@ class TextReply(WireModel):
 
     error: str | None = Field(None, description="Why the input was refused. None: the command succeeded.")
     tokens: tuple[int, ...] = Field((), description="The token ids, in the reply to `tokenize`.")
-    pieces: tuple[bytes, ...] = Field((), description="The bytes of each token, in the reply to `tokenize` that asks.")
+    pieces: tuple[tuple[int, ...], ...] = Field(
+        (), description="The bytes of each token, in the reply to a `tokenize` with `with_pieces`."
+    )
     text: str = Field("", description="The text, in the reply to `detokenize` and `apply_template`.")

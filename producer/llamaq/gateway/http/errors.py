@@ -22,6 +22,7 @@ from llamaq.common.errors import (
     QueueDraining,
     QueueFull,
     RedisFull,
+    SlotCommandRefused,
 )
 
 RETRY_AFTER_S = 5
@@ -73,6 +74,8 @@ def status_of(exc: Exception) -> HTTPStatus:
     """Return the status of the response to an error."""
     if isinstance(exc, QueueFull):
         return HTTPStatus.TOO_MANY_REQUESTS
+    if isinstance(exc, SlotCommandRefused):
+        return HTTPStatus.BAD_REQUEST
     if isinstance(exc, LlamaqError):
         return exc.http_status
     if isinstance(exc, RedisError | OSError):

@@ -33,7 +33,7 @@ class TextCommandHandler:
                 return TextReply(text=vocab.render_chat(messages))
             case TextAction.TOKENIZE:
                 tokens = vocab.encode_chat(messages) if command.text is None else self._encode(command, command.text)
-                pieces = tuple(vocab.piece_with_special(token) for token in tokens) if command.with_pieces else ()
+                pieces = tuple(tuple(vocab.piece_with_special(token)) for token in tokens) if command.with_pieces else ()
                 return TextReply(tokens=tuple(tokens), pieces=pieces)
 
     def _encode(self, command: TextCommand, text: str) -> list[int]:

@@ -1,0 +1,118 @@
+"""llama-server's own endpoints of `llamaq serve`, in front of a real worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from tests.support.http_server import serving_http
+
+from llamaq.producer import Client
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.e2e.conftest import ServedQueue, StartWorker
+
+PROMPT = "Once upon a time"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+@asynccontextmanager
+async def connected(demo: ServedQueue) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        serving_http(demo.url, demo.queue) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        yield http
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_completion_has_the_fields_of_llama_server(demo: ServedQueue, client: Client) -> None:
+    expected = client.generate(PROMPT, max_tokens=8, temperature=0)
+    body = {"prompt": PROMPT, "n_predict": 8, "temperature": 0, "return_tokens": True}
+    async with connected(demo) as http:
+        answer = (await http.post("/completion", json=body)).json()
+        events = events_of(await http.post("/completions", json={**body, "stream": True}))
+        several = (await http.post("/completion", json={**body, "prompt": [PROMPT, "A dog"]})).json()
+        word = (await http.post("/completion", json={**body, "stop": [expected.text[3:5]]})).json()
+    assert answer["content"] == expected.text
+    assert answer["tokens"] == list(expected.tokens)
+    assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 8)
+    assert answer["generation_settings"]["n_predict"] == 8
+    assert answer["tokens_evaluated"] == answer["timings"]["prompt_n"] + answer["timings"]["cache_n"]
+    assert "".join(event["content"] for event in events) == expected.text
+    assert [token for event in events for token in event["tokens"]] == list(expected.tokens)
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert [each["index"] for each in several] == [0, 1]
+    assert several[0]["content"] == expected.text
+    assert (word["stop_type"], word["stopping_word"]) == ("word", expected.text[3:5])
+
+
+async def test_texts_become_tokens_and_tokens_texts(demo: ServedQueue, client: Client) -> None:
+    tokens = client.tokenize("Once é")
+    async with connected(demo) as http:
+
+        async def post(path: str, **body: Any) -> Any:
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        bare = await post("/tokenize", content="Once é")
+        special = await post("/tokenize", content="Once é", add_special=True)
+        pieces = await post("/tokenize", content="Once é", with_pieces=True)
+        vllm = await post("/tokenize", messages=MESSAGES)
+        text = await post("/detokenize", tokens=bare["tokens"])
+        rendered = await post("/apply-template", messages=MESSAGES)
+        counted = await post("/v1/chat/completions/input_tokens", messages=MESSAGES)
+        refused = await http.post("/detokenize", json={"tokens": [10**6]})
+    assert special["tokens"] == tokens
+    n_added = len(tokens) - len(bare["tokens"])
+    assert bare["tokens"] == tokens[n_added:]
+    assert client.tokenize("") == tokens[:n_added]
+    assert [piece["id"] for piece in pieces["tokens"]] == bare["tokens"]
+    joined = b"".join(
+        bytes(piece["piece"]) if isinstance(piece["piece"], list) else piece["piece"].encode()
+        for piece in pieces["tokens"]
+    )
+    assert joined.decode() == text["content"] == text["prompt"]
+    assert text["content"].strip() == "Once é"
+    assert rendered["prompt"] == client.apply_template(MESSAGES)
+    assert vllm["count"] == counted["input_tokens"] == len(client.tokenize_chat(MESSAGES))
+    assert refused.status_code == 400
+
+
+async def test_slots_props_and_metrics_show_the_worker(
+    start_worker: StartWorker, demo_model: Path, tmp_path: Path
+) -> None:
+    served = start_worker("http-slots", demo_model, cache_dir=str(tmp_path))
+    with served.client() as client:
+        client.generate(PROMPT, max_tokens=4, slot=1)
+    async with connected(served) as http:
+        slots = (await http.get("/slots")).json()
+        props = (await http.get("/props", params={"model": served.queue})).json()
+        saved = await http.post("/slots/1?action=save", json={"filename": "http.bin"})
+        restored = await http.post("/slots/1?action=restore", json={"filename": "http.bin"})
+        erased = await http.post("/slots/1?action=erase", json={})
+        unknown = [
+            await http.post("/slots/1?action=save", json={"filename": "../../etc/passwd"}),
+            await http.post("/slots/77?action=erase"),
+            await http.post("/slots/1?action=fly"),
+        ]
+        metrics = (await http.get("/metrics")).text
+    assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
+    assert props["total_slots"] == 4
+    assert props["chat_template"]
+    assert saved.json()["n_saved"] == restored.json()["n_restored"] > 0
+    assert saved.json()["filename"] == "http.bin"
+    assert erased.json()["n_erased"] == saved.json()["n_saved"]
+    assert [each.status_code for each in unknown] == [400, 400, 400]
+    assert "llamacpp:tokens_predicted_total " in metrics
+    assert "# TYPE llamacpp:requests_processing gauge\nllamacpp:requests_processing 0\n" in metrics
