@@ -1,6 +1,7 @@
 """Worker processes on real models behind a real Redis, and clients that talk to them.
 
-Workers run until the pytest session ends, because starting them takes most of the time. A failed test shows their logs.
+The tests share workers, because starting them takes most of the time. Workers stop with the last test that may need
+them: an idle worker takes processor time too. A failed test shows their logs.
 """
 
 from __future__ import annotations
@@ -117,6 +118,21 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    done = yield
+    if nextitem is None or _sharing_group(nextitem) != _sharing_group(item):
+        for served in _served:
+            _stop(served)
+    return done
+
+
+def _sharing_group(item: pytest.Item) -> tuple[bool, str | None]:
+    """Return a key that is equal for two tests if they may share a worker. pytest-xdist runs a group in one process."""
+    mark = item.get_closest_marker("xdist_group")
+    return item.nodeid.startswith("tests/e2e/"), mark.args[0] if mark else None
+
+
 @pytest.fixture(scope="session")
 def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartWorker]:
     """A function that starts a worker process on a new queue, and waits until the queue lists the worker."""
@@ -172,7 +188,7 @@ def _wait_until_listed(served: ServedQueue) -> None:
 
 
 def _stop(served: ServedQueue) -> None:
-    """Stop the worker: close its lifeline and send it a signal."""
+    """Stop the worker, if it runs: close its lifeline and send it a signal."""
     assert served.process.stdin is not None
     served.process.terminate()
     served.process.stdin.close()
