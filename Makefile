@@ -61,6 +61,14 @@ test: lint types ## ruff, import contracts, mypy and pytest
 test-quick: $(VENV)/dev.stamp ## the tests that start no process and load no model: half a minute
 	@$(BIN)/pytest $(PYTEST_PARALLEL) $(CORES) -q -m quick --hypothesis-profile=quick $(PYTEST_ARGS)
 
+# The suite tests the RQ that is installed. This target tests the oldest supported one, which it installs beside it.
+OLDEST_RQ := 2.12
+.PHONY: test-rq
+test-rq: $(VENV)/dev.stamp ## the tests of bulk runs and generations in RQ jobs, with RQ 2.12 and with the installed RQ
+	@$(BIN)/pip install --quiet --no-deps --upgrade --target build/rq-$(OLDEST_RQ) "rq==$(OLDEST_RQ).*"
+	PYTHONPATH=$(CURDIR)/build/rq-$(OLDEST_RQ) $(BIN)/pytest -q tests/producer/rq $(PYTEST_ARGS)
+	$(BIN)/pytest -q tests/producer/rq $(PYTEST_ARGS)
+
 # Every Python process that a test starts is measured too, unless it is killed with SIGKILL.
 coverage: $(VENV)/dev.stamp ## branch coverage of all tests: the total, and the files with the least
 	@rm -f .coverage .coverage.*
