@@ -18,7 +18,7 @@ from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.request_ids import HEADER, RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.queue_directory import QueueDirectory
-from llamaq.gateway.routes import completions, health, models, native, slots, texts
+from llamaq.gateway.routes import completions, health, messages, models, native, slots, texts
 from llamaq.gateway.settings import ServeSettings
 
 ROUTES = [
@@ -32,6 +32,8 @@ ROUTES = [
     Route("/v1/completions", completions.complete, methods=["POST"]),
     Route("/v1/chat/completions/input_tokens", texts.count_input_tokens, methods=["POST"]),
     Route("/chat/completions/input_tokens", texts.count_input_tokens, methods=["POST"]),
+    Route("/v1/messages", messages.answer, methods=["POST"]),
+    Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/completion", native.complete, methods=["POST"]),
     Route("/completions", native.complete, methods=["POST"]),
     Route("/tokenize", texts.tokenize, methods=["POST"]),

@@ -94,6 +94,8 @@ class QueueDirectory:
             # A worker may have started since the last look.
             self._read_s = float("-inf")
             queue = queue_of(model, self.settings.queue, await self.served())
+        if queue is None and self.settings.accept_any_model:
+            queue = self.settings.queue
         if queue is None:
             raise RequestRefused(
                 HTTPStatus.NOT_FOUND,

@@ -28,6 +28,11 @@ class ServeSettings(ClientSettings):
         description="Whether requests for a queue without a live worker wait for one. Otherwise they get the status "
         "503 with `Retry-After`.",
     )
+    accept_any_model: bool = Field(
+        False,
+        description="Whether a request for an unknown model uses the queue of the setting `queue`. Otherwise it gets "
+        "the status 404. Programs such as Claude Code ask for models by names of their own.",
+    )
     ping_s: float = Field(
         15.0,
         gt=0,

@@ -37,6 +37,16 @@ TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "unavailable_error",
 }
 """The `type` of errors by their status, as llama-server names it. Other statuses: see `type_of`."""
+MESSAGE_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+"""The `type` of errors by their status, as Anthropic names it."""
 
 
 class RequestRefused(LlamaqError):
@@ -144,11 +154,19 @@ def error_fields(exc: Exception) -> dict[str, Any]:
     return {"message": message_of(exc), "type": type_of(status, code), "code": code, "param": param_of(exc)}
 
 
-def error_response(exc: Exception) -> Response:
-    """Return the response to an error."""
-    return JSONResponse({"error": error_fields(exc)}, status_of(exc), headers_of(exc))
+def message_error(exc: Exception) -> dict[str, Any]:
+    """Return an error in the form of Anthropic's API."""
+    status = status_of(exc)
+    kind = MESSAGE_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message_of(exc)}}
 
 
-async def respond_to_error(_: Request, exc: Exception) -> Response:
+def error_response(exc: Exception, path: str) -> Response:
+    """Return the response to an error, in the form of the API that a path belongs to."""
+    body = message_error(exc) if path.startswith("/v1/messages") else {"error": error_fields(exc)}
+    return JSONResponse(body, status_of(exc), headers_of(exc))
+
+
+async def respond_to_error(request: Request, exc: Exception) -> Response:
     """Return the response to an error, as a handler of Starlette."""
-    return error_response(exc)
+    return error_response(exc, request.url.path)

@@ -42,7 +42,7 @@ class RequestLifetime:
         except ClientGone:
             return
         except RequestRefused as exc:
-            await error_response(exc)(scope, receive, send)
+            await error_response(exc, scope["path"])(scope, receive, send)
             return
         await _run_until_disconnect(self.app, scope, body, receive, send)
 
