@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -13,11 +13,13 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from llamaq.cli.top.lines import QueueLine, RecentLine, WorkerLine
 from llamaq.cli.top.table import Line, Order, Table, layout, row_text
+from llamaq.common.protocol.queue_config import QueueMode
 
 HEADER_LINES = 1
-NOTABLE = frozenset({"paused", "draining", "mixed", "failed"})
-"""Texts that make a row stand out: the modes of queues in which not all jobs run."""
+LATE_HEARTBEAT_S = 5.0
+"""A worker whose last heartbeat is older hangs, or has lost Redis."""
 
 
 class RowList(Widget, can_focus=True):
@@ -161,10 +163,15 @@ class RowList(Widget, can_focus=True):
         )
 
 
-def _warning_style(rows: RowList, line: Any) -> Style:
-    """Return the style of a line that needs attention: a queue that does not run all jobs, or a failed job."""
-    if getattr(line, "mode", "open") != "open":
-        return rows.get_component_rich_style("row-list--warning", partial=True)
-    if getattr(line, "has_failed", False):
-        return rows.get_component_rich_style("row-list--error", partial=True)
-    return Style.null()
+def _warning_style(rows: RowList, line: Line) -> Style:
+    """Return the style of a line that needs attention."""
+    match line:
+        case QueueLine() if line.mode != QueueMode.OPEN:
+            name = "row-list--warning"
+        case WorkerLine() if line.heartbeat_age_s > LATE_HEARTBEAT_S:
+            name = "row-list--warning"
+        case RecentLine() if line.has_failed:
+            name = "row-list--error"
+        case _:
+            return Style.null()
+    return rows.get_component_rich_style(name, partial=True)

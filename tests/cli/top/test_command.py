@@ -1,0 +1,52 @@
+"""The command `llamaq top`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+from tests.support.command_line import failing, llamaq
+from tests.support.dead_letters import add_dead_letters
+from tests.support.terminal import CTRL_C, Terminal
+from typer.testing import CliRunner
+
+from llamaq.cli.main import build_app
+
+
+def test_once_prints_tables_for_people_and_one_object_for_programs(served: str, redis_url: str) -> None:
+    llamaq("generate", "one two three")
+    dead, _ = asyncio.run(add_dead_letters(redis_url, served))
+    options = ["top", "--once", "--interval", "0.1", "--queue", served]
+    text = llamaq(*options)
+    for title in ("queue", "workers", "recent", "dead"):
+        assert f"{title}" in text
+    assert dead in text, "no id is cut"
+    found: dict[str, Any] = json.loads(llamaq(*options, "--json"))
+    (queue,) = found["queues"]
+    assert (queue["queue"], queue["mode"], queue["workers"], queue["dead_letters"]) == (served, "open", 1, 2)
+    assert [worker["worker"] for worker in found["workers"]] == ["fake"]
+    assert found["recent"][0]["generated_tokens"] == 3
+    assert {letter["letter_id"] for letter in found["dead"]} >= {dead}
+    assert found["interval_s"] == 0.1
+    assert found["total"]["queue"] == "all"
+
+
+def test_without_a_terminal_the_view_names_the_other_form(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "llamaq top --once" in failing(monkeypatch, capsys, "top", "--redis-url", redis_url, code=2)
+    assert CliRunner().invoke(build_app("top"), ["top", "--json"]).exit_code == 2
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "llamaq[top]" in failing(monkeypatch, capsys, "top", "--redis-url", redis_url)
+
+
+@pytest.mark.starts_processes
+def test_the_view_runs_in_a_terminal_until_ctrl_c(redis_url: str, queue: str) -> None:
+    with Terminal("top", "--redis-url", redis_url, "--queue", queue, TERM="xterm-256color") as terminal:
+        terminal.read_until("1 workers")
+        terminal.read_until("0 waiting")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
