@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin
@@ -35,9 +36,13 @@ def with_job_options(command: Callable[..., None], *, without: tuple[str, ...] =
 
     Its parameter `options` receives the values of the given options.
     """
+    return with_options(command, job_options(without), into="options", read=read_job_options)
+
+
+def job_options(without: Collection[str] = ()) -> list[inspect.Parameter]:
+    """Return the parameters of one option for each field of `JobParams`, except the fields in `without`."""
     names = [name for name in JobParams.model_fields if name not in without]
-    generated = [option(name, _option_type(name), help_text=_help(name), panel="Job") for name in names]
-    return with_options(command, generated, into="options", read=_read)
+    return [option(name, _option_type(name), help_text=_help(name), panel="Job") for name in names]
 
 
 def _help(name: str) -> str:
@@ -63,7 +68,7 @@ def _option_type(name: str) -> Any:
     return annotation if annotation in (int, float, bool, Priority) and name not in _JSON else str
 
 
-def _read(values: dict[str, Any]) -> dict[str, Any]:
+def read_job_options(values: dict[str, Any]) -> dict[str, Any]:
     """Return the given options, with files read and JSON decoded.
 
     Raises:

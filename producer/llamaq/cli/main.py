@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from typer.core import TyperGroup
 
 from llamaq.cli import (
+    bulk_commands,
     dead_letter_commands,
     job_commands,
     metrics_command,
@@ -79,6 +80,7 @@ def build_app(called: str | None = None) -> typer.Typer:
     top_command.register(app)
     serve_command.register(app)
     metrics_command.register(app)
+    app.add_typer(bulk_commands.build_app(), name="bulk")
     app.add_typer(dead_letter_commands.build_app(), name="dead")
     app.add_typer(slot_commands.build_app(), name="slots")
     if called in WORKER_COMMANDS:

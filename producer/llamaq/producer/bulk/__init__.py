@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from llamaq.producer.bulk.bulk_run import BulkProgress, BulkRun, BulkState
 from llamaq.producer.bulk.execute import drop_errors, execute
+from llamaq.producer.bulk.output_files import run_id_of
 
-__all__ = ["BulkProgress", "BulkRun", "BulkState", "drop_errors", "execute"]
+__all__ = ["BulkProgress", "BulkRun", "BulkState", "drop_errors", "execute", "run_id_of"]

@@ -52,6 +52,16 @@ def read_stored_run(output: Path) -> StoredRun | None:
         raise BulkRunRefused(f"{path} cannot be read: delete it and {output} to start the run again: {exc}") from exc
 
 
+def run_id_of(output: Path) -> str | None:
+    """Return the name of the run that an output file is of. None: the file is of no run, or does not exist.
+
+    Raises:
+        BulkRunRefused: The description of the run is damaged.
+    """
+    stored = read_stored_run(output)
+    return None if stored is None else stored.run.run_id
+
+
 def write_stored_run(output: Path, stored: StoredRun) -> None:
     """Write the description of a run. A crash leaves the earlier file or the new one."""
     path = description_file(output)

@@ -1,0 +1,80 @@
+"""`llamaq bulk`: computes all rows of a file."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import typer
+
+from llamaq.cli import bulk_queue_commands, views
+from llamaq.cli.bulk_progress import show_progress
+from llamaq.cli.common_options import AsJson, Queue, RedisUrl, RequireWorker
+from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from llamaq.cli.run_options import with_run_options
+from llamaq.common.errors import NoWorker
+from llamaq.producer import AsyncClient
+from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, execute
+
+_REASONS = {
+    BulkState.STOPPED: "the run was stopped: start the same command again to continue it",
+    BulkState.DEADLINE: "the run reached its deadline: start the same command with a later --deadline to continue it",
+    BulkState.TOO_MANY_ERRORS: "more rows than --max-errors have failed",
+}
+"""For each state in which a run is not complete: the notice."""
+
+
+def build_app() -> typer.Typer:
+    """Return the group of commands."""
+    app = typer.Typer(help="Compute all rows of a file.", no_args_is_help=True)
+    app.command("run")(with_run_options(run_here))
+    bulk_queue_commands.register(app)
+    return app
+
+
+def run_here(
+    redis_url: RedisUrl = None,
+    queue: Queue = None,
+    require_worker: RequireWorker = None,
+    as_json: AsJson = False,
+    *,
+    run: BulkRun,
+) -> None:
+    """Compute all rows of a file and write the answers to another file, with a progress bar.
+
+    A row of a JSONL file is a line of OpenAI's Batch API, or an object with `prompt`, `tokens` or `messages`, perhaps
+    an `id`, and job options. After an interruption, start the same command again: it continues, and computes no row
+    twice. If a row has failed, the exit code is 1.
+    """
+    progress = asyncio.run(_execute(run, AsyncClient(redis_url, queue, require_worker=require_worker)))
+    if as_json:
+        views.show_json(progress)
+    if progress.rows_failed:
+        views.notice(f"{progress.rows_failed} rows have failed: {run.error_file}")
+    if progress.state in _REASONS:
+        views.notice(_REASONS[progress.state])
+    if progress.state is BulkState.STOPPED:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if progress.state is not BulkState.COMPLETED or progress.rows_failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _execute(run: BulkRun, client: AsyncClient) -> BulkProgress:
+    """Execute the run. The first SIGINT or SIGTERM stops it, the second ends the process."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    async with client:
+        if not await client.workers():
+            missing = NoWorker(client.queue)
+            if client.settings.require_worker:
+                raise missing
+            views.notice(f"{missing} (the run waits for a worker; `llamaq queues` lists all queues)")
+        with show_progress(run.output.name) as on_progress:
+            return await execute(run, client, on_progress=on_progress, stop=stop)
