@@ -7,23 +7,22 @@ RQ is an optional dependency, so each command imports `llamaq.producer.rq` when 
 from __future__ import annotations
 
 import os
-import re
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from llamaq.cli import views
+from llamaq.cli.bulk_progress import show_progress
 from llamaq.cli.columns import show_fields, show_rows
 from llamaq.cli.common_options import AsJson, OfLogFormat, Queue, RedisUrl
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER
-from llamaq.common.errors import InvalidRequest
+from llamaq.cli.run_options import read_time, with_run_options
 from llamaq.common.logging_setup import LogFormat, configure_logging
+from llamaq.producer.bulk import BulkRun
 
 if TYPE_CHECKING:
-    from llamaq.producer.bulk import BulkRun
-    from llamaq.producer.rq import BulkQueue, RunStatus
+    from llamaq.producer.rq import RunStatus
 
 RqUrl = Annotated[
     str | None, typer.Option(help="URL of RQ's Redis, a single server. (default: --redis-url; LLAMAQ_RQ_URL)")
@@ -35,9 +34,13 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The id of the r
 After = Annotated[
     list[str] | None, typer.Option("--after", metavar="RUN", help="Begin after this run is complete. May be repeated.")
 ]
-At = Annotated[str | None, typer.Option("--at", metavar="TIME", help="Begin at this time, such as 2026-12-01T22:00Z.")]
-In = Annotated[str | None, typer.Option("--in", metavar="DELAY", help="Begin after this time, such as 90s, 30m, 8h.")]
-Retries = Annotated[int, typer.Option(min=0, max=1000, help="How often RQ tries the run again after an error.")]
+At = Annotated[
+    str | None,
+    typer.Option(
+        "--at", metavar="TIME", help="Begin at this time, such as 2030-12-24T18:00+01:00, or after 90s, 30m, 8h, 2d."
+    ),
+]
+RunRetries = Annotated[int, typer.Option(min=0, max=1000, help="How often RQ tries the run again after an error.")]
 OnSuccess = Annotated[
     str | None, typer.Option(metavar="MODULE.FUNCTION", help="Function that the RQ worker calls after the run.")
 ]
@@ -46,11 +49,10 @@ OnFailure = Annotated[
 ]
 Timeout = Annotated[float | None, typer.Option("--wait-s", min=0, help="Longest wait in seconds. (default: no limit)")]
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the group `llamaq bulk`."""
+    app.command("submit")(with_run_options(submit))
     app.command("worker")(run_worker)
     app.command("list")(list_runs)
     app.command("status")(status)
@@ -59,28 +61,45 @@ def register(app: typer.Typer) -> None:
     app.command("retry-errors")(retry_errors)
 
 
-def submit_run(
-    run: BulkRun,
-    queue: str | None,
+def submit(
+    redis_url: RedisUrl = None,
+    queue: Queue = None,
+    rq_url: RqUrl = None,
+    rq_queue: RqQueue = None,
+    after: After = None,
+    at: At = None,
+    run_retries: RunRetries = 20,
+    on_success: OnSuccess = None,
+    on_failure: OnFailure = None,
+    as_json: AsJson = False,
     *,
-    rq: BulkQueue,
-    after: list[str] | None,
-    at: str | None,
-    delay: str | None,
-    retries: int,
-    on_success: str | None,
-    on_failure: str | None,
-) -> RunStatus:
-    """Hand a run to the RQ workers."""
-    return rq.submit(
-        run,
-        queue=queue,
-        after=after or (),
-        at=read_time(at, delay, datetime.now(UTC)),
-        retries=retries,
-        on_success=on_success,
-        on_failure=on_failure,
-    )
+    run: BulkRun,
+) -> None:
+    """Hand a run to an RQ worker (`llamaq bulk worker`) and print its id.
+
+    The RQ worker opens the files, so it needs the same folders as this command. Submit a run that has failed or was
+    cancelled again, with the same files, to continue it.
+    """
+    from llamaq.producer.rq import BulkQueue
+
+    time = None if at is None else read_time(at, datetime.now(UTC))
+    with BulkQueue(rq_url, rq_queue, redis_url=redis_url) as runs:
+        submitted = runs.submit(
+            run,
+            queue=queue,
+            after=after or (),
+            at=time,
+            retries=run_retries,
+            on_success=on_success,
+            on_failure=on_failure,
+        )
+        if not runs.n_workers():
+            name = runs.settings.rq_queue
+            views.notice(f"no RQ worker serves RQ queue {name!r}; start one with: llamaq bulk worker")
+    if as_json:
+        views.show_json(submitted)
+    else:
+        typer.echo(submitted.run_id)
 
 
 def run_worker(
@@ -150,10 +169,14 @@ def wait(
     from llamaq.producer.rq import BulkQueue, RunState
 
     last = None
-    with BulkQueue(rq_url, rq_queue, redis_url=redis_url) as runs, Console(stderr=True).status("") as line:
+    with BulkQueue(rq_url, rq_queue, redis_url=redis_url) as runs, show_progress(run_id) as show:
         try:
-            for last in runs.watch(run_id, timeout=wait_s):
-                line.update(progress_line(last))
+            for run in runs.watch(run_id, timeout=wait_s):
+                if last is None or run.state is not last.state:
+                    views.notice(f"{run_id}: {run.state.value}" + (f" ({run.error})" if run.error else ""))
+                if run.progress is not None and run.state is RunState.RUNNING:
+                    show(run.progress)
+                last = run
         except TimeoutError as exc:
             views.notice(str(exc))
             raise typer.Exit(EXIT_NO_ANSWER) from exc
@@ -189,42 +212,6 @@ def retry_errors(
 
     with BulkQueue(rq_url, rq_queue, redis_url=redis_url) as runs:
         _show_state(runs.retry_errors(run_id), as_json=as_json)
-
-
-def read_time(at: str | None, delay: str | None, now: datetime) -> datetime | None:
-    """Return the time that `--at` or `--in` names. None: neither is given.
-
-    Raises:
-        InvalidRequest: Both are given, or one is not valid.
-    """
-    if at is not None and delay is not None:
-        raise InvalidRequest("--at and --in cannot both be given")
-    if delay is not None:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", delay.strip())
-        if found is None:
-            raise InvalidRequest(f"--in: {delay[:40]!r} is not a time such as 90s, 30m, 8h or 2d")
-        return now + timedelta(seconds=float(found[1]) * _UNITS[found[2]])
-    if at is None:
-        return None
-    try:
-        time = datetime.fromisoformat(at)
-    except ValueError as exc:
-        raise InvalidRequest(f"--at: {at[:40]!r} is not a time such as 2026-12-01T22:00Z") from exc
-    return time if time.tzinfo else time.astimezone()
-
-
-def progress_line(run: RunStatus) -> str:
-    """Return the state and the progress of a run in one line."""
-    parts = [f"{run.run_id}: {run.state.value}"]
-    progress = run.progress
-    if progress is not None:
-        rows, failed = _numbers(run)
-        parts += [f"{rows} rows", f"{failed} failed", f"{progress.tokens_per_s:.0f} tokens/s"]
-        parts.append(f"{progress.cached_share:.0%} of the prompts cached")
-        if progress.eta_s is not None:
-            parts.append(f"{views.format_age(progress.eta_s)} left")
-        parts += [progress.notice] if progress.notice else []
-    return ", ".join(parts) + ("" if run.error is None else f": {run.error}")
 
 
 def _numbers(run: RunStatus) -> tuple[str, str]:

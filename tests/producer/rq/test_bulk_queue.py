@@ -78,6 +78,8 @@ def test_a_run_is_executed_by_an_rq_worker_that_unpickles_nothing(
     assert runs.submit(run, on_success=note_success).state is RunState.QUEUED
     with pytest.raises(InvalidRequest, match="is already submitted, and is queued"):
         runs.submit(run)
+    with pytest.raises(InvalidRequest, match=r"is queued, and has the same output: .*a\.out\.jsonl"):
+        runs.submit(run.model_copy(update={"run_id": "another"}))
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("something was unpickled")

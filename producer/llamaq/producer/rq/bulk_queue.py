@@ -20,6 +20,7 @@ from llamaq.producer.rq.library import (
     NoSuchJobError,
     Queue,
     Retry,
+    Worker,
     send_stop_job_command,
 )
 from llamaq.producer.rq.run_status import ENDED, RunState, RunStatus, read_status
@@ -100,7 +101,7 @@ class BulkQueue:
         """
         if at is not None and after:
             raise InvalidRequest("at: a run that waits for other runs (after) cannot have a time too")
-        self._check_can_submit(run.run_id)
+        self._check_can_submit(run)
         self._check_dependencies(after)
         options = _options(run, retries=retries, after=list(after), on_success=on_success, on_failure=on_failure)
         call = {"args": [_as_json(run)], "kwargs": {"queue": queue}, **options}
@@ -114,6 +115,10 @@ class BulkQueue:
         """Return all runs that RQ stores, newest first."""
         found = [read_status(job) for job in self._jobs() if _executes_run(job)]
         return sorted(found, key=lambda run: run.submitted or datetime.min.replace(tzinfo=UTC), reverse=True)
+
+    def n_workers(self) -> int:
+        """Return the number of RQ workers that serve the RQ queue."""
+        return Worker.count(queue=self._rq)
 
     def status(self, run_id: str) -> RunStatus:
         """Return the status of a run.
@@ -183,7 +188,9 @@ class BulkQueue:
         options = _options(run, **old.meta.get(SUBMIT_KEY, {}))
         old.delete()
         # Two jobs, so that a retry of the second one does not drop the errors of its first try.
-        dropping = self._rq.enqueue(bulk_jobs.drop_run_errors, args=[_as_json(run)], retry=_retry(RETRIES))
+        dropping = self._rq.enqueue(
+            bulk_jobs.drop_run_errors, args=[_as_json(run)], job_timeout=-1, retry=_retry(RETRIES)
+        )
         options["depends_on"] = [dropping]
         return read_status(self._rq.enqueue(bulk_jobs.run_bulk, args=[_as_json(run)], kwargs=old.kwargs, **options))
 
@@ -214,15 +221,18 @@ class BulkQueue:
         fetched = Job.fetch_many(list(ids), connection=self.redis, serializer=JSONSerializer)
         return [job for job in fetched if job is not None]
 
-    def _check_can_submit(self, run_id: str) -> None:
-        """Delete the RQ job of a run that has ended, so that the run can be submitted again."""
-        if not Job.exists(run_id, connection=self.redis):
-            return
-        job = self._job(run_id)
-        state = read_status(job).state
-        if state not in ENDED:
-            raise InvalidRequest(f"run {run_id} is already submitted, and is {state.value}")
-        job.delete()
+    def _check_can_submit(self, run: BulkRun) -> None:
+        """Check that no run with this id or this output waits or runs. Delete the RQ job of one that has ended."""
+        output = run.output.absolute()
+        for other in self.runs():
+            if other.state in ENDED:
+                continue
+            if other.run_id == run.run_id:
+                raise InvalidRequest(f"run {run.run_id} is already submitted, and is {other.state.value}")
+            if other.output == output:
+                raise InvalidRequest(f"run {other.run_id} is {other.state.value}, and has the same output: {output}")
+        if Job.exists(run.run_id, connection=self.redis):
+            self._job(run.run_id).delete()
 
     def _check_dependencies(self, after: Iterable[str]) -> None:
         for run_id in after:
