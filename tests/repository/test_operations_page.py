@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.producer import AsyncClient
+from llamaq.producer import AsyncClient, Priority
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis, find_server
 
@@ -28,8 +28,8 @@ def own_redis(free_port: int) -> Iterator[EmbeddedRedis]:
         yield server
 
 
-def commands() -> list[str]:
-    (block,) = re.findall(r"<!-- test: watch -->\n```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def commands(section: str) -> list[str]:
+    (block,) = re.findall(rf"<!-- test: {section} -->\n```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return str(block).splitlines()
 
 
@@ -57,12 +57,31 @@ async def test_the_commands_that_watch_a_queue_print_its_jobs_workers_and_settin
             await client.submit("one", priority=priority)
         await worker.announce()
         await worker.start_next()
-        depth, interactive, bulk, consumers, workers, dead, policy, memory, persistence = (
-            run(command, own_redis.url, free_port) for command in commands()
+        depth, consumers, workers, dead, policy, memory, persistence = (
+            run(command, own_redis.url, free_port) for command in commands("watch")
         )
     assert json.loads("".join(depth)) == {"waiting": 2, "running": 1, "delayed": 0, "mode": "open"}
-    assert (interactive, bulk, workers, dead) == (["1"], ["2"], ["1"], ["0"])
+    assert (workers, dead) == (["1"], ["0"])
     assert consumers[consumers.index("fake") + 1 :][:2] == ["pending", "1"]
     assert policy == ["maxmemory-policy", "noeviction"]
     assert [line.partition(":")[0] for line in memory] == ["used_memory_human", "maxmemory_human"]
     assert persistence == ["aof_enabled:1", "aof_last_write_status:ok"]
+
+
+async def test_the_depth_of_a_queue_is_read_with_plain_redis_cli(own_redis: EmbeddedRedis, free_port: int) -> None:
+    async with AsyncClient(own_redis.url, QUEUE) as client, FakeWorker(own_redis.url, QUEUE) as worker:
+        bulk_ids = [(await client.submit("one", priority="bulk")).id for _ in range(3)]
+        await worker.start_next()
+        assert await worker.claim() is not None
+        await client.submit("one", priority="interactive")
+        await client.submit("one", delay_s=1000)
+        await client.pause()
+        interactive, bulk, claimed, delayed, mode, oldest, twice, partitions, total = (
+            run(command, own_redis.url, free_port) for command in commands("depth")
+        )
+        entries = await client.redis.xrange(client.keys.jobs(QUEUE, 0, Priority.BULK))
+    assert (interactive, bulk, delayed, mode) == (["1"], ["3"], ["1"], ["paused"])
+    assert (twice, partitions, total) == (["3", "3"], ["3"], ["4"])
+    assert claimed[0] == "2"
+    assert dict(zip(claimed[3::2], claimed[4::2], strict=True)) == {"fake": "1", "waiting": "1"}
+    assert oldest[:3] == [entries[0][0].decode(), "id", bulk_ids[0]]

@@ -11,6 +11,7 @@ import typer
 
 from llamaq.cli import views
 from llamaq.cli.common_options import AsJson, OfPriority, OlderThan, Queue, RedisUrl, WithMetadata, read_metadata
+from llamaq.cli.depth_watch import watch
 from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.redis.server_time import server_time_ms
@@ -106,9 +107,20 @@ def _count(n_jobs: int) -> str:
     return f"{n_jobs} waiting job{'' if n_jobs == 1 else 's'}"
 
 
-def depth(redis_url: RedisUrl = None, queue: Queue = None, as_json: AsJson = False) -> None:
-    """Show how many jobs wait and how many run."""
+def depth(
+    redis_url: RedisUrl = None,
+    queue: Queue = None,
+    repeated: Annotated[bool, typer.Option("--watch", help="Print a line again and again, until Ctrl-C.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, help="With --watch: seconds between lines.")
+    ] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show how many jobs wait and how many run. With --watch, also how these numbers change per second."""
     with Client(redis_url, queue) as client:
+        if repeated:
+            watch(client, interval_s, as_json=as_json)
+            return
         found = client.queue_depth()
         if as_json:
             views.show_json(found)
