@@ -19,6 +19,7 @@ from llamaq.common.errors import (
     QueueDraining,
     QueueFull,
     RedisFull,
+    RequestFailed,
     ResultTimeout,
     SlotCommandRefused,
 )
@@ -43,6 +44,7 @@ from llamaq.common.settings import ClientSettings
 from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.client import AsyncClient, JobArguments, Messages
 from llamaq.producer.job import AsyncJob, Chunk
+from llamaq.producer.job_window.request_map import MappedResult
 from llamaq.producer.sync import Client, Job, Stream
 from llamaq.producer.tokenizer import Tokenizer
 
@@ -74,6 +76,7 @@ __all__ = [
     "JobStatus",
     "JobSummary",
     "LlamaqError",
+    "MappedResult",
     "Message",
     "Messages",
     "MissingExtra",
@@ -89,6 +92,7 @@ __all__ = [
     "QueueSummary",
     "RecentJob",
     "RedisFull",
+    "RequestFailed",
     "Result",
     "ResultTimeout",
     "SlotCommandRefused",

@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer.async_stream import AsyncStream
+from llamaq.producer.blocking_map import BlockingMapCall
 from llamaq.producer.blocking_portal import BlockingPortal, next_or_none
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job import AsyncJob, Chunk
@@ -60,7 +61,7 @@ def _replace_lock() -> None:
 os.register_at_fork(after_in_child=_replace_lock)
 
 
-class BlockingClient:
+class BlockingClient(BlockingMapCall):
     """Base of `Client`. The first call starts a thread that runs an `AsyncClient`."""
 
     def __init__(self, client: AsyncClient) -> None:

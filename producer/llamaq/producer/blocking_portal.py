@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import CancelledError, Future, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.client import AsyncClient
 
 T = TypeVar("T")
@@ -22,6 +21,13 @@ CANCEL_TIMEOUT_S = 5.0
 """Longest time that an interrupted call waits until the cancellation of its job is sent."""
 
 
+class Closable(Protocol):
+    """An object of the event loop that must be closed there."""
+
+    async def aclose(self) -> None:
+        """Close the object."""
+
+
 class BlockingPortal:
     """Runs coroutines of one `AsyncClient` for other threads, in a daemon thread that `stop` ends."""
 
@@ -30,8 +36,8 @@ class BlockingPortal:
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._running: set[asyncio.Task[Any]] = set()
-        self._iterated: set[AsyncGenerator[Any, None]] = set()
-        """Async generators that `iterate` has not closed yet."""
+        self._iterated: set[Closable] = set()
+        """What `closing` has not closed yet."""
         self.client = make_client()
         self._thread = threading.Thread(target=self._run_loop, name="llamaq-client", daemon=True)
         self._thread.start()
@@ -67,19 +73,25 @@ class BlockingPortal:
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """Yield the items of an async generator. Closing this generator early closes the async generator too."""
-        self._iterated.add(items)
-        try:
+        with self.closing(items):
             while True:
                 item = self.run(lambda: next_or_none(items))
                 if item is None:
                     return
                 yield item
+
+    @contextlib.contextmanager
+    def closing(self, items: Closable) -> Iterator[None]:
+        """Close an object of the event loop at the end of the context, or when the portal is stopped before."""
+        self._iterated.add(items)
+        try:
+            yield
         finally:
             self._iterated.discard(items)
             self.close_iterator(items)
 
-    def close_iterator(self, items: AsyncGenerator[Any, None] | AsyncStream) -> None:
-        """Close an async iterator. The garbage collector may call this in any thread, and after the loop is closed."""
+    def close_iterator(self, items: Closable) -> None:
+        """Close an object of the loop. The garbage collector calls this in any thread, also after the loop is closed."""
         if not self.is_of_this_process or self._loop.is_closed():
             return
         if threading.current_thread() is self._thread:
@@ -170,5 +182,5 @@ async def next_or_none(items: AsyncIterator[T]) -> T | None:
     return await anext(items, None)
 
 
-async def _aclose(items: AsyncGenerator[Any, None] | AsyncStream) -> None:
+async def _aclose(items: Closable) -> None:
     await items.aclose()

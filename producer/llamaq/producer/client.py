@@ -24,6 +24,7 @@ from llamaq.producer import batch, submission
 from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
 from llamaq.producer.job import AsyncJob
+from llamaq.producer.map_call import MapCall
 from llamaq.producer.queries import dead_letters, job_list, queue_list, queue_snapshots, slot_commands, text_commands
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.subscriber import Subscriber
@@ -45,7 +46,7 @@ class JobArguments(JobOptions, total=False):
     messages: Messages
 
 
-class AsyncClient:
+class AsyncClient(MapCall):
     """A client for one queue. It connects to Redis at the first call.
 
         async with AsyncClient("redis://localhost:6379/0") as client:
@@ -69,6 +70,7 @@ class AsyncClient:
         partitions: The setting `partitions`.
         max_request_bytes: The setting `max_request_bytes`.
         require_worker: The setting `require_worker`.
+        tenant: The setting `tenant`.
 
     Raises:
         InvalidSettings: An argument or an environment variable is not valid.
@@ -86,6 +88,7 @@ class AsyncClient:
         partitions: int | None = None,
         max_request_bytes: int | None = None,
         require_worker: bool | None = None,
+        tenant: str | None = None,
     ) -> None:
         self.settings = client_settings(
             redis_url=url,
@@ -97,6 +100,7 @@ class AsyncClient:
             partitions=partitions,
             max_request_bytes=max_request_bytes,
             require_worker=require_worker,
+            tenant=tenant,
         )
         self.queue = self.settings.queue
         self.connection = QueueConnection(self.settings)
@@ -377,6 +381,7 @@ class AsyncClient:
         priority: Priority | None = None,
         older_than_s: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
+        tenant: str | None = None,
         limit: int = 100,
     ) -> tuple[JobSummary, ...]:
         """Return the waiting and running jobs of the queue, oldest first. Jobs that have reached a deadline end first.
@@ -387,12 +392,13 @@ class AsyncClient:
             older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
                 is written so.
+            tenant: Only jobs of this tenant. None: all.
             limit: Largest number of jobs.
 
         Raises:
             InvalidRequest: `state` is `FINISHED` or `FAILED`. Such jobs are not in the queue any more.
         """
-        wanted = job_list.JobFilter(state, priority, older_than_s, metadata or {})
+        wanted = job_list.JobFilter(state, priority, older_than_s, metadata or {}, tenant)
         return await job_list.read_jobs(self.connection, wanted, limit)
 
     async def purge(
@@ -401,6 +407,7 @@ class AsyncClient:
         priority: Priority | None = None,
         older_than_s: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
+        tenant: str | None = None,
         dry_run: bool = False,
     ) -> tuple[str, ...]:
         """Cancel the waiting jobs of the queue that match all arguments. Without arguments, cancel all waiting jobs.
@@ -412,12 +419,13 @@ class AsyncClient:
             older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
                 is written so.
+            tenant: Only jobs of this tenant. None: all.
             dry_run: Whether to cancel nothing.
 
         Returns:
             The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.
         """
-        wanted = job_list.JobFilter(JobState.QUEUED, priority, older_than_s, metadata or {})
+        wanted = job_list.JobFilter(JobState.QUEUED, priority, older_than_s, metadata or {}, tenant)
         return await job_list.purge(self.connection, wanted, dry_run=dry_run)
 
     async def workers(self) -> tuple[Worker, ...]:

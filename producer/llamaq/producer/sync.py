@@ -46,6 +46,7 @@ class Client(BlockingClient):
         partitions: The setting `partitions`.
         max_request_bytes: The setting `max_request_bytes`.
         require_worker: The setting `require_worker`.
+        tenant: The setting `tenant`.
 
     Raises:
         InvalidSettings: An argument or an environment variable is not valid.
@@ -63,6 +64,7 @@ class Client(BlockingClient):
         partitions: int | None = None,
         max_request_bytes: int | None = None,
         require_worker: bool | None = None,
+        tenant: str | None = None,
     ) -> None:
         super().__init__(
             AsyncClient(
@@ -75,6 +77,7 @@ class Client(BlockingClient):
                 partitions=partitions,
                 max_request_bytes=max_request_bytes,
                 require_worker=require_worker,
+                tenant=tenant,
             )
         )
 
@@ -324,6 +327,7 @@ class Client(BlockingClient):
         priority: Priority | None = None,
         older_than_s: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
+        tenant: str | None = None,
         limit: int = 100,
     ) -> tuple[JobSummary, ...]:
         """Return the waiting and running jobs of the queue, oldest first. Jobs that have reached a deadline end first.
@@ -334,6 +338,7 @@ class Client(BlockingClient):
             older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
                 is written so.
+            tenant: Only jobs of this tenant. None: all.
             limit: Largest number of jobs.
 
         Raises:
@@ -341,7 +346,7 @@ class Client(BlockingClient):
         """
         return self._call(
             lambda client: client.jobs(
-                state=state, priority=priority, older_than_s=older_than_s, metadata=metadata, limit=limit
+                state=state, priority=priority, older_than_s=older_than_s, metadata=metadata, tenant=tenant, limit=limit
             )
         )
 
@@ -351,6 +356,7 @@ class Client(BlockingClient):
         priority: Priority | None = None,
         older_than_s: float | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
+        tenant: str | None = None,
         dry_run: bool = False,
     ) -> tuple[str, ...]:
         """Cancel the waiting jobs of the queue that match all arguments. Without arguments, cancel all waiting jobs.
@@ -362,6 +368,7 @@ class Client(BlockingClient):
             older_than_s: Only jobs that were submitted longer ago, in seconds. None: all.
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
                 is written so.
+            tenant: Only jobs of this tenant. None: all.
             dry_run: Whether to cancel nothing.
 
         Returns:
@@ -369,7 +376,7 @@ class Client(BlockingClient):
         """
         return self._call(
             lambda client: client.purge(
-                priority=priority, older_than_s=older_than_s, metadata=metadata, dry_run=dry_run
+                priority=priority, older_than_s=older_than_s, metadata=metadata, tenant=tenant, dry_run=dry_run
             )
         )
 
