@@ -105,6 +105,13 @@ def note_success(job: Job, connection: Redis, result: Any) -> None:
     successes.append(result["run_id"])
 
 
+failures: list[str] = []
+
+
+def note_failure(job: Job, connection: Redis, kind: type[Exception], *_: object) -> None:
+    failures.append(f"{job.id}: {kind.__name__}")
+
+
 @pytest.mark.usefixtures("worker")
 def test_a_run_waits_for_the_runs_before_it_and_for_its_time(
     runs: BulkQueue, rq_queue: Queue, make_run: MakeRun
@@ -132,8 +139,9 @@ def test_a_run_that_cannot_begin_fails_at_once_and_is_not_tried_again(
 ) -> None:
     run = make_run("a")
     run.input.unlink()
-    runs.submit(run)
+    runs.submit(run, on_failure=note_failure)
     work(rq_queue)
+    assert failures == [f"{run.run_id}: BulkRunRefused"]
     status = runs.status(run.run_id)
     assert status.state is RunState.FAILED
     assert "there is no such file" in str(status.error)
@@ -187,7 +195,7 @@ def test_a_worker_with_the_default_serializer_fails_with_the_way_out(
     runs: BulkQueue, rq_redis: Redis, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str
 ) -> None:
     run = make_run("a")
-    runs.submit(run, retries=0)
+    runs.submit(run)
     pickling = Queue(rq_queue.name, connection=rq_redis)
     InProcessWorker([pickling], connection=rq_redis).work(burst=True, logging_level="CRITICAL")
     status = runs.status(run.run_id)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from redis import Redis
@@ -16,7 +17,7 @@ from llamaq.common.errors import BulkRunBusy, BulkRunIncomplete, LlamaqError
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
 from llamaq.producer.rq.interruption import interruption
-from llamaq.producer.rq.library import Job, Retry, get_current_job
+from llamaq.producer.rq.library import DeserializationError, Job, Retry, get_current_job, import_attribute
 from llamaq.producer.rq.row_cancellation import cancel_rows_in_flight
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,15 @@ PROGRESS_KEY = "progress"
 """The key of the progress in the `meta` of an RQ job."""
 ERROR_KEY = "error"
 """The key of the error of the last try in the `meta` of an RQ job. RQ stores only errors without a retry."""
+SUBMIT_KEY = "submit"
+"""The key of the options of a submit in the `meta` of an RQ job."""
 MAX_ERROR_CHARS = 500
 UNLIMITED = 10**9
 """An interrupted run may be continued this often."""
+OTHER_SERIALIZER = (
+    "an RQ worker with another serializer took the run: start workers with `llamaq bulk worker`, or with "
+    "`rq worker --serializer rq.serializers.JSONSerializer`"
+)
 
 
 def run_bulk(run: dict[str, Any], *, queue: str | None = None) -> Any:
@@ -71,6 +78,22 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None) -> Any:
 def drop_run_errors(run: dict[str, Any]) -> int:
     """Remove the errors of a run, so that its next execution computes these rows again. An RQ worker calls it."""
     return drop_errors(BulkRun.model_validate(run))
+
+
+def explain_failure(
+    job: Job, connection: Redis, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Call the `on_failure` of the submit. An RQ worker with another serializer fails the run, and says why.
+
+    RQ calls this function after each error, before it decides whether to try the job again.
+    """
+    if issubclass(kind, DeserializationError):
+        job.retries_left = 0
+        log.error("bulk.cannot_read_run rq_job=%s: %s", job.id, OTHER_SERIALIZER)
+        return
+    name = job.meta.get(SUBMIT_KEY, {}).get("on_failure")
+    if name is not None:
+        import_attribute(name)(job, connection, kind, error, traceback)
 
 
 def cancel_rows(job: Job, connection: Redis) -> None:  # noqa: ARG001 - RQ calls it with both

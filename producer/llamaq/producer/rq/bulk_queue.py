@@ -10,6 +10,7 @@ from typing import Any, Self
 from redis import Redis
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.settings import client_settings
 from llamaq.producer.bulk import BulkRun
 from llamaq.producer.rq import bulk_jobs
 from llamaq.producer.rq.library import (
@@ -32,8 +33,6 @@ FIRST_RETRY_S, MAX_RETRY_S = 1, 300
 """Seconds until the first retry, and the upper bound of those until later ones. They double."""
 KEEP_S = 30 * 24 * 3600
 """How long RQ stores a run after its end."""
-SUBMIT_KEY = "submit"
-"""The key of the options of a submit in the `meta` of an RQ job. `retry_errors` uses them again."""
 POLL_S = 0.5
 STOP_S = 15.0
 """Longest wait for the RQ worker of a cancelled run."""
@@ -85,7 +84,7 @@ class BulkQueue:
 
         Args:
             run: The run. Its files are opened by the RQ worker: relative paths begin at the folder of this process.
-            queue: The llamaq queue. None: the setting of the RQ worker.
+            queue: The llamaq queue. None: the setting of this process if it has one, or else that of the RQ worker.
             after: Ids of runs that must be complete before this one begins.
             at: Time at which the run is due. None: at once.
             retries: How often RQ tries again after an error. A worker that is stopped or killed does not count as one,
@@ -104,7 +103,7 @@ class BulkQueue:
         self._check_can_submit(run)
         self._check_dependencies(after)
         options = _options(run, retries=retries, after=list(after), on_success=on_success, on_failure=on_failure)
-        call = {"args": [_as_json(run)], "kwargs": {"queue": queue}, **options}
+        call = {"args": [_as_json(run)], "kwargs": {"queue": _named_queue(queue)}, **options}
         if at is None:
             job = self._rq.enqueue(bulk_jobs.run_bulk, **call)
         else:
@@ -185,7 +184,7 @@ class BulkQueue:
         if read_status(old).state not in ENDED:
             raise InvalidRequest(f"run {run_id} has not ended: wait for it, or cancel it")
         run = BulkRun.model_validate(old.args[0]).model_copy(update={"deadline": None})
-        options = _options(run, **old.meta.get(SUBMIT_KEY, {}))
+        options = _options(run, **old.meta.get(bulk_jobs.SUBMIT_KEY, {}))
         old.delete()
         # Two jobs, so that a retry of the second one does not drop the errors of its first try.
         dropping = self._rq.enqueue(
@@ -270,9 +269,9 @@ def _options(
         "failure_ttl": KEEP_S,
         "depends_on": list(after) or None,
         "retry": _retry(retries),
-        "meta": {SUBMIT_KEY: {"retries": retries, **names}},
+        "meta": {bulk_jobs.SUBMIT_KEY: {"retries": retries, **names}},
         "on_success": success,
-        "on_failure": failure,
+        "on_failure": Callback(bulk_jobs.explain_failure),
         "on_stopped": Callback(bulk_jobs.cancel_rows),
     }
 
@@ -284,6 +283,12 @@ def _as_json(run: BulkRun) -> dict[str, Any]:
         path = getattr(run, name)
         fields[name] = None if path is None else str(path.absolute())
     return fields
+
+
+def _named_queue(queue: str | None) -> str | None:
+    """Return the llamaq queue that an argument or a setting of this process names. None: neither does."""
+    settings = client_settings(queue=queue)
+    return settings.queue if "queue" in settings.model_fields_set else None
 
 
 def _executes_run(job: Job) -> bool:

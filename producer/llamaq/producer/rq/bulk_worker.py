@@ -114,6 +114,7 @@ def serve(make_worker: Callable[[], BulkWorker], *, burst: bool = False) -> None
     """
     while True:
         worker = make_worker()
+        log.info("rq_worker.ready name=%s rq_queue=%s", worker.name, ",".join(worker.queue_names()))
         try:
             worker.work(burst=burst, logging_level="WARNING")
         except (RedisError, OSError) as exc:

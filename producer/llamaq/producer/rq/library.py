@@ -8,12 +8,13 @@ from __future__ import annotations
 from llamaq.common.errors import MissingExtra
 
 try:
-    from rq import Callback, Queue, Retry, SimpleWorker, Worker, get_current_job
+    from rq import Callback, Queue, Retry, Worker, get_current_job
     from rq.command import send_stop_job_command
-    from rq.exceptions import InvalidJobOperation, NoSuchJobError
-    from rq.job import Dependency, Job, JobStatus
+    from rq.exceptions import DeserializationError, InvalidJobOperation, NoSuchJobError
+    from rq.job import Job, JobStatus
     from rq.scheduler import RQScheduler
     from rq.serializers import JSONSerializer
+    from rq.utils import import_attribute
 except ModuleNotFoundError as exc:
     if exc.name is None or exc.name.partition(".")[0] != "rq":
         raise
@@ -21,7 +22,7 @@ except ModuleNotFoundError as exc:
 
 __all__ = [
     "Callback",
-    "Dependency",
+    "DeserializationError",
     "InvalidJobOperation",
     "JSONSerializer",
     "Job",
@@ -30,8 +31,8 @@ __all__ = [
     "Queue",
     "RQScheduler",
     "Retry",
-    "SimpleWorker",
     "Worker",
     "get_current_job",
+    "import_attribute",
     "send_stop_job_command",
 ]

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.producer.bulk import BulkProgress, BulkRun
-from llamaq.producer.rq.bulk_jobs import ERROR_KEY, PROGRESS_KEY
+from llamaq.producer.rq.bulk_jobs import ERROR_KEY, OTHER_SERIALIZER, PROGRESS_KEY
 from llamaq.producer.rq.library import Job, JobStatus
 
 
@@ -44,11 +44,6 @@ _STATES = {
     JobStatus.STOPPED: RunState.CANCELLED,
     JobStatus.CANCELED: RunState.CANCELLED,
 }
-
-OTHER_SERIALIZER = (
-    "an RQ worker with another serializer took the run: start workers with `llamaq bulk worker`, or with "
-    "`rq worker --serializer rq.serializers.JSONSerializer`"
-)
 
 
 class RunStatus(WireModel):
