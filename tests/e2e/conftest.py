@@ -1,7 +1,8 @@
 """Worker processes on real models behind a real Redis, and clients that talk to them.
 
-The tests share workers, because starting them takes most of the time. Workers stop with the last test that may need
-them: an idle worker takes processor time too. A failed test shows their logs.
+The tests share workers, because starting them takes most of the time. The workers stop when a test of another folder
+follows, because an idle worker takes processor time too: `tests/support/distribution.py` runs the tests that share a
+worker one after the other. A failed test shows the logs of all workers.
 """
 
 from __future__ import annotations
@@ -121,16 +122,10 @@ def pytest_runtest_makereport(
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     done = yield
-    if nextitem is None or _sharing_group(nextitem) != _sharing_group(item):
+    if nextitem is None or not nextitem.nodeid.startswith("tests/e2e/"):
         for served in _served:
             _stop(served)
     return done
-
-
-def _sharing_group(item: pytest.Item) -> tuple[bool, str | None]:
-    """Return a key that is equal for two tests if they may share a worker. pytest-xdist runs a group in one process."""
-    mark = item.get_closest_marker("xdist_group")
-    return item.nodeid.startswith("tests/e2e/"), mark.args[0] if mark else None
 
 
 @pytest.fixture(scope="session")
