@@ -20,6 +20,7 @@ from llamaq.cli import (
     bulk_commands,
     dead_letter_commands,
     job_commands,
+    key_commands,
     metrics_command,
     queue_commands,
     queue_mode_commands,
@@ -83,6 +84,7 @@ def build_app(called: str | None = None) -> typer.Typer:
     app.add_typer(bulk_commands.build_app(), name="bulk")
     app.add_typer(dead_letter_commands.build_app(), name="dead")
     app.add_typer(slot_commands.build_app(), name="slots")
+    app.add_typer(key_commands.build_app(), name="keys")
     if called in WORKER_COMMANDS:
         register_worker_commands(app, called)
     else:

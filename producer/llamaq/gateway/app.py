@@ -17,6 +17,8 @@ from llamaq.gateway.context import Context
 from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.request_ids import HEADER, RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
+from llamaq.gateway.keys.key_check import KeyCheck
+from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.routes import completions, health, messages, models, native, slots, texts
 from llamaq.gateway.settings import ServeSettings
@@ -52,7 +54,7 @@ def build_app(settings: ServeSettings) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
-        app.state.context = Context(settings, queues)
+        app.state.context = Context(settings, queues, KeyStore(queues.default.redis, queues.default.keys))
         try:
             yield
         finally:
@@ -79,5 +81,6 @@ def _middleware(settings: ServeSettings) -> list[Middleware]:
     return [
         Middleware(RequestIds),
         *([cors] if settings.cors_origins else []),
+        *([Middleware(KeyCheck)] if settings.require_key else []),
         Middleware(RequestLifetime, max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s),
     ]

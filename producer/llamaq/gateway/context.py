@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from starlette.requests import Request
 
+from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import ServeSettings
 
@@ -20,6 +21,7 @@ class Context:
 
     settings: ServeSettings
     queues: QueueDirectory
+    keys: KeyStore
 
 
 def context_of(request: Request) -> Context:

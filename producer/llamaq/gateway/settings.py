@@ -47,6 +47,9 @@ class ServeSettings(ClientSettings):
     shutdown_s: float = Field(
         30.0, ge=0, description="Seconds that open requests have to finish after SIGTERM. Then they are cut."
     )
+    require_key: bool = Field(
+        False, description="Whether requests need an API key of `llamaq keys add`. `/` and `/health` need none."
+    )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Origins whose web pages may call this server, separated by commas, such as "

@@ -6,6 +6,9 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | key                              | type             | life                                               |
 | -------------------------------- | ---------------- | -------------------------------------------------- |
 | llamaq:{q:p}:jobs:<priority>     | stream, group    | an entry is deleted when its job ends              |
+| llamaq:{q:p}:turns:<priority>    | sorted set       | while tenants wait: the tenants, by their turns    |
+| llamaq:{q:p}:turns:<priority>:<tenant> | sorted set | while the tenant waits: its waiting entries        |
+| llamaq:{q:p}:shares:<priority>   | hash             | while tenants have jobs: numbers of claimed jobs   |
 | llamaq:{q:p}:job:<id>            | hash             | `result_ttl_s` after the job ended; a week if dead |
 | llamaq:{q:p}:events:<id>         | stream of events | until the output is stored; else as the hash       |
 | llamaq:{q:p}:tokens:<id>         | pub/sub channel  | not stored; receives the events of the stream      |
@@ -22,6 +25,9 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:worker:<id>               | hash             | worker card and heartbeat; expires if not renewed  |
 | llamaq:worker:<id>:orders        | list             | slot commands until the worker reads them          |
 | llamaq:worker:<id>:texts         | list             | text commands until the worker reads them          |
+| llamaq:http:keys                 | hash             | API keys of `llamaq serve`, by their SHA-256       |
+| llamaq:http:{name}:rate          | string           | a minute; when the next request of a key is due    |
+| llamaq:http:{name}:open          | sorted set       | a minute; open requests of a key, by expiry        |
 | llamaq:reply:<command id>        | list             | reply to a command; expires after a minute         |
 | llamaq:vocab:<sha256>            | string           | a vocabulary; expires when no worker uses it       |
 """
@@ -162,6 +168,15 @@ class Keys:
 
     def text_commands(self, worker_id: str) -> str:
         return f"{self.prefix}:worker:{worker_id}:texts"
+
+    def http_keys(self) -> str:
+        return f"{self.prefix}:http:keys"
+
+    def http_rate(self, key_name: str) -> str:
+        return f"{self.prefix}:http:{{{key_name}}}:rate"
+
+    def http_open(self, key_name: str) -> str:
+        return f"{self.prefix}:http:{{{key_name}}}:open"
 
     def reply(self, command_id: str) -> str:
         return f"{self.prefix}:reply:{command_id}"

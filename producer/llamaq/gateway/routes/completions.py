@@ -11,8 +11,8 @@ from starlette.responses import Response
 from llamaq.gateway.context import FINGERPRINT, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
-from llamaq.gateway.http.idempotency import idempotency_key
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.permissions import generation_for, queue_for
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
@@ -33,10 +33,9 @@ async def complete(request: Request) -> Response:
 async def _generate(request: Request, endpoint: Endpoint) -> Response:
     context = context_of(request)
     body = read_body(endpoint, await read_object(request))
-    client = await context.queues.find(body.model)
+    client = await queue_for(request, body.model)
     echoed = await _read_echoed(client, body)
-    key = idempotency_key(request, is_kept=body.is_stored)
-    generation = Generation(client, body.jobs, key)
+    generation = generation_for(request, client, body.jobs, is_kept=body.is_stored)
     model = body.model or client.queue
     if body.is_streamed:
         await generation.start()

@@ -13,7 +13,6 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.errors import message_error
 from llamaq.gateway.http.event_stream import Events, EventStream, named
-from llamaq.gateway.http.idempotency import idempotency_key
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.messages_format import (
     first_events,
@@ -23,6 +22,7 @@ from llamaq.gateway.messages_format import (
     read_messages_body,
     text_event,
 )
+from llamaq.gateway.permissions import generation_for, queue_for
 from llamaq.producer import Result
 from llamaq.producer.openai_format.request_body import read_flag
 from llamaq.producer.queries import text_commands
@@ -33,8 +33,8 @@ async def answer(request: Request) -> Response:
     context = context_of(request)
     body = await read_object(request)
     values, model = read_messages_body(body), _model_of(body)
-    client = await context.queues.find(model)
-    generation = Generation(client, [values], idempotency_key(request, is_kept=False))
+    client = await queue_for(request, model)
+    generation = generation_for(request, client, [values])
     if read_flag(body, "stream"):
         await generation.start()
         return await EventStream.open(
@@ -50,7 +50,7 @@ async def answer(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a chat has."""
     body = await read_object(request)
-    client = await context_of(request).queues.find(_model_of(body))
+    client = await queue_for(request, _model_of(body))
     reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=read_chat(body))
     return json_response({"input_tokens": len(reply.tokens)})
 

@@ -13,12 +13,18 @@ from llamaq.common.protocol.snapshots import Worker
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.json_body import json_response
+from llamaq.gateway.permissions import api_key_of
 
 
 async def list_models(request: Request) -> Response:
     """Return all queues with a live worker."""
     served = await context_of(request).queues.served()
-    data = [model_object(queue, workers) for queue, workers in served.items() if workers]
+    key = api_key_of(request)
+    data = [
+        model_object(queue, workers)
+        for queue, workers in served.items()
+        if workers and (key is None or key.allows(queue))
+    ]
     # llama-server's own clients read `models`, in the form of Ollama.
     models = [
         {"name": each["id"], "model": each["id"], "type": "model", "capabilities": each["capabilities"]}
@@ -31,7 +37,8 @@ async def show_model(request: Request) -> Response:
     """Return one queue with a live worker."""
     name = request.path_params["model"]
     workers = (await context_of(request).queues.served()).get(name)
-    if not workers:
+    key = api_key_of(request)
+    if not workers or (key is not None and not key.allows(name)):
         raise RequestRefused(
             HTTPStatus.NOT_FOUND, f"no live worker serves a queue {name[:100]!r}", code="model_not_found", param="model"
         )

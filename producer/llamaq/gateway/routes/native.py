@@ -8,9 +8,9 @@ from starlette.responses import Response
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import Events, EventStream, data
-from llamaq.gateway.http.idempotency import idempotency_key
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.native_format import final_object, partial_object, read_native_body
+from llamaq.gateway.permissions import generation_for, queue_for
 from llamaq.producer import Result
 from llamaq.producer.openai_format.request_body import GenerationBody, read_flag
 
@@ -21,8 +21,8 @@ async def complete(request: Request) -> Response:
     fields = await read_object(request)
     body = read_native_body(fields)
     has_tokens = read_flag(fields, "return_tokens")
-    client = await context.queues.find(body.model)
-    generation = Generation(client, body.jobs, idempotency_key(request, is_kept=body.is_stored))
+    client = await queue_for(request, body.model)
+    generation = generation_for(request, client, body.jobs, is_kept=body.is_stored)
     model = body.model or client.queue
     if body.is_streamed:
         await generation.start()

@@ -16,6 +16,7 @@ from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.native_format import props_object, slot_object
+from llamaq.gateway.permissions import queue_for
 from llamaq.producer import AsyncClient
 
 
@@ -95,9 +96,8 @@ async def _queue_of(request: Request) -> tuple[AsyncClient, tuple[Worker, ...]]:
     Raises:
         NoWorker: The queue has no live worker.
     """
-    queues = context_of(request).queues
-    client = await queues.find(request.query_params.get("model"))
-    workers = (await queues.served()).get(client.queue)
+    client = await queue_for(request, request.query_params.get("model"))
+    workers = (await context_of(request).queues.served()).get(client.queue)
     if not workers:
         raise NoWorker(client.queue)
     return client, workers

@@ -12,6 +12,7 @@ from llamaq.common.protocol.text_commands import TextAction, TextReply
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.permissions import queue_for
 from llamaq.producer import AsyncClient
 from llamaq.producer.openai_format.chat_messages import read_messages
 from llamaq.producer.openai_format.request_body import read_flag
@@ -88,7 +89,7 @@ async def _read(request: Request) -> tuple[dict[str, Any], AsyncClient]:
     """Return the body and the client of the queue that it means."""
     body = await read_object(request)
     model = body.get("model")
-    return body, await context_of(request).queues.find(model if isinstance(model, str) else None)
+    return body, await queue_for(request, model if isinstance(model, str) else None)
 
 
 async def _ask(client: AsyncClient, action: TextAction, **values: Any) -> TextReply:

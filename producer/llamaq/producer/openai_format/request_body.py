@@ -5,12 +5,14 @@ It also knows the names that llama-server and vLLM have for the same things.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.job_request import JobRequest, Priority
+from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
 from llamaq.producer.accepted_forms import SYNONYMS
 from llamaq.producer.openai_format.chat_messages import read_messages
 from llamaq.producer.openai_format.endpoints import Endpoint
@@ -142,6 +144,9 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     limit_ms = body.get("t_max_predict_ms")
     if isinstance(limit_ms, int | float) and limit_ms > 0:
         options.setdefault("timeout_s", limit_ms / 1000)
+    user = body.get("user")
+    if isinstance(user, str) and user and "tenant" not in options:
+        options["tenant"] = _tenant_of(user)
     if _is_bulk(body):
         options["priority"] = Priority.BULK
     return options
@@ -173,6 +178,11 @@ def _with_seed(values: dict[str, Any], number: int) -> dict[str, Any]:
     if number == 0 or isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         return values
     return {**values, "seed": seed + number}
+
+
+def _tenant_of(user: str) -> str:
+    """Return the tenant of a user. Users may have any name, tenants only one of a simple form."""
+    return user if re.fullmatch(TENANT_PATTERN, user) else hashlib.sha256(user.encode()).hexdigest()
 
 
 def _is_bulk(body: Mapping[str, Any]) -> bool:

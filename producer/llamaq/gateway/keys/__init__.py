@@ -1,0 +1,1 @@
+"""API keys: who may send requests to which queues, and how many."""

@@ -1,0 +1,69 @@
+"""What is stored about an API key. The key itself is not: only its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from llamaq.common.protocol.job_request import MAX_SALT_CHARS, QUEUE_PATTERN, Priority
+from llamaq.common.protocol.wire_model import StrictModel
+
+SECRET_BYTES = 32
+NAME_PATTERN = r"^[A-Za-z0-9_.\-]{1,64}$"
+
+
+class KeyRecord(StrictModel):
+    """The permissions and limits of one API key."""
+
+    name: str = Field(
+        pattern=NAME_PATTERN,
+        description="Name of the key: 1 to 64 letters, digits, `_`, `.` or `-`. It is the tenant of its jobs.",
+    )
+    queues: tuple[Annotated[str, Field(pattern=QUEUE_PATTERN)], ...] = Field(
+        (), description="Queues that the key may use. Empty: all."
+    )
+    priority: Priority = Field(
+        Priority.INTERACTIVE,
+        description="`bulk`: all jobs of the key are bulk jobs. `interactive`: the request decides.",
+    )
+    requests_per_minute: int | None = Field(
+        None, ge=1, le=10**6, description="Longest run of requests within a minute. If not set: no limit."
+    )
+    max_open: int | None = Field(
+        None, ge=1, le=10**6, description="Largest number of requests at the same time. If not set: no limit."
+    )
+    cache_salt: str | None = Field(
+        None,
+        max_length=MAX_SALT_CHARS // 2,
+        description="Only jobs with the same salt share KV cells. If not set: the name of the key. Empty: shared with "
+        "all jobs without a salt.",
+    )
+    created_ms: int = Field(ge=0, description="Time when the key was added, in milliseconds since the epoch.")
+
+    def allows(self, queue: str) -> bool:
+        """Return whether the key may use a queue."""
+        return not self.queues or queue in self.queues
+
+    def job_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a job of this key: those of the request, and those that the key decides."""
+        own_salt = self.name if self.cache_salt is None else self.cache_salt
+        parts = [part for part in (own_salt, str(options.get("cache_salt") or "")) if part]
+        decided: dict[str, Any] = {"tenant": self.name, "cache_salt": "/".join(parts)}
+        if own_salt and "messages" in options:  # tenants may share the system prompts of their chats
+            decided["cache_public"] = options.get("cache_public", "system")
+        if self.priority is Priority.BULK:
+            decided["priority"] = Priority.BULK
+        return {**options, **decided}
+
+
+def new_secret(name: str) -> str:
+    """Return a new API key. The name in it tells people which key it is."""
+    return f"llamaq-{name}-{secrets.token_urlsafe(SECRET_BYTES)}"
+
+
+def hash_of(secret: str) -> str:
+    """Return the hash under which a key is stored. A random key of 256 bits needs no slow hash."""
+    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()

@@ -1,0 +1,79 @@
+"""Which queue a request may use, and what its jobs are given by its API key."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+
+from llamaq.gateway.context import context_of
+from llamaq.gateway.generation import Generation
+from llamaq.gateway.http.errors import RequestRefused, invalid
+from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.producer import AsyncClient
+
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+MAX_IDEMPOTENCY_CHARS = 255
+
+
+def api_key_of(request: Request) -> KeyRecord | None:
+    """Return the API key of a request. None: the server requires none."""
+    record: KeyRecord | None = getattr(request.state, "api_key", None)
+    return record
+
+
+async def queue_for(request: Request, model: str | None) -> AsyncClient:
+    """Return the client of the queue that a request means by its `model`.
+
+    Raises:
+        RequestRefused: There is no such queue, or the API key of the request does not allow it.
+        NoWorker: The queue has no live worker, and requests do not wait for one.
+    """
+    client = await context_of(request).queues.find(model)
+    key = api_key_of(request)
+    if key is not None and not key.allows(client.queue):
+        raise RequestRefused(
+            HTTPStatus.FORBIDDEN,
+            f"model: the API key {key.name!r} does not allow the queue {client.queue!r}",
+            code="queue_not_allowed",
+            param="model",
+        )
+    return client
+
+
+def generation_for(
+    request: Request, client: AsyncClient, jobs: Sequence[dict[str, Any]], *, is_kept: bool = False
+) -> Generation:
+    """Return the jobs of a request, with what its API key and its header `Idempotency-Key` decide.
+
+    Args:
+        request: The request.
+        client: The client of the queue.
+        jobs: The arguments of `submit` for each job.
+        is_kept: Whether the jobs run to their end although the client is gone.
+
+    Raises:
+        RequestRefused: The header is not valid.
+    """
+    key = api_key_of(request)
+    allowed = jobs if key is None else [key.job_options(job) for job in jobs]
+    return Generation(client, allowed, _idempotency_key(request, key, is_kept=is_kept))
+
+
+def _idempotency_key(request: Request, key: KeyRecord | None, *, is_kept: bool) -> str | None:
+    """Return the key of the jobs of a request. None: they belong to this request alone.
+
+    The jobs of a kept request have a key of their own, because jobs with a key are never cancelled.
+    """
+    given = request.headers.get(IDEMPOTENCY_HEADER)
+    if given is None:
+        return f"kept-{secrets.token_hex(16)}" if is_kept else None
+    if not 0 < len(given) <= MAX_IDEMPOTENCY_CHARS:
+        raise invalid(f"{IDEMPOTENCY_HEADER}: 1 to {MAX_IDEMPOTENCY_CHARS} characters are required", IDEMPOTENCY_HEADER)
+    # The same key of another caller, or at another endpoint, means another request.
+    parts = (key.name if key else "", request.url.path, given)
+    return "http-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,145 @@
+"""API keys: who may send requests, to which queues, how many, and what the jobs of a key are given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.command_line import failing, llamaq
+from tests.support.http_server import post_of, sending, serving_http
+
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.connect import connect
+from llamaq.gateway.keys import key_store as key_store_module
+from llamaq.gateway.keys.key_record import KeyRecord, hash_of
+from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.producer.testing import FakeWorker
+
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@asynccontextmanager
+async def key_store(redis_url: str, prefix: str) -> AsyncIterator[KeyStore]:
+    redis = connect(redis_url, name="test")
+    try:
+        yield KeyStore(redis, Keys(prefix))
+    finally:
+        await redis.aclose()
+
+
+@asynccontextmanager
+async def answering(redis_url: str, queue: str, **settings: Any) -> AsyncIterator[tuple[str, list[JobRequest]]]:
+    """A server that requires keys, and a worker that answers. Yield the URL and the requests of its jobs."""
+    requests: list[JobRequest] = []
+
+    def answer(request: JobRequest) -> list[str]:
+        requests.append(request)
+        return ["ok"]
+
+    async with (
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True, **settings) as url,
+    ):
+        serving = asyncio.create_task(worker.serve(answer))
+        try:
+            yield url, requests
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+async def test_only_requests_with_a_valid_key_pass(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_store_module, "FRESH_S", 0.0)
+    async with key_store(redis_url, queue) as store, answering(redis_url, queue) as (url, requests):
+        secret = await store.add(name="alice", requests_per_minute=1000)
+        async with httpx.AsyncClient(base_url=url) as http:
+            missing = await http.post(CHAT, json=HELLO)
+            wrong = await http.post(CHAT, json=HELLO, headers=bearer(secret + "x"))
+            passed = await http.post(CHAT, json=HELLO, headers=bearer(secret))
+            also = await http.post("/v1/messages", json={**HELLO, "model": queue}, headers={"x-api-key": secret})
+            healthy = await http.get("/health")
+            assert await store.revoke("alice")
+            revoked = await http.get("/v1/models", headers=bearer(secret))
+    assert [each.status_code for each in (missing, wrong, passed, also, healthy, revoked)] == [
+        401,
+        401,
+        200,
+        200,
+        200,
+        401,
+    ]
+    assert missing.json()["error"]["code"] == "invalid_api_key"
+    assert [(each.tenant, each.cache_salt, each.cache_public) for each in requests] == [
+        ("alice", "alice", "system")
+    ] * 2
+
+
+async def test_a_key_has_queues_a_priority_and_a_salt(redis_url: str, queue: str) -> None:
+    async with key_store(redis_url, queue) as store, answering(redis_url, queue) as (url, requests):
+        elsewhere = await store.add(name="elsewhere", queues=("other",))
+        batch = await store.add(name="batch", queues=(queue,), priority="bulk", cache_salt="team")
+        async with httpx.AsyncClient(base_url=url) as http:
+            refused = await http.post(CHAT, json=HELLO, headers=bearer(elsewhere))
+            passed = await http.post(CHAT, json={**HELLO, "cache_salt": "mine"}, headers=bearer(batch))
+            models = [(await http.get("/v1/models", headers=bearer(key))).json()["data"] for key in (elsewhere, batch)]
+    assert (refused.status_code, passed.status_code) == (403, 200)
+    assert [len(each) for each in models] == [0, 1]
+    assert (requests[0].priority, requests[0].cache_salt) == ("bulk", "team/mine")
+
+
+async def test_a_key_has_limits_that_all_servers_share(redis_url: str, queue: str) -> None:
+    async with (
+        key_store(redis_url, queue) as store,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as first,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as second,
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        httpx.AsyncClient() as http,
+    ):
+        rated = bearer(await store.add(name="rated", requests_per_minute=3))
+        statuses = [(await http.get(f"{url}/v1/models", headers=rated)).status_code for url in (first, second) * 2]
+        limited = await http.get(f"{first}/v1/models", headers=rated)
+        assert statuses == [200, 200, 200, 429]
+        assert 1 <= int(limited.headers["retry-after"]) <= 20
+        await worker.announce()
+        narrow = bearer(await store.add(name="narrow", max_open=1))
+        async with sending(first, post_of(CHAT, {**HELLO, "stream": True}, **narrow)) as (_, writer):
+            attempt = await worker.start_next()
+            assert (await http.get(f"{second}/v1/models", headers=narrow)).status_code == 429
+            writer.transport.abort()
+            while (await http.get(f"{second}/v1/models", headers=narrow)).status_code == 429:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await attempt.finish()
+
+
+def test_the_command_adds_lists_and_revokes_keys(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMAQ_KEY_PREFIX", queue)
+    secret = llamaq("keys", "add", "alice", "--queues", "a, b", "--max-open", "2").strip()
+    assert secret.startswith("llamaq-alice-")
+    assert "there is a key 'alice'" in failing(monkeypatch, capsys, "keys", "add", "alice", code=2)
+    assert "name:" in failing(monkeypatch, capsys, "keys", "add", "two words", code=2)
+    listed = json.loads(llamaq("keys", "list", "--json"))
+    assert (listed["name"], listed["queues"], listed["max_open"]) == ("alice", ["a", "b"], 2)
+    assert secret not in llamaq("keys", "list") + json.dumps(listed)
+    llamaq("keys", "revoke", "alice")
+    assert "no key 'alice'" in failing(monkeypatch, capsys, "keys", "revoke", "alice", code=2)
+    assert llamaq("keys", "list") == "no keys\n"
+
+
+def test_the_stored_hash_does_not_contain_the_key() -> None:
+    record = KeyRecord(name="a", created_ms=0)
+    assert len(hash_of("secret")) == 64
+    assert "secret" not in record.model_dump_json()
