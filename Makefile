@@ -54,9 +54,18 @@ PYTEST_PARALLEL := --dist loadgroup --no-loadscope-reorder --numprocesses
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test test-quick coverage
-test: lint types ## ruff, import contracts, mypy and pytest
-	@echo "==> pytest, $(TEST_PROCESSES) processes"
-	$(BIN)/pytest $(PYTEST_PARALLEL) $(TEST_PROCESSES) --durations=10 $(PYTEST_ARGS)
+test: lint ## ruff, import contracts, mypy and pytest
+	@echo "==> pytest, $(TEST_PROCESSES) processes, and mypy beside them; mypy's report follows at the end"
+	report="$$(mktemp)"
+	$(BIN)/mypy > "$$report" 2>&1 &
+	mypy=$$!
+	trap 'kill $$mypy 2>/dev/null || true; rm -f "$$report"' EXIT
+	failed=0
+	$(BIN)/pytest $(PYTEST_PARALLEL) $(TEST_PROCESSES) --durations=10 $(PYTEST_ARGS) || failed=$$?
+	echo "==> mypy"
+	wait $$mypy || failed=$$?
+	cat "$$report"
+	exit $$failed
 
 test-quick: $(VENV)/dev.stamp ## the tests that start no process and load no model: half a minute
 	@$(BIN)/pytest $(PYTEST_PARALLEL) $(CORES) -q -m quick --hypothesis-profile=quick $(PYTEST_ARGS)
@@ -129,6 +138,10 @@ soak: $(VENV)/dev.stamp ## kill, stop and cut everything for 10 minutes, and rep
 soak-cache: $(VENV)/dev.stamp ## 100,000 random operations on the prefix cache, and 500 recall jobs under pressure (4 minutes)
 	@CACHE_OPERATIONS=100000 RECALL_JOBS=500 $(BIN)/pytest -q tests/worker/kv_cache/test_random_operations.py \
 		tests/worker/kv_cache/test_recall_under_pressure.py --log-cli-level=INFO
+
+.PHONY: check-monitoring
+check-monitoring: $(VENV)/dev.stamp ## let a real Prometheus scrape, and run every query of dashboard and alerts (1 minute)
+	@exec $(BIN)/python -m tests.monitoring
 
 .PHONY: venv
 venv: $(VENV)/dev.stamp ## create .venv for the other targets
