@@ -93,6 +93,8 @@ def submit(
             on_success=on_success,
             on_failure=on_failure,
         )
+        if not run.input.exists():
+            views.notice(f"{run.input} is not on this machine: the RQ worker must find it there")
         if not runs.n_workers():
             name = runs.settings.rq_queue
             views.notice(f"no RQ worker serves RQ queue {name!r}; start one with: llamaq bulk worker")
