@@ -117,6 +117,25 @@ def test_redis_is_reachable_from_this_host_alone(compose: dict[str, Any]) -> Non
     assert all(port.startswith("127.0.0.1:") for port in compose["services"]["redis"]["ports"])
 
 
+def test_the_observe_profile_adds_metrics_prometheus_and_grafana(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert services_of(compose, "observe") == {"redis", "metrics", "prometheus", "grafana"}
+    assert services["metrics"]["image"] == services["worker"]["image"]
+    (job,) = yaml.safe_load((ROOT / "docs/monitoring/prometheus.yml").read_text())["scrape_configs"]
+    port = services["metrics"]["command"][services["metrics"]["command"].index("--port") + 1]
+    assert job["static_configs"] == [{"targets": [f"metrics:{port}"]}]
+    assert f"localhost:{port}/health" in " ".join(services["metrics"]["healthcheck"]["test"])
+    for name in ("metrics", "prometheus", "grafana"):
+        assert all(port.startswith("127.0.0.1:") for port in services[name].get("ports", ())), name
+
+
+def test_every_file_that_compose_mounts_exists(compose: dict[str, Any]) -> None:
+    mounts = [volume for service in compose["services"].values() for volume in service.get("volumes", ())]
+    mounted = [ROOT / volume.split(":")[0] for volume in mounts if volume.startswith("./docs")]
+    assert len(mounted) >= 4
+    assert [path for path in mounted if not path.exists()] == []
+
+
 @pytest.mark.parametrize("name", ["worker", "worker-gpu"])
 def test_a_worker_waits_for_redis_and_is_healthy_when_its_queue_is_served(compose: dict[str, Any], name: str) -> None:
     worker = compose["services"][name]
@@ -154,7 +173,7 @@ def test_every_named_volume_is_declared(compose: dict[str, Any]) -> None:
     used = {
         volume.split(":")[0]
         for service in compose["services"].values()
-        for volume in service["volumes"]
+        for volume in service.get("volumes", ())
         if not volume.startswith(".")
     }
     assert used == set(compose["volumes"])
@@ -196,7 +215,7 @@ def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[st
 
 
 def test_the_image_and_make_install_both_distributions_of_this_checkout(dockerfile: list[list[str]]) -> None:
-    assert "/opt/llamaq/bin/pip install '/src[worker,hub]' /src/worker" in arguments(dockerfile, "RUN")
+    assert "/opt/llamaq/bin/pip install '/src[worker,hub,metrics]' /src/worker" in arguments(dockerfile, "RUN")
     recipes = (ROOT / "Makefile").read_text()
     assert "pip install --quiet -e '.[worker]' -e ./worker" in recipes
     assert "pip install --quiet -e '.[worker,dev]' -e ./worker" in recipes

@@ -6,7 +6,7 @@ Two comments enclose a table:
     <!-- end -->
 
 The first comment names a model of `models.MODELS`, and optionally the fields to show and their order. Without fields
-the table shows all of them.
+the table shows all of them. A name of `metrics.METRICS` instead of a model stands for a table of metrics.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from llamaq.tools.docs_tables.metrics import METRICS, render_metrics
 from llamaq.tools.docs_tables.models import MODELS
 from llamaq.tools.docs_tables.table import render_table
 
@@ -39,6 +40,8 @@ def fill_in(text: str, name: str) -> str:
     """
 
     def replace(match: re.Match[str]) -> str:
+        if match["model"] in METRICS:
+            return match[1] + render_metrics(METRICS[match["model"]]) + match[4]
         model = MODELS.get(match["model"])
         if model is None:
             raise ValueError(f"{name}: there is no model {match['model']}")
@@ -52,8 +55,14 @@ def fill_in(text: str, name: str) -> str:
 
 
 def tables_in(text: str) -> list[tuple[str, list[str]]]:
-    """Return the model and the fields of each table in a document."""
+    """Return the model and the fields of each table in a document. A table of metrics has its name and the metrics."""
     return [
-        (found["model"], found["fields"].split(",") if found["fields"] else list(MODELS[found["model"]].model_fields))
+        (found["model"], found["fields"].split(",") if found["fields"] else _all_rows(found["model"]))
         for found in MARKED.finditer(text)
     ]
+
+
+def _all_rows(name: str) -> list[str]:
+    if name in METRICS:
+        return [family.name for family in METRICS[name]]
+    return list(MODELS[name].model_fields)

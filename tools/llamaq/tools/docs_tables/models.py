@@ -18,6 +18,7 @@ from llamaq.common.protocol.snapshots import (
     RecentJob,
     SlotSnapshot,
     TickStats,
+    TickTotals,
     Worker,
     WorkerCard,
 )
@@ -39,6 +40,7 @@ _SNAPSHOTS = (
     SlotSnapshot,
     CacheSnapshot,
     TickStats,
+    TickTotals,
 )
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
 _COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
