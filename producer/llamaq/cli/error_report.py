@@ -8,6 +8,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
 from llamaq.common.errors import (
+    BulkRunRefused,
     EmbeddedRedisError,
     InvalidRequest,
     InvalidSettings,
@@ -23,6 +24,7 @@ from llamaq.common.errors import (
 _CODES: dict[type[LlamaqError], int] = {
     InvalidRequest: EXIT_USAGE,
     InvalidSettings: EXIT_USAGE,
+    BulkRunRefused: EXIT_USAGE,
     EmbeddedRedisError: EXIT_NO_REDIS,
     RedisFull: EXIT_NO_REDIS,
     NotDurable: EXIT_NO_REDIS,

@@ -78,13 +78,19 @@ def _encode(line: dict[str, Any]) -> bytes:
     return json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
-def row_number_of(line: bytes, file_name: object) -> int:
+def row_number_of(line: bytes, file_name: object, highest: int | None = None) -> int:
     """Return the row number of a line that `answer_line` or `error_line` built.
+
+    Args:
+        line: The line.
+        file_name: The file of the line, for the error.
+        highest: The largest number that the input can have. None: it was checked before.
 
     Raises:
         BulkRunRefused: This is no such line.
     """
     found = _LINE_START.match(line)
-    if found is None:
+    number = 0 if found is None else int(found[1] or found[2])
+    if number < 1 or (highest is not None and number > highest):
         raise BulkRunRefused(f"{file_name} has lines that no bulk run wrote: name another output file, or delete it")
-    return int(found[1] or found[2])
+    return number

@@ -21,6 +21,8 @@ RESERVED_OPTIONS = frozenset({"cancel_on_disconnect", "idempotency_key", "priori
 """Job options that the run sets itself."""
 _PROMPTS = frozenset({"messages", "prompt", "tokens"})
 
+TABLE_SUFFIXES = frozenset({".csv", ".parquet"})
+
 Form = Literal["openai", "plain"]
 """The form of an output line: that of the OpenAI Batch API, or a flat object."""
 
@@ -85,17 +87,30 @@ class BulkRun(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _check_options(self) -> Self:
+    def _check_fields(self) -> Self:
         for name in self.options:
             if name in RESERVED_OPTIONS | _PROMPTS:
                 raise ValueError(f"options: {name} cannot be set for all rows")
         JobParams.model_validate(translate(self.options))
+        if len({self.input, self.output, self.error_file}) < 3:
+            raise ValueError("input, output and errors must be three different files")
+        if self.form == "openai" and self.writes_table:
+            raise ValueError("form: a table has plain answers: leave it out, or name a .jsonl file")
         return self
 
     @property
     def error_file(self) -> Path:
         """The file of the rows that failed."""
         return self.errors or self.output.with_suffix(".errors.jsonl")
+
+    @property
+    def writes_table(self) -> bool:
+        """Whether the output is a table, whose rows are plain answers."""
+        return self.output.suffix.lower() in TABLE_SUFFIXES
+
+    def form_of(self, form_of_request: Form) -> Form:
+        """Return the form of the answer to a request in this form."""
+        return "plain" if self.writes_table else self.form or form_of_request
 
     def row_parameters(self) -> dict[str, Any]:
         """Return the parameters that decide what a row computes and how its answer looks, as JSON values."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.errors import BulkRunRefused, IdempotencyConflict, InvalidRequest
+from llamaq.common.errors import BulkRunRefused, IdempotencyConflict, InvalidRequest, JobFailed
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer.accepted_forms import translate
@@ -20,10 +21,13 @@ from llamaq.producer.bulk.input_file import read_records
 from llamaq.producer.bulk.meter import Meter
 from llamaq.producer.bulk.output_files import OutputFiles, open_output
 from llamaq.producer.bulk.row import Row, read_row
+from llamaq.producer.bulk.stored_results import delete_results, row_key
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
 from llamaq.producer.submission import SEED_BITS, build_request
 
+LOOK_S = 0.1
+"""Longest time until a stop, a deadline or the end of the input is noticed."""
 REPORT_S = 0.5
 """Time between two reports of the progress."""
 ROWS_PER_YIELD = 50
@@ -58,7 +62,8 @@ async def execute(
         RedisError: Redis cannot be reached at the start, or refuses the commands.
     """
     await client.redis.ping()  # a wrong URL is an error now, a lost connection later is not
-    with open_output(run) as files:
+    with ExitStack() as exits:
+        files = await asyncio.to_thread(exits.enter_context, open_output(run))  # it may read the whole input
         execution = _Execution(run, client, files)
         return await execution.run_until_end(on_progress or _ignore, stop or asyncio.Event())
 
@@ -106,7 +111,7 @@ class _Execution:
                 await cancel_tasks(reading, stopping)
                 self._files.flush()
         if state is BulkState.COMPLETED:
-            self._files.complete()
+            await asyncio.to_thread(self._files.complete)
         progress = self._meter.report(state, rows_failed=self._files.n_failed)
         on_progress(progress)
         return progress
@@ -117,10 +122,12 @@ class _Execution:
         """Write the outcomes of rows until the run ends, and report the progress."""
         report_s = 0.0
         while (state := self._state(window, reading, stopping)) is BulkState.RUNNING:
-            for row, outcome in await window.outcomes(REPORT_S):
-                self._write(row, outcome)
-                window.release()
+            outcomes = await window.outcomes(LOOK_S)
+            written = [(row.number, job_id) for row, outcome in outcomes if (job_id := self._write(row, outcome))]
             self._files.flush()
+            window.release(len(outcomes))
+            if written:
+                await delete_results(self._client.connection, self._run.run_id, written)
             if time.monotonic() - report_s >= REPORT_S:
                 report_s = time.monotonic()
                 on_progress(
@@ -146,19 +153,20 @@ class _Execution:
             return BulkState.TOO_MANY_ERRORS
         return BulkState.RUNNING
 
-    def _write(self, row: Row, outcome: Outcome) -> None:
-        """Write the line of a row."""
+    def _write(self, row: Row, outcome: Outcome) -> str | None:
+        """Write the line of a row, and return the id of its job. None: it has none."""
         if isinstance(outcome, IdempotencyConflict):
             raise BulkRunRefused(
                 f"run {self._run.run_id}: a job of this id has another request: use another run id, or another queue"
             )
         error = error_of(outcome)
         if error is not None:
-            self._files.write_error(row.number, error_line(self._run, row, error))
+            self._files.add_error(row.number, error_line(self._run, row, error))
         elif isinstance(outcome, Result):
             line = answer_line(self._run, row, outcome, queue=self._client.queue, now_s=int(time.time()))
-            self._files.write_answer(row.number, line)
+            self._files.add_answer(row.number, line)
         self._meter.count(outcome.stats if isinstance(outcome, Result) else None)
+        return outcome.job_id if isinstance(outcome, Result | JobFailed) else None
 
     async def _read_rows(self, window: JobWindow[Row]) -> None:
         """Read the input as the window has room, until its end."""
@@ -175,7 +183,7 @@ class _Execution:
         max_line_bytes = 4 * self._client.settings.max_request_bytes
         for number, record in read_records(self._run.input, self._files.finished, max_line_bytes):
             if isinstance(record, InvalidRequest):
-                yield Row(number, form=self._run.form or "plain", error=record)
+                yield Row(number, form=self._run.form_of("plain"), error=record)
             else:
                 yield read_row(self._run, number, record)
 
@@ -192,10 +200,10 @@ class _Execution:
             **translate(row.values),
             "priority": self._run.priority,
             "stream": False,
-            "idempotency_key": f"{self._run.run_id}:{row.number}",
+            "idempotency_key": row_key(self._run.run_id, row.number),
         }
         request = await build_request(options)
         if request.has_random_seed:
-            digest = sha256(f"{self._run.run_id}:{row.number}".encode()).digest()
+            digest = sha256(row_key(self._run.run_id, row.number).encode()).digest()
             request = request.model_copy(update={"seed": int.from_bytes(digest[:8]) >> (64 - SEED_BITS)})
         return request

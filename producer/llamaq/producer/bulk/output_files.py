@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
-from llamaq.common.errors import BulkRunBusy, BulkRunRefused
+from llamaq.common.errors import BulkRunRefused
 from llamaq.producer.bulk.answer import row_number_of
+from llamaq.producer.bulk.appended_file import AppendedFile
 from llamaq.producer.bulk.bulk_run import BulkRun
 from llamaq.producer.bulk.finished_rows import FinishedRows
-from llamaq.producer.bulk.input_file import Fingerprint, file_format, take_fingerprint
+from llamaq.producer.bulk.input_file import Fingerprint, file_format, pyarrow_module, take_fingerprint
+from llamaq.producer.bulk.table_file import write_table
 
 
 class StoredRun(BaseModel):
@@ -106,14 +106,14 @@ def _check_same(run: BulkRun, stored: StoredRun, fingerprint: Fingerprint) -> No
     if changed:
         raise BulkRunRefused(
             f"{run.output} was begun with other values of {', '.join(changed)}: "
-            f"{changed[0]} was {str(before[changed[0]])[:200]}: {way_out}"
+            f"{changed[0]} was {before[changed[0]]!r:.200} and is {now[changed[0]]!r:.200} now: {way_out}"
         )
 
 
 class OutputFiles:
-    """The open output file and error file of a run, and the rows in them. No other process can open them meanwhile."""
+    """The open output file and error file of a run, and the rows in them."""
 
-    def __init__(self, run: BulkRun, stored: StoredRun, answers: BinaryIO, errors: BinaryIO) -> None:
+    def __init__(self, run: BulkRun, stored: StoredRun, answers: AppendedFile, errors: AppendedFile) -> None:
         self.stored = stored
         """The description of the run."""
         self._run = run
@@ -121,39 +121,45 @@ class OutputFiles:
         self._errors = errors
         self.finished = FinishedRows()
         """The rows in both files."""
-        _read_rows(answers, rows_file(run.output), self.finished)
+        self._read_rows(answers)
         n_answers = len(self.finished)
-        _read_rows(errors, run.error_file, self.finished)
+        self._read_rows(errors)
         self.n_failed = len(self.finished) - n_answers
         """Number of rows in the error file."""
 
-    def write_answer(self, number: int, line: bytes) -> None:
+    def __repr__(self) -> str:
+        return f"<OutputFiles {self._answers.path} finished={len(self.finished)} failed={self.n_failed}>"
+
+    def _read_rows(self, file: AppendedFile) -> None:
+        """Add the rows of a file."""
+        highest = max(self.stored.input.n_bytes, self.stored.input.n_rows)
+        for line in file.read_lines():
+            self.finished.add(row_number_of(line, file.path, highest))
+
+    def add_answer(self, number: int, line: bytes) -> None:
         """Append the answer of a row."""
-        self._answers.write(line)
+        self._answers.append(line)
         self.finished.add(number)
 
-    def write_error(self, number: int, line: bytes) -> None:
+    def add_error(self, number: int, line: bytes) -> None:
         """Append the error of a row."""
-        self._errors.write(line)
+        self._errors.append(line)
         self.finished.add(number)
         self.n_failed += 1
 
     def flush(self) -> None:
-        """Pass what was written to the operating system: it survives the end of this process, however it ends."""
+        """Pass what was added to the operating system: it survives the end of this process, however it ends."""
         self._answers.flush()
         self._errors.flush()
 
-    def sync(self) -> None:
-        """Write everything to the disk."""
-        for file in (self._answers, self._errors):
-            file.flush()
-            os.fsync(file.fileno())
-
     def complete(self) -> None:
         """End the run: write everything to the disk, sort the answers if the run is ordered, and write the table."""
-        self.sync()
+        self._answers.sync()
+        self._errors.sync()
         if self._run.ordered:
             bring_into_order(rows_file(self._run.output))
+        if self._run.writes_table:
+            write_table(rows_file(self._run.output), self._run.output)
         if not self.n_failed:
             self._run.error_file.unlink(missing_ok=True)
         write_stored_run(self._run.output, self.stored.model_copy(update={"is_complete": True}))
@@ -168,37 +174,13 @@ def open_output(run: BulkRun) -> Iterator[OutputFiles]:
     """
     if not run.input.is_file():
         raise BulkRunRefused(f"{run.input}: there is no such file")
-    file_format(run.input)
+    if "parquet" in (file_format(run.input), file_format(run.output)):
+        pyarrow_module("pyarrow.parquet")  # raises before anything is computed
     with ExitStack() as exits:
-        answers, errors = (exits.enter_context(_open_locked(path)) for path in (rows_file(run.output), run.error_file))
+        paths = (rows_file(run.output), run.error_file)
+        answers, errors = (exits.enter_context(AppendedFile.open(path)) for path in paths)
         stored = prepare_description(run)
         yield OutputFiles(run, stored, answers, errors)
-
-
-@contextmanager
-def _open_locked(path: Path) -> Iterator[BinaryIO]:
-    try:
-        file = path.open("a+b")
-    except OSError as exc:
-        raise BulkRunRefused(f"the output cannot be written: {exc}") from exc
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            raise BulkRunBusy(f"{path}: another process executes this run") from exc
-        yield file
-
-
-def _read_rows(file: BinaryIO, path: Path, finished: FinishedRows) -> None:
-    """Add the rows of a file, and cut a last line that was not completely written."""
-    file.seek(0)
-    end = 0
-    for line in file:
-        if not line.endswith(b"\n"):
-            break
-        finished.add(row_number_of(line, path))
-        end += len(line)
-    file.truncate(end)
 
 
 def bring_into_order(path: Path) -> None:

@@ -40,7 +40,7 @@ def read_row(run: BulkRun, number: int, record: object) -> Row:
         number: The number of the row.
         record: The decoded JSON of a line, or a record of a table.
     """
-    row = Row(number, form=run.form or "plain", model=run.model)
+    row = Row(number, form=run.form_of("plain"), model=run.model)
     try:
         if not isinstance(record, Mapping):
             raise InvalidRequest("a JSON object is required")
@@ -55,7 +55,7 @@ def read_row(run: BulkRun, number: int, record: object) -> Row:
 
 def _read_batch_line(run: BulkRun, row: Row, record: Mapping[str, Any]) -> None:
     """Read a line in the form of the OpenAI Batch API."""
-    row.form, row.row_id = run.form or "openai", record.get("custom_id")
+    row.form, row.row_id = run.form_of("openai"), record.get("custom_id")
     if not isinstance(row.row_id, str) or not row.row_id:
         raise InvalidRequest("custom_id: a text is required")
     if record.get("method", "POST") != "POST":

@@ -1,0 +1,87 @@
+"""A file that a run appends lines to, and that holds whole lines whatever ends the process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from llamaq.common.errors import BulkRunBusy, BulkRunRefused
+
+
+class AppendedFile:
+    """An open file, which no other process can open with this class meanwhile."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        """Use `open` instead."""
+        self.path = path
+        self._descriptor = descriptor
+        self._lines: list[bytes] = []
+        """Lines that are not written yet."""
+
+    def __repr__(self) -> str:
+        return f"<AppendedFile {self.path} unwritten={len(self._lines)}>"
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[Self]:
+        """Open a file, create it if it does not exist, and lock it.
+
+        Raises:
+            BulkRunRefused: The file cannot be opened.
+            BulkRunBusy: Another process has opened it.
+        """
+        with _refusing(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as exc:
+                raise BulkRunBusy(f"{path}: another process executes this run") from exc
+            yield cls(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def read_lines(self) -> Iterator[bytes]:
+        """Yield the lines of the file. A last line that was not completely written is cut."""
+        end = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                yield line
+        os.ftruncate(self._descriptor, end)
+
+    def append(self, line: bytes) -> None:
+        """Append a line. `flush` writes it."""
+        self._lines.append(line)
+
+    def flush(self) -> None:
+        """Pass the lines to the operating system: they survive the end of this process, however it ends.
+
+        Raises:
+            BulkRunRefused: They cannot be written, for example because the disk is full.
+        """
+        data, self._lines = memoryview(b"".join(self._lines)), []
+        with _refusing(self.path):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+
+    def sync(self) -> None:
+        """Write everything to the disk. Raises `BulkRunRefused` if that fails."""
+        self.flush()
+        with _refusing(self.path):
+            os.fsync(self._descriptor)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+        raise BulkRunRefused(f"{path} cannot be written: {reason}. Start the same run again when it can") from exc

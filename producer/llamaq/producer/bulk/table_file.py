@@ -1,0 +1,75 @@
+"""Writes the answers of a run as a table: a CSV or Parquet file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from llamaq.producer.bulk.input_file import file_format, pyarrow_module
+
+ROWS_AT_ONCE = 1000
+COLUMNS = (
+    "line", "id", "text", "tokens", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens", "seed",
+    "metadata",
+)  # fmt: skip
+"""The columns of a table. `line` is the number of the row in the input, from 1 on."""
+
+
+def write_table(answers: Path, table: Path) -> None:
+    """Write the plain answers of a JSONL file as a table. A crash leaves the earlier table or the new one.
+
+    Args:
+        answers: The JSONL file.
+        table: The file to write, .csv or .parquet.
+
+    Raises:
+        MissingExtra: A Parquet file is wanted, and pyarrow is not installed.
+    """
+    new = table.with_name(table.name + ".new")
+    with answers.open("rb") as lines:
+        records = (_record(json.loads(line)) for line in lines)
+        if file_format(table) == "parquet":
+            _write_parquet(records, new)
+        else:
+            _write_csv(records, new)
+    new.replace(table)
+
+
+def _record(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of an answer. An id is a text, and metadata are JSON, so that a column has one type."""
+    usage = answer["usage"]
+    return {
+        "line": answer["line"],
+        "id": None if answer["id"] is None else str(answer["id"]),
+        "text": answer["text"],
+        "tokens": answer.get("tokens"),
+        "finish_reason": answer["finish_reason"],
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "seed": answer["seed"],
+        "metadata": json.dumps(answer["metadata"]) if "metadata" in answer else None,
+    }
+
+
+def _write_csv(records: Iterator[dict[str, Any]], path: Path) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for record in records:
+            tokens = record["tokens"]
+            writer.writerow(record | {"tokens": None if tokens is None else json.dumps(tokens)})
+
+
+def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
+    arrow, parquet = pyarrow_module("pyarrow"), pyarrow_module("pyarrow.parquet")
+    number, text = arrow.int64(), arrow.string()
+    types = (number, text, text, arrow.list_(arrow.int32()), text, number, number, number, number, text)
+    schema = arrow.schema(list(zip(COLUMNS, types, strict=True)))
+    with parquet.ParquetWriter(path, schema) as writer:
+        while some := list(islice(records, ROWS_AT_ONCE)):
+            writer.write_table(arrow.Table.from_pylist(some, schema))
