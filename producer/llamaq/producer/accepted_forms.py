@@ -33,17 +33,16 @@ UNSET_BY_MINUS_ONE = frozenset({"max_tokens", "seed", "slot"})
 """Options for which -1 means "not set" in llama.cpp."""
 
 HINTS = {
-    "logprobs": "llamaq returns no probabilities",
     "model": "the queue of the client selects the model",
     "n": "a job generates one text: submit several jobs",
-    "n_probs": "llamaq returns no probabilities",
+    "n_probs": "use logprobs, the number of alternatives at each position",
     "response_format": "use json_schema, with the schema itself",
     "system": "add a message with the role system",
     "t_max_predict_ms": "use timeout_s, the longest running time of the job in seconds",
     "timeout": "use timeout_s, the longest running time of the job",
     "tool_choice": "llamaq parses no tool calls",
     "tools": "llamaq parses no tool calls",
-    "top_logprobs": "llamaq returns no probabilities",
+    "top_logprobs": "use logprobs, the number of alternatives at each position",
     "user": "use metadata",
 }
 """What to do instead, for names of other programs without a synonym."""

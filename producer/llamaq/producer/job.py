@@ -13,6 +13,7 @@ from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.producer.call_timeout import CallTimeout, naming_job, timeout_error
 from llamaq.producer.queries.job_records import read_result, read_status
 from llamaq.producer.queue_connection import QueueConnection
@@ -38,6 +39,8 @@ class Chunk:
     """Number of this chunk within this stream, from 0 on."""
     offset: int
     """Position of the first token of `tokens` among all generated tokens of the job, from 0 on."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """For each of `tokens`, its probability and its alternatives, if the job asked for `logprobs`."""
 
 
 class AsyncJob:
@@ -156,7 +159,7 @@ class AsyncJob:
                         raise timeout_error(self.id, "has sent no chunk", timeout_s, reader.redis_error) from exc
                     if not isinstance(event, TokenSpan):
                         break
-                    yield Chunk(event.text, event.tokens, index, event.offset)
+                    yield Chunk(event.text, event.tokens, index, event.offset, event.logprobs)
                     index += 1
             if isinstance(event, Failed):
                 raise JobFailed(event.code, event.message, self.id)

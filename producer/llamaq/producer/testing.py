@@ -134,8 +134,8 @@ class FakeWorker:
             return None
         attempt = FakeAttempt(self, claim, claimed)
         if claimed.generated:
-            text, tokens = await read_output(self.redis, self.keys.of_job(claim.job_id))
-            attempt.text, attempt.tokens = text, list(tokens)
+            output = await read_output(self.redis, self.keys.of_job(claim.job_id))
+            attempt.text, attempt.tokens = output.text, list(output.tokens)
         await attempt.emit([], "")
         return attempt
 

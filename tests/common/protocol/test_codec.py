@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
+from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobParams, JobRequest
 from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 
 LIMIT = 1 << 20
 
@@ -116,7 +117,7 @@ def test_decoded_tokens_and_outputs_equal_the_encoded_ones(
 ) -> None:
     event = Tokens(offset=offset, tokens=tuple(tokens), text_offset=chars, text=text)
     assert codec.decode_event(codec.encode_tokens(offset, tokens, chars, text)) == event
-    assert codec.decode_output(codec.encode_output(text, tokens)) == (text, tuple(tokens))
+    assert codec.decode_output(codec.encode_output(text, tokens)) == TokenSpan(0, tuple(tokens), 0, text)
 
 
 @given(st.text(), st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 2**31), st.integers(0, 2**31))
@@ -126,8 +127,28 @@ def test_a_streamed_tokens_event_has_the_content_of_the_model(
     data = codec.encode_tokens(offset, tokens, chars, text)
     model = codec.decode_event(data)
     assert isinstance(model, Tokens)
-    assert codec.decode_streamed(data) == (model.offset, model.tokens, model.text_offset, model.text)
+    assert codec.decode_streamed(data) == TokenSpan(model.offset, model.tokens, model.text_offset, model.text)
     assert codec.is_tokens_event(data)
+
+
+logprobs = st.builds(
+    TokenLogprobs,
+    st.floats(-9999, 0),
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-9999, 0)), max_size=3).map(tuple),
+)
+
+
+@given(st.lists(logprobs, min_size=1, max_size=4))
+def test_logprobs_are_decoded_as_they_were_encoded(probabilities: list[TokenLogprobs]) -> None:
+    tokens = list(range(len(probabilities)))
+    span = TokenSpan(3, tuple(tokens), 5, "x", tuple(probabilities))
+    assert codec.decode_streamed(codec.encode_tokens(3, tokens, 5, "x", probabilities)) == span
+    event = codec.decode_event(codec.encode_tokens(3, tokens, 5, "x", probabilities))
+    assert isinstance(event, Tokens)
+    assert event.logprobs == span.logprobs
+    assert codec.decode_output(codec.encode_output("x", tokens, probabilities)) == span._replace(
+        offset=0, text_offset=0
+    )
 
 
 started = st.builds(Started, attempt=st.integers(1, 9), worker=st.text())
@@ -147,12 +168,14 @@ def test_other_streamed_events_are_models(event: Any) -> None:
         {"offset": -1}, {"offset": "1"}, {"offset": None}, {"offset": True}, {"text_offset": -1}, {"text_offset": 1.5},
         {"tokens": None}, {"tokens": 5}, {"tokens": [1, "2"]}, {"tokens": [-1]}, {"tokens": [2**31]},
         {"tokens": [True]}, {"text": None}, {"text": b"x"}, {"text": ["x"]},
+        {"logprobs": 5}, {"logprobs": [[-1.0]]}, {"logprobs": [["x", []]]}, {"logprobs": [[-1.0, [5]]]},
+        {"logprobs": [[-1.0, []]] * 2},
     ],
 )  # fmt: skip
 def test_a_streamed_tokens_event_with_a_wrong_field_is_refused(wrong: dict[str, Any]) -> None:
     event = {"type": "tokens", "offset": 0, "tokens": [1], "text_offset": 0, "text": "x"}
-    assert codec.decode_streamed(msgpack.packb(event)) == (0, (1,), 0, "x")
-    with pytest.raises(ProtocolError, match="not an event"):
+    assert codec.decode_streamed(msgpack.packb(event)) == TokenSpan(0, (1,), 0, "x")
+    with pytest.raises(ProtocolError, match=r"not an event|logprobs"):
         codec.decode_streamed(msgpack.packb(event | wrong))
 
 

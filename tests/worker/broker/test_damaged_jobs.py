@@ -11,6 +11,7 @@ import pytest
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.keys import JobKeys
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.producer import AsyncClient, AsyncJob, ErrorCode, JobFailed, JobState
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import PAGE_EVENTS, JobClaims
@@ -125,12 +126,17 @@ async def test_a_worker_that_lost_the_job_cannot_fail_it(redis_url: str, queue: 
     async with interrupted_job(redis_url, queue) as (client, worker, job, attempt):
         claimed = await claims_of(worker, "heir").claim_job(attempt.claim)
         assert claimed is not None
-        assert claimed.published == [0, 1, 2]
+        assert claimed.published.tokens == (0, 1, 2)
         error = Failed(code=ErrorCode.DAMAGED, message="late")
         for name, number in (("heir", 1), ("other", claimed.attempt.number)):
             assert not await worker.scripts.bury(attempt.claim, name, number, error)
         assert (await job.status()).finished_ms is None
         assert await client.dead_letters() == ()
+
+
+def of(token: int) -> TokenLogprobs:
+    """Return made-up probabilities of a token."""
+    return TokenLogprobs(-float(token), ((token, -1.0),))
 
 
 async def test_stored_tokens_are_read_back_over_several_pages(redis_url: str, queue: str) -> None:
@@ -140,9 +146,13 @@ async def test_stored_tokens_are_read_back_over_several_pages(redis_url: str, qu
         n_tokens = 2 * PAGE_EVENTS
         async with client.redis.pipeline() as pipe:
             for number in range(n_tokens):
-                pipe.xadd(client.keys.of_job(job.id).events, {"e": codec.encode_tokens(number, [number], number, "a")})
+                pipe.xadd(
+                    client.keys.of_job(job.id).events,
+                    {"e": codec.encode_tokens(number, [number], number, "a", [of(number)])},
+                )
             pipe.hset(client.keys.of_job(job.id).job, "generated", n_tokens)
             await pipe.execute()
         claimed = await claims_of(worker, "heir").claim_job(attempt.claim)
         assert claimed is not None
-        assert claimed.published == list(range(n_tokens))
+        assert claimed.published.tokens == tuple(range(n_tokens))
+        assert claimed.published.logprobs == tuple(map(of, range(n_tokens)))

@@ -65,7 +65,7 @@ async def test_a_job_with_tokens_waits_for_a_worker_with_its_model(redis_url: st
             assert taken == [], "the entry cannot be taken again at once"
             continued = await first.claim_job(claim)
             assert continued is not None
-            assert continued.published == [0, 1, 2]
+            assert continued.published.tokens == (0, 1, 2)
 
 
 async def test_a_job_without_tokens_runs_on_any_model(redis_url: str, queue: str) -> None:
@@ -82,7 +82,7 @@ async def test_with_restart_a_job_without_a_stream_starts_again_on_another_model
         async with model(worker, "second", restart=True) as second:
             claimed = await second.claim_job(claim)
             assert claimed is not None
-            assert (claimed.attempt.generated, claimed.published) == (0, [])
+            assert (claimed.attempt.generated, claimed.published.tokens) == (0, ())
             await _store(worker, claimed, 1)
         assert (await job.status()).generated_tokens == 1
 

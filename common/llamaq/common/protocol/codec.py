@@ -23,6 +23,7 @@ from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotReply
 from llamaq.common.protocol.snapshots import RecentJob, Worker
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -37,7 +38,7 @@ OUTPUT_COMPRESSION = 1
 NOT_IN_DIGEST = frozenset({
     "seed", "has_random_seed", "metadata", "idempotency_key", "priority", "stream", "cancel_on_disconnect", "timeout_s",
     "queue_timeout_s", "deadline_s", "delay_s", "run_at", "retries", "slot", "cache_prompt", "cache_salt",
-    "cache_public",
+    "cache_public", "tenant",
 })  # fmt: skip
 
 
@@ -168,9 +169,12 @@ def encode_event(event: Event) -> bytes:
     return _pack(event.model_dump())
 
 
-def encode_tokens(offset: int, tokens: Sequence[int], text_offset: int, text: str) -> bytes:
+def encode_tokens(
+    offset: int, tokens: Sequence[int], text_offset: int, text: str, logprobs: Sequence[TokenLogprobs] = ()
+) -> bytes:
     """Return an encoded `tokens` event. No model is built, because a worker encodes one for each job and tick."""
-    return _pack({"type": "tokens", "offset": offset, "tokens": tokens, "text_offset": text_offset, "text": text})
+    values = {"type": "tokens", "offset": offset, "tokens": tokens, "text_offset": text_offset, "text": text}
+    return _pack(values | {"logprobs": logprobs} if logprobs else values)
 
 
 def decode_event(data: bytes) -> Event:
@@ -203,7 +207,23 @@ def _token_span(values: dict[Any, Any]) -> TokenSpan:
     for token in tokens:
         if not (type(token) is int and 0 <= token <= MAX_TOKEN_ID):
             raise ProtocolError("not an event: tokens contains a value that is not a token id")
-    return TokenSpan(offset, tuple(tokens), text_offset, text)
+    return TokenSpan(offset, tuple(tokens), text_offset, text, _logprobs(values, len(tokens)))
+
+
+def _logprobs(values: dict[Any, Any], n_tokens: int) -> tuple[TokenLogprobs, ...]:
+    """Return the optional logprobs of an event or an output. Raises `ProtocolError`."""
+    found = values.get("logprobs")
+    if not found:
+        return ()
+    try:
+        logprobs = tuple(
+            TokenLogprobs(float(own), tuple((int(token), float(other)) for token, other in top)) for own, top in found
+        )
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError("logprobs is not a list of pairs of a number and a list") from exc
+    if len(logprobs) != n_tokens:
+        raise ProtocolError(f"there are {n_tokens} tokens, but logprobs of {len(logprobs)}")
+    return logprobs
 
 
 _TOKENS_PREFIX = encode_tokens(0, (), 0, "")[:13]
@@ -214,16 +234,18 @@ def is_tokens_event(data: bytes) -> bool:
     return data.startswith(_TOKENS_PREFIX)
 
 
-def encode_output(text: str, tokens: Sequence[int]) -> bytes:
+def encode_output(text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> bytes:
     """Return the encoded output of a job, as it is stored in the hash of the job: msgpack, compressed with zlib."""
-    return zlib.compress(_pack({"text": text, "tokens": tokens}), OUTPUT_COMPRESSION)
+    values = {"text": text, "tokens": tokens}
+    return zlib.compress(_pack(values | {"logprobs": logprobs} if logprobs else values), OUTPUT_COMPRESSION)
 
 
-def decode_output(data: bytes) -> tuple[str, tuple[int, ...]]:
-    """Return text and tokens from the encoded output of a job. Raises `ProtocolError`."""
+def decode_output(data: bytes) -> TokenSpan:
+    """Return the whole output of a job from its encoded form. Raises `ProtocolError`."""
     values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES)
     try:
-        return str(values["text"]), tuple(int(token) for token in values["tokens"])
+        tokens = tuple(int(token) for token in values["tokens"])
+        return TokenSpan(0, tokens, 0, str(values["text"]), _logprobs(values, len(tokens)))
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError("not a job's output") from exc
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.protocol.wire_model import WireModel
 
 
@@ -29,6 +30,9 @@ class Tokens(WireModel):
     tokens: tuple[int, ...] = Field(description="The token ids.")
     text_offset: int = Field(ge=0, description="Number of characters of the job's text before this event's text.")
     text: str = Field(description="The text that became complete; it may be empty.")
+    logprobs: tuple[TokenLogprobs, ...] = Field(
+        (), description="For each token, its `logprob` and the list `top`, if the job asked for `logprobs`."
+    )
 
 
 class TokenSpan(NamedTuple):
@@ -41,6 +45,7 @@ class TokenSpan(NamedTuple):
     tokens: tuple[int, ...]
     text_offset: int
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Finished(WireModel):

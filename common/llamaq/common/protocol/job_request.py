@@ -27,6 +27,7 @@ MAX_STOP_CHARS = 256
 MAX_LOGIT_BIASES = 4096
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
+MAX_LOGPROBS = 20
 CONSTRAINTS = ("grammar", "json_schema", "regex", "choice", "lark")
 """The fields of a job that constrain its output."""
 GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
@@ -131,6 +132,13 @@ class JobParams(SamplingParams):
         None,
         min_length=1,
         description="A grammar in the Lark syntax of llguidance that constrains the output, at most 64 KiB.",
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Return the natural logarithm of each token's probability, and of this many most probable "
+        "alternatives at its position, at most 20. They are the model's own: sampling parameters do not change them.",
     )
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (),
@@ -349,6 +357,7 @@ class JobOptions(TypedDict, total=False):
     regex: str | None
     choice: list[str] | tuple[str, ...] | None
     lark: str | None
+    logprobs: int | None
     stop: str | list[str] | tuple[str, ...]
     ignore_eos: bool
     special: bool

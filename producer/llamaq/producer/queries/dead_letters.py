@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from llamaq.common.errors import DeadLetterNotFound, InvalidRequest, JobNotFound, ProtocolError
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails
 from llamaq.common.protocol.keys import JobId, Keys
@@ -48,14 +49,13 @@ async def read_details(redis: Redis, keys: Keys, letter_id: str) -> DeadLetterDe
     if summary["job_id"] is None:
         return DeadLetterDetails(**summary, held=_text(fields, b"held"))
     request: JobRequest | None = None
-    text = ""
-    tokens: tuple[int, ...] = ()
+    output = TokenSpan(0, (), 0, "")
     try:
         request = await read_request(redis, keys, summary["job_id"])
-        text, tokens = await read_output(redis, keys.of_job(summary["job_id"]))
+        output = await read_output(redis, keys.of_job(summary["job_id"]))
     except (JobNotFound, InvalidRequest, ProtocolError):
         pass  # the job has expired, or its keys were overwritten
-    return DeadLetterDetails(**summary, request=request, text=text, tokens=tokens)
+    return DeadLetterDetails(**summary, request=request, text=output.text, tokens=output.tokens)
 
 
 async def read_request(redis: Redis, keys: Keys, job_id: str) -> JobRequest:

@@ -15,6 +15,7 @@ from llamaq.common.protocol.job_events import Failed, TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
 from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.common.protocol.keys import JobKeys
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, decode_error
@@ -100,12 +101,13 @@ async def result_of(redis: Redis, keys: JobKeys, job_id: str, values: Sequence[b
         raise JobNotFound(job_id)
     if isinstance(end, Failed):
         raise JobFailed(end.code, end.message, job_id)
-    text, tokens = await read_output(redis, keys) if output is None else codec.decode_output(output)
+    whole = await read_output(redis, keys) if output is None else codec.decode_output(output)
     seed, metadata = codec.decode_returned(returned)
     return Result(
         job_id=job_id,
-        text=text,
-        tokens=tokens,
+        text=whole.text,
+        tokens=whole.tokens,
+        logprobs=whole.logprobs or None,
         finish_reason=end.finish_reason,
         stats=end.stats,
         seed=seed if end.stats.seed is None else end.stats.seed,
@@ -113,8 +115,8 @@ async def result_of(redis: Redis, keys: JobKeys, job_id: str, values: Sequence[b
     )
 
 
-async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]]:
-    """Return the text and the tokens of a job that has ended.
+async def read_output(redis: Redis, keys: JobKeys) -> TokenSpan:
+    """Return the whole output of a job that has ended.
 
     If no worker ended the job, for example because it was cancelled between two attempts, the event stream is the only
     record of the output. If it was damaged, the output up to the first missing token is returned.
@@ -125,6 +127,7 @@ async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]
     position = Position()
     texts: list[str] = []
     tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     entries: Any = await redis.xrange(keys.events)
     for _, fields in entries:
         event = codec.decode_streamed(fields.get(b"e", b""))
@@ -136,7 +139,8 @@ async def read_output(redis: Redis, keys: JobKeys) -> tuple[str, tuple[int, ...]
         if new is not None:
             texts.append(new.text)
             tokens += new.tokens
-    return "".join(texts), tuple(tokens)
+            logprobs += new.logprobs
+    return TokenSpan(0, tuple(tokens), 0, "".join(texts), tuple(logprobs))
 
 
 def _int_or_none(text: str | None) -> int | None:

@@ -175,8 +175,7 @@ class EventReader(JobListener):
         if stored.state.status is None:
             self._is_missing = True
         elif stored.end is not None and stored.output is not None:
-            text, tokens = codec.decode_output(stored.output)
-            self._put(TokenSpan(0, tokens, 0, text))
+            self._put(codec.decode_output(stored.output))
             self._end(stored.end)
         else:
             self._apply_page(stored)

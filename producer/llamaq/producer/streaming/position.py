@@ -30,7 +30,7 @@ class Position:
 
         The caller ensures that the position is not before the span.
         """
-        tokens, text = span.tokens, span.text
+        tokens, text, logprobs = span.tokens, span.text, span.logprobs
         if type(span) is TokenSpan and span.offset == self.tokens and span.text_offset == self.chars:
             self.tokens += len(tokens)
             self.chars += len(text)
@@ -38,10 +38,10 @@ class Position:
         if self.is_at_end_of(span):
             return None
         if span.offset != self.tokens:
-            tokens = tokens[self.tokens - span.offset :]
+            tokens, logprobs = tokens[self.tokens - span.offset :], logprobs[self.tokens - span.offset :]
         if span.text_offset != self.chars:
             text = text[self.chars - span.text_offset :]
-        new = TokenSpan(self.tokens, tokens, self.chars, text)
+        new = TokenSpan(self.tokens, tokens, self.chars, text, logprobs)
         self.tokens += len(tokens)
         self.chars += len(text)
         return new

@@ -24,6 +24,7 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_calls import MAX_DEAD, Scripts
 from llamaq.common.protocol.script_values import Attempt, Claim, CrashVerdict
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.redis.redis_errors import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.core.job_times import JobTimes
@@ -41,14 +42,17 @@ PAGE_EVENTS = 256
 """Number of events of an earlier attempt that are read at a time."""
 
 
+NO_OUTPUT = TokenSpan(0, (), 0, "")
+
+
 @dataclass(frozen=True, slots=True)
 class ClaimedJob:
     """A claimed job and its new attempt."""
 
     claim: Claim
     attempt: Attempt
-    published: list[int]
-    """The tokens that earlier attempts published."""
+    published: TokenSpan
+    """The output that earlier attempts published."""
     times: JobTimes
     """When the job was submitted, when it must end, and how long it has had a slot."""
 
@@ -243,10 +247,10 @@ class JobClaims:
             await self._bury(claim, None, f"the job's hash is damaged: {exc}")
             return None
         if isinstance(outcome, Attempt):
-            published = await self._read_published(claim.job_id) if outcome.generated else []
-            if len(published) == outcome.generated:
+            published = await self._read_published(claim.job_id) if outcome.generated else NO_OUTPUT
+            if len(published.tokens) == outcome.generated:
                 return ClaimedJob(claim, outcome, published, _times(outcome, claimed_s))
-            counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published)}"
+            counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published.tokens)}"
             await self._bury(claim, outcome.number, f"the job's events are damaged: {counts}")
         elif outcome == "left":
             log.info("job.left id=%s: another model has begun it (--other-model)", claim.job_id)
@@ -278,12 +282,13 @@ class JobClaims:
             stats = stats.model_copy(update={"seed": seed})
         await self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
 
-    async def _read_published(self, job_id: str) -> list[int]:
-        """Return the tokens of the stored events, up to the first gap in the offsets.
+    async def _read_published(self, job_id: str) -> TokenSpan:
+        """Return the output in the stored events, up to the first gap in the offsets. Its text is not collected.
 
         A job may have many events. They are read in pages, so that flushes and renewals of other jobs can run between.
         """
         tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
         cursor = "-"
         while entries := await self._read_events(job_id, cursor):
             cursor = f"({entries[-1][0].decode()}"
@@ -295,7 +300,8 @@ class JobClaims:
                     continue
                 if isinstance(event, TokenSpan) and event.offset == len(tokens):
                     tokens.extend(event.tokens)
-        return tokens
+                    logprobs.extend(event.logprobs)
+        return TokenSpan(0, tuple(tokens), 0, "", tuple(logprobs))
 
     async def _read_events(self, job_id: str, cursor: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         try:

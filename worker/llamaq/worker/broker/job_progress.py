@@ -15,6 +15,7 @@ from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.script_values import Increment, StoredEnd, TerminalWrite
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.job import JobEnded, Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob
@@ -60,6 +61,8 @@ class JobProgress:
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """For each token, the text that the token completed. It may be empty."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """For each token, its probabilities. Empty if the job did not ask for them."""
     text_ends: list[int] = field(default_factory=list)
     """For each token, the number of characters of text up to and including that token."""
     token_times: TokenTimes = field(default_factory=TokenTimes)
@@ -88,9 +91,11 @@ class JobProgress:
     retried_error: Failed | None = None
     """The failure after which the job is retried later, as soon as all its tokens are stored."""
 
-    def add(self, token: int, text: str) -> None:
-        """Add a generated token and the text that the token completed."""
+    def add(self, token: int, text: str, logprobs: TokenLogprobs | None = None) -> None:
+        """Add a generated token, the text that the token completed, and its probabilities if the job wants them."""
         self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         self.texts.append(text)
         self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
 
@@ -112,7 +117,8 @@ class JobProgress:
         # The terminal write of a job with `stream=False` contains the whole output, so no tokens event is needed.
         if (tokens or self.final_text) and not (self.checkpoints and self.terminal_write):
             text_offset = self.text_ends[offset - 1] if offset else 0
-            payload = codec.encode_tokens(offset, tokens, text_offset, "".join(self.texts[offset:]) + self.final_text)
+            text = "".join(self.texts[offset:]) + self.final_text
+            payload = codec.encode_tokens(offset, tokens, text_offset, text, self.logprobs[offset:] if tokens else ())
         return Increment(
             lease.job_id,
             lease.attempt,
@@ -180,7 +186,7 @@ class JobProgress:
         self.final_text, self.stats = ended.text, ended.stats
         text = "".join(self.texts) + self.final_text
         output: dict[str, bytes | str] = {
-            "output": codec.encode_output(text, self.tokens),
+            "output": codec.encode_output(text, self.tokens, self.logprobs),
             "generated": str(len(self.tokens)),
             "token_times": self.token_times.encode(),
             "usage": _usage(ended.stats),

@@ -199,6 +199,7 @@ class Outbox:
         progress.retries_left, progress.token_times = self._jobs[job.id].retries_left, self._jobs[job.id].token_times
         for token, text in zip(job.resumed, texts, strict=True):
             progress.add(token, text)
+        progress.logprobs = list(job.resumed_logprobs)
         self._jobs[job.id] = progress
         return True
 
@@ -243,7 +244,7 @@ class Outbox:
             elif isinstance(message, SlotLost):
                 job.has_slot = False
             elif isinstance(message, NewToken):
-                job.add(message.token, message.text)
+                job.add(message.token, message.text, message.logprobs)
                 job.record_time(message.time_s)
             elif isinstance(message, JobEnded):
                 job.end(message)

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import JobDefaults, JobRequest, Message
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.cache_scope import Scope
@@ -65,13 +66,13 @@ class JobPreparer:
         self._counts_system_tokens = counts_system_tokens
         self._system_prefix = lru_cache(maxsize=SYSTEM_PREFIX_CACHE_SIZE)(self._find_system_prefix)
 
-    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], times: JobTimes) -> PreparedJob:
+    def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         """Return the job of an encoded request.
 
         Args:
             payload: The request as msgpack.
             lease: The job's entry in Redis.
-            published: Tokens that earlier attempts have published.
+            published: The output that earlier attempts have published.
             times: When the job was submitted, when it must end, and how long it has had a slot.
 
         Raises:
@@ -97,13 +98,14 @@ class JobPreparer:
             prompt=prompt,
             sampler=self._sampler(request),
             detokenizer=detokenizer,
-            resumed=list(published),
+            resumed=list(published.tokens),
+            resumed_logprobs=list(published.logprobs),
             times=times,
             context_limit=self._context_limit,
             scope=Scope(request.cache_salt, public),
             system_tokens=system_tokens,
         )
-        return PreparedJob(job, [detokenizer.feed(token) for token in published])
+        return PreparedJob(job, [detokenizer.feed(token) for token in published.tokens])
 
     def _tokenize(self, request: JobRequest) -> list[int]:
         if request.tokens is not None:
@@ -150,4 +152,5 @@ class JobPreparer:
             logit_bias=request.logit_bias,
             masked_tokens=self._vocab.suppressed_tokens | (self._vocab.end_tokens if request.ignore_eos else set()),
             grammar=grammar,
+            n_logprobs=request.logprobs,
         )

@@ -16,6 +16,7 @@ import numpy as np
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.generation.candidate_filters import (
     Candidates,
     Logits,
@@ -25,6 +26,7 @@ from llamaq.worker.generation.candidate_filters import (
     unmasked_candidates,
 )
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.logprobs import token_logprobs
 
 FEW_ALLOWED = 1 / 8
 """If a grammar allows at most this share of the vocabulary, only the logits of the allowed tokens are read."""
@@ -43,6 +45,7 @@ class LogitSampler:
         logit_bias: Maps token ids to the values that are added to their logits.
         masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`.
         grammar: Restricts the tokens.
+        n_logprobs: Number of alternatives in `logprobs`. None: `logprobs` is always None.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class LogitSampler:
         logit_bias: Mapping[int, float] | None = None,
         masked_tokens: Iterable[int] = (),
         grammar: TokenConstraint | None = None,
+        n_logprobs: int | None = None,
     ) -> None:
+        self.logprobs: TokenLogprobs | None = None
+        self._n_logprobs = n_logprobs
         self._params = params
         self._seed = seed.to_bytes(8, "little")
         self._bias_tokens = np.fromiter(logit_bias or (), np.int64)
@@ -66,6 +72,14 @@ class LogitSampler:
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
+        if self._n_logprobs is None:
+            return self._sample(logits, history, n_prompt)
+        computed = logits.copy()
+        token = self._sample(logits, history, n_prompt)
+        self.logprobs = token_logprobs(computed, token, self._n_logprobs)
+        return token
+
+    def _sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         self._adjust(logits, history)
         if self._grammar is not None:
             return self._sample_with_grammar(self._grammar, logits, history[n_prompt:])

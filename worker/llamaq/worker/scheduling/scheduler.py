@@ -347,7 +347,7 @@ class Scheduler:
             self._finish(slot, FinishReason.STOP)
             return
         run.tokens.append(token)
-        self._outputs.append(NewToken(run.job, token, run.job.detokenizer.feed(token)))
+        self._outputs.append(NewToken(run.job, token, run.job.detokenizer.feed(token), run.job.sampler.logprobs))
         if reason := finish_reason(run.job, run.n_generated):
             self._finish(slot, reason)
         elif slot.state is SlotState.PREFILL:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.core.job import Job, Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
@@ -47,6 +48,7 @@ class GreedySampler:
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
+        self.logprobs: TokenLogprobs | None = None
         self.closed = 0
         """Number of calls of `close`."""
 
