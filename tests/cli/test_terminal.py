@@ -77,8 +77,7 @@ def test_ctrl_c_at_a_question_does_nothing(redis_url: str, selected: str) -> Non
     submit(redis_url, selected)
     with Terminal("purge") as terminal:
         terminal.read_until("Cancel 1 waiting job of queue")
-        terminal.press(CTRL_C)
-        assert terminal.end() == 130
+        assert terminal.interrupt() == 130
     with Client(redis_url, selected) as client:
         assert client.queue_depth().waiting == 1
 
@@ -117,8 +116,7 @@ async def test_ctrl_c_in_an_answer_ends_the_answer_and_a_second_one_the_conversa
             await attempt.answer(["a whole answer"])
             await run(terminal.read_until, "a whole answer")
             await run(terminal.read_until, "> ")
-            terminal.press(CTRL_C)
-            assert await run(terminal.end) == 130
+            assert await run(terminal.interrupt) == 130
             assert "Traceback" not in terminal.output
 
 

@@ -13,7 +13,7 @@ from llamaq.producer import Client
 if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue
 
-PROMPT_TOKENS = 1600
+PROMPT_TOKENS = 800
 LEASE_END_MS = 10**11
 """The idle time of an entry at which its lease expires."""
 N_STREAMS = 3

@@ -43,4 +43,5 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
                 with pytest.raises(NotDurable):  # the server has no replica
                     client.submit("x", max_tokens=1, durable=1)
         finally:
+            environment.end_commands()  # while the user still exists: without it, a worker cannot requeue its jobs
             admin.execute_command("ACL", "DELUSER", name)

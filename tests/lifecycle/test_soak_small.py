@@ -23,17 +23,21 @@ def quiet(done: int, total: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("scenario", "sizes"),
     [
-        pytest.param(kills, {"n_kills": 6, "n_jobs": 60}, id="workers die in every phase"),
-        pytest.param(recall, {"n_kills": 2, "n_jobs": 20, "n_probes": 8}, id="answers are those of an undisturbed run"),
+        pytest.param(kills, {"n_kills": 6, "n_jobs": 40, "n_workers": 2}, id="workers die in every phase"),
+        pytest.param(
+            recall,
+            {"n_kills": 2, "n_jobs": 16, "n_probes": 5, "n_workers": 2},
+            id="answers are those of an undisturbed run",
+        ),
         pytest.param(
             takeover, {"n_kills": 1, "lease_s": 1.0, "target_s": 15}, id="the jobs of a dead worker continue soon"
         ),
         pytest.param(stopped, {"n_stops": 1}, id="a worker that comes back is refused"),
         pytest.param(restarts, {"n_restarts": 2}, id="redis is killed"),
-        pytest.param(cuts, {"n_cuts": 8}, id="connections are cut"),
+        pytest.param(cuts, {"n_cuts": 5}, id="connections are cut"),
         pytest.param(poison, {"n_jobs": 12}, id="a job kills its workers"),
         pytest.param(cancels, {"n_each": 5}, id="jobs are cancelled in every state"),
-        pytest.param(subscribers, {"n_subscribers": 60, "n_jobs": 6, "n_tokens": 60}, id="subscribers come and go"),
+        pytest.param(subscribers, {"n_subscribers": 40, "n_jobs": 4, "n_tokens": 40}, id="subscribers come and go"),
     ],
 )
 async def test_a_small_soak_finds_no_violation(

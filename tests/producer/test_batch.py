@@ -69,7 +69,8 @@ async def test_a_server_that_does_not_know_the_script_gets_it_once(queue: str, r
             await client.redis.ping()
             round_trips.clear()
             assert len(await client.submit_many(numbered(N_JOBS))) == N_JOBS
-            assert len(round_trips) == 3, "the batch, SCRIPT LOAD, and the batch again"
+            calls = [data for data in round_trips if b"EVALSHA" in data or b"SCRIPT" in data]  # there may be a PING
+            assert len(calls) == 3, "the batch, SCRIPT LOAD, and the batch again"
             assert (await client.queue_depth()).waiting == N_JOBS
 
 

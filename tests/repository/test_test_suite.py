@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +33,15 @@ def collected(*tests: CollectedTest) -> Any:
     return list(tests)
 
 
-def test_the_quick_tests_are_those_without_server_model_and_process() -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("pytest"), "-p", "no:cacheprovider", "--collect-only", "-q", "-m", "quick"],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = [line for line in done.stdout.splitlines() if "::" in line]
-    assert len(names) > 600
-    assert not [name for name in names if name.startswith(("tests/e2e/", "tests/lifecycle/")) or "redis-server" in name]
-    assert [name for name in names if name.endswith("[fakeredis]")]
+def test_the_quick_tests_are_those_without_server_model_and_process(request: pytest.FixtureRequest) -> None:
+    """Check the collected tests: all, with `make test`."""
+    tests = request.session.items
+    quick = [test.nodeid for test in tests if test.get_closest_marker("quick")]
+    starting = ("tests/e2e/", "tests/lifecycle/", "tests/repository/")
+    assert not [name for name in quick if name.startswith(starting) or "redis-server" in name]
+    if {test.path for test in tests} >= set((ROOT / "tests").rglob("test_*.py")):
+        assert len(quick) > 600
+        assert [name for name in quick if "[fakeredis]" in name]
 
 
 @pytest.mark.parametrize(

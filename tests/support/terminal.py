@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +67,18 @@ class Terminal:
     def press(self, keys: str) -> None:
         """Press these keys."""
         os.write(self._ours, keys.encode())
+
+    def interrupt(self) -> int:
+        """Press Ctrl-C while the command waits for a line, and return the exit code.
+
+        The key is pressed again until the command ends: a signal between the output of a question and the read of its
+        answer is noticed only at the next key.
+        """
+        while True:
+            self.press(CTRL_C)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=2)
+                return self.end()
 
     def end(self) -> int:
         """Read the output to its end, and return the exit code."""
