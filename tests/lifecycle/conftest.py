@@ -36,7 +36,7 @@ TIMEOUT_S = 60.0
 """Much longer than any step takes on an idle machine."""
 EVENT_TTL_S = 600.0
 """The events of ended jobs are stored for this long, so that tests can read them."""
-POLL_S = 0.01
+POLL_S = 0.02
 LEASE_S = 1
 OUTPUT_TAIL_CHARS = 6000
 

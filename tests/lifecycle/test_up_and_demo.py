@@ -37,15 +37,9 @@ def up(environment: Environment, free_port: int) -> Command:
     return started
 
 
-def generate(environment: Environment, url: str) -> str:
-    command = environment.start(
-        "generate", "Once upon a time", "--max-tokens", "8", "--queue", environment.queue, "--redis-url", url
-    )
-    assert command.end() == 0, command.output
-    return command.output
-
-
-def test_up_serves_another_process_and_prints_an_example_command(environment: Environment, up: Command) -> None:
+def test_up_prints_an_example_command_that_works_and_ends_everything_at_sigint(
+    environment: Environment, up: Command
+) -> None:
     example = up.await_output(r"Try: +(llamaq generate .*)")[1]
     command = environment.run(["bash", "-c", f"PATH={Path(sys.executable).parent}:$PATH; {example} --max-tokens 8"])
     assert command.end() == 0, command.output
@@ -53,16 +47,24 @@ def test_up_serves_another_process_and_prints_an_example_command(environment: En
     assert "No --model given" in up.output
     assert "until this command ends; --data-dir keeps it" in up.output
     assert any("redis-server" in line for line in environment.running_processes().values())
+    assert_ends_all(environment, up, os.kill, signal.SIGINT)
 
 
 @pytest.mark.parametrize(
     ("send_signal", "number"),
-    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM)],
-    ids=["a terminal's Ctrl-C", "SIGINT", "SIGTERM"],
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
+    ids=["a terminal's Ctrl-C", "SIGTERM"],
 )
 def test_up_ends_all_processes_that_it_started(
     environment: Environment, up: Command, send_signal: Callable[[int, int], None], number: signal.Signals
 ) -> None:
+    assert_ends_all(environment, up, send_signal, number)
+
+
+def assert_ends_all(
+    environment: Environment, up: Command, send_signal: Callable[[int, int], None], number: signal.Signals
+) -> None:
+    """Send the signal, and assert that `up` ends all processes that it started."""
     send_signal(up.pid, number)
     assert up.end() == 0
     assert not environment.running_processes()
@@ -148,7 +150,8 @@ def test_up_starts_no_redis_if_a_redis_url_is_given(environment: Environment, by
     )
     up = environment.start("up", "--queue", environment.queue, *arguments, **variables)
     up.await_output("worker.ready")
-    assert generate(environment, environment.redis_url).strip()
+    with environment.client() as client:
+        assert client.generate("Once upon a time", max_tokens=8).text.strip()
     assert not any("redis-server" in line for line in environment.running_processes().values())
     assert "embedded" not in up.output
     up.signal(signal.SIGINT)

@@ -29,7 +29,7 @@ from llamaq.worker.testing import (
     run_tick,
 )
 
-N_OPERATIONS = int(os.environ.get("CACHE_OPERATIONS", "6000"))
+N_OPERATIONS = int(os.environ.get("CACHE_OPERATIONS", "3000"))
 SALTS = ("", "a", "b")
 N_CTX = 600
 

@@ -36,7 +36,7 @@ from llamaq.worker.testing import make_job
 
 log = logging.getLogger(__name__)
 
-N_JOBS = int(os.environ.get("RECALL_JOBS", "80"))
+N_JOBS = int(os.environ.get("RECALL_JOBS", "48"))
 N_WORLDS = 12
 ANSWER_TOKENS = 8
 N_CTX = 1536
