@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ NAMES = [path.name for path in values_files()]
 Manifest = dict[str, Any]
 
 
+@cache
 def rendered(name: str) -> list[Manifest]:
     return manifests((RENDERED / name).read_text())
 
