@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,8 @@ from llamaq.producer.submission import build_request
 
 MAX_RESUME_CHARS = 200
 MAX_WINDOW = 100_000
+REQUESTS_PER_YIELD = 50
+"""After this many requests were read, other tasks of the event loop run."""
 
 MapRequest = str | Mapping[str, Any]
 """A text prompt, or the arguments of `submit`."""
@@ -130,9 +133,11 @@ class RequestMap:
                 await self._opened.wait_for_room()
                 await self.add([request])
             return
-        for request in requests:
+        for count, request in enumerate(requests, start=1):
             await self._opened.wait_for_room()
             await self.add([request])
+            if count % REQUESTS_PER_YIELD == 0:
+                await asyncio.sleep(0)
 
     async def results(self, timeout_s: float | None = None) -> list[MappedResult | RequestFailed]:
         """Wait for results and return all that may be returned now.

@@ -49,6 +49,8 @@ JOBS_AT_ONCE = 100
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Pauses while the queue or Redis is full, or Redis does not answer."""
 CANCELS_AT_ONCE = 50
+LAST_SUBMIT_S = 5.0
+"""Longest wait at the end for a submit that Redis has not answered."""
 
 Outcome = Result | Exception
 """How a job ended: its result, or its error."""
@@ -88,10 +90,14 @@ class JobWindow(Generic[T]):
         self._ends: EndCollector[T] = EndCollector(connection, self._end)
         self._pace = Pace(rate, asyncio.get_running_loop().time)
         self._pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._n_at_once = JOBS_AT_ONCE
+        """Largest number of jobs in the next round trip. It is small after the queue has refused jobs."""
         self._outcomes: deque[tuple[T, Outcome]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
+        self._submitting = asyncio.Lock()
         self._has_work = asyncio.Event()
+        self._has_end = asyncio.Event()
         self._has_outcomes = asyncio.Event()
         self._has_room = asyncio.Event()
         self._submit_problem: str | None = None
@@ -125,6 +131,9 @@ class JobWindow(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_SUBMIT_S):
+                await self._submitting.acquire()  # otherwise the jobs of an interrupted submit would stay in the queue
         await cancel_tasks(*self._tasks)
         job_ids = self._ends.job_ids()
         self._ends.close()
@@ -194,36 +203,50 @@ class JobWindow(Generic[T]):
     async def _submit(self) -> None:
         """Submit waiting requests while there is room in the queue, until this task is cancelled."""
         while True:
-            n_free = min(self._size - self.n_in_flight, JOBS_AT_ONCE)
-            n_allowed = self._pace.n_allowed(n_free)
+            self._has_work.clear()
+            n_free = min(self._size - self.n_in_flight, self._n_at_once)
             if not len(self._waiting) or n_free <= 0:
-                self._has_work.clear()
                 await self._has_work.wait()
-            elif not n_allowed:
+                continue
+            n_allowed = self._pace.n_allowed(n_free)
+            if not n_allowed:
                 await asyncio.sleep(self._pace.delay_s)
-            elif problem := await self._submit_some(self._waiting.pop(n_allowed)):
-                self._submit_problem = problem
-                await asyncio.sleep(self._pauses.next_delay_s())
-            else:
-                self._submit_problem = None
+                continue
+            jobs = self._waiting.pop(n_allowed)
+            async with self._submitting:
+                n_accepted, self._submit_problem = await self._submit_some(jobs)
+            if self._submit_problem is None:
+                self._n_at_once = min(2 * self._n_at_once, JOBS_AT_ONCE)
                 self._pauses.reset()
+            else:
+                await self._pause(n_accepted)
 
-    async def _submit_some(self, jobs: list[WindowJob[T]]) -> str | None:
+    async def _pause(self, n_accepted: int) -> None:
+        """Wait after requests were refused, until a job of this window ends: the queue has room then."""
+        self._n_at_once = max(1, n_accepted)
+        if n_accepted:
+            self._pauses.reset()
+        self._has_end.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._pauses.next_delay_s()):
+                await self._has_end.wait()
+
+    async def _submit_some(self, jobs: list[WindowJob[T]]) -> tuple[int, str | None]:
         """Submit requests. Those that cannot be submitted now wait again.
 
         Returns:
-            Why some were not submitted. None: all were.
+            The number of requests that were submitted, and why the others were not, or None if all were.
         """
         submissions, jobs = await self._encode(jobs)
         if not submissions:
-            return None
+            return 0, None
         try:
             handles, errors = await submit_each(self._connection, submissions)
         except (RedisError, OSError) as exc:
             if not may_pass(exc):
                 raise
             self._waiting.put_back(jobs)
-            return f"Redis does not answer: {exc}"
+            return 0, f"Redis does not answer: {exc}"
         refused: list[WindowJob[T]] = []
         problem = None
         for job, handle, error in zip(jobs, handles, errors, strict=True):
@@ -237,9 +260,10 @@ class JobWindow(Generic[T]):
                 self._end(job, error)
             elif error is not None:
                 raise error
-        self._pace.count(len(jobs) - len(refused))
+        n_accepted = len(jobs) - len(refused)
+        self._pace.count(n_accepted)
         self._waiting.put_back(refused)
-        return problem
+        return n_accepted, problem
 
     async def _encode(self, jobs: list[WindowJob[T]]) -> tuple[list[Submission], list[WindowJob[T]]]:
         """Return the submissions of requests, and those requests. A request that is too large ends with its error."""
@@ -270,6 +294,7 @@ class JobWindow(Generic[T]):
             self._outcomes.append((job.tag, outcome))
             self._has_outcomes.set()
         self._has_work.set()
+        self._has_end.set()
 
     async def _cancel(self, job_ids: list[str]) -> None:
         """Cancel jobs. An error ends this silently: the caller has an outcome or an error already."""
