@@ -15,6 +15,7 @@ from tests.support.command_line import failing, llamaq, submit
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app, main
+from llamaq.common.protocol.chat import TemplateParams
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client, FinishReason, JobParams, Result
 from llamaq.producer.testing import FakeWorker, serving
@@ -49,6 +50,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "timeout_s": "30", "queue_timeout_s": "60", "deadline_s": "90", "priority": "bulk", "idempotency_key": "k",
         "metadata": '{"user": "u"}', "cache_salt": "tenant", "cache_public": "5", "slot": "1",
         "run_at": "2020-12-24T18:00+01:00", "retries": "3",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     }  # fmt: skip
     flags = [
         "--special",
@@ -77,6 +79,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         name for name in JobParams.model_fields if getattr(request, name) != JobParams.model_fields[name].default
     }
     not_allowed = {"grammar", "regex", "choice", "lark", "ignore_eos", "delay_s"}  # with json_schema and run_at
+    not_allowed |= TemplateParams.model_fields.keys()  # without a chat
     assert JobParams.model_fields.keys() - changed == not_allowed
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import Await, ServedQueue
 
 STORY = "Once upon a time"
+TIMES = ("submitted_at", "first_slot_at", "slot_at", "first_token_at", "ended_at")
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def test_the_stats_of_a_job_are_its_token_counts_times_and_rates(client: Client, demo: ServedQueue) -> None:
@@ -95,10 +97,21 @@ def test_the_heartbeat_has_the_sums_over_all_ticks(client: Client, wait_for: Awa
 
 
 def test_a_hook_receives_the_stats_of_each_finished_job(client: Client, demo: ServedQueue, wait_for: Await) -> None:
-    result = client.generate(STORY, max_tokens=5, ignore_eos=True, metadata={"user": "u1"})
+    before = time.time() - 0.001  # Redis measures the submit in milliseconds
+    result = client.generate(
+        STORY, max_tokens=5, ignore_eos=True, metadata={"user": "u1"}, traceparent=TRACEPARENT, timeout=60
+    )
     received = wait_for(lambda: [one for one in demo.measurements() if one.get("job_id") == result.job_id])
     ended = {"job_id": result.job_id, "finish_reason": "length", "error_code": None, "metadata": {"user": "u1"}}
+    ended["traceparent"] = TRACEPARENT
+    times = {name: received[0].pop(name) for name in TIMES}
     assert received == [{"name": "request.done", **ended, **result.stats.model_dump(mode="json")}]
+    assert list(times.values()) == sorted(times.values())
+    assert before < times["submitted_at"]
+    assert times["ended_at"] < time.time()
+    assert times["first_token_at"] - times["slot_at"] == pytest.approx((result.stats.ttft_ms or 0) / 1000, abs=1e-3)
+    assert times["ended_at"] - times["slot_at"] == pytest.approx(result.stats.duration_ms / 1000, abs=1e-3)
+    assert times["first_slot_at"] - times["submitted_at"] == pytest.approx(result.stats.queue_ms / 1000, abs=1e-3)
     assert set(JobStats.model_fields) < set(received[0])
 
 

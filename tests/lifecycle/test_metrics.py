@@ -83,10 +83,10 @@ def test_jobs_of_two_workers_of_which_one_is_killed_and_restarted_are_counted_ex
     assert values["llamaq_redis_up",] == 1
 
     own = scrape(port_of(other.output))
-    worker = f"worker={json.loads(next(line for line in other.output.splitlines() if 'worker.ready' in line))['id']}"
-    assert own["llamaq_worker_tick_duration_seconds_count", worker] > MAX_TOKENS
-    shared = {key for key in values if worker in key}
-    assert shared == {key for key in own if worker in key}, "both processes serve the same metrics of a worker"
+    label = f"worker={json.loads(next(line for line in other.output.splitlines() if 'worker.ready' in line))['id']}"
+    assert own["llamaq_worker_tick_duration_seconds_count", label] > MAX_TOKENS
+    shared = {key for key in values if label in key}
+    assert shared == {key for key in own if label in key}, "both processes serve the same metrics of a worker"
     assert fetch(port_of(other.output), "/health")[0] == 200
 
 

@@ -39,6 +39,7 @@ from llamaq.producer.job import AsyncJob
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.queue_snapshots import estimate_wait_s
 from llamaq.producer.queue_connection import QueueConnection
+from llamaq.producer.trace_context import current_traceparent
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ async def build_request(options: JobOptions, **values: Any) -> JobRequest:
     merged = translate({**values, **options})
     if "seed" not in merged:
         merged |= {"seed": secrets.randbits(SEED_BITS), "has_random_seed": True}
+    if "traceparent" not in merged:
+        merged["traceparent"] = current_traceparent()
     if _is_long(merged.get("tokens")):
         return await asyncio.to_thread(codec.build_request, merged)
     return codec.build_request(merged)
@@ -130,6 +133,7 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
         RedisFull: Redis has reached its `maxmemory`.
     """
     settings = connection.settings
+    request = with_default_tenant(connection, request)
     submission = Submission(job_id, request, await encode(connection, request))
     outcome: SubmitReply | RedisError
     try:
@@ -145,6 +149,12 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
         outcome = exc
     wait_s = await estimate_queue_wait_s(connection, outcome.depth) if isinstance(outcome, SubmitRefused) else None
     return job_of(connection, submission, outcome, wait_s)
+
+
+def with_default_tenant(connection: QueueConnection, request: JobRequest) -> JobRequest:
+    """Return the request with the tenant of the client, if it has none."""
+    tenant = connection.settings.tenant
+    return request if tenant is None or request.tenant else request.model_copy(update={"tenant": tenant})
 
 
 async def encode(connection: QueueConnection, request: JobRequest) -> bytes:

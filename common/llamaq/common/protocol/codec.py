@@ -38,7 +38,7 @@ OUTPUT_COMPRESSION = 1
 NOT_IN_DIGEST = frozenset({
     "seed", "has_random_seed", "metadata", "idempotency_key", "priority", "stream", "cancel_on_disconnect", "timeout_s",
     "queue_timeout_s", "deadline_s", "delay_s", "run_at", "retries", "slot", "cache_prompt", "cache_salt",
-    "cache_public", "tenant",
+    "cache_public", "tenant", "traceparent",
 })  # fmt: skip
 
 

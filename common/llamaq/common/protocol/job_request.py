@@ -6,7 +6,7 @@ can also write requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from enum import StrEnum
 from itertools import chain
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Self, TypedDict
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError, WrapValidator, model_validator
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.chat import Message, TemplateParams
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
-from llamaq.common.protocol.wire_model import StrictModel
 
 # Bounds of one request, so that one job cannot cost a worker too much memory or time. The size of the whole request
 # is bounded by the setting `max_request_bytes`.
@@ -37,6 +37,7 @@ MAX_RETRIES = 100
 TENANT_PATTERN = r"^[A-Za-z0-9_.:@/+=\-]{1,128}$"
 
 QUEUE_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
+TRACEPARENT_PATTERN = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9_\-]{1,64}\.[0-9]{1,4}\.[0-9a-f]{32}$"
 
 SLICE_TOKENS = 8192
@@ -50,21 +51,6 @@ class Priority(StrEnum):
 
     INTERACTIVE = "interactive"
     BULK = "bulk"
-
-
-class Message(StrictModel):
-    """One message of a chat."""
-
-    role: str = Field(
-        pattern=r"^[a-z_]{1,32}$",
-        description="Author of the message, such as `system`, `user` or `assistant`: 1 to 32 small letters or `_`.",
-    )
-    content: str = Field(description="Plain text. Special tokens in it are not parsed.")
-    name: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9_\-]{1,64}$",
-        description="Name of the author, for chat templates that show it: 1 to 64 letters, digits, `_` or `-`.",
-    )
 
 
 def _seconds_since_epoch(value: Any) -> Any:
@@ -81,7 +67,7 @@ def _seconds_since_epoch(value: Any) -> Any:
     return value.timestamp()
 
 
-class JobParams(SamplingParams):
+class JobParams(TemplateParams, SamplingParams):
     """All parameters of a job except its prompt."""
 
     max_tokens: int | None = Field(
@@ -234,6 +220,12 @@ class JobParams(SamplingParams):
         "With another request it is an error. The seed and parameters that do not change the output may differ. "
         "If not set, every submit creates a job.",
     )
+    traceparent: str | None = Field(
+        None,
+        pattern=TRACEPARENT_PATTERN,
+        description="Span of OpenTelemetry that the spans of the job belong to, in the form of W3C Trace Context: "
+        "`00-TRACE-SPAN-FLAGS`. If not set: the span in which submit was called, if there is one.",
+    )
     metadata: dict[str, JsonValue] = Field(
         default_factory=dict, description="Any JSON object. It is stored with the job and returned with the result."
     )
@@ -297,6 +289,8 @@ class JobRequest(JobParams):
             raise ValueError(f"give exactly one of prompt, tokens and messages (given: {', '.join(given) or 'none'})")
         if not getattr(self, given[0]) and given[0] != "prompt":
             raise ValueError(f"{given[0]} is empty")
+        if self.messages is None and self.template_fields:
+            raise ValueError(f"{self.template_fields[0]}: only for a chat, and this prompt has no messages")
         return self
 
 
@@ -348,6 +342,10 @@ class JobOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     penalty_last_n: int
+    tools: Sequence[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
     max_tokens: int | None
     seed: int | None
     logit_bias: dict[int, float]
@@ -376,4 +374,5 @@ class JobOptions(TypedDict, total=False):
     stream: bool
     cancel_on_disconnect: bool
     idempotency_key: str | None
+    traceparent: str | None
     metadata: dict[str, Any]

@@ -16,6 +16,7 @@ from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.script_values import Increment, StoredEnd, TerminalWrite
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.worker.broker.job_timeline import timeline_of
 from llamaq.worker.core.job import JobEnded, Lease
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob
@@ -168,8 +169,15 @@ class JobProgress:
         )
         if self.stats is None and request is not None:
             stats = stats.model_copy(update={"mode": mode_of(request), "seed": request.seed})
-        metadata = {} if request is None else request.metadata
-        return EndedJob(self.lease.job_id, stats, end.finish_reason, end.error_code, metadata)
+        return EndedJob(
+            self.lease.job_id,
+            stats,
+            end.finish_reason,
+            end.error_code,
+            metadata={} if request is None else request.metadata,
+            timeline=timeline_of(self.times, self.stats),
+            traceparent=None if request is None else request.traceparent,
+        )
 
     def _read_request(self) -> JobRequest | None:
         """Return the request. None: it cannot be decoded."""

@@ -3,7 +3,8 @@
 A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.done`, and `measurements` is a dict:
 
 - `tick`: `worker` and the fields of `TickStats`.
-- `request.done`: the fields of `EndedJob`, with the fields of `JobStats` in place of `stats`. The worker that had
+- `request.done`: the fields of `EndedJob`, with the fields of `JobStats` and `JobTimeline` in place of `stats` and
+  `timeline`. The worker that had
   claimed a job last reports its end, also if a client or another worker ended the job while it waited. The worker that
   makes a dead letter of a damaged job, or of a job that crashed its workers, reports that end.
 
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import JsonValue
@@ -33,6 +34,20 @@ Hook = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
+class JobTimeline:
+    """When the parts of a job began, in seconds since the epoch on the clock of the worker. None: it did not happen.
+
+    `slot_at` and `first_token_at` describe the last attempt, the other times the job.
+    """
+
+    submitted_at: float | None = None
+    first_slot_at: float | None = None
+    slot_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EndedJob:
     """A job whose end is stored in Redis. Exactly one of `finish_reason` and `error_code` is set."""
 
@@ -45,12 +60,17 @@ class EndedJob:
     """The code of a failed job, a value of `ErrorCode`."""
     metadata: Mapping[str, JsonValue]
     """The metadata of the request; empty if the request could not be read."""
+    timeline: JobTimeline = JobTimeline()
+    """When the parts of the job began."""
+    traceparent: str | None = None
+    """The span that the job belongs to, in the form of W3C Trace Context. None: there is none."""
 
     def measurements(self) -> dict[str, Any]:
         """Return the measurements of `request.done`."""
         reason = None if self.finish_reason is None else self.finish_reason.value
         ended = {"job_id": self.job_id, "finish_reason": reason, "error_code": self.error_code}
-        return {**ended, "metadata": dict(self.metadata), **self.stats.model_dump()}
+        times = {**asdict(self.timeline), "traceparent": self.traceparent}
+        return {**ended, "metadata": dict(self.metadata), **times, **self.stats.model_dump()}
 
 
 class Telemetry:
@@ -60,9 +80,16 @@ class Telemetry:
     counters.
     """
 
-    def __init__(self, hooks: Sequence[Hook] = (), worker: str = "") -> None:
-        """Create the telemetry of the worker with this id."""
+    def __init__(self, hooks: Sequence[Hook] = (), worker: str = "", *, job_hooks: Sequence[Hook] = ()) -> None:
+        """Create the telemetry of a worker.
+
+        Args:
+            hooks: They get the measurements of each tick and each job.
+            worker: The id of the worker.
+            job_hooks: They get the measurements of each job only, so they cost nothing in a tick.
+        """
         self._hooks = tuple(hooks)
+        self._job_hooks = (*hooks, *job_hooks)
         self._worker = worker
         self._loop: asyncio.AbstractEventLoop | None = None
         self.last_tick: TickStats | None = None
@@ -101,15 +128,15 @@ class Telemetry:
         if self._hooks and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the process is about to exit
                 measurements = {"worker": self._worker, **stats.model_dump()}
-                self._loop.call_soon_threadsafe(self._call_hooks, TICK, measurements)
+                self._loop.call_soon_threadsafe(self._call_hooks, self._hooks, TICK, measurements)
 
     def record_job(self, ended: EndedJob) -> None:
         """Record a job whose end is stored in Redis. Called on the I/O thread."""
         self.n_jobs_done += 1
-        self._call_hooks(REQUEST_DONE, ended.measurements())
+        self._call_hooks(self._job_hooks, REQUEST_DONE, ended.measurements())
 
-    def _call_hooks(self, name: str, measurements: Mapping[str, Any]) -> None:
-        for hook in self._hooks:
+    def _call_hooks(self, hooks: Iterable[Hook], name: str, measurements: Mapping[str, Any]) -> None:
+        for hook in hooks:
             try:
                 hook(name, dict(measurements))
             except Exception:  # a user's hook may raise anything

@@ -45,6 +45,7 @@ from llamaq.worker.process.cache_factory import (
 from llamaq.worker.process.dead_worker import make_worker_id, release_dead_neighbours
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
+from llamaq.worker.process.job_spans import span_hooks
 from llamaq.worker.process.model_fingerprint import fingerprint_model
 from llamaq.worker.process.own_metrics import bind_metrics_server
 from llamaq.worker.process.process_identity import identify_this_process
@@ -95,7 +96,7 @@ class WorkerProcess:
         self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text)
         self._grammar_sandbox = GrammarSandbox(self._vocab_blob)
         self.card = self._describe(path)
-        self._shared = SharedState(Telemetry(hooks, self.card.worker))
+        self._shared = SharedState(Telemetry(hooks, self.card.worker, job_hooks=span_hooks(self.card)))
         offload = make_offload(settings, self._engine, path)
         self._memory = self._make_memory(offload)
         self._scheduler = self._make_scheduler(strategy)

@@ -1,0 +1,111 @@
+"""Makes spans of OpenTelemetry of the jobs that end in this worker, if OpenTelemetry is installed.
+
+Each job has a span with the children `llamaq.queue`, `llamaq.prefill` and `llamaq.decode`. They are made when the job
+has ended, with the times that were measured. The parent of the job's span is the span of the submit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.worker.engine_loop.telemetry import REQUEST_DONE, Hook
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, Tracer
+
+
+def span_hooks(card: WorkerCard) -> list[Hook]:
+    """Return the hook that makes the spans. Empty: OpenTelemetry is not installed."""
+    if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.trace") is None:
+        return []
+    from opentelemetry import trace
+
+    return [JobSpans(trace.get_tracer("llamaq.worker", card.version), card)]
+
+
+class JobSpans:
+    """A hook that makes the spans of each ended job. They have no prompt and no output."""
+
+    def __init__(self, tracer: Tracer, card: WorkerCard) -> None:
+        """Create the hook.
+
+        Args:
+            tracer: Makes the spans. Without an SDK of OpenTelemetry, it makes none.
+            card: The properties of the worker.
+        """
+        self._tracer = tracer
+        self._card = card
+
+    def __call__(self, name: str, measured: Mapping[str, Any]) -> None:
+        """Make the spans of a job whose end was measured."""
+        if name != REQUEST_DONE or measured["submitted_at"] is None:
+            return
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        submitted, ended = measured["submitted_at"], max(measured["submitted_at"], measured["ended_at"])
+        span = self._tracer.start_span(
+            "llamaq.job",
+            context=_parent(measured["traceparent"]),
+            kind=SpanKind.CONSUMER,
+            attributes=self._attributes(measured),
+            start_time=_nanoseconds(submitted),
+        )
+        if measured["error_code"] is not None:
+            _set_error(span, measured["error_code"])
+        inside = set_span_in_context(span)
+        slot, first_token = measured["slot_at"], measured["first_token_at"]
+        self._add_child("llamaq.queue", inside, submitted, measured["first_slot_at"] or ended)
+        if slot is not None:
+            self._add_child("llamaq.prefill", inside, slot, first_token or ended)
+        if first_token is not None:
+            self._add_child("llamaq.decode", inside, first_token, ended)
+        span.end(_nanoseconds(ended))
+
+    def _attributes(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        values = {
+            "llamaq.job.id": measured["job_id"],
+            "llamaq.queue": JobId.parse(measured["job_id"]).queue,
+            "llamaq.worker": measured["worker"] or self._card.worker,
+            "llamaq.slot": measured["slot"],
+            "llamaq.cached_tokens": measured["prefix_cache_tokens"],
+            "llamaq.cache_tier": measured["prefix_cache_tier"],
+            "llamaq.finish_reason": measured["finish_reason"],
+            "llamaq.error_code": measured["error_code"],
+            "llamaq.preempted_ms": measured["preempted_ms"],
+            "gen_ai.request.model": self._card.model,
+            "gen_ai.usage.input_tokens": measured["prompt_tokens"],
+            "gen_ai.usage.output_tokens": measured["generated_tokens"],
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _add_child(self, name: str, context: Context, start_s: float, end_s: float) -> None:
+        span = self._tracer.start_span(name, context=context, start_time=_nanoseconds(start_s))
+        span.end(_nanoseconds(max(start_s, end_s)))
+
+    def __repr__(self) -> str:
+        return f"<JobSpans {self._card.worker}>"
+
+
+def _parent(traceparent: str | None) -> Context | None:
+    """Return the context of a span in another process. None: the job's span begins a trace of its own."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    if traceparent is None:
+        return Context()  # not the span of whatever this thread does
+    return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, context=Context())
+
+
+def _set_error(span: Span, code: str) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_status(Status(StatusCode.ERROR, code))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
