@@ -20,7 +20,7 @@ from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.queue_directory import QueueDirectory
-from llamaq.gateway.routes import completions, health, messages, models, native, slots, texts
+from llamaq.gateway.routes import completions, health, messages, models, native, responses, slots, texts
 from llamaq.gateway.settings import ServeSettings
 
 ROUTES = [
@@ -34,6 +34,12 @@ ROUTES = [
     Route("/v1/completions", completions.complete, methods=["POST"]),
     Route("/v1/chat/completions/input_tokens", texts.count_input_tokens, methods=["POST"]),
     Route("/chat/completions/input_tokens", texts.count_input_tokens, methods=["POST"]),
+    Route("/v1/responses", responses.create, methods=["POST"]),
+    Route("/v1/responses/input_tokens", responses.count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{response}", responses.retrieve),
+    Route("/v1/responses/{response}", responses.delete, methods=["DELETE"]),
+    Route("/v1/responses/{response}/cancel", responses.cancel, methods=["POST"]),
+    Route("/v1/responses/{response}/input_items", responses.list_input_items),
     Route("/v1/messages", messages.answer, methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/completion", native.complete, methods=["POST"]),

@@ -43,10 +43,14 @@ class Generation:
         request = await build_request(cast("JobOptions", values), stream=False)
         return await self.client.auto_cancelled.generate(request, None)
 
-    async def start(self) -> None:
-        """Submit the jobs as streams, all or none."""
+    async def start(self, *, stream: bool = True) -> None:
+        """Submit the jobs, all or none.
+
+        Args:
+            stream: Whether the jobs publish each token. Otherwise all text comes at the end, which costs Redis less.
+        """
         try:
-            self.streams = await all_of([self._stream(values) for values in self._jobs])
+            self.streams = await all_of([self._stream({**values, "stream": stream}) for values in self._jobs])
         except BaseException:
             await self.aclose()
             raise

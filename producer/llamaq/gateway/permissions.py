@@ -26,14 +26,19 @@ def api_key_of(request: Request) -> KeyRecord | None:
     return record
 
 
-async def queue_for(request: Request, model: str | None) -> AsyncClient:
+async def queue_for(request: Request, model: str | None, *, is_kept: bool = False) -> AsyncClient:
     """Return the client of the queue that a request means by its `model`.
+
+    Args:
+        request: The request.
+        model: The `model` of the request. None: it has none.
+        is_kept: Whether the results of the jobs of this client are stored for `response_ttl_s`.
 
     Raises:
         RequestRefused: There is no such queue, or the API key of the request does not allow it.
         NoWorker: The queue has no live worker, and requests do not wait for one.
     """
-    client = await context_of(request).queues.find(model)
+    client = await context_of(request).queues.find(model, is_kept=is_kept)
     key = api_key_of(request)
     if key is not None and not key.allows(client.queue):
         raise RequestRefused(

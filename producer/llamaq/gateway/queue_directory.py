@@ -32,7 +32,7 @@ class QueueDirectory:
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
-        self._clients: dict[str, AsyncClient] = {}
+        self._clients: dict[tuple[str, bool], AsyncClient] = {}
         self._default = self._new_client(settings.queue, settings.partitions)
         self._served: Served = {}
         """The known queues and their live workers."""
@@ -78,12 +78,13 @@ class QueueDirectory:
         self._served, self._read_s = dict(zip(names, found, strict=True)), time.monotonic()
         return self._served
 
-    async def find(self, model: str | None) -> AsyncClient:
+    async def find(self, model: str | None, *, is_kept: bool = False) -> AsyncClient:
         """Return the client of the queue that a request means.
 
         Args:
             model: The `model` of the request: the name of a queue, or of the model that its workers serve. None: the
                 request has none, so it means the server's own queue.
+            is_kept: Whether the results of the jobs of this client are stored for `response_ttl_s`.
 
         Raises:
             RequestRefused: There is no such queue: 404.
@@ -105,20 +106,23 @@ class QueueDirectory:
             )
         if not self._served.get(queue) and not self.settings.wait_for_worker:
             raise NoWorker(queue)
-        return await self.client(queue)
+        return await self._client(queue, is_kept=is_kept)
 
-    async def client(self, queue: str) -> AsyncClient:
+    async def _client(self, queue: str, *, is_kept: bool) -> AsyncClient:
         """Return the client of a queue, with as many partitions as its workers have."""
-        client = self._clients.get(queue)
+        client = self._clients.get((queue, is_kept))
         if client is None:
             config = await QueueConfig.read(self._default.redis, self._default.keys, queue, 0)
             partitions = self.settings.partitions if config is None else config.partitions
-            client = self._clients.setdefault(queue, self._new_client(queue, partitions))
+            ttl_s = self.settings.response_ttl_s if is_kept else self.settings.result_ttl_s
+            new = self._new_client(queue, partitions, result_ttl_s=ttl_s)
+            client = self._clients.setdefault((queue, is_kept), new)
         return client
 
-    def _new_client(self, queue: str, partitions: int) -> AsyncClient:
+    def _new_client(self, queue: str, partitions: int, **changed: float) -> AsyncClient:
         own = {name: getattr(self.settings, name) for name in ClientSettings.model_fields if name != "redis_url"}
         own |= {"queue": queue, "partitions": partitions, "require_worker": not self.settings.wait_for_worker}
+        own |= changed
         return AsyncClient(self.settings.redis_url, **own)
 
 

@@ -47,6 +47,13 @@ class ServeSettings(ClientSettings):
     shutdown_s: float = Field(
         30.0, ge=0, description="Seconds that open requests have to finish after SIGTERM. Then they are cut."
     )
+    response_ttl_s: float = Field(
+        24 * 3600.0,
+        gt=0,
+        le=10**8,
+        description="How long Redis stores the answers of `/v1/responses` and of requests with `store` from the end of "
+        "their jobs on, in seconds.",
+    )
     require_key: bool = Field(
         False, description="Whether requests need an API key of `llamaq keys add`. `/` and `/health` need none."
     )

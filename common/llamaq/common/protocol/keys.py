@@ -28,6 +28,7 @@ Cluster: all keys of a partition are on one node, so one script can use all keys
 | llamaq:http:keys                 | hash             | API keys of `llamaq serve`, by their SHA-256       |
 | llamaq:http:{name}:rate          | string           | a minute; when the next request of a key is due    |
 | llamaq:http:{name}:open          | sorted set       | a minute; open requests of a key, by expiry        |
+| llamaq:{q:p}:response:<job id>   | string: JSON     | `response_ttl_s` and a week; of `/v1/responses`    |
 | llamaq:reply:<command id>        | list             | reply to a command; expires after a minute         |
 | llamaq:vocab:<sha256>            | string           | a vocabulary; expires when no worker uses it       |
 """
@@ -177,6 +178,11 @@ class Keys:
 
     def http_open(self, key_name: str) -> str:
         return f"{self.prefix}:http:{{{key_name}}}:open"
+
+    def http_response(self, job_id: str) -> str:
+        """Return the key of the record of a stored response. Raises `InvalidRequest` if the text is not a job id."""
+        parsed = JobId.parse(job_id)
+        return f"{self._partition(parsed.queue, parsed.partition)}:response:{job_id}"
 
     def reply(self, command_id: str) -> str:
         return f"{self.prefix}:reply:{command_id}"

@@ -80,6 +80,11 @@ def invalid(message: str, param: str | None = None) -> RequestRefused:
     return RequestRefused(HTTPStatus.BAD_REQUEST, message, param=param)
 
 
+def not_found(message: str, code: str = "not_found") -> RequestRefused:
+    """Return the error of a request for something that does not exist."""
+    return RequestRefused(HTTPStatus.NOT_FOUND, message, code=code)
+
+
 def status_of(exc: Exception) -> HTTPStatus:
     """Return the status of the response to an error."""
     if isinstance(exc, QueueFull):

@@ -33,7 +33,7 @@ async def complete(request: Request) -> Response:
 async def _generate(request: Request, endpoint: Endpoint) -> Response:
     context = context_of(request)
     body = read_body(endpoint, await read_object(request))
-    client = await queue_for(request, body.model)
+    client = await queue_for(request, body.model, is_kept=body.is_stored)
     echoed = await _read_echoed(client, body)
     generation = generation_for(request, client, body.jobs, is_kept=body.is_stored)
     model = body.model or client.queue

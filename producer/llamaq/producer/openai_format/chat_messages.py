@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.job_request import Message
+from llamaq.common.protocol.chat import Message
 
 ROLES = {"developer": "system", "function": "tool"}
 """Roles of the OpenAI API that chat templates do not know, and the role that means the same."""

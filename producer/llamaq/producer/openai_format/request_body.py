@@ -26,7 +26,7 @@ BANNED = -1e9
 RESERVED = frozenset(
     {
         "cancel_on_disconnect", "grammar", "has_random_seed", "idempotency_key", "json_schema", "logit_bias",
-        "logprobs", "messages", "priority", "prompt", "stream", "tokens",
+        "logprobs", "messages", "priority", "prompt", "stream", "tokens", "tools",
     }
 )  # fmt: skip
 """Fields of a job that are not copied from the body: the caller sets them, or they are read in a way of their own."""
@@ -124,7 +124,7 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """
     for name, harmless in UNSUPPORTED.items():
         value = body.get(name)
-        if value is not None and (name in RESERVED or name not in JobRequest.model_fields) and value not in harmless:
+        if value is not None and value not in harmless:
             raise InvalidRequest(f"{name}: llamaq does not support it; leave it out")
 
 

@@ -1,0 +1,78 @@
+"""What is stored about a response besides its job: the conversation, and what the response shows of its request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, JsonValue
+from redis.asyncio import Redis
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.wire_model import WireModel
+from llamaq.gateway.http.errors import RequestRefused, not_found
+
+ID_PREFIX = "resp_"
+LONGEST_JOB_S = 7 * 24 * 3600
+"""A record is written at the submit, and the result of a job is stored from the end of the job on. So a record is
+stored longer, by the time that a job may wait and run."""
+
+
+class ResponseRecord(WireModel):
+    """The stored part of a response. Its text, state and usage are those of its job."""
+
+    model: str = Field(description="Name of the model that the response shows.")
+    created_s: int = Field(description="Time of the request, in seconds since the epoch.")
+    owner: str | None = Field(None, description="Name of the API key of the request. Only the same key may read it.")
+    is_background: bool = Field(False, description="Whether the request was answered before the job ended.")
+    messages: list[dict[str, Any]] = Field(description="The conversation before the answer, without instructions.")
+    n_new: int = Field(description="Number of the last messages that came with this request.")
+    shown: dict[str, JsonValue] = Field(description="Fields of the request that the response shows again.")
+
+    @property
+    def new_messages(self) -> list[dict[str, Any]]:
+        """The messages that came with this request."""
+        return self.messages[len(self.messages) - self.n_new :]
+
+
+class ResponseStore:
+    """The records of responses in Redis, each beside its job."""
+
+    def __init__(self, redis: Redis, keys: Keys, ttl_s: float) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._ttl_s = int(ttl_s) + LONGEST_JOB_S
+
+    async def save(self, job_id: str, record: ResponseRecord) -> None:
+        """Store a record."""
+        await self._redis.set(self._keys.http_response(job_id), record.model_dump_json(), ex=self._ttl_s)
+
+    async def read(self, response_id: str, owner: str | None) -> tuple[str, ResponseRecord]:
+        """Return the job id and the record of a response.
+
+        Args:
+            response_id: The id of the response.
+            owner: Name of the API key that asks.
+
+        Raises:
+            RequestRefused: There is no such response, or it belongs to another key: 404.
+        """
+        job_id = response_id.removeprefix(ID_PREFIX)
+        try:
+            key = self._keys.http_response(job_id)
+        except InvalidRequest as exc:
+            raise missing(response_id) from exc
+        stored = await self._redis.get(key) if response_id.startswith(ID_PREFIX) else None
+        record = None if stored is None else ResponseRecord.model_validate_json(stored)
+        if record is None or record.owner != owner:
+            raise missing(response_id)
+        return job_id, record
+
+    async def delete(self, job_id: str) -> None:
+        """Remove a record. The result of its job expires by itself."""
+        await self._redis.delete(self._keys.http_response(job_id))
+
+
+def missing(response_id: str) -> RequestRefused:
+    """Return the error for an unknown response."""
+    return not_found(f"there is no response {response_id[:150]!r}: the id is wrong, or it has expired or was deleted")

@@ -1,0 +1,238 @@
+"""/v1/responses: OpenAI's endpoint whose answers are stored. Every server can read, resume and cancel each of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llamaq.common.errors import InvalidRequest, JobFailed, JobNotFound
+from llamaq.common.protocol.job_outcome import JobState, Result
+from llamaq.common.protocol.text_commands import TextAction
+from llamaq.gateway.context import context_of
+from llamaq.gateway.generation import Generation
+from llamaq.gateway.http.errors import error_fields, invalid
+from llamaq.gateway.http.event_stream import Events, EventStream, named
+from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.permissions import api_key_of, generation_for, queue_for
+from llamaq.gateway.responses.event_sequence import EventSequence
+from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseStore, missing
+from llamaq.gateway.responses.request_body import (
+    ResponseBody,
+    input_items,
+    read_input,
+    read_instructions,
+    read_response_body,
+)
+from llamaq.gateway.responses.response_object import ended_response, failed_response, open_response
+from llamaq.producer import AsyncJob, Chunk
+from llamaq.producer.queries import text_commands
+
+
+async def create(request: Request) -> Response:
+    """Answer a request, or begin to."""
+    body = read_response_body(await read_object(request))
+    history = await _history(request, body.previous_id)
+    client = await queue_for(request, body.model, is_kept=body.is_stored)
+    record = _record_of(request, body, body.model or client.queue, history)
+    values = {"messages": [*body.instructions, *record.messages], **body.options}
+    generation = generation_for(request, client, [values], is_kept=body.is_stored)
+    await generation.start(stream=body.is_streamed or body.is_background)
+    try:
+        job = generation.streams[0].job
+        if body.is_stored and job.is_new:  # otherwise the header Idempotency-Key has found an earlier response
+            await _store_of(request).save(job.id, record)
+        if body.is_streamed:
+            return await _stream(request, job, record, _pieces_of(generation))
+        if body.is_background:
+            await generation.aclose()
+            return json_response(await _current(job.id, record, job))
+        async for _, piece in generation.pieces():
+            if isinstance(piece, Result):
+                return json_response(ended_response(job.id, record, piece))
+        raise JobNotFound(job.id)
+    except BaseException:
+        await generation.aclose()
+        raise
+
+
+async def retrieve(request: Request) -> Response:
+    """Return a response as it is now, or with `stream=true` its events from `starting_after` on."""
+    job_id, record, job = await _find(request)
+    if request.query_params.get("stream") == "true":
+        return await _stream(request, job, record, _pieces_from(job), _starting_after(request))
+    return json_response(await _current(job_id, record, job))
+
+
+async def cancel(request: Request) -> Response:
+    """Cancel a response."""
+    job_id, record, job = await _find(request)
+    await job.cancel()
+    response = await _current(job_id, record, job)
+    # A running job ends within a few ticks.
+    return json_response(response if response["usage"] or response["error"] else response | {"status": "cancelled"})
+
+
+async def delete(request: Request) -> Response:
+    """Remove a response. If its job has not ended, it is cancelled."""
+    job_id, _, job = await _find(request)
+    with suppress(JobNotFound):
+        await job.cancel()
+    await _store_of(request).delete(job_id)
+    return json_response({"id": ID_PREFIX + job_id, "object": "response", "deleted": True})
+
+
+async def list_input_items(request: Request) -> Response:
+    """Return the messages that came with the request of a response, the newest first unless `order=asc`."""
+    job_id, record, _ = await _find(request)
+    items = input_items(job_id, record.new_messages)
+    if request.query_params.get("order") != "asc":
+        items.reverse()
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": items, **ends, "has_more": False})
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Return how many tokens the prompt of a response would have."""
+    body = await read_object(request)
+    model, previous = body.get("model"), body.get("previous_response_id")
+    history = await _history(request, previous if isinstance(previous, str) else None)
+    client = await queue_for(request, model if isinstance(model, str) else None)
+    messages = [*read_instructions(body), *history, *read_input(body.get("input"))]
+    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=messages)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(reply.tokens)})
+
+
+def _store_of(request: Request) -> ResponseStore:
+    context = context_of(request)
+    client = context.queues.default
+    return ResponseStore(client.redis, client.keys, context.settings.response_ttl_s)
+
+
+def _owner_of(request: Request) -> str | None:
+    key = api_key_of(request)
+    return None if key is None else key.name
+
+
+async def _find(request: Request) -> tuple[str, ResponseRecord, AsyncJob]:
+    """Return the job id, the record and the job of the response that the path names."""
+    response_id = request.path_params["response"]
+    job_id, record = await _store_of(request).read(response_id, _owner_of(request))
+    return job_id, record, context_of(request).queues.default.job(job_id)
+
+
+async def _history(request: Request, previous_id: str | None) -> list[dict[str, Any]]:
+    """Return the conversation up to the answer of an earlier response.
+
+    Raises:
+        RequestRefused: There is no such response.
+        InvalidRequest: It has not ended, or has no answer.
+    """
+    if previous_id is None:
+        return []
+    job_id, record = await _store_of(request).read(previous_id, _owner_of(request))
+    job = context_of(request).queues.default.job(job_id)
+    try:
+        if (await job.status()).state is not JobState.FINISHED:
+            raise InvalidRequest("previous_response_id: that response has not ended, or has failed")
+        text = (await job.result()).text
+    except JobNotFound as exc:
+        raise missing(previous_id) from exc
+    return [*record.messages, {"role": "assistant", "content": text}]
+
+
+def _record_of(request: Request, body: ResponseBody, model: str, history: list[dict[str, Any]]) -> ResponseRecord:
+    return ResponseRecord(
+        model=model,
+        created_s=int(time.time()),
+        owner=_owner_of(request),
+        is_background=body.is_background,
+        messages=[*history, *body.messages],
+        n_new=len(body.messages),
+        shown=body.shown,
+    )
+
+
+async def _current(job_id: str, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
+    """Return the response as it is now."""
+    status = await job.status()
+    if status.state in (JobState.QUEUED, JobState.RUNNING):
+        return open_response(job_id, record, status.state)
+    try:
+        return ended_response(job_id, record, await job.result())
+    except JobFailed as exc:
+        return failed_response(job_id, record, exc)
+
+
+def _starting_after(request: Request) -> int:
+    value = request.query_params.get("starting_after", "-1")
+    if not value.removeprefix("-").isdecimal() or len(value) > 18:
+        raise invalid("starting_after: a number is required", "starting_after")
+    return int(value)
+
+
+async def _pieces_of(generation: Generation) -> AsyncGenerator[Chunk | Result, None]:
+    """Yield the pieces of the only job of a request. If it is not stored, it ends with this generator."""
+    pieces = generation.pieces()
+    try:
+        async for _, piece in pieces:
+            yield piece
+    finally:
+        await pieces.aclose()
+
+
+async def _pieces_from(job: AsyncJob) -> AsyncGenerator[Chunk | Result, None]:
+    """Yield the pieces of a stored job from its first one on."""
+    chunks = job.stream()
+    try:
+        async for chunk in chunks:
+            yield chunk
+    finally:
+        await chunks.aclose()
+    yield await job.result()
+
+
+async def _stream(
+    request: Request,
+    job: AsyncJob,
+    record: ResponseRecord,
+    pieces: AsyncGenerator[Chunk | Result, None],
+    starting_after: int = -1,
+) -> Response:
+    sequence = EventSequence(job.id, record, starting_after)
+
+    async def describe() -> str:
+        return f"job {(await job.status()).state.value}"
+
+    def format_error(exc: Exception) -> bytes:
+        return _encode({"type": "error", **error_fields(exc), "sequence_number": sequence.last_number + 1})
+
+    return await EventStream.open(
+        _events(sequence, pieces),
+        comment=describe,
+        ping_s=context_of(request).settings.ping_s,
+        format_error=format_error,
+    )
+
+
+async def _events(sequence: EventSequence, pieces: AsyncGenerator[Chunk | Result, None]) -> Events:
+    try:
+        for event in sequence.first():
+            yield _encode(event)
+        async for piece in pieces:
+            events = sequence.end(piece) if isinstance(piece, Result) else sequence.text(piece.text)
+            for event in events:
+                yield _encode(event)
+    except JobFailed as exc:
+        for event in sequence.failure(exc):
+            yield _encode(event)
+    finally:
+        await pieces.aclose()
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    return named(event["type"], event)
