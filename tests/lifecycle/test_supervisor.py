@@ -16,7 +16,6 @@ import pytest
 from redis import Redis
 from tests.support.redis_servers import wait_until
 
-from llamaq.common.logging_setup import configure_logging
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.producer import Job
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 PROMPT = "Once upon a time"
 SUPERVISE = """
 import sys
+from llamaq.common.logging_setup import configure_logging
 from llamaq.worker.settings import load_settings
 from llamaq.worker.process.supervisor import Supervisor
 
