@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from llamaq.common.protocol.job_request import Message
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import (
     AsyncClient,

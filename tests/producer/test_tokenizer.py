@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from llamaq.common.errors import LlamaqError, ModelError, ProtocolError
-from llamaq.common.protocol.job_request import Message
+from llamaq.common.protocol.chat import Message
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.producer import AsyncClient, Client, MissingExtra, NoWorker, Tokenizer
 from llamaq.producer import tokenizer as tokenizer_module

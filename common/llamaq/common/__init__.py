@@ -26,9 +26,10 @@ from llamaq.common.errors import (
     ResultTimeout,
     SlotCommandRefused,
 )
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_events import Event, Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobState, JobStats, Result
-from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, Message, Priority
+from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
 from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots

@@ -23,8 +23,9 @@ from llamaq.common.errors import (
     ResultTimeout,
     SlotCommandRefused,
 )
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
-from llamaq.common.protocol.job_request import JobOptions, JobParams, Message, Priority
+from llamaq.common.protocol.job_request import JobOptions, JobParams, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots

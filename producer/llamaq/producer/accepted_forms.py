@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.job_request import JobRequest, Message
+from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.job_request import JobRequest
 
 SYNONYMS = {
     "id_slot": "slot",
@@ -41,7 +42,6 @@ HINTS = {
     "t_max_predict_ms": "use timeout_s, the longest running time of the job in seconds",
     "timeout": "use timeout_s, the longest running time of the job",
     "tool_choice": "llamaq parses no tool calls",
-    "tools": "llamaq parses no tool calls",
     "top_logprobs": "use logprobs, the number of alternatives at each position",
     "user": "use metadata",
 }
@@ -103,10 +103,11 @@ def _join_message(index: int, message: Any) -> Any:
     if not isinstance(message, Mapping):
         return message
     content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return {**message, "content": ""}
     if content is None or (isinstance(content, Sequence) and not isinstance(content, str) and not content):
         raise InvalidRequest(
-            f"messages.{index}.content: the message has no text. llamaq renders no tool calls: leave the message out, "
-            "or give it a text"
+            f"messages.{index}.content: the message has no text: give it one, or leave the message out"
         )
     if isinstance(content, str) or not isinstance(content, Sequence):
         return message

@@ -11,8 +11,9 @@ from pydantic import JsonValue
 from redis.asyncio import Redis
 
 from llamaq.common.errors import DeadLetterNotFound, NoWorker
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_outcome import JobState, Result
-from llamaq.common.protocol.job_request import JobOptions, Message, Priority
+from llamaq.common.protocol.job_request import JobOptions, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobSummary
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from redis.asyncio import Redis
 
 from llamaq.common.errors import MissingExtra, NoWorker, ProtocolError
-from llamaq.common.protocol.job_request import Message
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.snapshots import WorkerCard
 

@@ -57,7 +57,7 @@ def test_the_defaults_of_a_job_are_those_of_the_documentation() -> None:
         ({"prompt": "a", "grammar_root": "1"}, "grammar_root"),
         ({"prompt": "a", "idempotency_key": ""}, "idempotency_key"),
         ({"prompt": "a", "max_new_tokens": 5}, "max_new_tokens"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content: a text is required"),
         ({"messages": [{"role": "A B", "content": ""}]}, "messages.0.role"),
         ({"prompt": "a", "metadata": {"x": object()}}, "metadata"),
     ],

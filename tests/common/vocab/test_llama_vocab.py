@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
-from llamaq.common.protocol.job_request import Message
+from llamaq.common.protocol.chat import Message
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.common.vocab.special_token_masking import Span, SpecialTokenFinder
 from llamaq.common.vocab.split_long_text import MAX_RUN_CHARS, MAX_SPECIALS_PER_PART, split_text

@@ -10,7 +10,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from llamaq.common.protocol.job_request import MAX_MESSAGES, Message, TokenId
+from llamaq.common.protocol.chat import Message, TemplateParams
+from llamaq.common.protocol.job_request import MAX_MESSAGES, TokenId
 from llamaq.common.protocol.slot_commands import COMMAND_ID_PATTERN
 from llamaq.common.protocol.wire_model import WireModel
 
@@ -33,7 +34,7 @@ _INPUTS = {
 }
 
 
-class TextCommand(WireModel):
+class TextCommand(WireModel, TemplateParams):
     """One command to one worker."""
 
     id: str = Field(

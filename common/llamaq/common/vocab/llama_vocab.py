@@ -6,21 +6,22 @@ Workers and producers use the same class, so both get the same tokens. Importing
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import llama_cpp
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
-from llamaq.common.protocol.job_request import Message
+from llamaq.common.protocol.chat import Message, TemplateOptions
+from llamaq.common.vocab.chat_template import ChatTemplate
 from llamaq.common.vocab.special_token_masking import Placeholders, Span, SpecialTokenFinder
 from llamaq.common.vocab.split_long_text import split_text
 
@@ -30,6 +31,7 @@ PIECE_BYTES = 256
 # Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 
+NO_OPTIONS = TemplateOptions()
 _log_lock = threading.Lock()
 _discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 
@@ -147,20 +149,21 @@ class Vocab:
             if llama_cpp.llama_vocab_get_attr(self._vocab, token) & SPECIAL_ATTRIBUTES
         )
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Return the chat as text, rendered by the model's chat template and followed by its generation prompt.
+    def render_chat(self, messages: Sequence[Message], options: TemplateOptions = NO_OPTIONS) -> str:
+        """Return the chat as text, rendered by the model's chat template.
+
+        Args:
+            messages: The messages, from the oldest to the newest.
+            options: What the template gets in addition.
 
         Raises:
             JobRejected: The model has no chat template, or the template raises an error.
         """
-        formatter = self._formatter
-        dicts: Any = [message.model_dump(exclude_none=True) for message in messages]
-        try:
-            return str(formatter(messages=dicts).prompt)
-        except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
-            raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses the chat: {exc}") from exc
+        return self._template.render(messages, options)
 
-    def encode_chat(self, messages: Sequence[Message], *, max_tokens: int | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], options: TemplateOptions = NO_OPTIONS, *, max_tokens: int | None = None
+    ) -> list[int]:
         """Return the tokens of a chat. A special token's text inside the content of a message stays text.
 
         The result equals the tokens of the whole rendered chat, unless the text of a special token is inside a content,
@@ -168,25 +171,28 @@ class Vocab:
 
         Args:
             messages: The messages, from the oldest to the newest.
+            options: What the template gets in addition.
             max_tokens: As in `encode`.
 
         Raises:
             JobRejected: As in `render_chat` and `encode`.
         """
+        self._refuse_special_texts("tools", json.loads(options.tools))
+        self._refuse_special_texts("chat_template_kwargs", json.loads(options.kwargs))
         placeholders = Placeholders()
         found_special = False
         hidden: list[Message] = []
         for message in messages:
-            if message.name is not None and self.special_tokens.find(message.name):
-                raise JobRejected(ErrorCode.INVALID_REQUEST, "messages: a name contains the text of a special token")
+            for name, value in message.model_dump(exclude={"role", "content"}, exclude_none=True).items():
+                self._refuse_special_texts(f"messages: {name}", value)
             spans = self.special_tokens.find(message.content)
             found_special |= bool(spans)
             hidden.append(self._hide(message, spans, placeholders))
-        rendered = self.render_chat(hidden)
+        rendered = self.render_chat(hidden, options)
         # Without a special text in a content, placeholders hide only edges of contents. If the chat rendered without
         # placeholders has no additional special text, then no edge became part of one: tokenize the whole chat.
         if placeholders.originals and not found_special:
-            plain = self.render_chat(messages)
+            plain = self.render_chat(messages, options)
             if len(self.special_tokens.find(plain)) == len(self.special_tokens.find(rendered)):
                 return self.encode(plain, max_tokens=max_tokens)
         if not placeholders.originals:
@@ -197,13 +203,15 @@ class Vocab:
         return f"<Vocab {self.n_tokens} tokens, {'with' if self.chat_template else 'no'} chat template>"
 
     @cached_property
-    def _formatter(self) -> Jinja2ChatFormatter:
+    def _template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, "the model has no chat template: send a prompt or tokens")
-        try:
-            return Jinja2ChatFormatter(self.chat_template, self._text_or_empty(self.eos), self._text_or_empty(self.bos))
-        except Exception as exc:  # jinja2 raises errors of several kinds for a broken template
-            raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template does not compile: {exc}") from exc
+        return ChatTemplate(self.chat_template, eos=self._text_or_empty(self.eos), bos=self._text_or_empty(self.bos))
+
+    def _refuse_special_texts(self, place: str, value: object) -> None:
+        """Raise `JobRejected` if the value has the text of a special token, which the template would print."""
+        if any(map(self.special_tokens.find, _texts_in(value))):
+            raise JobRejected(ErrorCode.INVALID_REQUEST, f"{place} contains the text of a special token")
 
     def _hide(self, message: Message, spans: list[Span], placeholders: Placeholders) -> Message:
         """Replace the special texts at `spans` in the content, and parts of special texts at its edges."""
@@ -264,6 +272,19 @@ class Vocab:
 
     def _text_or_empty(self, token: int | None) -> str:
         return "" if token is None else self._token_text(token)
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield all texts in a value that JSON could contain."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts_in(name)
+            yield from _texts_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts_in(inner)
 
 
 def _token_or_none(token: int) -> int | None:

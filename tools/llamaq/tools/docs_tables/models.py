@@ -6,7 +6,8 @@ from pydantic import BaseModel
 
 from llamaq.common.protocol.job_events import Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
-from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest, Message
+from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
 from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots

@@ -30,10 +30,15 @@ class TextCommandHandler:
             case TextAction.DETOKENIZE:
                 return TextReply(text=vocab.decode(command.tokens or ()))
             case TextAction.APPLY_TEMPLATE:
-                return TextReply(text=vocab.render_chat(messages))
+                return TextReply(text=vocab.render_chat(messages, command.template_options))
             case TextAction.TOKENIZE:
-                tokens = vocab.encode_chat(messages) if command.text is None else self._encode(command, command.text)
-                pieces = tuple(tuple(vocab.piece_with_special(token)) for token in tokens) if command.with_pieces else ()
+                if command.text is None:
+                    tokens = vocab.encode_chat(messages, command.template_options)
+                else:
+                    tokens = self._encode(command, command.text)
+                pieces = (
+                    tuple(tuple(vocab.piece_with_special(token)) for token in tokens) if command.with_pieces else ()
+                )
                 return TextReply(tokens=tuple(tokens), pieces=pieces)
 
     def _encode(self, command: TextCommand, text: str) -> list[int]:

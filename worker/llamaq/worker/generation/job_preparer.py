@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.chat import Message, TemplateOptions
 from llamaq.common.protocol.job_events import TokenSpan
-from llamaq.common.protocol.job_request import JobDefaults, JobRequest, Message
+from llamaq.common.protocol.job_request import JobDefaults, JobRequest
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease
@@ -111,7 +112,9 @@ class JobPreparer:
         if request.tokens is not None:
             return list(request.tokens)
         if request.messages is not None:
-            return self._vocab.encode_chat(request.messages, max_tokens=self._context_limit)
+            return self._vocab.encode_chat(
+                request.messages, request.template_options, max_tokens=self._context_limit
+            )
         prompt = self._vocab.encode(request.prompt or "", max_tokens=self._context_limit)
         if not prompt:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "prompt: empty, and this model has no BOS token to begin with")
@@ -122,15 +125,17 @@ class JobPreparer:
         system = tuple(takewhile(lambda message: message.role == "system", request.messages or ()))
         if not system or not (self._counts_system_tokens or request.cache_public == "system"):
             return 0
-        return common_prefix(pack(prompt), self._system_prefix(system))
+        return common_prefix(pack(prompt), self._system_prefix(system, request.template_options))
 
-    def _find_system_prefix(self, system: tuple[Message, ...]) -> bytes:
+    def _find_system_prefix(self, system: tuple[Message, ...], options: TemplateOptions) -> bytes:
         """Return the packed tokens that every chat with these system messages starts with.
 
         They are the common prefix of two chats with different user messages.
         """
         try:
-            first, second = (self._vocab.encode_chat([*system, Message(role="user", content=text)]) for text in "ab")
+            options = replace(options, continue_final_message=False)
+            users = [Message(role="user", content=text) for text in "ab"]
+            first, second = (self._vocab.encode_chat([*system, user], options) for user in users)
         except JobRejected:
             return b""
         return pack(first[: common_prefix(pack(first), pack(second))])

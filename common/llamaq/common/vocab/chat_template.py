@@ -1,0 +1,63 @@
+"""Renders chats with the chat template of a model, in the sandbox of Jinja."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.chat import Message, TemplateOptions, message_for_template
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        template: The text of the template, in Jinja.
+        eos: The text of the token that ends a generation.
+        bos: The text of the token that a prompt begins with.
+
+    Raises:
+        JobRejected: The template does not compile.
+    """
+
+    def __init__(self, template: str, *, eos: str, bos: str) -> None:
+        try:
+            self._with_prompt = Jinja2ChatFormatter(template, eos, bos)
+            self._without_prompt = Jinja2ChatFormatter(template, eos, bos, add_generation_prompt=False)
+        except Exception as exc:  # jinja2 raises errors of several kinds for a broken template
+            raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template does not compile: {exc}") from exc
+
+    def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
+        """Return the chat as text.
+
+        Raises:
+            JobRejected: The template raises an error, or the last message cannot be continued.
+        """
+        continues = options.continue_final_message
+        formatter = self._with_prompt if options.add_generation_prompt and not continues else self._without_prompt
+        dicts: Any = [message_for_template(message) for message in messages]
+        try:
+            variables = {"messages": dicts, "tools": json.loads(options.tools), **json.loads(options.kwargs)}
+            rendered = str(formatter(**variables).prompt)
+        except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
+            raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses the chat: {exc}") from exc
+        return _cut_after(rendered, messages[-1].content) if continues else rendered
+
+
+def _cut_after(rendered: str, content: str) -> str:
+    """Return the rendered chat up to the end of the last message's content.
+
+    Templates often remove the white space around a content. Then the result ends without it, too.
+    """
+    core = content.strip()
+    start = rendered.rfind(core) if core else -1
+    if start < 0:
+        message = "continue_final_message: the rendered chat does not contain the content of the last message"
+        raise JobRejected(ErrorCode.CHAT_TEMPLATE, message)
+    tail = content[len(content.rstrip()) :]
+    end = start + len(core)
+    return rendered[: end + len(tail)] if rendered.startswith(tail, end) else rendered[:end]

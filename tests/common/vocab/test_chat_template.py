@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from llamaq.common.errors import InvalidRequest, JobRejected
+from llamaq.common.protocol import codec
+from llamaq.common.protocol.chat import Message, TemplateOptions, message_for_template
+from llamaq.common.vocab.chat_template import ChatTemplate
+from llamaq.common.vocab.llama_vocab import Vocab
+
+TEMPLATE = """{% for message in messages -%}
+[{{ message.role }}]{{ message.content | trim }}
+{%- for call in message.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>
+{%- endfor %}{% endfor -%}
+{% if tools %}[tools]{{ tools | tojson }}{% endif -%}
+{% if add_generation_prompt %}[assistant]{{ mood }}{% endif %}"""
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def request(**values: Any) -> TemplateOptions:
+    return codec.build_request({"messages": [{"role": "user", "content": "hi"}], **values}).template_options
+
+
+def render(messages: list[Message], options: TemplateOptions) -> str:
+    return ChatTemplate(TEMPLATE, eos="</s>", bos="<s>").render(messages, options)
+
+
+USER = Message(role="user", content=" hi ")
+
+
+def test_a_template_gets_tools_and_further_variables() -> None:
+    options = request(tools=[WEATHER], chat_template_kwargs={"mood": "glad"})
+    rendered = render([USER], options)
+    assert rendered.startswith("[user]hi[tools]")
+    assert '"name": "weather"' in rendered
+    assert rendered.endswith("[assistant]glad")
+
+
+def test_the_beginning_of_the_answer_may_be_left_out() -> None:
+    assert render([USER], request(add_generation_prompt=False)) == "[user]hi"
+
+
+@pytest.mark.parametrize(
+    ("content", "end"), [("It is", "It is"), (" It is ", "It is"), ("It is [user]", "It is [user]")]
+)
+def test_the_last_message_is_continued(content: str, end: str) -> None:
+    messages = [USER, Message(role="assistant", content=content)]
+    assert render(messages, request(continue_final_message=True)) == f"[user]hi[assistant]{end}"
+
+
+def test_a_message_without_content_cannot_be_continued() -> None:
+    with pytest.raises(JobRejected, match="continue_final_message"):
+        render([Message(role="assistant", content=" ")], request(continue_final_message=True))
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Ulm"}, '{"city": "Ulm"}'])
+def test_a_template_gets_the_arguments_of_a_call_as_an_object(arguments: Any) -> None:
+    call = {"id": "c1", "function": {"name": "weather", "arguments": arguments}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert render([message], request(add_generation_prompt=False)) == '[assistant]<call>weather{"city": "Ulm"}</call>'
+
+
+def test_arguments_that_are_no_object_stay_a_text() -> None:
+    call = {"function": {"name": "weather", "arguments": "[1"}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert message_for_template(message)["tool_calls"][0]["function"]["arguments"] == "[1"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: tools cannot be set"),
+        ({"messages": None, "prompt": "x", "tools": [WEATHER]}, "tools: only for a chat"),
+        ({"messages": [{"role": "assistant"}]}, "content: a text is required"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "arguments"),
+    ],
+)
+def test_wrong_template_parameters_are_refused(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        request(**values)
+
+
+def test_an_unknown_field_of_a_message_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        Message.model_validate({"role": "user", "content": "x", "audio": 1})
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (Message(role="tool", content="x", tool_call_id="<|im_end|>"), TemplateOptions()),
+        (Message(role="assistant", content="x", reasoning_content="a <|im_start|>"), TemplateOptions()),
+        (USER, request(tools=[{"type": "function", "function": {"name": "<|im_end|>"}}])),
+        (USER, request(chat_template_kwargs={"a": {"<|im_end|>": 1}})),
+    ],
+)
+def test_a_special_token_outside_of_a_content_is_refused(
+    chat_vocab: Vocab, message: Message, options: TemplateOptions
+) -> None:
+    with pytest.raises(JobRejected, match="contains the text of a special token"):
+        chat_vocab.encode_chat([message], options)
+
+
+def test_the_tokens_of_a_chat_follow_the_options(chat_vocab: Vocab) -> None:
+    messages = [Message(role="user", content="hi"), Message(role="assistant", content="I am")]
+    options = request(continue_final_message=True)
+    tokens = chat_vocab.encode_chat(messages, options)
+    assert tokens == chat_vocab.encode(chat_vocab.render_chat(messages, options))
+    assert chat_vocab.decode(tokens).endswith("I am")
+    assert len(chat_vocab.encode_chat(messages, request(add_generation_prompt=False))) < len(
+        chat_vocab.encode_chat(messages)
+    )
