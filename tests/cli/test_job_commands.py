@@ -15,7 +15,6 @@ from tests.support.command_line import failing, llamaq, submit
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app, main
-from llamaq.common.protocol.chat import TemplateParams
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client, FinishReason, JobParams, Result
 from llamaq.producer.testing import FakeWorker, serving
@@ -79,7 +78,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         name for name in JobParams.model_fields if getattr(request, name) != JobParams.model_fields[name].default
     }
     not_allowed = {"grammar", "regex", "choice", "lark", "ignore_eos", "delay_s"}  # with json_schema and run_at
-    not_allowed |= TemplateParams.model_fields.keys()  # without a chat
+    not_allowed |= {"tools", "add_generation_prompt", "continue_final_message"}  # without a chat
     assert JobParams.model_fields.keys() - changed == not_allowed
 
 
