@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.protocol.job_request import QUEUE_PATTERN
+from llamaq.common.protocol.job_request import QUEUE_PATTERN, TENANT_PATTERN
 
 ENV_PREFIX = "LLAMAQ_"
 DEFAULT_URL = "redis://localhost:6379/0"
@@ -59,6 +59,11 @@ class ClientSettings(QueueSettings):
         False,
         description="Whether calls raise `NoWorker` when no worker serves the queue: before they submit a job, and "
         "while they wait for one. By default jobs are submitted and wait.",
+    )
+    tenant: str | None = Field(
+        None,
+        pattern=TENANT_PATTERN,
+        description="Tenant of the jobs that do not set `tenant`: 1 to 128 letters, digits or `_.:@/+=-`.",
     )
     result_ttl_s: float = Field(
         3600.0, gt=0, le=10**8, description="How long Redis stores a result after its job ended, in seconds."

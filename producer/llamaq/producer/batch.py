@@ -14,7 +14,15 @@ from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.durability import check_durable, confirm
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.submission import build_request, encode, estimate_queue_wait_s, job_of, new_job_id, require_worker
+from llamaq.producer.submission import (
+    build_request,
+    encode,
+    estimate_queue_wait_s,
+    job_of,
+    new_job_id,
+    require_worker,
+    with_default_tenant,
+)
 
 MAX_JOBS_AT_ONCE = 1000
 """Largest number of jobs in one round trip."""
@@ -60,7 +68,7 @@ async def _validate(connection: QueueConnection, jobs: Sequence[Mapping[str, Any
     submissions = []
     for place, job in enumerate(jobs):
         try:
-            request = await build_request({}, **job)
+            request = with_default_tenant(connection, await build_request({}, **job))
             payload = await encode(connection, request)
         except InvalidRequest as exc:
             raise InvalidRequest(f"jobs[{place}]: {exc}") from exc

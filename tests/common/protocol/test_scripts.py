@@ -457,7 +457,7 @@ async def test_another_worker_can_claim_a_requeued_job_at_once(redis_url: str, q
         assert await worker.scripts.requeue(claim, 1 if was_claimed else None, "fake") is True
         assert (await job.status()).state is JobState.QUEUED
         reclaimed = await worker.scripts.reclaim(claim.stream, 10, LEASE_MS, trusted_until_ms=0)
-        assert reclaimed == [(claim.entry_id.encode(), {b"id": job.id.encode()})]
+        assert [(entry, found[b"id"]) for entry, found in reclaimed] == [(claim.entry_id.encode(), job.id.encode())]
         again = await worker.scripts.claim_job(claim, "other", LEASE_MS)
         assert isinstance(again, Attempt)
         assert again.number == (3 if was_claimed else 1)

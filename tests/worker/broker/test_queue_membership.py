@@ -143,7 +143,7 @@ async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str,
         entries = await worker.scripts.read([stream], 1, 1000) or [
             (stream, await worker.scripts.reclaim(stream, 1, 1000, trusted_until_ms=FOREVER))
         ]
-        assert [fields for _, found in entries for _, fields in found] == [{b"id": job.id.encode()}]
+        assert [fields[b"id"] for _, found in entries for _, fields in found] == [job.id.encode()]
         assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
 
 

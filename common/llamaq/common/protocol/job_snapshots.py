@@ -54,6 +54,7 @@ class JobSummary(WireModel):
     worker: str | None = Field(description="Id of the worker of the newest attempt. None: no attempt.")
     generated_tokens: int = Field(description="Number of tokens stored in Redis so far.")
     cancel_requested: bool = Field(description="Whether a client has called `cancel()`.")
+    tenant: str | None = Field(None, description="The job's tenant. None: it has none.")
 
 
 class DeadLetter(WireModel):

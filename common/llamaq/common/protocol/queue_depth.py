@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -11,10 +13,10 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.script_calls import source
-from llamaq.common.protocol.snapshots import QueueDepth
+from llamaq.common.protocol.snapshots import QueueDepth, TenantDepth
 
 
-async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int) -> QueueDepth:
+async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int, *, max_tenants: int = 0) -> QueueDepth:
     """Return the depth of a queue over all partitions and priorities.
 
     Only jobs that have a slot in a live worker run: their entries belong to the consumer of that worker, and their
@@ -22,19 +24,37 @@ async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int) -> 
     those of dead workers. If partitions have different modes, because one did not answer a change, the depth has the
     mode that lets the fewest jobs through.
 
+    Args:
+        redis: The Redis client.
+        keys: The names of the keys.
+        queue: The name of the queue.
+        partitions: The number of partitions.
+        max_tenants: Number of tenants to count in each job stream at most.
+
     Raises:
         RedisError: A partition did not answer.
     """
     depth = redis.register_script(source("depth"))
 
-    async def count(partition: int) -> tuple[int, int, int, QueueMode]:
+    async def count(partition: int) -> tuple[int, int, int, QueueMode, list[Any]]:
         streams = [keys.jobs(queue, partition, priority) for priority in Priority]
-        reply: Any = await depth(keys=[keys.later(queue, partition), *streams], args=[GROUP])
-        waiting, running, delayed, mode = reply
-        return int(waiting), int(running), int(delayed), QueueMode(mode.decode())
+        reply: Any = await depth(keys=[keys.later(queue, partition), *streams], args=[GROUP, max_tenants])
+        waiting, running, delayed, mode, tenants = reply
+        return int(waiting), int(running), int(delayed), QueueMode(mode.decode()), tenants
 
     counts = await asyncio.gather(*map(count, range(partitions)))
     waiting, running, delayed = (sum(numbers) for numbers in zip(*(one[:3] for one in counts), strict=True))
     modes = {one[3] for one in counts}
     mode = next(mode for mode in (QueueMode.PAUSED, QueueMode.DRAINING, QueueMode.OPEN) if mode in modes)
-    return QueueDepth(waiting=waiting, running=running, delayed=delayed, mode=mode)
+    tenants = _add_up([counts_of_tenant for one in counts for counts_of_tenant in one[4]])
+    return QueueDepth(waiting=waiting, running=running, delayed=delayed, mode=mode, tenants=tenants)
+
+
+def _add_up(counts: Sequence[tuple[bytes, int, int]]) -> tuple[TenantDepth, ...]:
+    """Return the sums over all job streams, sorted by tenant. Each item has a tenant, its waiting and claimed jobs."""
+    waiting: Counter[str] = Counter()
+    claimed: Counter[str] = Counter()
+    for name, n_waiting, n_claimed in counts:
+        waiting[name.decode()] += int(n_waiting)
+        claimed[name.decode()] += int(n_claimed)
+    return tuple(TenantDepth(tenant=name, waiting=waiting[name], claimed=claimed[name]) for name in sorted(waiting))

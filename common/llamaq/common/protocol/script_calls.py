@@ -6,6 +6,7 @@ comment of each Lua file lists its keys, arguments and return values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -47,6 +48,12 @@ from llamaq.common.redis.redis_errors import is_job_key_error
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+# The files with the shared functions. Each uses those before it.
+SHARED = ("_metrics", "_turns", "_lib")
+_DEFINITION = re.compile(
+    r"^local (?:function (?P<name>\w+)\(.*?^end$|(?P<constant>\w+) = .*?(?=^local|^--|^$|\Z))", re.MULTILINE | re.DOTALL
+)
+
 # How long a job that waits in a worker stays there although another worker has a free slot. The time doubles with each
 # attempt, up to the maximum.
 MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
@@ -85,9 +92,18 @@ def _entry(reply: list[Any]) -> tuple[bytes, dict[bytes, bytes]]:
 
 @cache
 def source(name: str) -> str:
-    """Return the text of a script, with the shared functions in front of it."""
+    """Return the text of a script, with the shared functions that it needs in front of it.
+
+    Each call of a script creates its functions, so a function that is not needed would cost time. A function uses only
+    those before it.
+    """
     folder = files(__package__) / "scripts"
-    return "\n".join(folder.joinpath(f"{part}.lua").read_text() for part in ("_metrics", "_lib", name))
+    text = folder.joinpath(f"{name}.lua").read_text()
+    shared = "\n".join(folder.joinpath(f"{part}.lua").read_text() for part in SHARED)
+    for found in reversed(list(_DEFINITION.finditer(shared))):
+        if re.search(rf"\b{found['name'] or found['constant']}\b", text):
+            text = f"{found[0].rstrip()}\n{text}"
+    return text
 
 
 class Scripts:
@@ -185,6 +201,7 @@ class Scripts:
                 _limit_ms(request.delay_s),
                 _limit_ms(request.run_at),
                 request.retries,
+                request.tenant or "",
             ],
             client=client,
         )

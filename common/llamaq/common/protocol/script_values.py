@@ -8,7 +8,7 @@ from typing import Literal
 
 from llamaq.common.protocol.job_events import Event, Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason
-from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import JobId
 
 StreamEntries = list[tuple[bytes, dict[bytes, bytes]]]
@@ -105,6 +105,11 @@ class Claim:
     job_id: str
     stream: str
     entry_id: str
+
+    @property
+    def priority(self) -> Priority:
+        """The priority of the stream, which is that of the job."""
+        return Priority.INTERACTIVE if self.stream.endswith(f":{Priority.INTERACTIVE}") else Priority.BULK
 
 
 @dataclass(frozen=True, slots=True)

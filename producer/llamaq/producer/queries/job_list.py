@@ -25,7 +25,18 @@ PAGE = 100
 REQUESTS_AT_ONCE = 10
 """Number of requests that are read at once to compare their metadata. A request may have several MiB."""
 
-_FIELDS = ("status", "entry", "attempt", "worker", "generated", "cancel", "submitted_ms", "run_at_ms", "priority")
+_FIELDS = (
+    "status",
+    "entry",
+    "attempt",
+    "worker",
+    "generated",
+    "cancel",
+    "submitted_ms",
+    "run_at_ms",
+    "tenant",
+    "priority",
+)
 _LISTED = (JobState.QUEUED.value.encode(), JobState.RUNNING.value.encode())
 
 
@@ -39,6 +50,7 @@ class JobFilter:
     """Seconds since the submit."""
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     """Keys and values in the metadata of the request. A text also matches a number or boolean that is written so."""
+    tenant: str | None = None
 
     @property
     def priorities(self) -> tuple[Priority, ...]:
@@ -144,6 +156,8 @@ async def _read_page(
             continue  # the job ended meanwhile, or other data replaced it
         if entry is not None or values[-1] == priority.value.encode():
             jobs.append(_summary(job_id, priority, values, now_ms))
+    if wanted.tenant is not None:
+        jobs = [job for job in jobs if job.tenant == wanted.tenant]
     if wanted.older_than_s is not None:
         jobs = [job for job in jobs if job.age_s >= wanted.older_than_s]
     if wanted.state is not None:
@@ -161,7 +175,7 @@ def _job_id(queue: str, fields: Mapping[bytes, bytes]) -> str | None:
 
 
 def _summary(job_id: str, priority: Priority, values: Sequence[bytes | None], now_ms: int) -> JobSummary:
-    status, _, attempt, worker, generated, cancel, submitted, run_at, _ = (
+    status, _, attempt, worker, generated, cancel, submitted, run_at, tenant, _ = (
         value.decode() if value else "" for value in values
     )
     submitted_ms = _number(submitted) or 0
@@ -176,6 +190,7 @@ def _summary(job_id: str, priority: Priority, values: Sequence[bytes | None], no
         worker=worker or None,
         generated_tokens=_number(generated) or 0,
         cancel_requested=bool(cancel),
+        tenant=tenant or None,
     )
 
 

@@ -16,6 +16,8 @@ from llamaq.producer.queries.due_jobs import handle_due
 from llamaq.producer.queue_connection import QueueConnection
 
 RECENT_JOBS = 100
+MAX_TENANTS = 1000
+"""Number of tenants of each job stream that a depth contains."""
 RATE_WINDOW_S = 300.0
 """Jobs that finished longer ago than this do not count for the finish rate."""
 
@@ -27,7 +29,7 @@ async def read_depth(connection: QueueConnection, queue: str, partitions: int) -
         RedisError: A partition did not answer.
     """
     await handle_due(connection, queue, partitions)
-    return await queue_depth(connection.redis, connection.keys, queue, partitions)
+    return await queue_depth(connection.redis, connection.keys, queue, partitions, max_tenants=MAX_TENANTS)
 
 
 async def read_workers(redis: Redis, keys: Keys, queue: str) -> tuple[Worker, ...]:

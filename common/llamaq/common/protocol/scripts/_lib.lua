@@ -8,6 +8,8 @@
 --                         stream, or in the worker that has claimed it
 --   priority              'interactive' | 'bulk'
 --   entry                 id of the job's entry in its job stream; absent while the job is not due
+--   tenant                tenant in whose turns the job is claimed (see _turns.lua); '': that of the jobs without a tenant;
+--                         absent: the job is claimed in the order of its job stream
 --   run_at_ms             time in ms since the epoch at which the job is due; absent: it is due. A job that is not due is
 --                         `queued`, has no entry, and is in the sorted set `later`
 --   waits_from_ms         time in ms since the epoch from which the job waits, if that is not `submitted_ms`
@@ -146,22 +148,32 @@ local function set_later(job, run_at_ms)
   redis.call('ZADD', partition .. 'later', run_at_ms, id)
 end
 
+-- Stores what `add_entry` has returned.
+local function set_entry(job, entry, tenant)
+  redis.call('HSET', job, 'entry', entry)
+  if tenant then
+    redis.call('HSET', job, 'tenant', tenant)
+  else
+    redis.call('HDEL', job, 'tenant')
+  end
+end
+
 -- Gives a job its entry if it is due at `now`. Returns whether it did. A job whose stream another client has overwritten
 -- stays as it is. `partition` is the beginning of the keys of the job's partition.
 local function give_entry(partition, id, now)
   local job = partition .. 'job:' .. id
-  local state = redis.pcall('HMGET', job, 'status', 'priority', 'run_at_ms')
+  local state = redis.pcall('HMGET', job, 'status', 'priority', 'run_at_ms', 'tenant')
   local run_at = not state.err and state[1] == 'queued' and tonumber(state[3] or '')
   if run_at and now < run_at then
     return false
   end
   if run_at then
     allow_writes_when_full(job) -- jobs that end free memory
-    local entry = redis.pcall('XADD', partition .. 'jobs:' .. (state[2] == 'bulk' and 'bulk' or 'interactive'), '*', 'id', id)
+    local entry, tenant = add_entry(partition .. 'jobs:' .. (state[2] == 'bulk' and 'bulk' or 'interactive'), id, state[4])
     if type(entry) == 'table' then
       return false
     end
-    redis.call('HSET', job, 'entry', entry)
+    set_entry(job, entry, tenant)
     redis.call('HDEL', job, 'run_at_ms')
   end
   redis.call('ZREM', partition .. 'later', id)
@@ -197,8 +209,9 @@ local function terminate(job, events, channel, stream, group, entry, status, ter
   count_end(job, status, terminal)
   drop_entry(stream, group, entry)
   local state = redis.call('HMGET', job, 'ttl_ms', 'events_ttl_ms', 'idempotency', 'generated', 'queue_deadline_ms',
-    'deadline_ms', 'run_at_ms')
+    'deadline_ms', 'run_at_ms', 'tenant')
   local ttl = state[1]
+  leave_turns(stream, state[8], entry)
   if state[5] ~= '0' or state[6] ~= '0' then
     set_due(job, nil)
   end

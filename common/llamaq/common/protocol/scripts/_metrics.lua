@@ -32,9 +32,10 @@ local function metrics_key(job)
   return string.match(job, '^(.-}:)') .. 'metrics'
 end
 
--- Counts one event of a job. The function ignores errors of Redis: a counter must not keep a job from its way.
+-- Counts one event of a job, and returns the counter. The function ignores errors of Redis, and returns a table then: a
+-- counter must not keep a job from its way.
 local function count_one(job, name)
-  redis.pcall('HINCRBY', metrics_key(job), name, 1)
+  return redis.pcall('HINCRBY', metrics_key(job), name, 1)
 end
 
 -- Adds numbers to counters. `counts` has a name and a number in turn. Two commands for all counters cost less than one

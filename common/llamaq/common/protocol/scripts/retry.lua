@@ -1,5 +1,6 @@
 -- Retries a job later whose attempt failed, if the failure may pass. All tokens of the attempt are stored already, and the
--- next attempt continues after them. The attempt number rises, so that the worker can no longer write.
+-- next attempt continues after them. The attempt number rises, so that the worker can no longer write. Clients that wait
+-- for the job receive the event `retried`, and read from the job when it is due.
 --
 -- KEYS[1]  job       hash of the job
 -- KEYS[2]  events    stream of the job's events
@@ -21,7 +22,7 @@
 local job, stream, group, entry = KEYS[1], KEYS[3], ARGV[3], ARGV[4]
 local state = redis.call('HMGET', job,
   'status', 'attempt', 'generated', 'generated_at_start', 'worker', 'at_risk', 'retries_left', 'cancel', 'started_ms',
-  'queue_deadline_ms', 'deadline_ms')
+  'queue_deadline_ms', 'deadline_ms', 'tenant')
 if not is_open(state[1]) or state[2] ~= ARGV[1] or state[5] ~= ARGV[2] or tonumber(state[7] or '0') <= 0 then
   remove_death(job, ARGV[1], ARGV[2])
   return -2
@@ -38,7 +39,12 @@ redis.call('HINCRBY', job, 'retries_left', -1)
 local delay = math.floor(math.min(tonumber(ARGV[7]) * 2 ^ math.min(retried - 1, 40), tonumber(ARGV[8])) * ARGV[9])
 redis.call('HSET', job, 'retry_error', ARGV[6])
 redis.call('HDEL', job, 'entry')
+leave_turns(stream, state[12], entry)
 drop_entry(stream, group, entry)
-set_later(job, now_ms() + delay)
+local run_at = now_ms() + delay
+set_later(job, run_at)
 set_due(job, due_ms('queued', state[9], state[10], state[11]))
+local failed = cmsgpack.unpack(ARGV[6])
+redis.call('PUBLISH', ARGV[5], cmsgpack.pack(
+  {type = 'retried', run_at_ms = run_at, code = failed.code, message = failed.message}))
 return delay

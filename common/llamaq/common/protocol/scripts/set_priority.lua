@@ -15,7 +15,7 @@
 
 local job, stream, other = KEYS[1], KEYS[2], KEYS[3]
 local state = redis.call('HMGET', job,
-  'status', 'attempt', 'generated', 'generated_at_start', 'worker', 'at_risk', 'priority', 'entry')
+  'status', 'attempt', 'generated', 'generated_at_start', 'worker', 'at_risk', 'priority', 'entry', 'tenant')
 if not state[1] then
   return 'gone'
 end
@@ -30,8 +30,13 @@ if state[7] == ARGV[2] then
 end
 allow_writes_when_full(job)
 if state[8] then -- otherwise the job is not due, and gets its entry later
-  redis.call('HSET', job, 'entry', redis.call('XADD', stream, '*', 'id', ARGV[1]))
+  local entry, tenant = add_entry(stream, ARGV[1], state[9])
+  if type(entry) == 'table' then
+    return entry -- another client has overwritten the stream
+  end
+  leave_turns(other, state[9], state[8])
   drop_entry(other, ARGV[3], state[8])
+  set_entry(job, entry, tenant)
 end
 redis.call('HSET', job, 'priority', ARGV[2])
 if state[5] then

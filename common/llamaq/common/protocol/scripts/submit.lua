@@ -21,6 +21,7 @@
 -- ARGV[13] delay_ms     time after the submit at which the job is due, in ms; 0: at once
 -- ARGV[14] run_at_ms    time at which the job is due, in ms since the epoch; 0: at once
 -- ARGV[15] retries      number of retries after failures that may pass
+-- ARGV[16] tenant       name of the tenant; '': none
 --
 -- Returns {'ok', id}                    the job is in the queue, or in the sorted set `later` until it is due
 --         {'same', earlier id}          a job with the same idempotency key exists; nothing was submitted
@@ -68,12 +69,23 @@ local now = now_ms()
 local wait, life = tonumber(ARGV[7]), tonumber(ARGV[10])
 local run_at = math.max(now + tonumber(ARGV[13]), tonumber(ARGV[14]))
 local queue_deadline, deadline = wait > 0 and run_at + wait or 0, life > 0 and now + life or 0
-local entry = run_at <= now and redis.call('XADD', stream, '*', 'id', id)
+local number = count_one(job, ARGV[3] .. ':submitted')
+local entry, tenant = false, ARGV[16] ~= '' and ARGV[16] or nil
+if run_at <= now then
+  entry, tenant = add_entry(stream, id, tenant, type(number) == 'number' and number)
+  if type(entry) == 'table' then
+    return entry -- Redis has refused the entry
+  end
+end
+local place = entry and {'entry', entry} or {'waits_from_ms', run_at}
+if tenant then
+  place[3], place[4] = 'tenant', tenant
+end
 redis.call('HSET', job,
   'request', ARGV[2], 'status', 'queued', 'priority', ARGV[3], 'attempt', 0, 'generated', 0,
   'ttl_ms', ARGV[5], 'events_ttl_ms', ARGV[9], 'returned', ARGV[8], 'submitted_ms', now,
   'queue_deadline_ms', queue_deadline, 'deadline_ms', deadline, 'timeout_ms', ARGV[11],
-  unpack(entry and {'entry', entry} or {'waits_from_ms', run_at}))
+  unpack(place))
 if not entry then
   set_later(job, run_at)
   redis.pcall('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM') -- a queue is found by its job streams
@@ -84,7 +96,6 @@ end
 if wait > 0 or life > 0 then
   set_due(job, due_ms('queued', nil, queue_deadline, deadline))
 end
-count_one(job, ARGV[3] .. ':submitted')
 if digest ~= '' then
   redis.call('HSET', job, 'idempotency', idempotency, 'digest', digest)
   redis.call('SET', idempotency, id)

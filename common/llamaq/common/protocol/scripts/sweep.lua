@@ -6,6 +6,9 @@
 -- Redis may lose an entry in a failover, and an operator may delete a stream. A job that is not due has no entry. It must
 -- be in the sorted set `later`.
 --
+-- An entry of a tenant (see _turns.lua) that is not pending must wait for its turn. If the number of claimed jobs of the
+-- tenants is larger than that of pending entries, they are counted again.
+--
 -- The hashes of the jobs are not in KEYS: SCAN finds them. All of them have the hash tag of the partition.
 --
 -- KEYS[1]   state     hash with the cursor of the search and the time of the next step
@@ -20,7 +23,7 @@
 -- Returns the ids of the repaired jobs.
 
 local state, streams, group = KEYS[1], {interactive = KEYS[2], bulk = KEYS[3]}, ARGV[1]
-local now = now_ms()
+local now, MAX_PENDING = now_ms(), 10000
 local progress = redis.call('HMGET', state, 'cursor', 'next_ms')
 if now < tonumber(progress[2] or '0') then
   return {}
@@ -46,16 +49,63 @@ local function was_dropped(stream, entry)
   return false
 end
 
+-- Returns whether an entry of a tenant neither waits for its turn nor is pending. Then it counts as claimed from now on. A
+-- tenant that waits and has no turn gets one.
+local function has_lost_turn(stream, tenant, entry)
+  if not tenant or #redis.call('XPENDING', stream, group, entry, entry, 1) > 0 then
+    return false
+  end
+  local turns, line, shares = turn_keys(stream, tenant)
+  if redis.call('ZSCORE', line, entry) then
+    wait_for_turn(stream, tenant, entry)
+    return false
+  end
+  count_claimed(turns, shares, tenant, 1)
+  return true
+end
+
+-- Counts the claimed jobs of the tenants again, if more are counted than entries are pending: a client may have deleted the
+-- hash of a job.
+local function correct_shares(stream)
+  local turns, _, shares = turn_keys(stream)
+  local n_claimed, n_waiting, fields = 0, 0, redis.call('HGETALL', shares)
+  for i = 1, #fields, 2 do
+    n_claimed = n_claimed + (string.sub(fields[i], 1, 1) == '*' and 0 or fields[i + 1])
+  end
+  local pending = redis.pcall('XPENDING', stream, group)
+  if n_claimed <= (pending[1] or 0) then
+    return
+  end
+  for i = 1, #fields, 2 do
+    if string.sub(fields[i], 1, 1) ~= '*' then
+      redis.call('HDEL', shares, fields[i])
+    end
+  end
+  for _, item in ipairs(redis.pcall('XPENDING', stream, group, '-', '+', MAX_PENDING)) do
+    local found = redis.call('XRANGE', stream, item[1], item[1])[1]
+    if found and found[2][3] == 'tenant' then
+      redis.call('HINCRBY', shares, found[2][4], 1)
+    end
+  end
+  for _, tenant in ipairs(redis.call('ZRANGE', turns, 0, -1)) do
+    n_waiting = n_waiting + redis.call('ZCARD', turns .. ':' .. tenant)
+    set_turn(turns, shares, tenant)
+  end
+  if n_waiting > 0 then
+    redis.call('HSET', shares, '*waiting', n_waiting)
+  end
+end
+
 -- Gives a job that cannot be claimed an entry again. Returns whether it did.
 local function repair(job, id)
-  local fields = redis.pcall('HMGET', job, 'status', 'priority', 'entry', 'run_at_ms')
+  local fields = redis.pcall('HMGET', job, 'status', 'priority', 'entry', 'run_at_ms', 'tenant')
   if fields.err or not is_open(fields[1]) then
     return false
   end
   if fields[4] then -- it is not due and needs no entry
     return redis.pcall('ZADD', string.match(job, '^(.*:)job:') .. 'later', 'NX', fields[4], id) == 1
   end
-  local stream, entry = streams[fields[2]], fields[3]
+  local stream, entry, tenant = streams[fields[2]], fields[3], fields[5]
   if not stream or not entry then
     return false
   end
@@ -65,10 +115,18 @@ local function repair(job, id)
   end
   if #found == 0 then
     redis.pcall('XACK', stream, group, entry)
-    redis.call('HSET', job, 'entry', redis.call('XADD', stream, '*', 'id', id))
+    leave_turns(stream, tenant, entry)
+    set_entry(job, add_entry(stream, id, tenant))
     return true
   end
-  if redis.pcall('XPENDING', stream, group).err or not was_dropped(stream, entry) then
+  if redis.pcall('XPENDING', stream, group).err then
+    return false
+  end
+  if found[1][2][3] == 'tenant' then
+    if not has_lost_turn(stream, tenant, entry) then
+      return false
+    end
+  elseif not was_dropped(stream, entry) then
     return false
   end
   redis.call('XCLAIM', stream, group, WAITING, 0, entry, 'IDLE', EXPIRED_IDLE_MS, 'FORCE', 'JUSTID')
@@ -92,6 +150,7 @@ for i = 5, #ARGV do
   alive[ARGV[i]] = true
 end
 for _, stream in pairs(streams) do
+  correct_shares(stream)
   local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
   for _, fields in ipairs(consumers.err and {} or consumers) do
     local info = {}
