@@ -47,7 +47,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "repeat_penalty": "1.1", "frequency_penalty": "0.2", "presence_penalty": "0.3", "penalty_last_n": "5",
         "seed": "11", "logit_bias": '{"4": -1.5}', "json_schema": f"@{schema}", "grammar_root": "start",
         "timeout_s": "30", "queue_timeout_s": "60", "deadline_s": "90", "priority": "bulk", "idempotency_key": "k",
-        "metadata": '{"user": "u"}', "cache_salt": "tenant", "cache_public": "5", "slot": "1",
+        "metadata": '{"user": "u"}', "cache_salt": "salt", "tenant": "acme", "logprobs": "2", "cache_public": "5", "slot": "1",
         "run_at": "2020-12-24T18:00+01:00", "retries": "3",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     }  # fmt: skip
@@ -72,7 +72,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     request = asyncio.run(start_next())
     assert (request.max_tokens, request.temperature, request.logit_bias) == (9, 0.5, {4: -1.5})
     assert (request.json_schema, request.stop, request.metadata) == ({"type": "object"}, ("one", "two"), {"user": "u"})
-    assert (request.cache_salt, request.cache_public, request.slot) == ("tenant", 5, 1)
+    assert (request.cache_salt, request.cache_public, request.slot) == ("salt", 5, 1)
     assert (request.cache_prompt, request.stream, request.cancel_on_disconnect) == (False, False, True)
     changed = {
         name for name in JobParams.model_fields if getattr(request, name) != JobParams.model_fields[name].default
