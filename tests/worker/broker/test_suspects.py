@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ import pytest
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_values import Attempt
@@ -38,11 +39,11 @@ FOREVER = 10**15
 class BytePreparer:
     """Prepares jobs without a model."""
 
-    def prepare(self, payload: bytes, lease: Lease, published: Sequence[int], times: JobTimes) -> PreparedJob:
+    def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
         request = codec.decode_request(payload, codec.MAX_EVENT_BYTES)
-        job = make_job(request.prompt or "", job_id=lease.job_id, resumed=published)
+        job = make_job(request.prompt or "", job_id=lease.job_id, resumed=published.tokens)
         job.lease, job.request = lease, request
-        return PreparedJob(job, ["" for _ in published])
+        return PreparedJob(job, ["" for _ in published.tokens])
 
 
 @dataclass
@@ -81,7 +82,7 @@ class FakeEngineWorker:
 
 @asynccontextmanager
 async def working(
-    redis_url: str, queue: str, name: str = "w1", capacity: int = 8, n_slots: int = 0
+    redis_url: str, queue: str, name: str = "w1", capacity: int = 8, n_slots: int = 0, n_threads: int = 1
 ) -> AsyncIterator[FakeEngineWorker]:
     """Run the intake and the outbox of a worker until the end of the block."""
     async with FakeWorker(redis_url, queue, name=name) as connection:
@@ -97,7 +98,7 @@ async def working(
             on_finished=_ignore,
         )  # fmt: skip
         await job_claims.open()
-        with ThreadPoolExecutor(1) as executor:
+        with ThreadPoolExecutor(n_threads) as executor:
             intake = Intake(
                 job_claims, outbox, BytePreparer(), executor, worker.admit,  # type: ignore[arg-type]
                 n_slots=n_slots or capacity, capacity=capacity, bulk_share=BulkShare(0.1, 1), is_alive=lambda: True,

@@ -16,10 +16,11 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_values import Claim
 from llamaq.common.redis.outage_log import OutageLog
+from llamaq.worker.broker.arrival_order import ArrivalOrder, Place
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, Lease
-from llamaq.worker.generation.job_preparer import JobPreparer
+from llamaq.worker.generation.job_preparer import JobPreparer, PreparedJob
 from llamaq.worker.scheduling.bulk_share import BulkShare
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Intake:
         """Time at which the running jobs are requeued, so that a waiting suspect can start. It is set when the first
         suspect begins to wait, and reset to None when other jobs are claimed."""
         self._tasks = BackgroundTasks()
+        self._order = ArrivalOrder()
         self._outage = OutageLog(log, "intake")
         self._n_starting = 0
         """Claimed jobs that are not registered in the outbox yet."""
@@ -256,20 +258,23 @@ class Intake:
 
     def _start_soon(self, claim: Claim, from_attempt: int | None = None) -> asyncio.Task[ClaimedJob | None]:
         self._n_starting += 1
-        return self._tasks.start(self._start(claim, from_attempt))
+        return self._tasks.start(self._start(claim, from_attempt, self._order.enter(claim.priority)))
 
-    async def _start(self, claim: Claim, from_attempt: int | None) -> ClaimedJob | None:
+    async def _start(self, claim: Claim, from_attempt: int | None, place: Place) -> ClaimedJob | None:
         """Claim one job and begin to prepare it. An error affects this job alone."""
+        claimed = None
         try:
             claimed = await self._job_claims.claim_job(claim, from_attempt=from_attempt)
             if claimed is not None:
-                self._tasks.start(self._prepare(claimed, self._register(claimed)))
+                self._tasks.start(self._prepare(claimed, self._register(claimed), place))
             return claimed
         except RedisError as exc:
             # The entry stays pending. A worker takes it when its lease has expired.
             log.warning("job.claim_failed id=%s error=%r", claim.job_id, exc)
             return None
         finally:
+            if claimed is None:
+                self._order.leave(place)
             self._n_starting -= 1
             self._outbox.room_freed.set()
 
@@ -280,12 +285,20 @@ class Intake:
         self._outbox.register(lease, attempt, claimed.times)
         return lease
 
-    async def _prepare(self, claimed: ClaimedJob, lease: Lease) -> None:
+    async def _prepare(self, claimed: ClaimedJob, lease: Lease, place: Place) -> None:
         """Prepare a claimed job on the executor and pass it to the engine, or reject it."""
+        try:
+            if (prepared := await self._try_to_prepare(claimed, lease)) is not None:
+                await self._admit_in_turn(prepared, place)
+        finally:
+            self._order.leave(place)
+
+    async def _try_to_prepare(self, claimed: ClaimedJob, lease: Lease) -> PreparedJob | None:
+        """Prepare a claimed job on the executor, or reject it and return None."""
         attempt = claimed.attempt
         loop = asyncio.get_running_loop()
         try:
-            prepared = await loop.run_in_executor(
+            return await loop.run_in_executor(
                 self._executor,
                 self._preparer.prepare,
                 attempt.request,
@@ -299,11 +312,20 @@ class Intake:
         except Exception:
             log.exception("job.prepare_crashed id=%s", lease.job_id)
             self._outbox.reject(lease, JobRejected(ErrorCode.INTERNAL, "the worker could not prepare this job"))
-        else:
-            if self._outbox.set_prepared(prepared.job, prepared.texts):
-                self._admit(prepared.job)
-            else:
+        return None
+
+    async def _admit_in_turn(self, prepared: PreparedJob, place: Place) -> None:
+        """Pass a prepared job to the engine. If jobs wait for slots, the jobs that were read before it come first."""
+        is_admitted = False
+        try:
+            if self.n_free_slots < 0:
+                await self._order.wait_turn(place)
+            is_admitted = self._outbox.set_prepared(prepared.job, prepared.texts)
+        finally:
+            if not is_admitted:
                 prepared.job.sampler.close()
+        if is_admitted:
+            self._admit(prepared.job)
 
     async def close(self) -> None:
         """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.
