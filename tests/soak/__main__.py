@@ -30,6 +30,7 @@ from tests.soak.scenarios.poison import poison
 from tests.soak.scenarios.shares import shares
 from tests.soak.scenarios.subscribers import subscribers
 from tests.soak.scenarios.takeover import stopped, takeover
+from tests.soak.scenarios.waits import waits
 
 EXIT_STOPPED = 130
 LINE_EVERY_S = 5.0
@@ -64,6 +65,7 @@ SCENARIOS = {
     "full": Scenario(full, {"megabytes": 8}, 40),
     "leases": Scenario(leases, {"n_pauses": 10}, 90),
     "shares": Scenario(shares, {"n_bulk": 4}, 90),
+    "waits": Scenario(waits, {"n_jobs": 600, "n_kills": 24}, 60),
     "closings": Scenario(closings, {"n_stops": 40}, 60),
 }
 

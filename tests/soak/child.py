@@ -10,25 +10,31 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.script_calls import Scripts
 from llamaq.common.protocol.script_values import Attempt, Increment
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.core.batch import Batch, PrefillChunk
+from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.process import child_main
 from llamaq.worker.scheduling.scheduler import Scheduler
 
 MARK = "soak"
-"""Metadata field of a job. Its value `POISON` makes the worker die when it computes the job."""
-POISON = "poison"
+"""Metadata field of a job. Its value `POISON` makes the worker die when it computes the job. Its value `FLAKY` makes a
+part of the attempts fail."""
+POISON, FLAKY = "poison", "flaky"
+FAILING_SHARE = 0.03
+"""Share of the ticks of a `FLAKY` job that fail, so that half of the attempts with 24 ticks do."""
 
 
 class Faults:
@@ -126,6 +132,15 @@ def phases_of(batch: Batch) -> set[str]:
     return {"prefill" if isinstance(part, PrefillChunk) and not part.is_last else "decode" for part in batch.parts}
 
 
+FAILURE = JobRejected(ErrorCode.DECODE_FAILED, "the soak lets this attempt fail")
+
+
+def fails(result: SlotResult) -> bool:
+    """Draw whether the attempt of a `FLAKY` job fails now."""
+    is_flaky = result.slot.active.job.request.metadata.get(MARK) == FLAKY
+    return is_flaky and result.token is not None and random.random() < FAILING_SHARE
+
+
 def add_engine_points(faults: Faults) -> None:
     """Add the points of the engine thread, before and after a batch is computed."""
     original = Engine.run
@@ -141,7 +156,7 @@ def add_engine_points(faults: Faults) -> None:
         time.sleep(faults.tick_s)
         results = original(self, batch, *args, **kwargs)
         faults.reach(*(f"{phase}.after" for phase in phases))
-        return results
+        return [replace(result, error=FAILURE) if fails(result) else result for result in results]
 
     Engine.run = run  # type: ignore[method-assign]
 
