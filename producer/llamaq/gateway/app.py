@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.resources import files
 
 from redis.exceptions import RedisError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from llamaq.common.errors import LlamaqError
 from llamaq.gateway.context import Context
 from llamaq.gateway.http.errors import respond_to_error
+from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.request_ids import HEADER, RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.gateway.openapi import describe
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.routes import completions, health, messages, models, native, responses, slots, texts
 from llamaq.gateway.settings import ServeSettings
+
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""The chat page loads nothing, and sends requests to this server only."""
 
 ROUTES = [
     Route("/health", health.health),
@@ -52,6 +60,20 @@ ROUTES = [
     Route("/slots/{slot:int}", slots.act_on_slot, methods=["POST"]),
     Route("/metrics", slots.metrics),
 ]
+
+
+async def openapi(_: Request) -> Response:
+    """Return this description of the API."""
+    return json_response(describe(ROUTES))
+
+
+async def chat_page(_: Request) -> Response:
+    """Return the chat page."""
+    page = files(__package__).joinpath("chat_page.html").read_bytes()
+    return Response(page, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+
+ROUTES += [Route("/openapi.json", openapi), Route("/", chat_page)]
 
 
 def build_app(settings: ServeSettings) -> Starlette:

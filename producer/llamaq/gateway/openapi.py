@@ -1,0 +1,187 @@
+"""Describes the endpoints in the form of OpenAPI 3.1, from the routes and from the fields of a job."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic.json_schema import models_json_schema
+from starlette.routing import Route
+
+from llamaq.common.protocol.job_request import JobParams
+
+MODEL = Field(None, description="Name of the queue, or of the model that its workers serve.")
+STREAM = Field(False, description="Send the answer as server-sent events.")
+
+
+class Body(BaseModel):
+    """A body. Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorFields(BaseModel):
+    """Why a request was refused."""
+
+    message: str = Field(description="The error in words.")
+    type: str = Field(description="Kind of the error, which belongs to the status.")
+    code: str | None = Field(description="Kind of the error, for programs.")
+    param: str | None = Field(description="The field that is wrong.")
+
+
+class ErrorBody(BaseModel):
+    """The body of a response with a status from 400 on."""
+
+    error: ErrorFields
+
+
+class ChatRequest(Body):
+    """A request for the answer to a chat. It may also have the options of a job."""
+
+    messages: list[dict[str, JsonValue]] = Field(description="The chat: objects with `role` and `content`.")
+    model: str | None = MODEL
+    stream: bool = STREAM
+    stream_options: dict[str, JsonValue] | None = Field(
+        None, description="`include_usage`: a last chunk with the usage."
+    )
+    n: int = Field(1, ge=1, le=128, description="Number of answers.")
+    max_completion_tokens: int | None = Field(None, description="Largest number of generated tokens.")
+    response_format: dict[str, JsonValue] | None = Field(
+        None, description="`type`: `text`, `json_object` or `json_schema`."
+    )
+    structured_outputs: dict[str, JsonValue] | None = Field(
+        None, description="vLLM's constraints: one of `json`, `grammar`, `regex` and `choice`."
+    )
+    store: bool = Field(False, description="Let the job run to its end although the client is gone.")
+
+
+class CompletionRequest(ChatRequest):
+    """A request to continue texts. It may also have the options of a job."""
+
+    messages: None = None  # type: ignore[assignment]  # a completion has a prompt instead
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(
+        description="One prompt or several: text or token ids."
+    )
+    echo: bool = Field(False, description="Begin the answer with the prompt.")
+
+
+class MessagesRequest(Body):
+    """A request of Anthropic's API."""
+
+    model: str = Field(description="Name of the queue, or of the model that its workers serve.")
+    messages: list[dict[str, JsonValue]] = Field(description="The chat: objects with `role` and `content`.")
+    max_tokens: int | None = Field(None, description="Largest number of generated tokens.")
+    system: str | list[dict[str, JsonValue]] | None = Field(None, description="The system prompt.")
+    stop_sequences: list[str] | None = Field(None, description="Strings that end the answer.")
+    stream: bool = STREAM
+
+
+class ResponseRequest(Body):
+    """A request of the Responses API. It may also have the options of a job."""
+
+    input: str | list[dict[str, JsonValue]] = Field(description="A text, or items of the type message.")
+    model: str | None = MODEL
+    instructions: str | None = Field(None, description="The system prompt of this request alone.")
+    previous_response_id: str | None = Field(None, description="The response that the conversation continues.")
+    max_output_tokens: int | None = Field(None, description="Largest number of generated tokens.")
+    text: dict[str, JsonValue] | None = Field(None, description="`format`: how the output is constrained.")
+    background: bool = Field(False, description="Return the response before it has ended.")
+    store: bool = Field(True, description="Store the response.")
+    stream: bool = STREAM
+
+
+class TokenizeRequest(Body):
+    """A text to tokenize: `content`, `prompt` or `messages`."""
+
+    content: str | None = Field(None, description="A text.")
+    add_special: bool = Field(False, description="Add BOS if the model asks for it.")
+    with_pieces: bool = Field(False, description="Return the text of each token.")
+    model: str | None = MODEL
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    tokens: list[int] = Field(description="Token ids of the model.")
+    model: str | None = MODEL
+
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/chat/completions": ChatRequest,
+    "/v1/chat/completions/input_tokens": ChatRequest,
+    "/chat/completions/input_tokens": ChatRequest,
+    "/apply-template": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/completion": CompletionRequest,
+    "/completions": CompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": MessagesRequest,
+    "/v1/responses": ResponseRequest,
+    "/v1/responses/input_tokens": ResponseRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+"""Maps the path of an endpoint to the model of its body."""
+WITH_JOB_OPTIONS = (ChatRequest, CompletionRequest, ResponseRequest)
+
+
+def describe(routes: Sequence[Route]) -> dict[str, Any]:
+    """Return the description of these routes."""
+    schemas = _schemas()
+    paths: dict[str, Any] = {}
+    for route in routes:
+        for method in sorted((route.methods or set()) - {"HEAD", "OPTIONS"}):
+            path = route.path.replace(":int}", "}")
+            paths.setdefault(path, {})[method.lower()] = _operation(path, route.endpoint, method)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "llamaq", "version": version("llamaq")},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+@cache
+def _schemas() -> dict[str, Any]:
+    """Return the schemas of all bodies. Those that take job options have the properties of a job too."""
+    models: list[type[BaseModel]] = [*dict.fromkeys(BODIES.values()), ErrorBody, JobParams]
+    _, top = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    schemas: dict[str, Any] = top["$defs"]
+    options = schemas["JobParams"]["properties"]
+    for model in WITH_JOB_OPTIONS:
+        schema = schemas[model.__name__]
+        schema["properties"] = {name: {**field} for name, field in options.items()} | schema["properties"]
+    return schemas
+
+
+def _operation(path: str, endpoint: Callable[..., Any], method: str) -> dict[str, Any]:
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    operation: dict[str, Any] = {
+        "summary": (inspect.getdoc(endpoint) or "").partition("\n")[0],
+        "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
+        "responses": {
+            "200": {"description": "The answer."},
+            "default": {
+                "description": "An error.",
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
+            },
+        },
+    }
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if path in BODIES and method == "POST":
+        schema = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation

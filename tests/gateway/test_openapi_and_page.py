@@ -1,0 +1,44 @@
+"""/openapi.json describes every endpoint; the chat page at / loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+from starlette.testclient import TestClient
+
+from llamaq.common.protocol.job_request import JobParams
+from llamaq.gateway.app import ROUTES, build_app
+from llamaq.gateway.settings import serve_settings
+
+
+def get(path: str) -> httpx.Response:
+    # Without its lifespan, the application connects to no Redis.
+    return TestClient(build_app(serve_settings())).get(path)  # type: ignore[return-value]
+
+
+def references(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*(references(each) for each in value.values()))
+    return set().union(*(references(each) for each in value)) if isinstance(value, list) else set()
+
+
+def test_every_endpoint_is_described_and_every_reference_leads_to_a_schema() -> None:
+    description = get("/openapi.json").json()
+    assert set(description["paths"]) == {route.path.replace(":int}", "}") for route in ROUTES}
+    operations = [operation for path in description["paths"].values() for operation in path.values()]
+    assert all(operation["summary"].endswith(".") for operation in operations)
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+    schemas = {f"#/components/schemas/{name}" for name in description["components"]["schemas"]}
+    assert references(description) <= schemas
+    fields = description["components"]["schemas"]["ChatRequest"]["properties"]
+    assert set(JobParams.model_fields) <= set(fields)
+
+
+def test_the_chat_page_loads_nothing_from_elsewhere() -> None:
+    page = get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.findall(r"(?:src|href)=|https?://|@import|url\(", page.text)
