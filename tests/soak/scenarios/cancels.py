@@ -174,5 +174,8 @@ def _figures(canceller: Canceller, record: Record) -> dict[str, Any]:
         "most ticks from a cancel's arrival to a free slot": {
             state: max(record.ticks_to_free[state], default=0) for state in (PREFILL, DECODE)
         },
+        "most ticks of a job that was cancelled before it had a slot": max(
+            (record.computed[job_id] for job_id in canceller.never_started), default=0
+        ),
         "from cancel() to the stream's end, s": percentiles(canceller.ended_s),
     }
