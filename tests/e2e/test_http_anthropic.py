@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 from tests.support.http_server import serving_http
+from tests.support.lazy_import import lazy_import
 
 from llamaq.producer import Client
 
 if TYPE_CHECKING:
+    import anthropic
     from tests.e2e.conftest import ServedQueue
+else:
+    anthropic = lazy_import("anthropic")
 
 BLOCKS: Any = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
 SAME: Any = [{"role": "system", "content": "You are kind."}, {"role": "user", "content": "Hello"}]
@@ -23,7 +25,7 @@ async def test_messages_have_the_text_of_the_python_client_streamed_or_not(demo:
     expected = client.chat(SAME, max_tokens=8, temperature=0)
     async with (
         serving_http(demo.url, demo.queue) as url,
-        AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as api,
+        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as api,
     ):
         message = await api.messages.create(model=demo.queue, **OPTIONS)
         async with api.messages.stream(model=demo.queue, **OPTIONS) as stream:
@@ -51,6 +53,6 @@ async def test_messages_have_the_text_of_the_python_client_streamed_or_not(demo:
 async def test_a_server_may_accept_models_that_it_does_not_know(demo: ServedQueue) -> None:
     async with (
         serving_http(demo.url, demo.queue, accept_any_model=True) as url,
-        AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as api,
+        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as api,
     ):
         assert (await api.messages.create(model="claude-x", **OPTIONS)).model == "claude-x"

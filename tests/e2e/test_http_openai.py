@@ -7,16 +7,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 from pydantic import BaseModel
 from tests.support.http_server import serving_http
+from tests.support.lazy_import import lazy_import
 
 from llamaq.producer import Client
 
 if TYPE_CHECKING:
+    import openai
     from tests.e2e.conftest import ServedQueue
+else:
+    openai = lazy_import("openai")
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
@@ -27,10 +29,10 @@ class Place(BaseModel):
 
 
 @asynccontextmanager
-async def connected(demo: ServedQueue, **settings: Any) -> AsyncIterator[AsyncOpenAI]:
+async def connected(demo: ServedQueue, **settings: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         serving_http(demo.url, demo.queue, **settings) as url,
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
 

@@ -6,16 +6,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 from pydantic import BaseModel
 from tests.support.http_server import serving_http
+from tests.support.lazy_import import lazy_import
 
 from llamaq.producer import Client
 
 if TYPE_CHECKING:
+    import openai
     from tests.e2e.conftest import ServedQueue
+else:
+    openai = lazy_import("openai")
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: Any = {"temperature": 0, "max_output_tokens": 12}
@@ -26,10 +28,10 @@ class Choice(BaseModel):
 
 
 @asynccontextmanager
-async def connected(demo: ServedQueue) -> AsyncIterator[AsyncOpenAI]:
+async def connected(demo: ServedQueue) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         serving_http(demo.url, demo.queue) as url,
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api,
     ):
         yield api
 

@@ -28,13 +28,17 @@ N_JOBS = 1000
 
 @pytest.fixture
 def round_trips(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The first bytes of each write to a connection with Redis. The client reads all replies before the next write."""
+    """The first bytes of each write to a connection with Redis, without the PING of a connection that was not used.
+
+    The client reads all replies before the next write.
+    """
     written: list[bytes] = []
     send: Any = AbstractConnection.send_packed_command
 
     async def count(connection: AbstractConnection, command: Any, *args: Any, **options: Any) -> Any:
         data = command if isinstance(command, bytes) else b"".join(command)
-        written.append(data[:80])
+        if b"PING" not in data[:20]:
+            written.append(data[:80])
         return await send(connection, command, *args, **options)
 
     monkeypatch.setattr(AbstractConnection, "send_packed_command", count)
@@ -69,8 +73,7 @@ async def test_a_server_that_does_not_know_the_script_gets_it_once(queue: str, r
             await client.redis.ping()
             round_trips.clear()
             assert len(await client.submit_many(numbered(N_JOBS))) == N_JOBS
-            calls = [data for data in round_trips if b"EVALSHA" in data or b"SCRIPT" in data]  # there may be a PING
-            assert len(calls) == 3, "the batch, SCRIPT LOAD, and the batch again"
+            assert len(round_trips) == 3, "the batch, SCRIPT LOAD, and the batch again"
             assert (await client.queue_depth()).waiting == N_JOBS
 
 
