@@ -127,6 +127,8 @@ class TopApp(App[None]):
 
     def _show(self) -> None:
         """Show the last reading."""
+        if not self.screen_stack:  # the view ends
+            return
         overview = self._overview
         self.query_one("#status", Static).update(status_text(self._server, overview, self._error))
         if overview is None:
@@ -152,6 +154,8 @@ class TopApp(App[None]):
 
     def on_row_list_moved(self, message: RowList.Moved) -> None:
         """Show the details of the line of the cursor."""
+        if not self.screen_stack:  # the view ends
+            return
         if message.rows.id == "queues":
             self._show_rows()
         focused = self.focused if isinstance(self.focused, RowList) else self.query_one("#rows", RowList)
