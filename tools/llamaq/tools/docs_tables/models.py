@@ -25,6 +25,7 @@ from llamaq.common.protocol.snapshots import (
 )
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.settings import ClientSettings, QueueSettings
+from llamaq.producer.rq.settings import RqSettings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
 
@@ -45,7 +46,7 @@ _SNAPSHOTS = (
 )
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
 _COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
-_CLIENT = (QueueSettings, ClientSettings)
+_CLIENT = (QueueSettings, ClientSettings, RqSettings)
 _MODEL = (ModelSettings, DeviceSettings, RopeSettings)
 _WORKER = (*_MODEL, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, JobDefaults, WorkerSettings)
 
