@@ -149,8 +149,9 @@ class _Tokens:
         self.tokenizer: llguidance.LLTokenizer | None = None
         self.eos_token_id = vocab.eos if vocab.eos is not None else 0
         self.bos_token_id = vocab.bos
-        self.tokens = [vocab.piece(token) for token in range(vocab.n_tokens)]
-        self.special_token_ids = [token for token, piece in enumerate(self.tokens) if not piece]
+        self.tokens = [vocab.piece_with_special(token) for token in range(vocab.n_tokens)]
+        self.special_token_ids = [token for token in range(vocab.n_tokens) if not vocab.piece(token)]
+        """Only a Lark grammar that names them, such as `<|tool_call|>`, allows these tokens."""
 
     def __call__(self, text: str) -> list[int]:
         if self.tokenizer is None:

@@ -1,0 +1,1 @@
+"""Splits the text of an answer into reasoning, content and tool calls, in the format of the model."""

@@ -1,0 +1,111 @@
+"""Reads the JSON object of a tool call while it arrives, so that its arguments can be streamed."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+"""The beginning of a call whose name comes before its arguments, an object."""
+
+
+class JsonValueReader:
+    """Reads one JSON object, and tells where it ends."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self.has_ended = False
+
+    def read(self, text: str) -> int:
+        """Return how many characters of the text belong to the object."""
+        for place, character in enumerate(text):
+            if self.has_ended:
+                return place
+            self._step(character)
+        return len(text)
+
+    def _step(self, character: str) -> None:
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._in_string = False
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            self.has_ended = self._depth <= 0
+
+
+class JsonCall:
+    """One call in the form `{"name": NAME, "arguments": OBJECT}`, also with `parameters`.
+
+    Args:
+        index: Number of the call in the answer.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._buffer = ""
+        self._arguments: JsonValueReader | None = None
+        self._whole = JsonValueReader()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the object is complete."""
+        return self._whole.has_ended
+
+    def feed(self, text: str) -> tuple[list[Part], str]:
+        """Return the parts that the text completed, and the text after the object."""
+        n_own = self._whole.read(text)
+        own, rest = text[:n_own], text[n_own:]
+        if self._arguments is not None:
+            return self._stream(self._arguments, own), rest
+        self._buffer += own
+        head = _HEAD.match(self._buffer)
+        if head is None:
+            return [], rest
+        self._arguments = JsonValueReader()
+        started = CallStarted(self._index, json.loads(head["name"]))
+        return [started, *self._stream(self._arguments, self._buffer[head.end() :])], rest
+
+    def finish(self) -> list[Part] | None:
+        """Return the parts of a call that was not streamed, because its fields have another order.
+
+        Returns:
+            None if this is no call: the buffered text is content.
+        """
+        if self._arguments is not None:
+            return []
+        try:
+            value = json.loads(self._buffer)
+        except (ValueError, RecursionError):
+            return None
+        return parts_of_call(self._index, value)
+
+    @property
+    def text(self) -> str:
+        """The text of a call that was not streamed."""
+        return self._buffer
+
+    def _stream(self, arguments: JsonValueReader, text: str) -> list[Part]:
+        n_own = arguments.read(text)
+        return [CallArguments(self._index, text[:n_own])] if n_own else []
+
+
+def parts_of_call(index: int, value: Any) -> list[Part] | None:
+    """Return the parts of a call that is an object with a name and arguments. None: it is not."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return [CallStarted(index, value["name"]), CallArguments(index, text)]

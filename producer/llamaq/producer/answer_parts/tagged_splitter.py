@@ -1,0 +1,164 @@
+"""Splits answers in which tags enclose reasoning and tool calls: the formats of Hermes, Qwen, Llama 3 and Mistral."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llamaq.producer.answer_parts.json_call import JsonCall
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
+from llamaq.producer.answer_parts.tag_scanner import TagScanner
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tags of a format. An empty tag does not exist."""
+
+    call_open: str = ""
+    call_close: str = ""
+    """If empty: a call ends with its object, and another one may follow after `call_separators`."""
+    arguments_open: str = ""
+    """Between the name and the arguments, where the name stands outside of the object."""
+    call_separators: str = ""
+    """Characters around and between the objects of several calls."""
+    starts_with_call: bool = False
+    """Whether an answer that begins with an object is a call."""
+    reasoning_open: str = ""
+    reasoning_close: str = ""
+
+
+State = Literal["content", "reasoning", "call", "name", "arguments"]
+
+
+class TaggedSplitter:
+    """Splits one answer.
+
+    Args:
+        tags: The tags of the format.
+        starts_in_reasoning: Whether the prompt ends with the opening tag of the reasoning.
+    """
+
+    def __init__(self, tags: Tags, *, starts_in_reasoning: bool = False) -> None:
+        self._tags = tags
+        self._scanner = TagScanner()
+        self._state: State = "reasoning" if starts_in_reasoning else "content"
+        self._call: JsonCall | None = None
+        self._opened_by = ""
+        """The tag before the call. Empty: the answer began with the call."""
+        self._n_calls = 0
+        self._name = ""
+        self._has_begun = False
+        """Whether the answer has text that is not white space."""
+        self._skips_space = starts_in_reasoning
+        """Whether white space at the beginning of the next text is left out: it only separates parts."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the parts that a further piece of the answer completes."""
+        parts: list[Part] = []
+        while True:
+            before, tag = self._scanner.feed(text, self._awaited())
+            text = ""
+            parts += self._take(before)
+            if not tag:
+                return parts
+            parts += self._switch(tag)
+
+    def finish(self) -> list[Part]:
+        """Return the last parts. A call that is not complete keeps what it has; what is no call is content."""
+        parts = self._take(self._scanner.finish())
+        if self._state == "name" and self._name.strip():
+            parts.append(Content(self._tags.call_open + self._name))
+        return parts + self._end_call()
+
+    def _awaited(self) -> list[str]:
+        tags = self._tags
+        awaited: dict[State, list[str]] = {
+            "content": [tags.reasoning_open, tags.reasoning_close, tags.call_open],
+            "reasoning": [tags.reasoning_close],
+            "call": [tags.call_close or tags.call_open],
+            "name": [tags.arguments_open],
+            "arguments": [tags.call_open],
+        }
+        return [tag for tag in awaited[self._state] if tag]
+
+    def _switch(self, tag: str) -> list[Part]:
+        """Act on a tag."""
+        tags = self._tags
+        if self._call is not None and not self._call.has_ended:
+            return self._take(tag)  # the text of an argument
+        if tag == tags.reasoning_open:
+            self._state = "reasoning"
+        elif tag == tags.reasoning_close:
+            self._state, self._skips_space = "content", True
+        elif tag == tags.call_open:
+            parts = self._end_call()
+            self._state, self._name, self._opened_by = ("name" if tags.arguments_open else "call"), "", tag
+            return parts
+        elif tag == tags.arguments_open:
+            self._state = "arguments"
+            self._call = None
+            started = CallStarted(self._n_calls, self._name.strip())
+            self._n_calls += 1
+            return [started]
+        else:
+            parts = self._end_call(closed_by=tag)
+            self._state, self._skips_space = "content", True
+            return parts
+        return []
+
+    def _take(self, text: str) -> list[Part]:
+        """Return the parts of text without tags."""
+        match self._state:
+            case "call":
+                return self._take_call(text)
+            case "name":
+                return self._take_name(text)
+            case "arguments":
+                return [CallArguments(self._n_calls - 1, text)] if text else []
+        if self._skips_space:
+            text = text.lstrip()
+            self._skips_space = not text
+        if not text:
+            return []
+        if self._state == "reasoning":
+            return [Reasoning(text)]
+        if not self._has_begun and text.strip():
+            self._has_begun = True
+            if self._tags.starts_with_call and text.lstrip().startswith("{"):
+                self._state = "call"
+                return self._take_call(text)
+        return [Content(text)]
+
+    def _take_name(self, text: str) -> list[Part]:
+        """Read the name of a call. An object or a list in its place is a call in the older form."""
+        self._name += text
+        if not self._name.lstrip().startswith(("[", "{")):
+            return []
+        text, self._name, self._state = self._name, "", "call"
+        return self._take_call(text)
+
+    def _take_call(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        while text:
+            if self._call is None:
+                text = text.lstrip(self._tags.call_separators + " \t\r\n")
+                if not text:
+                    break
+                self._call = JsonCall(self._n_calls)
+            new, text = self._call.feed(text)
+            parts += new
+            if self._call.has_ended and not self._tags.call_close:
+                parts += self._end_call()
+            elif self._call.has_ended:
+                break
+        return parts
+
+    def _end_call(self, closed_by: str = "") -> list[Part]:
+        call, self._call = self._call, None
+        if call is None:
+            return []
+        last = call.finish()
+        if last is None:
+            return [Content(self._opened_by + call.text + closed_by)]
+        self._n_calls += 1
+        return last

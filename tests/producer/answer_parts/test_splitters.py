@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaq.producer.answer_parts.answer_format import AnswerFormat, detect_format, make_splitter
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
+
+QWEN = "{% if tools %}<tool_call>{% endif %}</think>"
+LLAMA3 = "<|start_header_id|>ipython<|end_header_id|><|python_tag|>"
+MISTRAL = "[TOOL_CALLS]"
+HARMONY = "<|channel|>analysis"
+PLAIN = "{{ messages }}"
+R1 = "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}</think>"
+
+
+def joined(parts: list[Part]) -> list[tuple[str, ...]]:
+    """Return the parts with neighbours of one kind joined, and calls as ("call", NAME, ARGUMENTS)."""
+    found: list[tuple[str, ...]] = []
+    for part in parts:
+        match part:
+            case CallStarted(index, name):
+                assert index == sum(each[0] == "call" for each in found)
+                found.append(("call", name, ""))
+            case CallArguments(index, text):
+                place = [number for number, each in enumerate(found) if each[0] == "call"][index]
+                found[place] = ("call", found[place][1], found[place][2] + text)
+            case Content(text) | Reasoning(text):
+                kind = "content" if isinstance(part, Content) else "reasoning"
+                if found and found[-1][0] == kind:
+                    found[-1] = (kind, found[-1][1] + text)
+                else:
+                    found.append((kind, text))
+    return found
+
+
+def split(template: str, pieces: list[str], *, has_tools: bool = True) -> list[tuple[str, ...]]:
+    splitter = make_splitter(template, has_tools=has_tools)
+    parts = [part for piece in pieces for part in splitter.feed(piece)]
+    return joined(parts + splitter.finish())
+
+
+ULM = '{"city": "Ulm } <tool_call> \\" </tool_call>", "days": [1, {"a": 2}]}'
+OWN = f'{{"name": "weather", "arguments": {ULM}}}'
+OTHER_ORDER = f'{{"arguments": {ULM}, "name": "weather"}}'
+CALL = ("call", "weather", ULM)
+
+CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
+    "text": (QWEN, "Hello < world <tool", [("content", "Hello < world <tool")]),
+    "reasoning": (QWEN, "<think>\nWell</think>\n\nYes", [("reasoning", "\nWell"), ("content", "Yes")]),
+    "reasoning that the prompt opened": (R1, "Well</think>\n\nYes", [("reasoning", "Well"), ("content", "Yes")]),
+    "hermes": (QWEN, f"Wait.<tool_call>\n{OWN}\n</tool_call>", [("content", "Wait."), CALL]),
+    "hermes, two": (QWEN, f"<tool_call>{OWN}</tool_call>\n<tool_call>{OWN}</tool_call>", [CALL, CALL]),
+    "hermes, cut off": (QWEN, f"<tool_call>{OWN[:40]}", [("call", "weather", OWN[33:40])]),
+    "hermes, no object": (QWEN, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
+    "hermes, no call": (QWEN, '<tool_call>{"a": 1}</tool_call>!', [("content", '<tool_call>{"a": 1}</tool_call>!')]),
+    "llama 3": (LLAMA3, OWN.replace("arguments", "parameters"), [CALL]),
+    "llama 3, tag": (LLAMA3, f"<|python_tag|>{OWN}; {OWN}", [CALL, CALL]),
+    "llama 3, text": (LLAMA3, 'See {"name": 1}', [("content", 'See {"name": 1}')]),
+    "llama 3, other object": (LLAMA3, '{"answer": 42}', [("content", '{"answer": 42}')]),
+    "mistral": (MISTRAL, f"[TOOL_CALLS] [{OWN}, {OWN}]", [CALL, CALL]),
+    "mistral, names": (
+        MISTRAL,
+        '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}',
+        [("call", "a", '{"x": 1}'), ("call", "b", "{}")],
+    ),
+    "harmony": (
+        HARMONY,
+        "<|channel|>analysis<|message|>Well<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
+        [("reasoning", "Well"), ("content", "Yes")],
+    ),
+    "harmony, call": (
+        HARMONY,
+        f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ULM}<|call|>",
+        [CALL],
+    ),
+    "json": (PLAIN, OWN, [CALL]),
+}
+
+
+@pytest.mark.parametrize(("template", "answer", "expected"), CASES.values(), ids=CASES)
+def test_an_answer_is_split_into_its_parts(template: str, answer: str, expected: list[tuple[str, ...]]) -> None:
+    assert split(template, [answer]) == expected
+    assert split(template, list(answer)) == expected, "character by character"
+
+
+@given(st.sampled_from(sorted(CASES)), st.lists(st.integers(0, 200)))
+def test_the_parts_do_not_depend_on_how_the_answer_arrives(name: str, cuts: list[int]) -> None:
+    template, answer, expected = CASES[name]
+    places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
+    assert split(template, [answer[a:b] for a, b in pairwise([*places, len(answer)])]) == expected
+
+
+def test_the_fields_of_a_call_may_have_another_order() -> None:
+    [(kind, name, arguments)] = split(QWEN, list(f"<tool_call>{OTHER_ORDER}</tool_call>"))
+    assert (kind, name, json.loads(arguments)) == ("call", "weather", json.loads(ULM))
+
+
+def test_arguments_are_streamed_as_they_arrive() -> None:
+    splitter = make_splitter(QWEN, has_tools=True)
+    seen = splitter.feed('<tool_call>{"name": "f", "arguments": {"a": "long')
+    assert joined(seen) == [("call", "f", '{"a": "long')]
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA3, MISTRAL, PLAIN])
+def test_without_tools_a_call_is_content(template: str) -> None:
+    answer = f"<tool_call>[TOOL_CALLS]{OWN}"
+    assert split(template, [answer], has_tools=False) == [("content", answer)]
+
+
+def test_reasoning_can_stay_content() -> None:
+    splitter = make_splitter(QWEN, has_tools=False, may_reason=False)
+    assert splitter.feed("<think>a</think>b") == [Content("<think>a</think>b")]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (QWEN, AnswerFormat.HERMES),
+        (LLAMA3, AnswerFormat.LLAMA3),
+        (MISTRAL, AnswerFormat.MISTRAL),
+        (HARMONY, AnswerFormat.HARMONY),
+        (PLAIN, AnswerFormat.JSON),
+        (None, AnswerFormat.JSON),
+    ],
+)
+def test_the_format_is_that_of_the_chat_template(template: Any, expected: AnswerFormat) -> None:
+    assert detect_format(template) is expected
+
+
+def test_every_call_has_an_id_of_its_own() -> None:
+    splitter = make_splitter(QWEN, has_tools=True)
+    parts = splitter.feed(f"<tool_call>{OWN}</tool_call><tool_call>{OWN}</tool_call>")
+    ids = [part.id for part in parts if isinstance(part, CallStarted)]
+    assert len(set(ids)) == 2
+    assert all(each.startswith("call_") for each in ids)
