@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ async def test_the_commands_that_watch_a_queue_print_its_jobs_workers_and_settin
         depth, consumers, workers, dead, policy, memory, persistence = (
             run(command, own_redis.url, free_port) for command in commands("watch")
         )
-    assert json.loads("".join(depth)) == {"waiting": 2, "running": 1, "delayed": 0, "mode": "open"}
+    assert json.loads("".join(depth)) == {"waiting": 2, "running": 1, "delayed": 0, "mode": "open", "tenants": []}
     assert (workers, dead) == (["1"], ["0"])
     assert consumers[consumers.index("fake") + 1 :][:2] == ["pending", "1"]
     assert policy == ["maxmemory-policy", "noeviction"]
@@ -75,13 +76,15 @@ async def test_the_depth_of_a_queue_is_read_with_plain_redis_cli(own_redis: Embe
         assert await worker.claim() is not None
         await client.submit("one", priority="interactive")
         await client.submit("one", delay_s=1000)
+        await client.submit("one", priority="bulk", tenant="acme")
         await client.pause()
-        interactive, bulk, claimed, delayed, mode, oldest, twice, partitions, total = (
+        interactive, bulk, claimed, delayed, mode, oldest, tenants, of_tenant, twice, partitions, total = (
             run(command, own_redis.url, free_port) for command in commands("depth")
         )
-        entries = await client.redis.xrange(client.keys.jobs(QUEUE, 0, Priority.BULK))
-    assert (interactive, bulk, delayed, mode) == (["1"], ["3"], ["1"], ["paused"])
-    assert (twice, partitions, total) == (["3", "3"], ["3"], ["4"])
+        entries: Any = await client.redis.xrange(client.keys.jobs(QUEUE, 0, Priority.BULK))
+    assert (interactive, bulk, delayed, mode) == (["1"], ["4"], ["1"], ["paused"])
+    assert (twice, partitions, total) == (["4", "4"], ["4"], ["5"])
+    assert (tenants, of_tenant) == (["acme"], ["1"])
     assert claimed[0] == "2"
     assert dict(zip(claimed[3::2], claimed[4::2], strict=True)) == {"fake": "1", "waiting": "1"}
     assert oldest[:3] == [entries[0][0].decode(), "id", bulk_ids[0]]

@@ -113,7 +113,8 @@ def make_letter(queue: str, number: int, *, is_job: bool = True) -> DeadLetter:
 
 def make_queue(queue: str = "chat", *, waiting: int = 0, running: int = 0, **fields: Any) -> QueueReading:
     """Return the reading of a queue. `waiting` counts its waiting jobs; `listed` are those that were read."""
-    depth = QueueDepth(waiting=waiting, running=running, mode=fields.pop("mode", "open"))
+    tenants = fields.pop("tenants", ())
+    depth = QueueDepth(waiting=waiting, running=running, mode=fields.pop("mode", "open"), tenants=tenants)
     values: dict[str, Any] = {"workers": (), "recent": (), "waiting": fields.pop("listed", ()), **fields}
     return QueueReading(queue=queue, depth=depth, **values)
 

@@ -17,6 +17,8 @@ from tests.support.top_readings import (
 
 from llamaq.cli.top.overview import summarize
 from llamaq.cli.top.rates import RateTracker, WorkerRates, finish_rate
+from llamaq.cli.top.tables import QUEUES
+from llamaq.common.protocol.snapshots import TenantDepth
 
 
 def test_the_rates_of_a_worker_are_the_differences_of_two_heartbeats() -> None:
@@ -98,3 +100,11 @@ def test_waiting_jobs_are_sorted_by_age() -> None:
     jobs = (make_summary("chat", 1), make_summary("chat", 2, age_s=9.0))
     reading = make_reading(make_queue(listed=jobs))
     assert [line.age_s for line in summarize(reading, RateTracker()).waiting] == [9.0, 1.0]
+
+
+def test_tenants_with_the_most_waiting_jobs_come_first() -> None:
+    tenants = tuple(TenantDepth(tenant=name, waiting=waiting, claimed=1) for name, waiting in (("a", 1), ("b", 5)))
+    overview = summarize(make_reading(make_queue(waiting=6, tenants=tenants)), RateTracker())
+    (line,) = overview.queues
+    assert [(one.tenant, one.waiting) for one in line.tenants] == [("b", 5), ("a", 1)]
+    assert QUEUES.detail(line).endswith("waiting by tenant: b 5, a 1")

@@ -51,6 +51,16 @@ class WorkerLine:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantLine:
+    """A tenant that has jobs in a queue. The tenant without a name has the jobs that were submitted without one."""
+
+    tenant: str
+    waiting: int
+    """Number of jobs that no worker has claimed."""
+    claimed: int
+
+
+@dataclass(frozen=True, slots=True)
 class QueueLine:
     """A queue, or the sum of all queues."""
 
@@ -70,6 +80,8 @@ class QueueLine:
     slots: int
     dead_letters: int
     models: tuple[str, ...]
+    tenants: tuple[TenantLine, ...] = ()
+    """Those with the most waiting jobs come first. Empty for the sum of all queues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,7 @@ class WaitingLine:
     generated_tokens: int
     cancel_requested: bool
     is_delayed: bool
+    tenant: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llamaq.cli.top.lines import DeadLine, Overview, QueueLine, RecentLine, SlotLine, WaitingLine, WorkerLine
+from llamaq.cli.top.lines import (
+    DeadLine,
+    Overview,
+    QueueLine,
+    RecentLine,
+    SlotLine,
+    TenantLine,
+    WaitingLine,
+    WorkerLine,
+)
 from llamaq.cli.top.rates import RateTracker, WorkerRates, finish_rate
 from llamaq.cli.top.readings import QueueReading, Reading
 from llamaq.common.protocol.queue_config import QueueMode
@@ -97,6 +106,10 @@ def _queue_line(reading: QueueReading, workers: Sequence[WorkerLine], now_ms: in
         slots=sum(line.slots for line in workers),
         dead_letters=reading.n_dead,
         models=tuple(sorted({line.model for line in workers})),
+        tenants=tuple(
+            TenantLine(one.tenant, one.waiting, one.claimed)
+            for one in sorted(depth.tenants, key=lambda one: (-one.waiting, one.tenant))
+        ),
     )
 
 
@@ -142,6 +155,7 @@ def _waiting_lines(queues: Sequence[QueueReading]) -> tuple[WaitingLine, ...]:
             generated_tokens=job.generated_tokens,
             cancel_requested=job.cancel_requested,
             is_delayed=job.run_at_ms is not None,
+            tenant=job.tenant,
         )
         for queue in queues
         for job in queue.waiting

@@ -44,6 +44,14 @@ def _reused(line: SlotLine) -> float:
     return line.cached_tokens / max(1, line.prompt_tokens)
 
 
+def _queue_detail(line: QueueLine) -> str:
+    parts = [", ".join(line.models) or "no worker", f"{line.delayed} delayed", f"{line.dead_letters} dead letters"]
+    if line.tenants:
+        waiting = ", ".join(f"{one.tenant or 'none'} {one.waiting}" for one in line.tenants)
+        parts.append(f"waiting by tenant: {waiting}")
+    return f"{line.queue}: {'; '.join(parts)}"
+
+
 QUEUES = Table(
     "queues",
     (
@@ -59,13 +67,11 @@ QUEUES = Table(
         Column("slots", _slots, _attribute("busy_slots"), 8),
         _number("workers", "workers", 7),
         _number("dead", "dead_letters", 5, rank=4),
+        Column("tenants", lambda line: str(len(line.tenants)), lambda line: len(line.tenants), 7, rank=5),
     ),
     lines=lambda overview: (overview.total, *overview.queues) if len(overview.queues) > 1 else overview.queues,
     key=_attribute("queue"),
-    detail=lambda line: (
-        f"{line.queue}: {', '.join(line.models) or 'no worker'}, {line.delayed} delayed, "
-        f"{line.dead_letters} dead letters"
-    ),
+    detail=_queue_detail,
 )
 WORKERS = Table(
     "workers",
@@ -114,6 +120,7 @@ WAITING = Table(
     (
         _text("job", "job_id", 20, fills=True),
         _text("priority", "priority", 11),
+        _text("tenant", "tenant", 12, rank=3),
         _number("age", "age_s", 5, format_duration),
         _number("attempt", "attempt", 7, str),
         _number("new", "generated_tokens", 6),
