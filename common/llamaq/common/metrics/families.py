@@ -48,6 +48,11 @@ class Samples:
         """Set a value. A value with the same labels is replaced."""
         self.values.setdefault(family, {})[labels] = value
 
+    def add(self, other: Samples) -> None:
+        """Add all values of `other`."""
+        for family, values in other:
+            self.values.setdefault(family, {}).update(values)
+
     def __iter__(self) -> Iterator[tuple[Family, dict[Labels, float | Histogram]]]:
         return iter(self.values.items())
 

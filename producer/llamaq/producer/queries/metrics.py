@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 FIND_QUEUES_EVERY_S = 30.0
 """Seconds between two searches for queues. A search examines every key in Redis."""
+QUEUES_AT_ONCE = 8
+"""Number of queues that are read at the same time."""
 
 
 class MetricsReader:
@@ -72,17 +74,21 @@ class MetricsReader:
             self._partitions = {queue: found.get(queue, 1) for queue in sorted(wanted)}
             self._found_s = self._clock()
         now_ms = await server_time_ms(connection.redis)
-        for queue, partitions in self._partitions.items():
-            await _read_queue(samples, connection, queue, partitions)
-            for worker in await read_workers(connection.redis, connection.keys, queue):
-                add_worker(samples, worker, now_ms)
+        places = asyncio.Semaphore(QUEUES_AT_ONCE)
+
+        async def read(queue: str, partitions: int) -> Samples:
+            async with places:
+                return await _read_queue(connection, queue, partitions, now_ms)
+
+        for found_samples in await asyncio.gather(*(read(*item) for item in self._partitions.items())):
+            samples.add(found_samples)
 
     def __repr__(self) -> str:
         return f"<MetricsReader {len(self._partitions)} queues>"
 
 
-async def _read_queue(samples: Samples, connection: QueueConnection, queue: str, partitions: int) -> None:
-    redis, keys = connection.redis, connection.keys
+async def _read_queue(connection: QueueConnection, queue: str, partitions: int, now_ms: int) -> Samples:
+    samples, redis, keys = Samples(), connection.redis, connection.keys
     hashes = [await _read_counters(redis, keys, queue, partition) for partition in range(partitions)]
     add_job_counters(samples, queue, sum_partitions(hashes))
     summary = await summarize(connection, queue, partitions)
@@ -94,6 +100,9 @@ async def _read_queue(samples: Samples, connection: QueueConnection, queue: str,
     samples.set(f.WORKERS, (queue,), summary.workers)
     for mode in QueueMode:
         samples.set(f.QUEUE_MODE, (queue, mode.value), summary.mode is mode)
+    for worker in await read_workers(redis, keys, queue):
+        add_worker(samples, worker, now_ms)
+    return samples
 
 
 async def _read_counters(redis: Redis, keys: Keys, queue: str, partition: int) -> dict[bytes, bytes]:

@@ -132,7 +132,7 @@ class JobProgress:
             has_started=self.has_started,
             has_slot=self.has_slot,
             slot_ms=int(self.times.slot_s * 1000),
-            token_times=self.token_times.encode(),
+            token_times=self.token_times.encode() if payload else "",
         )
 
     def _is_due(self, now_s: float) -> bool:
