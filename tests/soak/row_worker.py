@@ -1,0 +1,42 @@
+"""A fake worker that ends jobs as fast as Redis allows: `python row_worker.py URL QUEUE`, until it is killed.
+
+The answer to a prompt is the prompt itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from llamaq.common.protocol.script_values import Attempt, Claim
+from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
+
+JOBS_AT_ONCE = 100
+IDLE_S = 0.005
+
+
+async def serve(url: str, queue: str) -> None:
+    """Answer the jobs of the queue."""
+    async with FakeWorker(url, queue) as worker:
+        await worker.announce(ttl_s=3600)
+        stream = worker._streams[1]  # bulk jobs
+        while True:
+            claims = [
+                Claim(fields[b"id"].decode(), stream, entry_id.decode())
+                for _, entries in await worker.scripts.read([stream], JOBS_AT_ONCE, LEASE_MS)
+                for entry_id, fields in entries
+            ]
+            await asyncio.gather(*(_answer(worker, claim) for claim in claims))
+            if not claims:
+                await asyncio.sleep(IDLE_S)
+
+
+async def _answer(worker: FakeWorker, claim: Claim) -> None:
+    claimed = await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+    if isinstance(claimed, Attempt):
+        attempt = FakeAttempt(worker, claim, claimed)
+        await attempt.finish(tokens=[1, 2], text=attempt.request.prompt or "")
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(*sys.argv[1:3]))
