@@ -114,6 +114,8 @@ def run_worker(
 ) -> None:
     """Execute submitted runs, one after the other. SIGTERM puts the running one back into the RQ queue.
 
+    While Redis does not answer, it waits.
+
     It also works as an RQ worker for other jobs of the queue, such as `llamaq.producer.rq.generate`.
     """
     from llamaq.producer.rq import BulkQueue
@@ -121,7 +123,6 @@ def run_worker(
 
     configure_logging("info", log_format)
     with BulkQueue(rq_url, rq_queue, redis_url=redis_url) as runs:
-        runs.redis.ping()  # an unreachable Redis is an error now, a lost connection later is not
         for name, value in (("LLAMAQ_REDIS_URL", redis_url), ("LLAMAQ_QUEUE", queue)):
             if value is not None:  # the functions of RQ jobs read their settings from the environment
                 os.environ[name] = value

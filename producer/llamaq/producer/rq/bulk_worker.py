@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from llamaq.common.backoff import Backoff
 from llamaq.producer.rq.bulk_jobs import ERROR_KEY
-from llamaq.producer.rq.library import Job, JSONSerializer, RQScheduler, Worker
+from llamaq.producer.rq.library import Job, JSONSerializer, RQScheduler, StopRequested, Worker
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +30,8 @@ WORKER_TTL_S = 17
 MAINTENANCE_S = 1
 CLEAN_EVERY_S = 15
 """Seconds between two searches for abandoned runs."""
-RESTART_S = 1.0
+RESTART_S, MAX_RESTART_S = 1.0, 15.0
+"""Bounds of the time until another worker takes the place of one that has ended without a signal."""
 
 
 class BulkWorker(Worker):
@@ -110,15 +113,20 @@ def keep_progress(job: Job, _: int, wait_status: int, *__: Any) -> None:
 def serve(make_worker: Callable[[], BulkWorker], *, burst: bool = False) -> None:
     """Run an RQ worker until a signal ends it. With `burst`, until the queue is empty.
 
-    RQ's worker ends when its Redis cannot be reached at the end of a job. Then another one takes its place.
+    A worker whose Redis does not answer waits for it. RQ's worker ends when its Redis cannot be reached at the end of a
+    job; then another one takes its place.
     """
-    while True:
-        worker = make_worker()
-        log.info("rq_worker.ready name=%s rq_queue=%s", worker.name, ",".join(worker.queue_names()))
+    backoff = Backoff(RESTART_S, MAX_RESTART_S)
+    worker = None
+    while worker is None or not worker.is_stopping:
         try:
+            worker = make_worker()
+            log.info("rq_worker.ready name=%s rq_queue=%s", worker.name, ",".join(worker.queue_names()))
             worker.work(burst=burst, logging_level="WARNING")
+            if worker.is_stopping or (burst and worker.is_done):
+                return
+            backoff.reset()
         except (RedisError, OSError) as exc:
             log.warning("rq_worker.disconnected error=%s", exc)
-        if worker.is_stopping or (burst and worker.is_done):
-            return
-        time.sleep(RESTART_S)
+        with suppress(StopRequested):  # a signal during the pause: its handler is still that of the last worker
+            time.sleep(backoff.next_delay_s())

@@ -10,7 +10,7 @@ from llamaq.common.errors import MissingExtra
 try:
     from rq import Callback, Queue, Retry, Worker, get_current_job
     from rq.command import send_stop_job_command
-    from rq.exceptions import DeserializationError, InvalidJobOperation, NoSuchJobError
+    from rq.exceptions import DeserializationError, InvalidJobOperation, NoSuchJobError, StopRequested
     from rq.job import Job, JobStatus
     from rq.scheduler import RQScheduler
     from rq.serializers import JSONSerializer
@@ -31,6 +31,7 @@ __all__ = [
     "Queue",
     "RQScheduler",
     "Retry",
+    "StopRequested",
     "Worker",
     "get_current_job",
     "import_attribute",
