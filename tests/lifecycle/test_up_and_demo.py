@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from redis import Redis
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def up(environment: Environment, free_port: int) -> Command:
     """A running `llamaq up` on a free port, whose worker is ready."""
-    started = environment.start("up", "--port", str(free_port), "--queue", environment.queue)
+    started = environment.start("up", "--port", str(free_port), "--queue", environment.queue, "--no-http")
     started.await_output("worker.ready")
     return started
 
@@ -72,6 +73,21 @@ def assert_ends_all(
     assert "Traceback" not in up.output
 
 
+def test_up_serves_http_and_restarts_the_server_when_it_dies(environment: Environment, free_port: int) -> None:
+    queue = environment.queue
+    up = environment.start("up", "--port", str(free_port), "--queue", queue, "--http-port", "0")
+    url = up.await_output(r"HTTP: +(http://\S+)")[1]
+    body = {"prompt": "Once upon a time", "n_predict": 4}
+    for _ in range(2):
+        answer = httpx.post(f"{url}/completion", json=body, timeout=60)  # waits for the worker, and for the server
+        assert answer.json()["tokens_predicted"] == 4
+        (pid,) = [pid for pid, line in environment.running_processes().items() if "llamaq.gateway" in line]
+        os.kill(pid, signal.SIGKILL)
+    up.signal(signal.SIGKILL)
+    up.end()
+    environment.await_no_process(timeout_s=20)
+
+
 def test_no_process_outlives_an_up_that_is_killed(environment: Environment, up: Command) -> None:
     assert len(environment.running_processes()) >= 3
     up.signal(signal.SIGKILL)
@@ -80,7 +96,7 @@ def test_no_process_outlives_an_up_that_is_killed(environment: Environment, up: 
 
 
 def test_up_stores_its_data_in_the_data_dir(environment: Environment, free_port: int) -> None:
-    arguments = ("up", "--port", str(free_port), "--queue", environment.queue, "--data-dir", "data")
+    arguments = ("up", "--port", str(free_port), "--queue", environment.queue, "--data-dir", "data", "--no-http")
     url = f"redis://127.0.0.1:{free_port}/0"
     first = environment.start(*arguments)
     first.await_output("worker.ready")
@@ -104,7 +120,7 @@ def start_paced_up(environment: Environment, port: int, *arguments: str) -> Comm
     """Start `llamaq up` with a worker of one slot and at most 100 ticks a second, and wait until it is ready."""
     variables = environment.worker_variables(LLAMAQ_N_PARALLEL="1")
     del variables["LLAMAQ_REDIS_URL"]
-    up = environment.start("up", "--port", str(port), *arguments, **variables)
+    up = environment.start("up", "--port", str(port), "--no-http", *arguments, **variables)
     up.await_output("worker.ready")
     return up
 
@@ -148,7 +164,7 @@ def test_up_starts_no_redis_if_a_redis_url_is_given(environment: Environment, by
         if by == "flag"
         else ([], {"LLAMAQ_REDIS_URL": environment.redis_url})
     )
-    up = environment.start("up", "--queue", environment.queue, *arguments, **variables)
+    up = environment.start("up", "--queue", environment.queue, "--no-http", *arguments, **variables)
     up.await_output("worker.ready")
     with environment.client() as client:
         assert client.generate("Once upon a time", max_tokens=8).text.strip()
@@ -162,7 +178,7 @@ def test_up_starts_no_redis_if_a_redis_url_is_given(environment: Environment, by
 
 def test_a_port_in_use_is_reported_in_one_line(environment: Environment, free_port: int) -> None:
     with EmbeddedRedis(port=free_port):
-        up = environment.start("up", "--port", str(free_port))
+        up = environment.start("up", "--port", str(free_port), "--no-http")
         assert up.end() == EXIT_NO_REDIS
     (line,) = (line for line in up.output.splitlines() if not line.startswith("No --model given"))
     assert line.startswith(f"llamaq: port {free_port} is in use: choose another with --port")
@@ -170,7 +186,7 @@ def test_a_port_in_use_is_reported_in_one_line(environment: Environment, free_po
 
 
 def test_up_ends_when_its_worker_cannot_start(environment: Environment, free_port: int) -> None:
-    up = environment.start("up", "--port", str(free_port), "--model", "no-such-file.gguf")
+    up = environment.start("up", "--port", str(free_port), "--no-http", "--model", "no-such-file.gguf")
     assert up.end() == 2
     assert "--model: there is no file 'no-such-file.gguf'" in up.output
     assert not environment.running_processes()

@@ -17,7 +17,9 @@ def test_the_first_ctrl_c_says_what_up_waits_for_and_the_second_one_stops_it(
 ) -> None:
     variables = environment.worker_variables(LLAMAQ_DRAIN_S="3600")
     del variables["LLAMAQ_REDIS_URL"]
-    with Terminal("up", "--port", str(free_port), columns=200, folder=environment.folder, **variables) as terminal:
+    with Terminal(
+        "up", "--port", str(free_port), "--no-http", columns=200, folder=environment.folder, **variables
+    ) as terminal:
         terminal.read_until("worker.ready")
         with Client(f"redis://127.0.0.1:{free_port}/0", environment.queue) as client:
             job = client.submit("Once", max_tokens=1900, ignore_eos=True)

@@ -15,11 +15,16 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from llamaq.cli.generated_options import option, setting_help, with_options
+from llamaq.cli.http_server_process import HttpServerProcess
 from llamaq.common.logging_setup import LogFormat, configure_logging
+from llamaq.common.settings import QueueSettings
+from llamaq.gateway.settings import ServeSettings, serve_settings
 from llamaq.worker.local.local_stack import DEFAULT_PORT
 from llamaq.worker.settings import WorkerSettings, load_settings
 
 log = logging.getLogger(__name__)
+
+_SERVE_FIELDS = ServeSettings.model_fields
 
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.", show_default=False)]
 
@@ -91,24 +96,44 @@ def run_up(
             help="Folder where the embedded Redis stores its data. If not set: the data is deleted when `up` ends."
         ),
     ] = None,
+    with_http: Annotated[
+        bool, typer.Option("--http/--no-http", help="Start an HTTP server too: `llamaq serve`.")
+    ] = True,
+    http_host: Annotated[str | None, typer.Option(help=setting_help("http_host", _SERVE_FIELDS["http_host"]))] = None,
+    http_port: Annotated[int | None, typer.Option(help=setting_help("http_port", _SERVE_FIELDS["http_port"]))] = None,
     settings_options: dict[str, Any],
 ) -> None:
-    """Start Redis and workers on this machine. Redis is embedded, unless --redis-url is given."""
+    """Start Redis, workers and an HTTP server on this machine. Redis is embedded, unless --redis-url is given."""
     from llamaq.worker.local.embedded_redis import EmbeddedRedis
     from llamaq.worker.local.local_stack import supervise
 
     settings = load_settings(config, **settings_options)
     configure_logging(settings.log_level, settings.log_format)
     note_demo_model(settings)
-    given_url = settings.redis_url if "redis_url" in settings.model_fields_set else None
-    if given_url is not None:
-        _print_note(settings, f"Try:   {example_command(settings, None)}")
-        raise typer.Exit(supervise(settings))
-    with EmbeddedRedis(port=port, data_dir=data_dir) as redis:
+    if "redis_url" in settings.model_fields_set:
+        with _http_server(settings, settings.redis_url, with_http, http_host, http_port) as server:
+            _print_note(settings, f"HTTP:  {server.state}")
+            _print_note(settings, f"Try:   {example_command(settings, None)}")
+            raise typer.Exit(supervise(settings, also_check=server.check))
+    with (
+        EmbeddedRedis(port=port, data_dir=data_dir) as redis,
+        _http_server(settings, redis.url, with_http, http_host, http_port) as server,
+    ):
         place = f"in {data_dir}" if data_dir else "until this command ends; --data-dir keeps it"
         _print_note(settings, f"Redis: {redis.url} (embedded; its data is stored {place})")
+        _print_note(settings, f"HTTP:  {server.state}")
         _print_note(settings, f"Try:   {example_command(settings, redis.url)}")
-        raise typer.Exit(supervise(settings, redis))
+        raise typer.Exit(supervise(settings, redis, also_check=server.check))
+
+
+def _http_server(
+    settings: WorkerSettings, redis_url: str, with_http: bool, http_host: str | None, http_port: int | None
+) -> HttpServerProcess:
+    """Return the HTTP server for the queue of these workers."""
+    shared = [*(name for name in QueueSettings.model_fields if name != "redis_url"), "log_level", "log_format"]
+    same = {name: getattr(settings, name) for name in shared}
+    chosen = serve_settings(redis_url=redis_url, http_host=http_host, http_port=http_port, **same)
+    return HttpServerProcess(chosen, is_wanted=with_http)
 
 
 def run_demo(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -11,9 +11,12 @@ import typer
 from pydantic.fields import FieldInfo
 
 from llamaq.cli.generated_options import option, setting_help, with_options
-from llamaq.common.errors import MissingExtra
+from llamaq.common.errors import InvalidSettings, MissingExtra
+from llamaq.common.logging_setup import configure_logging
 from llamaq.common.settings import ClientSettings
 from llamaq.gateway.settings import ServeSettings, serve_settings
+
+log = logging.getLogger(__name__)
 
 NOT_OFFERED = frozenset({"event_ttl_s", "require_worker"})
 """Settings of a client that the server replaces by its own."""
@@ -29,25 +32,18 @@ def register(app: typer.Typer) -> None:
 def serve(*, settings_options: dict[str, Any]) -> None:
     """Serve the queues over HTTP, with the APIs of OpenAI, Anthropic and llama-server. `model` names the queue."""
     settings = serve_settings(**settings_options)
-    run(settings, on_start=lambda url: typer.echo(f"llamaq serves {url}", err=True))
-
-
-def run(settings: ServeSettings, *, on_start: Callable[[str], None]) -> None:
-    """Run the server until a signal ends it.
-
-    Args:
-        settings: The settings of the server.
-        on_start: Called with the URL when connections are accepted.
-
-    Raises:
-        MissingExtra: `llamaq[serve]` is not installed.
-    """
     try:
         from llamaq.gateway import server
     except ModuleNotFoundError as exc:
         raise MissingExtra("llamaq serve", "serve") from exc
-    with server.bind(settings) as bound:
-        on_start(server.url_of(settings, bound))
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        bound = server.bind(settings)
+    except OSError as exc:
+        place = f"{settings.http_host} port {settings.http_port}"
+        raise InvalidSettings(f"--http-host, --http-port: cannot listen at {place}: {exc.strerror}") from exc
+    with bound:
+        log.info("http.ready url=%s", server.url_of(settings, bound))
         server.build_server(settings).run([bound])
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from llamaq.common.logging_setup import LogFormat
 from llamaq.common.settings import ENV_PREFIX, ClientSettings, explain_settings
 
 
@@ -61,6 +62,12 @@ class ServeSettings(ClientSettings):
         (),
         description="Origins whose web pages may call this server, separated by commas, such as "
         "`https://chat.example.org`. `*`: all.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."
+    )
+    log_format: LogFormat = Field(
+        LogFormat.TEXT, description="Form of log messages: `text`, or `json` with one object on each line."
     )
     tls_cert: Path | None = Field(
         None, description="PEM file with the certificate chain. If set, the server speaks HTTPS. Needs `tls_key`."

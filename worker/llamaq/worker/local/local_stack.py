@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -48,16 +48,24 @@ def recorded_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def supervise(settings: WorkerSettings, redis: EmbeddedRedis | None = None) -> int:
+def supervise(
+    settings: WorkerSettings, redis: EmbeddedRedis | None = None, *, also_check: Callable[[], None] = lambda: None
+) -> int:
     """Run a worker for each device until SIGTERM or SIGINT, and return the exit code.
 
     Args:
         settings: The settings of the workers.
         redis: The server that these workers use. It is restarted when it crashes. None: a server of the user.
+        also_check: Called with each check of the workers, to restart other processes.
 
     Raises:
         EmbeddedRedisError: `redis` has crashed and cannot be restarted. The workers are stopped.
     """
     if redis is None:
-        return Supervisor.of_devices(settings).run()
-    return Supervisor.of_devices(settings.model_copy(update={"redis_url": redis.url}), also_check=redis.check).run()
+        return Supervisor.of_devices(settings, also_check=also_check).run()
+
+    def check() -> None:
+        redis.check()
+        also_check()
+
+    return Supervisor.of_devices(settings.model_copy(update={"redis_url": redis.url}), also_check=check).run()

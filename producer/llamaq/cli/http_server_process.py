@@ -1,0 +1,106 @@
+"""The HTTP server that `llamaq up` starts beside its workers, as a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import subprocess
+import sys
+import time
+from socket import socket
+from types import TracebackType
+from typing import Self
+
+from llamaq.common.backoff import Backoff
+from llamaq.gateway.settings import ServeSettings
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 30.0
+SHUTDOWN_S = 1.0
+"""Seconds that open requests have to finish when `up` ends: no worker answers them any more."""
+
+
+class HttpServerProcess:
+    """Runs the HTTP server in a process, and restarts it when it dies. The context manager ends it.
+
+    The socket belongs to this process, so that connections wait during a restart and are not refused.
+    """
+
+    def __init__(self, settings: ServeSettings, *, is_wanted: bool) -> None:
+        """Prepare the server; the context manager starts it if it `is_wanted`."""
+        self._is_wanted = is_wanted
+        self._settings = settings.model_copy(update={"shutdown_s": SHUTDOWN_S})
+        self._socket: socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        self._restart_s = 0.0
+        self.state = "not started"
+        """The URL of the server, or why it does not run."""
+
+    def __repr__(self) -> str:
+        return f"<HttpServerProcess {self.state}>"
+
+    def __enter__(self) -> Self:
+        if not self._is_wanted:
+            return self
+        if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
+            self.state = "not started: pip install 'llamaq[serve]'"
+            return self
+        from llamaq.gateway.server import bind, url_of
+
+        try:
+            self._socket = bind(self._settings)
+        except OSError as exc:
+            self.state = f"not started: {exc.strerror} (--http-host, --http-port)"
+            return self
+        self.state = url_of(self._settings, self._socket)
+        self._start(self._socket)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._close_lifeline(self._process)
+        if self._socket is not None:
+            self._socket.close()
+
+    def check(self) -> None:
+        """Restart the server if it has died, after a delay that grows."""
+        if self._process is None or self._socket is None or self._process.poll() is None:
+            return
+        now_s = time.monotonic()
+        if not self._restart_s:
+            delay_s = self._backoff.next_delay_s()
+            self._restart_s = now_s + delay_s
+            log.warning("http.died code=%s restart_in_s=%.1f", self._process.returncode, delay_s)
+        elif now_s >= self._restart_s:
+            self._close_lifeline(self._process)
+            self._start(self._socket)
+
+    def _start(self, listening: socket) -> None:
+        self._restart_s = 0.0
+        fd = listening.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "llamaq.gateway.child_main", str(fd)],
+            stdin=subprocess.PIPE,
+            pass_fds=(fd,),
+            start_new_session=True,  # Ctrl-C must reach only `up`, whose workers finish their jobs first
+        )
+        if self._process.stdin is None:
+            raise RuntimeError("a child without a standard input")
+        self._process.stdin.write(self._settings.model_dump_json().encode() + b"\n")
+        self._process.stdin.flush()
+
+    @staticmethod
+    def _close_lifeline(process: subprocess.Popen[bytes]) -> None:
+        if process.stdin is not None:
+            process.stdin.close()

@@ -1,0 +1,37 @@
+"""The entry point of an HTTP server that `llamaq up` starts.
+
+The parent writes the settings as one line of JSON to the standard input of this process, because the password of a
+Redis URL must not appear in a process list. The standard input then stays open as a lifeline: its end means that the
+parent is dead, and this process ends too. The argument is the file descriptor of the socket that listens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+
+from llamaq.common.logging_setup import configure_logging
+from llamaq.gateway.server import build_server
+from llamaq.gateway.settings import ServeSettings
+
+
+def _end_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 4096):  # a thread that waits in sys.stdin makes Python abort at exit
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(listening_fd: int) -> None:
+    """Serve at a socket until SIGTERM."""
+    settings = ServeSettings.model_validate_json(sys.stdin.buffer.readline())
+    configure_logging(settings.log_level, settings.log_format)
+    threading.Thread(target=_end_with_parent, name="llamaq-lifeline", daemon=True).start()
+    with socket.socket(fileno=listening_fd) as listening:
+        build_server(settings).run([listening])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
