@@ -21,7 +21,8 @@ from llamaq.producer.testing import FakeWorker
 def test_snapshots_are_tables_for_people_and_json_for_programs(served: str) -> None:
     llamaq("generate", "one two three")
     assert llamaq("depth") == "0 waiting, 0 running\n"
-    assert json.loads(llamaq("depth", "--json")) == {"waiting": 0, "running": 0, "delayed": 0, "mode": "open"}
+    found = json.loads(llamaq("depth", "--json"))
+    assert found == {"waiting": 0, "running": 0, "delayed": 0, "mode": "open", "tenants": []}
     assert "fake" in llamaq("workers")
     assert Worker.model_validate_json(llamaq("workers", "--json")).card.queue == served
     table = llamaq("stats")

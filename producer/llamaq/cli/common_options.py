@@ -51,6 +51,7 @@ WithMetadata = Annotated[
         help="Only jobs whose metadata has this key and value. May be given several times.",
     ),
 ]
+OfTenant = Annotated[str | None, typer.Option("--tenant", help="Only jobs of this tenant.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OfLogFormat = Annotated[
     LogFormat,

@@ -10,7 +10,16 @@ from typing import Annotated
 import typer
 
 from llamaq.cli import views
-from llamaq.cli.common_options import AsJson, OfPriority, OlderThan, Queue, RedisUrl, WithMetadata, read_metadata
+from llamaq.cli.common_options import (
+    AsJson,
+    OfPriority,
+    OfTenant,
+    OlderThan,
+    Queue,
+    RedisUrl,
+    WithMetadata,
+    read_metadata,
+)
 from llamaq.cli.depth_watch import watch
 from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.common.errors import LlamaqError, NoWorker
@@ -55,6 +64,7 @@ def jobs(
     priority: OfPriority = None,
     older_than_s: OlderThan = None,
     metadata: WithMetadata = None,
+    tenant: OfTenant = None,
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
@@ -65,10 +75,11 @@ def jobs(
             priority=priority,
             older_than_s=older_than_s,
             metadata=read_metadata(metadata),
+            tenant=tenant,
             limit=limit,
         )
         if not as_json:
-            is_filtered = any((state, priority, older_than_s, metadata))
+            is_filtered = any((state, priority, older_than_s, metadata, tenant))
             missing = f"queue {client.queue!r} has no waiting or running job{' that matches' if is_filtered else ''}"
             views.show_jobs(found, missing)
             return
@@ -82,6 +93,7 @@ def purge(
     priority: OfPriority = None,
     older_than_s: OlderThan = None,
     metadata: WithMetadata = None,
+    tenant: OfTenant = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Cancel nothing, only count the jobs.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the jobs are cancelled.")] = False,
     as_json: AsJson = False,
@@ -92,11 +104,13 @@ def purge(
         counted_s = time.monotonic()
         age_s = older_than_s or 0.0
         if not dry_run and not yes:
-            count = len(client.purge(priority=priority, older_than_s=age_s, metadata=wanted, dry_run=True))
+            count = len(
+                client.purge(priority=priority, older_than_s=age_s, metadata=wanted, tenant=tenant, dry_run=True)
+            )
             if not typer.confirm(f"Cancel {_count(count)} of queue {client.queue!r}?", err=True):
                 raise typer.Exit(EXIT_FAILED)
             age_s += time.monotonic() - counted_s  # jobs that were submitted after the count are left alone
-        purged = client.purge(priority=priority, older_than_s=age_s, metadata=wanted, dry_run=dry_run)
+        purged = client.purge(priority=priority, older_than_s=age_s, metadata=wanted, tenant=tenant, dry_run=dry_run)
         if as_json:
             views.show_json_fields(queue=client.queue, jobs=purged, dry_run=dry_run)
         else:

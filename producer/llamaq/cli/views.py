@@ -102,17 +102,20 @@ def show_queues(queues: Sequence[QueueSummary]) -> None:
 
 def show_jobs(jobs: Sequence[JobSummary], missing: str) -> None:
     """Print one row for each job, or `missing` if there is none. The state of a job that is not due is `delayed`."""
+    has_tenants = any(job.tenant for job in jobs)
     rows = [
         (
             job.job_id,
             job.state.value if job.run_at_ms is None else "delayed",
             job.priority.value,
             format_age(job.age_s),
+            *([job.tenant or NO_VALUE] if has_tenants else []),
             f"{job.attempt} {job.worker}" if job.worker else NO_VALUE,
         )
         for job in jobs
     ]
-    show_rows(("job", "state", "priority", "age", "attempt"), rows, missing=missing)
+    names = ("job", "state", "priority", "age", *(["tenant"] if has_tenants else []), "attempt")
+    show_rows(names, rows, missing=missing)
 
 
 def show_workers(workers: Sequence[Worker], queue: str) -> None:

@@ -15,6 +15,7 @@ from llamaq.common.protocol.job_snapshots import JobStatus
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.producer.call_timeout import CallTimeout, naming_job, timeout_error
+from llamaq.producer.queries.job_progress import with_progress
 from llamaq.producer.queries.job_records import read_result, read_status
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.end_waiter import EndWaiter
@@ -65,14 +66,24 @@ class AsyncJob:
         return f"<{type(self).__name__} {self.id}>"
 
     async def status(self) -> JobStatus:
-        """Return a snapshot of the job: its state, attempts, worker and times.
+        """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
         A job that has reached a deadline ends at the latest now, also without a worker.
 
         Raises:
             JobNotFound: The id is wrong, or the result has expired.
         """
-        return await read_status(self._connection, self.id)
+        return await with_progress(self._connection, await read_status(self._connection, self.id))
+
+    async def position(self) -> int | None:
+        """Return how many jobs get a slot before this waiting job, at most. `status().position` is the same number.
+
+        The call is one short script in Redis, so it may be repeated for many jobs.
+
+        Returns:
+            The number. None: the job is not due, has a slot, has ended or does not exist.
+        """
+        return await self._connection.scripts.position(self.id)
 
     async def cancel(self) -> bool:
         """Request the job's cancellation.
@@ -181,7 +192,7 @@ class AsyncJob:
         """Return whether the job may still run. Raises at once for an unknown id and for an unreachable Redis."""
         if self.is_new:
             return True
-        status = await limit.bound(self.status(), self.id, "could not be found: Redis has not answered")
+        status = await limit.bound(read_status(self._connection, self.id), self.id, "could not be found: Redis has not answered")
         return status.state not in (JobState.FINISHED, JobState.FAILED)
 
     @contextmanager

@@ -618,7 +618,7 @@ class Job(BlockingJob):
     """
 
     def status(self) -> JobStatus:
-        """Return a snapshot of the job: its state, attempts, worker and times.
+        """Return a snapshot of the job: its state, progress, attempts, worker and times.
 
         A job that has reached a deadline ends at the latest now, also without a worker.
 
@@ -626,6 +626,16 @@ class Job(BlockingJob):
             JobNotFound: The id is wrong, or the result has expired.
         """
         return self._call(lambda job: job.status())
+
+    def position(self) -> int | None:
+        """Return how many jobs get a slot before this waiting job, at most. `status().position` is the same number.
+
+        The call is one short script in Redis, so it may be repeated for many jobs.
+
+        Returns:
+            The number. None: the job is not due, has a slot, has ended or does not exist.
+        """
+        return self._call(lambda job: job.position())
 
     def cancel(self) -> bool:
         """Request the job's cancellation.

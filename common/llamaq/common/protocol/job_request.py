@@ -201,7 +201,7 @@ class JobParams(TemplateParams, SamplingParams):
         None,
         pattern=TENANT_PATTERN,
         description="Name of the tenant that the job belongs to, such as a customer or an API key: 1 to 128 letters, "
-        "digits or `_.:@/+=-`. The tenants that wait get fair shares of the slots. All jobs without a name are one tenant.",
+        "digits or `_.:@/+=-`. Tenants that wait get fair shares of the slots. All jobs without a name are one tenant.",
     )
     stream: bool = Field(
         True,
@@ -338,6 +338,11 @@ class JobOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
     repeat_penalty: float
     frequency_penalty: float
     presence_penalty: float

@@ -27,7 +27,23 @@ class JobStatus(WireModel):
     crashes: int = Field(
         0, description="Number of workers in a row that died with this job before they stored a token of it."
     )
+    position: int | None = Field(
+        None,
+        description="Number of jobs that get a slot before this waiting job, at most: exact if no tenant waits and "
+        "no job was cancelled. None: the job is not due, has a slot or has ended.",
+    )
+    prompt_tokens: int | None = Field(
+        None, description="Number of tokens in the prompt. None: not known yet, or the job failed."
+    )
+    prefilled_tokens: int | None = Field(
+        None,
+        description="Number of prompt tokens that the worker has computed or reused, at its last heartbeat. None: not "
+        "known yet, or the job failed.",
+    )
     generated_tokens: int = Field(0, description="Number of tokens stored in Redis so far.")
+    max_generated_tokens: int | None = Field(
+        None, description="Largest number of tokens that the running job may generate. None: the job does not run."
+    )
     submitted_ms: int | None = Field(None, description="Time of the submit.")
     run_at_ms: int | None = Field(None, description="Time at which the job is due. None: it is due.")
     started_ms: int | None = Field(None, description="Time when the job had its first slot. None: not yet.")

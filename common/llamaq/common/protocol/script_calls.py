@@ -119,7 +119,7 @@ class Scripts:
         self._read, self._reclaim, self._movable, self._expire, self._due = (
             redis.register_script(source(name)) for name in ("read", "reclaim", "movable", "expire", "due")
         )
-        self._retry = redis.register_script(source("retry"))
+        self._retry, self._position = (redis.register_script(source(name)) for name in ("retry", "position"))
         self._check_crash, self._bury, self._purge_dead_letter = (
             redis.register_script(source(name)) for name in ("check_crash", "bury", "purge_dead_letter")
         )
@@ -483,6 +483,12 @@ class Scripts:
         )
         code: PriorityCode = reply.decode()
         return code
+
+    async def position(self, job_id: str) -> int | None:
+        """Return an upper bound on the number of jobs that get a slot before a job. None: the job does not wait."""
+        keys = self._keys.of_job(job_id)
+        reply: Any = await self._position(keys=[keys.job, keys.interactive, keys.bulk], args=[GROUP])
+        return int(reply) if reply >= 0 else None
 
     async def due_jobs(self, queue: str, partition: int, count: int) -> DueJobs:
         """Give jobs that are due their entries, and find jobs whose deadline has passed: at most `count` of each."""

@@ -93,6 +93,7 @@ class SlotSnapshot(WireModel):
         0, description="Number of prompt tokens whose KV cells the running job has: computed or reused."
     )
     generated_tokens: int = Field(0, description="Number of tokens that the running job has generated.")
+    max_generated_tokens: int = Field(0, description="Largest number of tokens that the running job may generate.")
     content_tokens: int = Field(
         0,
         description="Number of tokens whose KV cells the running job has. In a free slot: number of tokens of the job "

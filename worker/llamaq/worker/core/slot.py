@@ -162,6 +162,7 @@ class Slot:
             cached_tokens=run.cached_tokens,
             prefilled_tokens=min(run.n_past, run.n_prompt),
             generated_tokens=run.n_generated,
+            max_generated_tokens=run.job.max_length - run.n_prompt,
             content_tokens=run.n_past,
         )
 
