@@ -1,0 +1,111 @@
+"""`llamaq bulk run` computes the rows of a file, shows its progress, and tells what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.command_line import failing
+from tests.support.redis_servers import wait_until
+from typer.testing import CliRunner, Result
+
+from llamaq.cli.bulk_progress import details
+from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
+from llamaq.cli.main import build_app
+from llamaq.cli.run_options import read_time
+from llamaq.common.errors import InvalidRequest
+from llamaq.producer.bulk import BulkProgress
+
+N_ROWS = 60
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "in.jsonl", *({"id": n, "prompt": f"row {n}"} for n in range(1, 4)))
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(build_app("bulk"), ["bulk", "run", *map(str, args)], catch_exceptions=False)
+
+
+def answers(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_rows_of_a_file_are_answered(served: str, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    done = run(source, "-o", target, "--ordered", "--max-tokens", 5, "--json")
+    assert done.exit_code == 0, done.output
+    assert [(answer["id"], answer["text"]) for answer in answers(target)] == [(n, f"row {n} ") for n in range(1, 4)]
+    assert "3/3 rows" in done.stderr
+    progress = json.loads(done.stdout)
+    assert (progress["state"], progress["rows_done"]) == ("completed", 3)
+    again = run(source, "-o", target, "--ordered", "--max-tokens", 5, "--json")
+    assert json.loads(again.stdout)["run_id"] == progress["run_id"]
+    assert json.loads(again.stdout)["rows_before"] == 3
+
+
+def test_failed_rows_are_named_and_the_exit_code_is_1(served: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "good"}, {"prompt": "bad", "max_tokens": 0})
+    done = run(source, "-o", tmp_path / "out.jsonl")
+    assert done.exit_code == EXIT_FAILED
+    assert f"1 rows have failed: {tmp_path / 'out.errors.jsonl'}" in done.stderr
+    assert "max_tokens" in answers(tmp_path / "out.errors.jsonl")[0]["error"]["message"]
+
+
+def test_a_wrong_option_or_file_is_told_in_one_line(
+    served: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "out.jsonl")
+    for problem, args in {
+        "must end with .jsonl": (str(source), "-o", "out.txt"),
+        "is not a time": (str(source), "-o", target, "--deadline", "soon"),
+        "three different files": (str(source), "-o", str(source)),
+        "max_tokens": (str(source), "-o", target, "--max-tokens", "0"),
+    }.items():
+        assert problem in failing(monkeypatch, capsys, "bulk", "run", *args, code=EXIT_USAGE)
+
+
+@pytest.mark.starts_processes
+def test_a_killed_run_continues_where_it_was(served: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", *({"id": n, "prompt": f"row {n}"} for n in range(1, N_ROWS + 1)))
+    target = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "llamaq", "bulk", "run", str(source), "-o", str(target)]
+    killed = subprocess.Popen([*command, "--rate", "30"], env=os.environ.copy(), stderr=subprocess.DEVNULL)
+    wait_until(lambda: target.exists() and target.stat().st_size, "the first rows")
+    killed.kill()
+    killed.wait()
+    n_before = len(target.read_bytes().splitlines())
+    assert 0 < n_before < N_ROWS
+    with target.open("ab") as file:
+        file.write(b'{"line": 60, "id": 6')  # a line that was not completely written
+    done = run(source, "-o", target, "--ordered")
+    assert done.exit_code == 0, done.output
+    assert [answer["text"] for answer in answers(target)] == [f"row {n} " for n in range(1, N_ROWS + 1)]
+
+
+def test_a_deadline_is_a_time_or_a_duration() -> None:
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    assert read_time("90s", now) == now + timedelta(seconds=90)
+    assert read_time("1.5h", now) == now + timedelta(minutes=90)
+    assert read_time("2030-12-24T18:00+01:00", now) == datetime(2030, 12, 24, 17, tzinfo=UTC)
+    with pytest.raises(InvalidRequest, match="8h"):
+        read_time("8 hours", now)
+
+
+def test_the_progress_names_rate_cached_share_errors_rest_and_notice() -> None:
+    progress = BulkProgress(
+        run_id="r", rows_failed=2, prompt_tokens=100, cached_tokens=25, tokens_per_s=12.3, eta_s=40, notice="full"
+    )
+    assert details(progress) == ["12 tokens/s", "25% of the prompts cached", "2 failed", "40s left", "full"]
