@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -57,6 +58,11 @@ def test_the_manifests_in_the_repository_were_rendered_from_this_chart(name: str
 
 def test_there_are_no_other_manifests() -> None:
     assert sorted(path.name for path in RENDERED.iterdir()) == NAMES
+
+
+def test_the_chart_has_the_version_of_llamaq() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == version("llamaq")
 
 
 def test_the_values_repeat_the_defaults_of_the_settings() -> None:

@@ -36,7 +36,7 @@ class Command:
     """One call that the user has asked for."""
 
     question: str | None
-    """Asked before the call. None: the call can be undone, so there is no question."""
+    """Asked before the call. None: there is no question, because the call stops nothing."""
     run: Callable[[Queues], Awaitable[str]]
     """Makes the call. Returns a message for the user."""
 
@@ -51,7 +51,8 @@ def pause_or_resume(queue: QueueLine | None) -> Command | None:
         await (queues.pause(name) if is_open else queues.resume(name))
         return f"Queue {name} is paused: no waiting job starts. p resumes it." if is_open else f"Queue {name} is open."
 
-    return Command(None, run)
+    question = f"Pause queue {name}? Its waiting jobs do not start until it is resumed." if is_open else None
+    return Command(question, run)
 
 
 def cancel_job(line: Line | None) -> Command | None:

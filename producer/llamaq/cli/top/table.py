@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.cells import cell_len
+
 from llamaq.cli.top.formats import elide
 from llamaq.cli.top.lines import DeadLine, Overview, QueueLine, RecentLine, SlotLine, WaitingLine, WorkerLine
 
@@ -115,5 +117,6 @@ def row_text(columns: Iterable[tuple[Column, int]], line: Line | None) -> str:
     for column, width in columns:
         text = column.name if line is None else column.text(line)
         shortened = elide(text, width)
-        cells.append(shortened.ljust(width) if column.is_text else shortened.rjust(width))
+        padding = " " * (width - cell_len(shortened))
+        cells.append(shortened + padding if column.is_text else padding + shortened)
     return " ".join(cells)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from llamaq.cli.top.formats import format_rate
 from llamaq.cli.top.lines import Overview
 from llamaq.cli.top.table import Order, Table
@@ -30,8 +32,8 @@ def status_text(server: str, overview: Overview | None, error: str) -> str:
     return " · ".join(parts)
 
 
-def pages_text(page: Table, place: str, order: Order, text: str) -> str:
-    """Return the titles of the pages as markup. Then follow the place, the order and the filter of the shown page.
+def pages_text(page: Table, place: str, order: Order, text: str) -> Text:
+    """Return the titles of the pages. Then follow the place, the order and the filter of the shown page.
 
     Args:
         page: The shown page.
@@ -39,17 +41,15 @@ def pages_text(page: Table, place: str, order: Order, text: str) -> str:
         order: Its order.
         text: The text of the filter; empty if there is none.
     """
-    titles = [
-        f"[reverse] {number} {one.title} [/]" if one is page else f" {number} {one.title} "
-        for number, one in enumerate(PAGES, 1)
-    ]
+    titles = Text()
+    for number, one in enumerate(PAGES, 1):
+        titles.append(f" {number} {one.title} ", style="reverse" if one is page else "")
     notes = [place]
     if order != Order():
         notes.append(f"by {order.column or 'default'}{' reversed' if order.is_reversed else ''}")
     if text:
-        escaped = text.replace("[", "\\[")
-        notes.append(f"/{escaped}")
-    return "".join(titles) + "  " + "  ".join(note for note in notes if note)
+        notes.append(f"/{text}")
+    return titles.append("".join(f"  {note}" for note in notes if note))
 
 
 def server_name(url: str) -> str:
