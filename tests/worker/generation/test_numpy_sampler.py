@@ -16,6 +16,9 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.candidate_filters import (
     SORT_LIMIT,
     TokenIds,
+    dynamic_temperature,
+    exclude_top_choices,
+    mask_below_sigma,
     top_k,
     top_p_min_p,
     typical_p,
@@ -42,7 +45,10 @@ def llama_chain(logits: Logits, samplers: Sequence[Any], history: Sequence[int] 
             llama_cpp.llama_sampler_accept(sampler, token)
         llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
         llama_cpp.llama_sampler_free(sampler)
-    remaining = candidates[: array.size]
+    # A sampler may move the start of the array, as XTC does.
+    moved = ctypes.cast(array.data, ctypes.c_void_p).value or 0
+    start = (moved - candidates.ctypes.data) // TOKEN_DATA.itemsize
+    remaining = candidates[start : start + array.size]
     return {int(each["id"]): float(each["logit"]) for each in remaining if each["logit"] > -np.inf}
 
 
@@ -54,7 +60,7 @@ def llama_bias(n_vocab: int, bias: Mapping[int, float]) -> Any:
 def distribution(sampler: LogitSampler, logits: Logits, history: Sequence[int]) -> tuple[TokenIds, Logits]:
     """Return the tokens that may be drawn without a grammar, and their probabilities. Changes `logits`."""
     sampler._adjust(logits, history)
-    candidates = sampler._filter(sampler._candidates(logits))
+    candidates = sampler._filter(sampler._candidates(logits), 0)
     weights = sampler._weights(candidates)
     return candidates.tokens, weights / weights.sum()
 
@@ -127,6 +133,58 @@ def test_typical_p_keeps_what_llama_cpp_keeps(logits: Logits, p: float) -> None:
     assume(away_from(np.cumsum(probabilities[np.argsort(distance)]), p))
     remaining = llama_chain(logits, [llama_cpp.llama_sampler_init_typical(p, 1)])
     assert typical_p(unmasked_candidates(logits), p).tokens.tolist() == sorted(remaining)
+
+
+@given(logits=distinct_logits, n=st.floats(0.1, 3))
+def test_top_n_sigma_keeps_what_llama_cpp_keeps(logits: Logits, n: float) -> None:
+    assume(away_from(logits, float(logits.max() - n * logits.std(dtype=np.float64))))
+    remaining = llama_chain(logits, [llama_cpp.llama_sampler_init_top_n_sigma(n)])
+    mask_below_sigma(logits, n)
+    assert unmasked_candidates(logits).tokens.tolist() == sorted(remaining)
+
+
+def test_top_n_sigma_does_not_count_masked_logits() -> None:
+    logits = np.array([-np.inf, 5, 4, -20, -np.inf], np.float32)
+    mask_below_sigma(logits, 1)
+    assert logits.tolist() == [-np.inf, 5, 4, -np.inf, -np.inf]
+    alone = np.array([-np.inf, 5], np.float32)
+    mask_below_sigma(alone, 1)
+    assert alone.tolist() == [-np.inf, 5]
+
+
+@given(logits=distinct_logits, threshold=st.floats(0.01, 0.6))
+def test_xtc_keeps_what_llama_cpp_keeps(logits: Logits, threshold: float) -> None:
+    assume(away_from(softmax(logits), threshold))
+    remaining = llama_chain(logits, [llama_cpp.llama_sampler_init_xtc(1.0, threshold, 1, 7)])
+    assert exclude_top_choices(unmasked_candidates(logits), threshold).tokens.tolist() == sorted(remaining)
+
+
+def test_xtc_is_applied_with_its_probability() -> None:
+    logits = np.array([3.0, 3.1, -1.0], np.float32)
+    params = SamplingDefaults(**OFF | {"temperature": 0.01}, xtc_probability=0.25, xtc_threshold=0.2)
+    sampler = LogitSampler(params, seed=4)
+    drawn = [sampler.sample(logits.copy(), [9] * (1 + position), 1) for position in range(2000)]
+    assert set(drawn) == {0, 1}
+    assert 0.2 < drawn.count(0) / len(drawn) < 0.3, "token 1, the top choice, is excluded in a quarter of the draws"
+    again = LogitSampler(params, seed=4)
+    assert [again.sample(logits.copy(), [9] * (1 + position), 1) for position in range(50)] == drawn[:50]
+
+
+@given(
+    logits=distinct_logits,
+    temperature=st.floats(0.2, 2),
+    spread=st.floats(0.01, 3),
+    exponent=st.floats(0.2, 4),
+)
+def test_the_dynamic_temperature_is_that_of_llama_cpp(
+    logits: Logits, temperature: float, spread: float, exponent: float
+) -> None:
+    assume(len(logits) > 1)
+    expected = llama_chain(logits, [llama_cpp.llama_sampler_init_temp_ext(temperature, spread, exponent)])
+    found = dynamic_temperature(unmasked_candidates(logits), temperature, spread, exponent)
+    assume(found > 0.01)
+    token = int(np.abs(logits).argmax())
+    assert float(logits[token]) / found == pytest.approx(expected[token], rel=1e-3, abs=1e-3)
 
 
 @given(

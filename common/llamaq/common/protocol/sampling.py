@@ -1,7 +1,7 @@
 """The sampling parameters. Meaning and bounds are declared once, for the jobs and for the defaults of a worker.
 
-Meaning and order follow llama.cpp's default sampler chain: logit bias, penalties, grammar, top-k, typical-p, top-p,
-min-p, temperature.
+Meaning and order follow llama.cpp's default sampler chain: logit bias, penalties, grammar, top-n-sigma, top-k,
+typical-p, top-p, min-p, XTC, temperature.
 """
 
 from __future__ import annotations
@@ -35,6 +35,28 @@ _TYPICAL_P = Field(
     le=1,
     description="Locally typical sampling: keeps the most typical tokens up to this total probability. 1 keeps all.",
 )
+_TOP_N_SIGMA = Field(
+    ge=-1,
+    le=1000,
+    description="Keeps the tokens whose logit is at most this many standard deviations below the highest. 0 and -1 keep "
+    "all.",
+)
+_XTC_PROBABILITY = Field(
+    ge=0,
+    le=1,
+    description="Exclude top choices: probability that all tokens above `xtc_threshold` but the least probable of them "
+    "are dropped. 0 turns it off.",
+)
+_XTC_THRESHOLD = Field(ge=0, le=1, description="Lowest probability of a top choice. Above 0.5 nothing is dropped.")
+_DYNATEMP_RANGE = Field(
+    ge=0,
+    le=100,
+    description="Dynamic temperature: between `temperature` minus and plus this range, by the entropy of the "
+    "candidates. 0 turns it off.",
+)
+_DYNATEMP_EXPONENT = Field(
+    gt=0, le=100, description="Exponent of the normalized entropy, which determines the dynamic temperature."
+)
 _REPEAT_PENALTY = Field(
     gt=0,
     le=100,
@@ -63,6 +85,11 @@ class SamplingParams(StrictModel):
     top_p: Annotated[float | None, _TOP_P] = None
     min_p: Annotated[float | None, _MIN_P] = None
     typical_p: Annotated[float | None, _TYPICAL_P] = None
+    top_n_sigma: Annotated[float | None, _TOP_N_SIGMA] = None
+    xtc_probability: Annotated[float | None, _XTC_PROBABILITY] = None
+    xtc_threshold: Annotated[float | None, _XTC_THRESHOLD] = None
+    dynatemp_range: Annotated[float | None, _DYNATEMP_RANGE] = None
+    dynatemp_exponent: Annotated[float | None, _DYNATEMP_EXPONENT] = None
     repeat_penalty: Annotated[float | None, _REPEAT_PENALTY] = None
     frequency_penalty: Annotated[float | None, _FREQUENCY_PENALTY] = None
     presence_penalty: Annotated[float | None, _PRESENCE_PENALTY] = None
@@ -79,6 +106,11 @@ class SamplingDefaults(BaseModel):
     top_p: Annotated[float, _TOP_P] = 0.95
     min_p: Annotated[float, _MIN_P] = 0.05
     typical_p: Annotated[float, _TYPICAL_P] = 1.0
+    top_n_sigma: Annotated[float, _TOP_N_SIGMA] = 0.0
+    xtc_probability: Annotated[float, _XTC_PROBABILITY] = 0.0
+    xtc_threshold: Annotated[float, _XTC_THRESHOLD] = 0.1
+    dynatemp_range: Annotated[float, _DYNATEMP_RANGE] = 0.0
+    dynatemp_exponent: Annotated[float, _DYNATEMP_EXPONENT] = 1.0
     repeat_penalty: Annotated[float, _REPEAT_PENALTY] = 1.0
     frequency_penalty: Annotated[float, _FREQUENCY_PENALTY] = 0.0
     presence_penalty: Annotated[float, _PRESENCE_PENALTY] = 0.0

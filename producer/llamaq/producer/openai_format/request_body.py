@@ -35,7 +35,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
     "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
@@ -49,8 +48,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "top_logprobs": (0,),
-    "top_n_sigma": (-1,),
-    "xtc_probability": (0,),
 }
 """Fields that change the answer and that llamaq does not support, with the values that mean the same as no field."""
 

@@ -1,4 +1,4 @@
-"""The candidates for the next token, and the filters of the sampler chain: top-k, typical-p, top-p and min-p.
+"""The candidates for the next token, and the filters of the sampler chain: top-n-sigma, top-k, typical-p and others.
 
 Each filter keeps the same candidates as the sampler of the same name in llama.cpp (src/llama-sampler.cpp) with
 `min_keep` = 1. No filter sorts a whole vocabulary, because sorting 151,936 logits takes about 20 ms.
@@ -22,6 +22,8 @@ BLOCK_LOGITS = 128
 """Logits in one block of `_top_k_superset`."""
 SORT_LIMIT = 1024
 """Up to this number of candidates are sorted directly. More candidates are first counted in bins."""
+MAX_XTC_THRESHOLD = 0.5
+"""Above it, at most one token can be a top choice."""
 BINS_PER_NAT, N_BINS = 32, 1024
 
 
@@ -71,6 +73,51 @@ def top_k(logits: Logits, k: int) -> Candidates:
     if len(chosen) > k:
         chosen = chosen.largest(k)
     return chosen if chosen.logits.min() != -np.inf else chosen[chosen.logits != -np.inf]
+
+
+def mask_below_sigma(logits: Logits, n: float) -> None:
+    """Set the logits that are more than `n` standard deviations below the largest to minus infinity, in place.
+
+    Logits that are minus infinity do not count. Source: Tang et al., Top-n-sigma (arXiv:2411.07641);
+    llama_sampler_top_n_sigma.
+    """
+    unmasked = logits[logits != -np.inf]
+    if len(unmasked) > 1:
+        bound = unmasked.max() - n * unmasked.std(dtype=np.float64)
+        logits[logits < bound] = -np.inf
+
+
+def exclude_top_choices(candidates: Candidates, threshold: float) -> Candidates:
+    """Return the candidates without those of at least the probability `threshold`, of which the last one stays.
+
+    Source: llama_sampler_xtc. The caller decides by chance whether the filter is applied.
+    """
+    weights = _weights(candidates, candidates.max_logit)
+    tops = np.flatnonzero(weights >= threshold * weights.sum(dtype=np.float64))
+    if threshold > MAX_XTC_THRESHOLD or len(tops) < 2:
+        return candidates
+    last = tops[np.argsort(candidates.logits[tops], kind="stable")[0]]
+    kept = np.ones(len(candidates), np.bool_)
+    kept[tops] = False
+    kept[last] = True
+    return candidates[kept]
+
+
+def dynamic_temperature(candidates: Candidates, temperature: float, spread: float, exponent: float) -> float:
+    """Return the temperature for these candidates: low + (high - low) * (H / ln(n)) ** exponent.
+
+    H is the entropy of the candidates in nats, n their number, low and high are `temperature` minus (at least 0) and
+    plus `spread`. Source: llama_sampler_temp_ext.
+    """
+    low, high = max(0.0, temperature - spread), temperature + spread
+    if len(candidates) < 2:
+        return high
+    weights = _weights(candidates, candidates.max_logit).astype(np.float64)
+    probabilities = weights / weights.sum()
+    present = probabilities[probabilities > 0]
+    entropy = -float(present @ np.log(present))
+    normalized = entropy / log(len(candidates))
+    return low + (high - low) * float(normalized**exponent)
 
 
 def typical_p(candidates: Candidates, p: float) -> Candidates:

@@ -112,9 +112,7 @@ class JobPreparer:
         if request.tokens is not None:
             return list(request.tokens)
         if request.messages is not None:
-            return self._vocab.encode_chat(
-                request.messages, request.template_options, max_tokens=self._context_limit
-            )
+            return self._vocab.encode_chat(request.messages, request.template_options, max_tokens=self._context_limit)
         prompt = self._vocab.encode(request.prompt or "", max_tokens=self._context_limit)
         if not prompt:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "prompt: empty, and this model has no BOS token to begin with")

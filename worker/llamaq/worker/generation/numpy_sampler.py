@@ -1,7 +1,7 @@
 """Draws tokens from logits: the sampler chain of llama.cpp in numpy, with reproducible draws.
 
-The steps of the chain have the order of llama.cpp (common/sampling.cpp): logit bias, penalties, grammar, top-k,
-typical-p, top-p, min-p, temperature. Only the last step, the draw, differs: the random number is a hash of the seed and
+The steps of the chain have the order of llama.cpp (common/sampling.cpp): logit bias, penalties, grammar, top-n-sigma,
+top-k, typical-p, top-p, min-p, XTC, temperature. Only the draws differ: the random number is a hash of the seed and
 the position. So an attempt that resumes a job draws with the same random numbers as an uninterrupted attempt.
 """
 
@@ -20,6 +20,9 @@ from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.generation.candidate_filters import (
     Candidates,
     Logits,
+    dynamic_temperature,
+    exclude_top_choices,
+    mask_below_sigma,
     top_k,
     top_p_min_p,
     typical_p,
@@ -33,6 +36,8 @@ FEW_ALLOWED = 1 / 8
 GREEDY_BELOW = 1e-6
 """Temperatures below this value mean greedy decoding. Logits divided by such a temperature can exceed the range of
 float32."""
+XTC = b"xtc"
+"""Purpose of the random number that decides whether XTC is applied."""
 NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
 
 
@@ -108,23 +113,30 @@ class LogitSampler:
         return self._draw(allowed.largest(n_wanted) if n_wanted else allowed, len(generated))
 
     def _candidates(self, logits: Logits) -> Candidates:
+        if self._params.top_n_sigma > 0 and not self._is_greedy:
+            mask_below_sigma(logits, self._params.top_n_sigma)
         k = 1 if self._is_greedy else self._params.top_k
         return top_k(logits, k) if k else unmasked_candidates(logits)
 
-    def _filter(self, candidates: Candidates) -> Candidates:
+    def _filter(self, candidates: Candidates, position: int) -> Candidates:
         params = self._params
         if params.typical_p < 1:
             candidates = typical_p(candidates, params.typical_p)
-        return top_p_min_p(candidates, params.top_p, params.min_p)
+        candidates = top_p_min_p(candidates, params.top_p, params.min_p)
+        if params.xtc_probability > 0 and self._uniform(position, XTC) < params.xtc_probability:
+            candidates = exclude_top_choices(candidates, params.xtc_threshold)
+        return candidates
 
     def _weights(self, candidates: Candidates) -> Logits:
         """Return exp((logit_i - max_logit) / temperature): the probabilities before normalization.
 
-        Source: llama_sampler_temp, then llama_sampler_softmax_impl.
+        Source: llama_sampler_temp_ext, then llama_sampler_softmax_impl.
         """
+        params, temperature = self._params, self._params.temperature
+        if params.dynatemp_range > 0:
+            temperature = dynamic_temperature(candidates, temperature, params.dynatemp_range, params.dynatemp_exponent)
         weights: Logits = np.exp(
-            (candidates.logits - np.float32(candidates.max_logit))
-            / np.float32(max(self._params.temperature, GREEDY_BELOW))
+            (candidates.logits - np.float32(candidates.max_logit)) / np.float32(max(temperature, GREEDY_BELOW))
         )
         return weights
 
@@ -139,18 +151,18 @@ class LogitSampler:
         _check_finite(candidates.max_logit)
         if self._is_greedy:
             return int(candidates.tokens[0])
-        kept = self._filter(candidates)
+        kept = self._filter(candidates, position)
         cumulative = np.cumsum(self._weights(kept), dtype=np.float64)
         index = int(cumulative.searchsorted(self._uniform(position) * cumulative[-1], side="right"))
         return int(kept.tokens[min(index, len(kept) - 1)])  # rounding can make the product equal to the total
 
-    def _uniform(self, position: int) -> float:
-        """Return a uniform random number in [0, 1) that depends only on the seed and the position.
+    def _uniform(self, position: int, purpose: bytes = b"") -> float:
+        """Return a uniform random number in [0, 1) that depends only on the seed, the position and its purpose.
 
-        The number is the upper 53 bits of the 64-bit BLAKE2b hash of the position, with the seed as the key, divided by
-        2**53.
+        The number is the upper 53 bits of the 64-bit BLAKE2b hash of the position, with the seed as the key and the
+        purpose as the personalization, divided by 2**53.
         """
-        digest = blake2b(position.to_bytes(8, "little"), digest_size=8, key=self._seed).digest()
+        digest = blake2b(position.to_bytes(8, "little"), digest_size=8, key=self._seed, person=purpose).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     def _adjust(self, logits: Logits, history: Sequence[int]) -> None:
