@@ -32,7 +32,7 @@ COPY pyproject.toml LICENSE README.md /src/
 COPY common /src/common
 COPY producer /src/producer
 COPY worker /src/worker
-RUN /opt/llamaq/bin/pip install '/src[worker,hub,metrics,top]' /src/worker
+RUN /opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker
 
 FROM ${RUNTIME_IMAGE}
 ENV DEBIAN_FRONTEND=noninteractive

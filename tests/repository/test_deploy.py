@@ -16,6 +16,7 @@ import yaml
 from tests.support.redis_servers import Server
 
 from llamaq.common.settings import QueueSettings
+from llamaq.gateway.settings import ServeSettings
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
 
@@ -88,11 +89,24 @@ def seconds(duration: str) -> int:
 
 def test_compose_starts_redis_and_one_cpu_worker_by_default(compose: dict[str, Any]) -> None:
     (profile,) = re.findall(r"^COMPOSE_PROFILES=(.*)$", (ROOT / ".env").read_text(), re.MULTILINE)
-    assert services_of(compose, profile) == {"redis", "worker"}
+    assert services_of(compose, profile) == {"redis", "worker", "http"}
 
 
 def test_compose_with_the_gpu_profile_starts_no_cpu_worker(compose: dict[str, Any]) -> None:
-    assert services_of(compose, "gpu") == {"redis", "worker-gpu"}
+    assert services_of(compose, "gpu") == {"redis", "worker-gpu", "http-gpu"}
+
+
+@pytest.mark.parametrize("suffix", ["", "-gpu"])
+def test_the_http_server_has_the_image_of_the_worker_and_listens_on_this_host_alone(
+    compose: dict[str, Any], suffix: str
+) -> None:
+    server, worker = compose["services"][f"http{suffix}"], compose["services"][f"worker{suffix}"]
+    assert server["image"] == worker["image"]
+    settings = ServeSettings.model_fields
+    port = settings["http_port"].default
+    assert server["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert f"localhost:{port}/health" in server["healthcheck"]["test"][-1]
+    assert seconds(server["stop_grace_period"]) > settings["shutdown_s"].default
 
 
 def test_every_service_has_a_health_check_with_all_its_limits(compose: dict[str, Any]) -> None:
@@ -215,7 +229,7 @@ def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[st
 
 
 def test_the_image_and_make_install_both_distributions_of_this_checkout(dockerfile: list[list[str]]) -> None:
-    assert "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,top]' /src/worker" in arguments(dockerfile, "RUN")
+    assert "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker" in arguments(dockerfile, "RUN")
     recipes = (ROOT / "Makefile").read_text()
     assert "pip install --quiet -e '.[worker]' -e ./worker" in recipes
     assert "pip install --quiet -e '.[worker,dev]' -e ./worker" in recipes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_events import Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
-from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
 from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
@@ -25,6 +25,8 @@ from llamaq.common.protocol.snapshots import (
 )
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.settings import ClientSettings, QueueSettings
+from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.gateway.settings import ServeSettings
 from llamaq.producer.rq.settings import RqSettings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
@@ -46,7 +48,7 @@ _SNAPSHOTS = (
 )
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
 _COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
-_CLIENT = (QueueSettings, ClientSettings, RqSettings)
+_CLIENT = (KeyRecord, ServeSettings, QueueSettings, ClientSettings, RqSettings)
 _MODEL = (ModelSettings, DeviceSettings, RopeSettings)
 _WORKER = (*_MODEL, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, JobDefaults, WorkerSettings)
 
