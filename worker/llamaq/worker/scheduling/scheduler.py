@@ -298,7 +298,10 @@ class Scheduler:
         if len(self._memory.active_slots) == len(self._memory.slots):
             return ()
         bulk_first = self._bulk_share.is_due(self._count_running(Priority.BULK))
-        return self._waiting.candidates(self._memory.has_slot, self._memory.find_prefix, bulk_first=bulk_first)
+        running = [slot.active.job for slot in self._memory.active_slots]
+        return self._waiting.candidates(
+            self._memory.has_slot, self._memory.find_prefix, running=running, bulk_first=bulk_first
+        )
 
     def _start(self, candidate: Candidate) -> None:
         """Give the job a slot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice, takewhile
 
@@ -20,14 +21,20 @@ MIN_LEAD_TOKENS = 16
 class WaitingQueue:
     """Orders waiting jobs: interactive before bulk, and first come, first served within a priority.
 
+    Jobs of several tenants take turns: the tenant with the fewest running jobs is next, and among these the one whose last
+    turn is longest ago. So a job does not wait for all jobs of another tenant that this worker claimed before it.
+
     A job may overtake earlier jobs if it has a longer reusable prefix, or if KV memory has no room for the earlier
-    jobs. Each job is overtaken at most `MAX_OVERTAKEN` times. A large job therefore gets its room: no further job is
+    jobs. A job with a longer prefix overtakes only jobs of its tenant. Each job is overtaken at most `MAX_OVERTAKEN` times. A large job therefore gets its room: no further job is
     admitted before it, and the running jobs end.
     """
 
     def __init__(self) -> None:
         self._jobs: dict[Priority, dict[str, Job]] = {priority: {} for priority in Priority}
         self._n_overtaken: dict[str, int] = {}
+        self._last_turns: dict[str | None, int] = {}
+        """Maps a tenant to the number of its last turn. Tenants that have no waiting job are forgotten at the next turn."""
+        self._n_turns = 0
 
     def __len__(self) -> int:
         return sum(len(jobs) for jobs in self._jobs.values())
@@ -46,7 +53,12 @@ class WaitingQueue:
         self._jobs[job.request.priority] = {job.id: job, **jobs}
 
     def candidates(
-        self, has_slot: Callable[[Job], bool], find_prefix: Callable[[Job], PrefixHit], *, bulk_first: bool = False
+        self,
+        has_slot: Callable[[Job], bool],
+        find_prefix: Callable[[Job], PrefixHit],
+        *,
+        running: Collection[Job] = (),
+        bulk_first: bool = False,
     ) -> Iterator[Candidate]:
         """Iterate over the jobs that may be admitted next, in the order in which the scheduler should try them.
 
@@ -56,21 +68,40 @@ class WaitingQueue:
         Args:
             has_slot: Returns whether an idle slot exists that the job can use. Jobs without such a slot are skipped.
             find_prefix: Looks up the reusable prefix of a job.
+            running: The jobs that have a slot.
             bulk_first: Whether bulk jobs come before interactive jobs.
         """
         for jobs in [self.bulk, self.interactive] if bulk_first else [self.interactive, self.bulk]:
-            eligible = list(islice((job for job in jobs if has_slot(job)), MAX_COMPARED_JOBS))
+            eligible = list(islice((job for job in self._in_turns(jobs, running) if has_slot(job)), MAX_COMPARED_JOBS))
             for candidate in self._in_order_of_trial(eligible, find_prefix):
                 yield candidate
                 if self._must_be_next(candidate.job):
                     return
 
+    def _in_turns(self, jobs: Collection[Job], running: Collection[Job]) -> Collection[Job]:
+        """Return the jobs of one priority in the order of their tenants' turns. Interrupted jobs are first."""
+        if len({job.request.tenant for job in jobs}) <= 1:
+            return jobs
+        n_jobs = Counter(job.request.tenant for job in running)
+        places: dict[str, tuple[int, int]] = {}
+        for job in jobs:
+            tenant = job.request.tenant
+            places[job.id] = (n_jobs[tenant], self._last_turns.get(tenant, 0))
+            n_jobs[tenant] += 1
+            if job.resumed or job.times.started_s is not None or self._must_be_next(job):
+                places[job.id] = (-1, 0)
+        return sorted(jobs, key=lambda job: places[job.id])
+
     def _in_order_of_trial(self, eligible: list[Job], find_prefix: Callable[[Job], PrefixHit]) -> list[Candidate]:
-        """Return the job with the clearly longest reusable prefix first, then the others in the order of the queue."""
+        """Return the job with the clearly longest reusable prefix first, then the others in the given order.
+
+        Only jobs of the tenant whose turn it is are compared.
+        """
         if not eligible or self._must_be_next(eligible[0]):
             eligible = eligible[:1]
         candidates = [Candidate(job, find_prefix(job)) for job in eligible]
-        best = max(candidates, key=lambda candidate: candidate.hit.n_tokens, default=None)
+        own = [one for one in candidates if one.job.request.tenant == candidates[0].job.request.tenant]
+        best = max(own, key=lambda candidate: candidate.hit.n_tokens, default=None)
         if best and best.hit.n_tokens >= candidates[0].hit.n_tokens + MIN_LEAD_TOKENS:
             candidates.remove(best)
             candidates.insert(0, best)
@@ -100,6 +131,10 @@ class WaitingQueue:
         for job_id in {other.id for other in (*ahead, *passed)}:
             self._n_overtaken[job_id] = self._n_overtaken.get(job_id, 0) + 1
         self.remove(job)
+        self._n_turns += 1
+        waiting = {other.request.tenant for other in self}
+        self._last_turns = {tenant: turn for tenant, turn in self._last_turns.items() if tenant in waiting}
+        self._last_turns[job.request.tenant] = self._n_turns
 
     def remove(self, job: Job) -> None:
         """Remove a job without counting overtaken jobs."""
