@@ -38,8 +38,8 @@ _TYPICAL_P = Field(
 _TOP_N_SIGMA = Field(
     ge=-1,
     le=1000,
-    description="Keeps the tokens whose logit is at most this many standard deviations below the highest. 0 and -1 keep "
-    "all.",
+    description="Keeps the tokens whose logit is at most this many standard deviations below the highest. 0 and -1 "
+    "keep all.",
 )
 _XTC_PROBABILITY = Field(
     ge=0,
