@@ -100,7 +100,7 @@ types: $(VENV)/dev.stamp ## mypy, strict
 # The prefix cache is compared with llama-server, which the wheel of xllamacpp contains. That wheel has another llama.cpp,
 # so it is installed in a separate environment outside the checkout.
 CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
-BENCHES := single_generate worker_concurrent strategies tokenize_overhead long_prompt client_cost $(CACHE_BENCHES)
+BENCHES := bulk single_generate worker_concurrent strategies tokenize_overhead long_prompt client_cost $(CACHE_BENCHES)
 BENCH_ARGS ?=
 PEER := xllamacpp==2026.10.11549
 LLAMAQ_PEER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/peers
@@ -115,7 +115,7 @@ bench-quick: $(VENV)/dev.stamp ## the same as a smoke run
 
 bench-peers: $(VENV)/dev.stamp $(PEER_DIR)/installed.txt ## the prefix cache's benchmarks, beside llama-server
 	@export LLAMAQ_BENCH_PEER="$(PEER_DIR)/bin/python"
-	for name in $(CACHE_BENCHES); do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
+	for name in $(CACHE_BENCHES) bulk; do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
 
 $(PEER_DIR)/installed.txt:
 	@echo "==> $(PEER) into $(PEER_DIR)"

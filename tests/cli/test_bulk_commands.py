@@ -62,6 +62,9 @@ def test_failed_rows_are_named_and_the_exit_code_is_1(served: str, tmp_path: Pat
     assert done.exit_code == EXIT_FAILED
     assert f"1 rows have failed: {tmp_path / 'out.errors.jsonl'}" in done.stderr
     assert "max_tokens" in answers(tmp_path / "out.errors.jsonl")[0]["error"]["message"]
+    again = run(source, "-o", tmp_path / "out.jsonl", "--retry-errors", "--json")
+    progress = json.loads(again.stdout)
+    assert (progress["rows_before"], progress["rows_failed"]) == (1, 1)
 
 
 def test_a_wrong_option_or_file_is_told_in_one_line(

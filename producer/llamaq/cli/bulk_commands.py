@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from typing import Annotated
 
 import typer
 
@@ -14,7 +15,7 @@ from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from llamaq.cli.run_options import with_run_options
 from llamaq.common.errors import NoWorker
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, execute
+from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
 
 _REASONS = {
     BulkState.STOPPED: "the run was stopped: start the same command again to continue it",
@@ -36,6 +37,9 @@ def run_here(
     redis_url: RedisUrl = None,
     queue: Queue = None,
     require_worker: RequireWorker = None,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Compute the rows again that failed in an earlier call.")
+    ] = False,
     as_json: AsJson = False,
     *,
     run: BulkRun,
@@ -46,6 +50,8 @@ def run_here(
     an `id`, and job options. After an interruption, start the same command again: it continues, and computes no row
     twice. If a row has failed, the exit code is 1.
     """
+    if retry_errors:
+        drop_errors(run)
     progress = asyncio.run(_execute(run, AsyncClient(redis_url, queue, require_worker=require_worker)))
     if as_json:
         views.show_json(progress)

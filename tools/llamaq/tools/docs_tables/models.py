@@ -27,6 +27,7 @@ from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.settings import ClientSettings, QueueSettings
 from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.settings import ServeSettings
+from llamaq.producer.bulk import BulkRun
 from llamaq.producer.rq.settings import RqSettings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
@@ -48,7 +49,7 @@ _SNAPSHOTS = (
 )
 _DEAD_LETTERS = (DeadLetter, DeadLetterDetails)
 _COMMANDS = (SlotCommand, SlotReply, SlotFile, WorkerSlots, TextCommand, TextReply)
-_CLIENT = (KeyRecord, ServeSettings, QueueSettings, ClientSettings, RqSettings)
+_CLIENT = (KeyRecord, ServeSettings, QueueSettings, ClientSettings, RqSettings, BulkRun)
 _MODEL = (ModelSettings, DeviceSettings, RopeSettings)
 _WORKER = (*_MODEL, BatchSettings, CacheSettings, LifeSettings, SamplingDefaults, JobDefaults, WorkerSettings)
 
