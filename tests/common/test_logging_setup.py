@@ -42,6 +42,10 @@ def test_other_messages_have_no_event(message: object) -> None:
     assert (entry["message"], "event" in entry) == (str(message), False)
 
 
+def test_a_number_that_is_not_finite_is_a_text() -> None:
+    assert formatted("a.b share=%s", float("nan"))["share"] == "nan"
+
+
 def test_line_breaks_and_special_characters_stay_on_one_line() -> None:
     assert formatted("a.b text=%s", 'two\nlines "and" \u2028 \udc80')["text"] == 'two\nlines "and" \u2028 \udc80'
 

@@ -9,8 +9,12 @@ import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
+from llamaq.cli.metrics_command import read_metrics
+from llamaq.common.metrics.families import REDIS_UP
+from llamaq.common.settings import client_settings
 from llamaq.producer import Client, NotDurable
 from llamaq.producer import durability as durability_module
+from llamaq.producer.queries.metrics import MetricsReader
 
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Environment
@@ -40,6 +44,8 @@ def test_worker_and_client_run_as_a_user_that_sees_only_the_keys_of_llamaq(
                 assert client.tokenizer().encode("a")
                 client.pause()
                 client.resume()
+                samples = read_metrics(client_settings(redis_url=url), MetricsReader([environment.queue]))
+                assert samples.values[REDIS_UP] == {(): 1}
                 with pytest.raises(NotDurable):  # the server has no replica
                     client.submit("x", max_tokens=1, durable=1)
         finally:

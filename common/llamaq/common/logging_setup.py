@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import sys
 import threading
@@ -23,7 +24,6 @@ _EVENT = re.compile(r"[a-z_]+(?:\.[a-z_]+)+(?=[\s:]|$)")
 """The event at the beginning of a message: `job.admitted id=%s slot=%d`."""
 _PLACEHOLDER = re.compile(r"(?:\b(\w+)=)?%(?:%|[-+ #0]*\d*(?:\.\d+)?[a-zA-Z])")
 """A placeholder in a message, with the name of its value if it has one."""
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class LogFormat(StrEnum):
@@ -55,7 +55,7 @@ class JsonFormatter(logging.Formatter):
         if event := _EVENT.match(entry["message"]):
             entry["event"] = event[0]
             for name, value in _named_values(record):
-                entry.setdefault(name, value if isinstance(value, _PLAIN) else str(value))
+                entry.setdefault(name, value if _is_plain(value) else str(value))
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
@@ -74,6 +74,13 @@ def _named_values(record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
             value = next(values, None)
             if found[1] is not None:
                 yield found[1], value
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether JSON has a form for this value. It has none for numbers that are not finite."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int | str)
 
 
 def _mask(text: str) -> str:
