@@ -27,7 +27,7 @@ from tests.soak.scenarios.leaving import leaving
 from tests.soak.scenarios.moves import moves
 from tests.soak.scenarios.outages import cuts, restarts
 from tests.soak.scenarios.poison import poison
-from tests.soak.scenarios.rows import many_rows, row_kills
+from tests.soak.scenarios.rows import many_rows, row_kills, rq_kills
 from tests.soak.scenarios.shares import shares
 from tests.soak.scenarios.subscribers import subscribers
 from tests.soak.scenarios.takeover import stopped, takeover
@@ -69,6 +69,7 @@ SCENARIOS = {
     "waits": Scenario(waits, {"n_jobs": 600, "n_kills": 24}, 60),
     "many_rows": Scenario(many_rows, {"n_rows": 100_000}, 250),
     "row_kills": Scenario(row_kills, {"n_rows": 2000, "n_kills": 10}, 200),
+    "rq_kills": Scenario(rq_kills, {"n_rows": 2000, "n_kills": 10}, 300),
     "closings": Scenario(closings, {"n_stops": 40}, 60),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import subprocess
@@ -11,9 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from redis.exceptions import RedisError
 from tests.soak.chaos import seeded_random
 from tests.soak.checker import Checker
 from tests.soak.environment import Environment
@@ -21,6 +24,9 @@ from tests.soak.report import Outcome, ProgressReport
 from tests.soak.scenarios.outages import DURABLE
 from tests.support.redis_servers import Server, free_ports
 
+from llamaq.producer.bulk import BulkRun
+from llamaq.producer.rq import BulkQueue
+from llamaq.producer.rq.run_status import ENDED
 from llamaq.tools.demo_model.fact_questions import INLINE_FRAMES, recall_probe
 
 ROW_WORKER = Path(__file__).parents[1] / "row_worker.py"
@@ -31,7 +37,70 @@ ANSWER_TOKENS = 12
 DISTANCE_WORDS = 40
 POLL_S = 0.05
 LONGEST_S = 1800.0
-PARTS = ("bulk process", "worker", "Redis")
+
+
+class CommandRun:
+    """A run of `llamaq bulk run`. A killed process is started again."""
+
+    part = "bulk process"
+
+    def __init__(self, environment: Environment, source: Path, target: Path) -> None:
+        self._arguments = (environment, source, target, *GREEDY)
+        self._process = start_run(*self._arguments)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process = start_run(*self._arguments)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class RqRun:
+    """A run that an RQ worker executes. Kills hit the RQ worker, its work-horse, or both."""
+
+    part = "RQ worker"
+
+    def __init__(self, environment: Environment, source: Path, target: Path) -> None:
+        self._environment = environment
+        self._runs = BulkQueue(environment.redis_url)
+        run = BulkRun(
+            input=source, output=target, options={"temperature": 0, "max_tokens": ANSWER_TOKENS, "stop": "\n"}
+        )
+        self._run_id = self._runs.submit(run, queue=environment.queue).run_id
+        self._worker = self._start_worker()
+        self._n_kills = 0
+
+    def _start_worker(self) -> subprocess.Popen[bytes]:
+        with (self._environment.folder / "rq.log").open("ab") as log:
+            command = [sys.executable, "-m", "llamaq", "bulk", "worker", "--redis-url", self._environment.redis_url]
+            return subprocess.Popen(command, stdout=log, stderr=log, cwd=self._environment.folder)
+
+    def kill(self) -> None:
+        self._n_kills += 1
+        children = Path(f"/proc/{self._worker.pid}/task/{self._worker.pid}/children").read_text().split()
+        if self._n_kills % 3 != 1:  # otherwise the work-horse notices the death of its RQ worker
+            for pid in children:
+                os.kill(int(pid), signal.SIGKILL)
+        if self._n_kills % 3 != 2:
+            self._worker.kill()
+            self._worker.wait()
+            self._worker = self._start_worker()
+
+    def has_ended(self) -> bool:
+        with suppress(RedisError):
+            return self._runs.status(self._run_id).state in ENDED
+        return False
+
+    def close(self) -> None:
+        self._runs.redis.close()
+        self._worker.terminate()
+        self._worker.wait()
 
 
 async def many_rows(seed: int, report: ProgressReport, *, n_rows: int = 100_000) -> Outcome:
@@ -46,7 +115,7 @@ async def many_rows(seed: int, report: ProgressReport, *, n_rows: int = 100_000)
                 source = _write_rows(environment.folder / f"{count}.jsonl", rows)
                 target = environment.folder / f"{count}.out.jsonl"
                 begun_s = time.monotonic()
-                run = _start_run(environment, source, target)
+                run = start_run(environment, source, target)
                 peaks[count] = await _peak_mb(
                     run, lambda count=count, target=target: report(_n_kilobytes(target), count, "kB")
                 )
@@ -63,7 +132,19 @@ async def many_rows(seed: int, report: ProgressReport, *, n_rows: int = 100_000)
 
 async def row_kills(seed: int, report: ProgressReport, *, n_rows: int = 2000, n_kills: int = 10) -> Outcome:
     """Run rows through the demo model twice: undisturbed, and while processes are killed. Compare the answers."""
-    checker, rng, started_s = Checker(), seeded_random(seed, "row_kills"), time.monotonic()
+    return await compare_runs("row_kills", CommandRun, seed, report, n_rows, n_kills)
+
+
+async def rq_kills(seed: int, report: ProgressReport, *, n_rows: int = 2000, n_kills: int = 10) -> Outcome:
+    """The same as `row_kills`, with a run that an RQ worker executes."""
+    return await compare_runs("rq_kills", RqRun, seed, report, n_rows, n_kills)
+
+
+async def compare_runs(
+    name: str, kind: type[CommandRun | RqRun], seed: int, report: ProgressReport, n_rows: int, n_kills: int
+) -> Outcome:
+    """Compare the answers of an undisturbed run with those of a run while processes are killed."""
+    checker, rng, started_s = Checker(), seeded_random(seed, name), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
         server = Server(Path(folder), free_ports(1)[0], DURABLE)
         server.start()
@@ -76,10 +157,11 @@ async def row_kills(seed: int, report: ProgressReport, *, n_rows: int = 2000, n_
                 calm, killed = environment.folder / "calm.jsonl", environment.folder / "killed.jsonl"
                 await environment.start_ready()
                 begun_s = time.monotonic()
-                run = _start_run(environment, source, calm, *_GREEDY)
-                await _until_end(run, lambda: report(_n_lines(calm), 2 * n_rows, "rows"))
+                run = start_run(environment, source, calm, *GREEDY)
+                await _until_end(lambda: run.poll() is not None, lambda: report(_n_lines(calm), 2 * n_rows, "rows"))
                 calm_s = time.monotonic() - begun_s
-                kills = await _run_under_kills(environment, server, source, killed, n_rows, n_kills, rng, report)
+                disturbed = kind(environment, source, killed)
+                kills = await _run_under_kills(environment, server, disturbed, killed, n_rows, n_kills, rng, report)
                 expected = [(line, text) for line, text in _answers(calm)]
                 _compare(checker, expected, _answers(killed))
                 if len(expected) != n_rows:
@@ -95,42 +177,36 @@ async def row_kills(seed: int, report: ProgressReport, *, n_rows: int = 2000, n_
         "rows per s, with kills": round(n_rows / (time.monotonic() - begun_s - calm_s), 1),
         "right answers undisturbed": f"{right} of {n_rows}",
     }
-    return Outcome("row_kills", checker.judge(), figures, time.monotonic() - started_s)
+    return Outcome(name, checker.judge(), figures, time.monotonic() - started_s)
 
 
-_GREEDY = ("--temperature", "0", "--max-tokens", str(ANSWER_TOKENS), "--stop", "\n")
+GREEDY = ("--temperature", "0", "--max-tokens", str(ANSWER_TOKENS), "--stop", "\n")
 
 
 async def _run_under_kills(
     environment: Environment,
     server: Server,
-    source: Path,
+    run: CommandRun | RqRun,
     target: Path,
     n_rows: int,
     n_kills: int,
     rng: random.Random,
     report: ProgressReport,
 ) -> dict[str, int]:
-    """Run rows, and kill a part at random each time that a share of them is done. Return the number of kills by part."""
-    kills = dict.fromkeys(PARTS, 0)
-    plan = [PARTS[number % len(PARTS)] for number in range(n_kills)]
+    """Kill a part at random each time that a share of the rows is done. Return the number of kills by part."""
+    parts = (run.part, "worker", "Redis")
+    kills = dict.fromkeys(parts, 0)
+    plan = [parts[number % len(parts)] for number in range(n_kills)]
     rng.shuffle(plan)
     moments = sorted(rng.randrange(n_rows * 9 // 10) for _ in plan)
-    run = _start_run(environment, source, target, *_GREEDY)
-    while plan or run.poll() is None or run.returncode:
-        if run.poll() is not None:  # a run cannot start while Redis is down
-            kills["starts without Redis"] = kills.get("starts without Redis", 0) + 1
-            if kills["starts without Redis"] > n_kills:
-                raise RuntimeError(f"a bulk run ended with {run.returncode}:\n{_log_of(environment)[-2000:]}")
-            run = _start_run(environment, source, target, *_GREEDY)
-        if plan and _n_lines(target) >= moments[0]:
-            moments.pop(0)
-            part = plan.pop(0)
+    try:
+        for moment, part in zip(moments, plan, strict=True):
+            while _n_lines(target) < moment and not run.has_ended():  # noqa: ASYNC110 - it reads a file
+                await asyncio.sleep(POLL_S)
             kills[part] += 1
-            if part == "bulk process":
+            report(n_rows + _n_lines(target), 2 * n_rows, f"rows, {sum(kills.values())} kills")
+            if part == run.part:
                 run.kill()
-                run.wait()
-                run = _start_run(environment, source, target, *_GREEDY)
             elif part == "worker":
                 environment.living[0].kill()
                 await environment.start_ready()
@@ -138,13 +214,10 @@ async def _run_under_kills(
                 server.kill()
                 await asyncio.sleep(rng.uniform(0.0, 1.0))
                 await asyncio.to_thread(server.start)
-        report(n_rows + _n_lines(target), 2 * n_rows, f"rows, {n_kills - len(plan)} kills")
-        await asyncio.sleep(POLL_S)
+        await _until_end(run.has_ended, lambda: report(n_rows + _n_lines(target), 2 * n_rows, "rows"))
+    finally:
+        run.close()
     return kills
-
-
-def _log_of(environment: Environment) -> str:
-    return (environment.folder / "bulk.log").read_text()
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -152,19 +225,18 @@ def _write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def _start_run(environment: Environment, source: Path, target: Path, *options: str) -> subprocess.Popen[bytes]:
+def start_run(environment: Environment, source: Path, target: Path, *options: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "llamaq", "bulk", "run", str(source), "-o", str(target), *options]
     command += ["--redis-url", environment.redis_url, "--queue", environment.queue]
     with (environment.folder / "bulk.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, cwd=environment.folder)
 
 
-async def _until_end(run: subprocess.Popen[bytes], report: Callable[[], None]) -> None:
-    """Wait until a run has ended, and kill it after `LONGEST_S`."""
+async def _until_end(has_ended: Callable[[], bool], report: Callable[[], None]) -> None:
+    """Wait until a run has ended. Raises `TimeoutError` after `LONGEST_S`."""
     deadline_s = time.monotonic() + LONGEST_S
-    while run.poll() is None:
+    while not has_ended():
         if time.monotonic() > deadline_s:
-            run.send_signal(signal.SIGKILL)
             raise TimeoutError(f"a bulk run has not ended within {LONGEST_S:.0f} s")
         await asyncio.sleep(POLL_S)
         report()
@@ -173,7 +245,7 @@ async def _until_end(run: subprocess.Popen[bytes], report: Callable[[], None]) -
 async def _peak_mb(run: subprocess.Popen[bytes], report: Callable[[], None]) -> float:
     """Wait until a run has ended, and return the largest memory that it had."""
     peak_kb = 0
-    while (code := run.poll()) is None:  # noqa: ASYNC110
+    while (code := run.poll()) is None:
         peak_kb = max(peak_kb, _peak_kb(run.pid))
         await asyncio.sleep(POLL_S)
         report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -43,7 +44,7 @@ async def test_only_a_delayed_job_that_is_due_soon_counts(
 
 
 async def test_the_queue_must_be_empty_at_every_look_for_the_whole_time() -> None:
-    answers = iter([True, False, True, RedisConnectionError("away"), *[True] * 100])
+    answers: Iterator[bool | Exception] = iter([True, False, True, RedisConnectionError("away"), *[True] * 100])
     n_looks = 0
     ended: list[int] = []
 
