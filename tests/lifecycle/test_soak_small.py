@@ -34,7 +34,7 @@ def quiet(done: int, total: int, what: str) -> None:
         ),
         pytest.param(stopped, {"n_stops": 1}, id="a worker that comes back is refused"),
         pytest.param(restarts, {"n_restarts": 2}, id="redis is killed"),
-        pytest.param(cuts, {"n_cuts": 5}, id="connections are cut"),
+        pytest.param(cuts, {"n_cuts": 8}, id="connections are cut"),
         pytest.param(poison, {"n_jobs": 12}, id="a job kills its workers"),
         pytest.param(cancels, {"n_each": 5}, id="jobs are cancelled in every state"),
         pytest.param(subscribers, {"n_subscribers": 40, "n_jobs": 4, "n_tokens": 40}, id="subscribers come and go"),

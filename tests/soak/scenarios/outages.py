@@ -14,7 +14,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 from tests.soak.chaos import draw_job, seeded_random
 from tests.soak.checker import Checker
-from tests.soak.environment import Environment
+from tests.soak.environment import Environment, wait_until
 from tests.soak.load import collect, read, run_jobs, submit
 from tests.soak.report import Outcome, ProgressReport
 from tests.support.redis_servers import Server, free_ports
@@ -104,6 +104,8 @@ async def cuts(seed: int, report: ProgressReport, *, n_cuts: int = 200) -> Outco
         with Proxy(environment.redis_url) as proxy:
             async with loaded(environment, checker, seeded_random(seed, "jobs"), proxy.url) as load:
                 n_done = 0
+                # Cuts before the first job would disturb nothing.
+                await wait_until(lambda: bool(checker.accepted), "a job is accepted")
                 while n_done < n_cuts:
                     await asyncio.sleep(rng.uniform(*CALM_S))
                     n_done += proxy.cut() > 0
