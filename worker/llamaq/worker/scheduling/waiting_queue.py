@@ -21,19 +21,19 @@ MIN_LEAD_TOKENS = 16
 class WaitingQueue:
     """Orders waiting jobs: interactive before bulk, and first come, first served within a priority.
 
-    Jobs of several tenants take turns: the tenant with the fewest running jobs is next, and among these the one whose last
-    turn is longest ago. So a job does not wait for all jobs of another tenant that this worker claimed before it.
+    Jobs of several tenants take turns: the tenant with the fewest running jobs is next, and among these the one whose
+    last turn is longest ago. So a job does not wait for all jobs of another tenant that this worker claimed before it.
 
-    A job may overtake earlier jobs if it has a longer reusable prefix, or if KV memory has no room for the earlier
-    jobs. A job with a longer prefix overtakes only jobs of its tenant. Each job is overtaken at most `MAX_OVERTAKEN` times. A large job therefore gets its room: no further job is
-    admitted before it, and the running jobs end.
+    A job may overtake earlier jobs of its tenant if it has a longer reusable prefix, and any earlier jobs if KV memory
+    has no room for them. Each job is overtaken at most `MAX_OVERTAKEN` times. A large job therefore gets its room: no
+    further job is admitted before it, and the running jobs end.
     """
 
     def __init__(self) -> None:
         self._jobs: dict[Priority, dict[str, Job]] = {priority: {} for priority in Priority}
         self._n_overtaken: dict[str, int] = {}
         self._last_turns: dict[str | None, int] = {}
-        """Maps a tenant to the number of its last turn. Tenants that have no waiting job are forgotten at the next turn."""
+        """Maps a tenant to the number of its last turn. Tenants without a waiting job are forgotten at a turn."""
         self._n_turns = 0
 
     def __len__(self) -> int:

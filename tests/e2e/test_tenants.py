@@ -1,0 +1,59 @@
+"""A tenant with many jobs does not keep another one waiting, and a job tells how far it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llamaq.common.protocol.job_outcome import JobState
+from llamaq.producer import Client
+from llamaq.producer.sync import Job
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Await, ServedQueue
+
+N_JOBS = 40
+OPTIONS: dict[str, Any] = {"prompt": "a", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": False}
+
+
+def started_ms(job: Job) -> int | None:
+    return job.status().started_ms
+
+
+def test_one_job_of_a_tenant_starts_within_two_job_times_of_another_with_many(
+    narrow: ServedQueue, narrow_client: Client, wait_for: Await
+) -> None:
+    client = narrow_client
+    many = client.submit_many([{**OPTIONS, "tenant": "many"}] * N_JOBS)
+    wait_for(lambda: started_ms(many[1]))
+    single = client.submit(**OPTIONS, tenant="single")
+    n_started = sum(started_ms(job) is not None for job in many)
+    assert single.result(timeout=60).stats.generated_tokens == OPTIONS["max_tokens"]
+    started = started_ms(single)
+    assert started is not None
+    n_before = sum((started_ms(job) or started) < started for job in many)
+    assert n_before - n_started <= 2 * narrow.settings.n_parallel
+    assert n_before < N_JOBS - 1, "all jobs of the other tenant had ended"
+    assert client.queue_depth().tenants[0].tenant == "many"
+    client.purge(tenant="many")
+    for job in many:
+        job.result(timeout=60)
+    wait_for(lambda: client.queue_depth().tenants == ())
+
+
+def test_a_job_tells_its_position_and_then_its_prompt_and_output(slow_client: Client, wait_for: Await) -> None:
+    client = slow_client
+    options: dict[str, Any] = {"tokens": [7] * 4000, "max_tokens": 4, "cache_prompt": False}
+    jobs = client.submit_many([options] * 12)
+    positions = [job.position() for job in jobs]
+    waiting = [position for position in positions if position is not None]
+    assert waiting == sorted(waiting)
+    assert (jobs[-1].status().position or 0) > 0
+    status = wait_for(lambda: (found := jobs[0].status()).prefilled_tokens and found)
+    assert (status.state, status.position) == (JobState.RUNNING, None)
+    assert (status.prompt_tokens, status.max_generated_tokens, status.generated_tokens) == (4000, 4, 0)
+    assert 0 < (status.prefilled_tokens or 0) <= 4000
+    for job in jobs:
+        job.cancel()
+    jobs[0].result(timeout=60)
+    status = jobs[0].status()
+    assert (status.position, status.prompt_tokens) == (None, 4000)
