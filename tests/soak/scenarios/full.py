@@ -26,6 +26,8 @@ TICK_S = 0.005
 PROMPT_TOKENS = 400
 MAX_TOKENS = 12
 CANCELLED_SHARE = 0.1
+MIN_MEGABYTES = 4
+"""Redis needs about two megabytes for itself, for the scripts and for the connections of the workers."""
 TIMEOUT_S = 120.0
 SETTINGS: dict[str, Any] = {"n_parallel": 4, "inbox_window": 2, "n_ctx": 8192}
 
@@ -33,7 +35,7 @@ SETTINGS: dict[str, Any] = {"n_parallel": 4, "inbox_window": 2, "n_ctx": 8192}
 async def full(seed: int, report: ProgressReport, *, megabytes: int = 8) -> Outcome:
     """Submit jobs until Redis refuses one, cancel a tenth of them, and wait until every accepted job has ended."""
     checker, rng, started_s = Checker(), seeded_random(seed, "full"), time.monotonic()
-    options = ("--save", "", "--maxmemory", f"{megabytes}mb", "--maxmemory-policy", "noeviction")
+    options = ("--save", "", "--maxmemory", f"{max(MIN_MEGABYTES, megabytes)}mb", "--maxmemory-policy", "noeviction")
     with tempfile.TemporaryDirectory(prefix="lq-soak-") as folder:
         server = Server(Path(folder), free_ports(1)[0], options)
         server.start()
