@@ -34,7 +34,7 @@ class AppendedFile:
             BulkRunRefused: The file cannot be opened.
             BulkRunBusy: Another process has opened it.
         """
-        with _refusing(path):
+        with refusing_to_write(path):
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             try:
@@ -67,19 +67,20 @@ class AppendedFile:
             BulkRunRefused: They cannot be written, for example because the disk is full.
         """
         data, self._lines = memoryview(b"".join(self._lines)), []
-        with _refusing(self.path):
+        with refusing_to_write(self.path):
             while data:
                 data = data[os.write(self._descriptor, data) :]
 
     def sync(self) -> None:
         """Write everything to the disk. Raises `BulkRunRefused` if that fails."""
         self.flush()
-        with _refusing(self.path):
+        with refusing_to_write(self.path):
             os.fsync(self._descriptor)
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def refusing_to_write(path: Path) -> Iterator[None]:
+    """Raise `BulkRunRefused` if a file cannot be written within this context."""
     try:
         yield
     except OSError as exc:

@@ -17,7 +17,7 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer.accepted_forms import translate
 from llamaq.producer.bulk.answer import answer_line, error_line, error_of
 from llamaq.producer.bulk.bulk_run import BulkProgress, BulkRun, BulkState
-from llamaq.producer.bulk.input_file import read_records
+from llamaq.producer.bulk.input_file import READ_ERRORS, read_records
 from llamaq.producer.bulk.meter import Meter
 from llamaq.producer.bulk.output_files import OutputFiles, open_output
 from llamaq.producer.bulk.row import Row, read_row
@@ -142,7 +142,10 @@ class _Execution:
 
     def _state(self, window: JobWindow[Row], reading: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> BulkState:
         if reading.done():
-            reading.result()  # raises the error of a file that cannot be read
+            try:
+                reading.result()
+            except READ_ERRORS as exc:
+                raise BulkRunRefused(f"{self._run.input} cannot be read: {exc}") from exc
             if not window.n_held:
                 return BulkState.COMPLETED
         if stopping.done():

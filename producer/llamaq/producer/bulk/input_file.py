@@ -18,6 +18,8 @@ from llamaq.producer.accepted_forms import SYNONYMS
 from llamaq.producer.bulk.finished_rows import FinishedRows
 
 READ_BYTES = 1024 * 1024
+READ_ERRORS = (OSError, ValueError, csv.Error)
+"""Errors of a file that cannot be read. Those of pyarrow are among them."""
 PARQUET_ROWS_AT_ONCE = 256
 JSON_COLUMNS = frozenset({"json_schema", "logit_bias", "messages", "metadata", "stop", "tokens"})
 """Columns of a CSV file whose cells are JSON."""

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import BulkRunRefused
 from llamaq.producer.bulk.answer import row_number_of
-from llamaq.producer.bulk.appended_file import AppendedFile
+from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
 from llamaq.producer.bulk.bulk_run import BulkRun
 from llamaq.producer.bulk.finished_rows import FinishedRows
-from llamaq.producer.bulk.input_file import Fingerprint, file_format, pyarrow_module, take_fingerprint
+from llamaq.producer.bulk.input_file import READ_ERRORS, Fingerprint, file_format, pyarrow_module, take_fingerprint
 from llamaq.producer.bulk.table_file import write_table
 
 
@@ -24,7 +24,6 @@ class StoredRun(BaseModel):
 
     run: BulkRun
     input: Fingerprint
-    is_complete: bool = False
 
 
 def description_file(output: Path) -> Path:
@@ -66,8 +65,9 @@ def write_stored_run(output: Path, stored: StoredRun) -> None:
     """Write the description of a run. A crash leaves the earlier file or the new one."""
     path = description_file(output)
     new = path.with_name(path.name + ".new")
-    new.write_text(stored.model_dump_json(indent=1) + "\n")
-    new.replace(path)
+    with refusing_to_write(path):
+        new.write_text(stored.model_dump_json(indent=1) + "\n")
+        new.replace(path)
 
 
 def prepare_description(run: BulkRun) -> StoredRun:
@@ -82,8 +82,8 @@ def prepare_description(run: BulkRun) -> StoredRun:
             fingerprint = stored.input
         else:
             fingerprint = take_fingerprint(run.input)
-    except OSError as exc:
-        raise BulkRunRefused(f"the input cannot be read: {exc}") from exc
+    except READ_ERRORS as exc:
+        raise BulkRunRefused(f"{run.input} cannot be read: {exc}") from exc
     if stored is None:
         files = (rows_file(run.output), run.error_file)
         full = [path for path in files if path.exists() and path.stat().st_size]
@@ -156,13 +156,13 @@ class OutputFiles:
         """End the run: write everything to the disk, sort the answers if the run is ordered, and write the table."""
         self._answers.sync()
         self._errors.sync()
-        if self._run.ordered:
-            bring_into_order(rows_file(self._run.output))
-        if self._run.writes_table:
-            write_table(rows_file(self._run.output), self._run.output)
-        if not self.n_failed:
-            self._run.error_file.unlink(missing_ok=True)
-        write_stored_run(self._run.output, self.stored.model_copy(update={"is_complete": True}))
+        with refusing_to_write(self._run.output):
+            if self._run.ordered:
+                bring_into_order(rows_file(self._run.output))
+            if self._run.writes_table:
+                write_table(rows_file(self._run.output), self._run.output)
+            if not self.n_failed:
+                self._run.error_file.unlink(missing_ok=True)
 
 
 @contextmanager
