@@ -21,6 +21,7 @@ from textual.pilot import Pilot
 from llamaq.cli.top.app import TopApp
 from llamaq.cli.top.readings import Reading
 from llamaq.cli.top.row_list import RowList
+from llamaq.cli.top.tables import WORKERS
 from llamaq.common.errors import LlamaqError
 
 NEVER_S = 1e6
@@ -97,7 +98,7 @@ async def test_the_pages_show_workers_slots_jobs_and_dead_letters_in_80_columns(
         lines = screen(app)
         assert len(lines) == 24
         assert "8 waiting · 2 running · 30 workers · 2/33 slots" in lines[0]
-        assert [line.split()[0] for line in lines[1:5]] == ["queue", "all", "chat", "bulk"]
+        assert [line.split()[0] for line in lines[1:5]] == ["queue", "(all)", "chat", "bulk"]
         assert line_of(app, "w00 ").split()[1:2] == ["2/4"]
         assert "1-14 of 30" in line_of(app, "1 workers")
         await pilot.press("2")
@@ -137,7 +138,9 @@ async def test_rows_are_paged_sorted_and_filtered(queues: FakeQueues) -> None:
         assert selected() == "w28", "the cursor stays on its line"
         await pilot.press("S", "home")
         assert selected() == "w29"
-        await pilot.press("slash", *"w1", "enter")
+        await pilot.press("slash", *"spct3w1")
+        assert (len(rows.lines), rows.table) == (0, WORKERS), "letters and digits in the filter are no commands"
+        await pilot.press(*["backspace"] * 7, *"w1", "enter")
         assert len(rows.lines) == 10
         assert "/w1" in line_of(app, "1 workers")
         await pilot.press("escape", "S", "home", "enter")
@@ -178,6 +181,10 @@ async def test_a_job_is_cancelled_and_a_dead_letter_retried_only_after_a_yes(que
         await pilot.press("2", "c")
         await pilot.pause()
         assert f"Cancel job {job_id('chat', 1)}" in line_of(app, "Cancel job chat.")
+        n_readings = app.n_readings
+        app._wake.set()
+        await wait_for(pilot, lambda: app.n_readings > n_readings)  # while the question is open
+        await pilot.press("1")
         await pilot.press("n")
         assert queues.asked == []
         await pilot.press("c", "y")

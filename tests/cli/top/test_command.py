@@ -14,24 +14,38 @@ from tests.support.terminal import CTRL_C, Terminal
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app
+from llamaq.producer import AsyncClient
+from llamaq.producer.testing import FakeWorker
 
 
-def test_once_prints_tables_for_people_and_one_object_for_programs(served: str, redis_url: str) -> None:
-    llamaq("generate", "one two three")
-    dead, _ = asyncio.run(add_dead_letters(redis_url, served))
-    options = ["top", "--once", "--interval", "0.1", "--queue", served]
+async def fill(url: str, queue: str) -> str:
+    """Announce a worker, let it run one job, and add two dead letters. Returns the id of the dead job."""
+    async with AsyncClient(url, queue) as client, FakeWorker(url, queue) as worker:
+        await worker.announce()
+        await client.submit("x")
+        await (await worker.start_next()).answer(["one", "two", "three"])
+    dead, _ = await add_dead_letters(url, queue)
+    return dead
+
+
+def test_once_prints_tables_for_people_and_one_object_for_programs(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
+    dead = asyncio.run(fill(redis_url, queue))
+    options = ["top", "--once", "--interval", "0.1", "--queue", queue]
     text = llamaq(*options)
     for title in ("queue", "workers", "recent", "dead"):
         assert f"{title}" in text
     assert dead in text, "no id is cut"
     found: dict[str, Any] = json.loads(llamaq(*options, "--json"))
-    (queue,) = found["queues"]
-    assert (queue["queue"], queue["mode"], queue["workers"], queue["dead_letters"]) == (served, "open", 1, 2)
+    (line,) = found["queues"]
+    assert (line["queue"], line["mode"], line["workers"], line["dead_letters"]) == (queue, "open", 1, 2)
     assert [worker["worker"] for worker in found["workers"]] == ["fake"]
     assert found["recent"][0]["generated_tokens"] == 3
     assert {letter["letter_id"] for letter in found["dead"]} >= {dead}
     assert found["interval_s"] == 0.1
-    assert found["total"]["queue"] == "all"
+    assert found["total"]["queue"] == "(all)"
 
 
 def test_without_a_terminal_the_view_names_the_other_form(

@@ -69,7 +69,7 @@ def test_every_table_fits_80_columns_and_a_wide_terminal_gets_all_columns(table:
 
 
 def test_the_sum_of_all_queues_is_shown_only_for_several_queues(overview: Overview) -> None:
-    assert [line.queue for line in QUEUES.lines(overview)] == ["all", "chat", "bulk"]
+    assert [line.queue for line in QUEUES.lines(overview)] == ["(all)", "chat", "bulk"]
     single = summarize(make_reading(make_queue()), RateTracker())
     assert [line.queue for line in QUEUES.lines(single)] == ["chat"]
 

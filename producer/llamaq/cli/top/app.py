@@ -7,7 +7,6 @@ import contextlib
 from typing import ClassVar
 
 from redis.exceptions import RedisError
-from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Footer, Input, Static
@@ -52,6 +51,7 @@ class TopApp(App[None]):
         Binding("q", "quit", "Quit"),
         Binding("ctrl+c", "interrupt", show=False, priority=True),
         Binding("tab", "app.focus_next", "Table", show=False),
+        *(Binding(str(number), f"page({number})", show=False) for number in range(1, len(PAGES) + 1)),
         Binding("left", "next_page(-1)", show=False),
         Binding("right", "next_page(1)", show=False),
         Binding("slash", "filter", "Filter", key_display="/"),
@@ -77,20 +77,27 @@ class TopApp(App[None]):
         self._wake = asyncio.Event()
         self.n_readings = 0
         """Number of readings that were shown."""
+        # The widgets are kept, because a search for them finds only those of the screen on top: a question has its own.
+        self._status = Static(id="status", markup=False)
+        self._queue_rows = RowList(QUEUES, id="queues")
+        self._pages = Static(id="pages")
+        self._rows = RowList(self._page, id="rows")
+        self._detail = Static(id="detail", markup=False)
+        self._filter_input = Input(id="filter", placeholder="text that the lines contain")
 
     def compose(self) -> ComposeResult:
         """Return the widgets."""
-        yield Static(id="status", markup=False)
-        yield RowList(QUEUES, id="queues")
-        yield Static(id="pages")
-        yield RowList(self._page, id="rows")
-        yield Static(id="detail", markup=False)
-        yield Input(id="filter", placeholder="text that the lines contain")
+        yield self._status
+        yield self._queue_rows
+        yield self._pages
+        yield self._rows
+        yield self._detail
+        yield self._filter_input
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         """Start to read the queues."""
-        self.query_one("#rows").focus()
+        self._rows.focus()
         self._show()
         self.run_worker(self._read_forever(), exit_on_error=True)
 
@@ -121,7 +128,7 @@ class TopApp(App[None]):
     @property
     def _selected_queue(self) -> QueueLine | None:
         """The queue of the cursor. None: all queues."""
-        line = self.query_one("#queues", RowList).selected
+        line = self._queue_rows.selected
         overview = self._overview
         return line if isinstance(line, QueueLine) and (overview is None or line is not overview.total) else None
 
@@ -130,13 +137,12 @@ class TopApp(App[None]):
         if not self.screen_stack:  # the view ends
             return
         overview = self._overview
-        self.query_one("#status", Static).update(status_text(self._server, overview, self._error))
+        self._status.update(status_text(self._server, overview, self._error))
         if overview is None:
             return
-        queues = self.query_one("#queues", RowList)
         lines = select(QUEUES, overview, queue=None, text="", order=Order())
-        queues.styles.height = min(MAX_QUEUE_LINES, len(lines) + 1)
-        queues.show(QUEUES, lines, Order())
+        self._queue_rows.styles.height = min(MAX_QUEUE_LINES, len(lines) + 1)
+        self._queue_rows.show(QUEUES, lines, Order())
         self._show_rows()
 
     def _show_rows(self) -> None:
@@ -146,11 +152,10 @@ class TopApp(App[None]):
         queue, order = self._selected_queue, self._orders.get(self._page.title, Order())
         name = None if queue is None else queue.queue
         lines = select(self._page, overview, queue=name, text=self._filter, order=order)
-        self.query_one("#rows", RowList).show(self._page, lines, order)
+        self._rows.show(self._page, lines, order)
 
     def _show_pages(self) -> None:
-        rows = self.query_one("#rows", RowList)
-        self.query_one("#pages", Static).update(pages_text(self._page, rows.place, rows.order, self._filter))
+        self._pages.update(pages_text(self._page, self._rows.place, self._rows.order, self._filter))
 
     def on_row_list_moved(self, message: RowList.Moved) -> None:
         """Show the details of the line of the cursor."""
@@ -158,10 +163,10 @@ class TopApp(App[None]):
             return
         if message.rows.id == "queues":
             self._show_rows()
-        focused = self.focused if isinstance(self.focused, RowList) else self.query_one("#rows", RowList)
+        focused = self.focused if isinstance(self.focused, RowList) else self._rows
         line = focused.selected
         detail = "" if line is None else focused.table.detail(line)
-        self.query_one("#detail", Static).update(" ".join(detail.split()))
+        self._detail.update(" ".join(detail.split()))
         self._show_pages()
 
     def on_row_list_chosen(self, message: RowList.Chosen) -> None:
@@ -177,10 +182,9 @@ class TopApp(App[None]):
         """End the view as Ctrl-C ends every command."""
         self.exit(return_code=EXIT_INTERRUPTED)
 
-    async def on_key(self, event: events.Key) -> None:
-        """Show the page whose number was pressed."""
-        if event.key.isdigit() and 1 <= int(event.key) <= len(PAGES):
-            self._go_to(PAGES[int(event.key) - 1])
+    def action_page(self, number: int) -> None:
+        """Show a page by its number, from 1 on."""
+        self._go_to(PAGES[number - 1])
 
     def action_next_page(self, step: int) -> None:
         """Show the page on the right (1) or on the left (-1)."""
@@ -206,10 +210,9 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         """Ask for the text of the filter."""
-        entry = self.query_one("#filter", Input)
-        entry.add_class("shown")
-        entry.value = self._filter
-        entry.focus()
+        self._filter_input.add_class("shown")
+        self._filter_input.value = self._filter
+        self._filter_input.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Filter while the user types."""
@@ -226,8 +229,8 @@ class TopApp(App[None]):
         self._leave_filter()
 
     def _leave_filter(self) -> None:
-        self.query_one("#filter", Input).remove_class("shown")
-        self.query_one("#rows").focus()
+        self._filter_input.remove_class("shown")
+        self._rows.focus()
         self._show_rows()
 
     # ---- actions
@@ -246,11 +249,11 @@ class TopApp(App[None]):
 
     def action_cancel(self) -> None:
         """Cancel the job of the line, after a question."""
-        self._carry_out(cancel_job(self.query_one("#rows", RowList).selected), "There is no job to cancel.")
+        self._carry_out(cancel_job(self._rows.selected), "There is no job to cancel.")
 
     def action_retry(self) -> None:
         """Submit the job of a dead letter again, after a question."""
-        self._carry_out(retry_letter(self.query_one("#rows", RowList).selected), "There is no job to retry.")
+        self._carry_out(retry_letter(self._rows.selected), "There is no job to retry.")
 
     def _carry_out(self, command: Command | None, missing: str) -> None:
         """Carry out a command, after its question. Without a command, say what is missing."""

@@ -19,6 +19,9 @@ from llamaq.cli.top.readings import QueueReading, Reading
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.snapshots import RecentJob, SlotSnapshot, Worker
 
+ALL_QUEUES = "(all)"
+"""The name of the sum of all queues. No queue can have it."""
+
 
 def summarize(reading: Reading, rates: RateTracker) -> Overview:
     """Return the lines of a reading. `rates` has recorded its heartbeats."""
@@ -126,7 +129,7 @@ def _total(queues: Sequence[QueueLine]) -> QueueLine:
     known_etas_s = [eta_s for eta_s in etas_s if eta_s is not None]
     modes = {line.mode for line in queues}
     return QueueLine(
-        queue="all",
+        queue=ALL_QUEUES,
         mode=modes.pop() if len(modes) == 1 else "mixed" if modes else QueueMode.OPEN.value,
         waiting=sum(line.waiting for line in queues),
         running=sum(line.running for line in queues),
