@@ -53,7 +53,12 @@ def test_a_run_is_submitted_listed_awaited_and_its_errors_tried_again(rq_queue: 
     assert {json.loads(line)["text"] for line in output.read_text().splitlines()} == {f"one two {n} " for n in range(3)}
     assert "rows_done         3\n" in llamaq("bulk", "status", run_id)
     assert f"{run_id}  completed  3/3   0       {output}" in llamaq("bulk", "list")
-    assert llamaq("bulk", "retry-errors", run_id) == f"{run_id}: deferred\n"
+    bad = rows.with_name("bad.jsonl")
+    bad.write_text(json.dumps({"prompt": "p", "temperature": "hot"}) + "\n")
+    failing_id = call("submit", str(bad), "-o", str(rows.with_name("c.jsonl")))[0].strip()
+    work(rq_queue)
+    assert "1 rows have failed" in call("wait", failing_id, code=1)[1]
+    assert llamaq("bulk", "retry-errors", run_id) == f"{run_id}: queued\n"
     work(rq_queue)
     assert json.loads(llamaq("bulk", "status", run_id, "--json"))["progress"]["rows_before"] == 3
 

@@ -168,7 +168,7 @@ def wait(
     wait_s: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Wait until a run has ended. If the run is not complete then, the exit code is 1."""
+    """Wait until a run has ended. If it is not complete then, or a row has failed, the exit code is 1."""
     from llamaq.producer.rq import BulkQueue, RunState
 
     last = None
@@ -185,7 +185,10 @@ def wait(
             raise typer.Exit(EXIT_NO_ANSWER) from exc
     if last is not None:
         _show(last, as_json=as_json)
-        if last.state is not RunState.COMPLETED:
+        n_failed = last.progress.rows_failed if last.progress is not None else 0
+        if n_failed:
+            views.notice(f"{n_failed} rows have failed: {last.errors}")
+        if n_failed or last.state is not RunState.COMPLETED:
             raise typer.Exit(EXIT_FAILED)
 
 

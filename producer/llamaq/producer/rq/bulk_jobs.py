@@ -26,6 +26,8 @@ PROGRESS_KEY = "progress"
 """The key of the progress in the `meta` of an RQ job."""
 ERROR_KEY = "error"
 """The key of the error of the last try in the `meta` of an RQ job. RQ stores only errors without a retry."""
+DROPPED_KEY = "errors_dropped"
+"""The key in the `meta` of an RQ job that says whether the rows that had failed before will be computed again."""
 SUBMIT_KEY = "submit"
 """The key of the options of a submit in the `meta` of an RQ job."""
 MAX_ERROR_CHARS = 500
@@ -37,7 +39,7 @@ OTHER_SERIALIZER = (
 )
 
 
-def run_bulk(run: dict[str, Any], *, queue: str | None = None) -> Any:
+def run_bulk(run: dict[str, Any], *, queue: str | None = None, retry_errors: bool = False) -> Any:
     """Execute or continue a bulk run. An RQ worker calls this function.
 
     A work-horse that receives SIGTERM or whose RQ worker has died stops the run, and RQ enqueues the job again.
@@ -45,6 +47,7 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None) -> Any:
     Args:
         run: The fields of a `BulkRun`.
         queue: The llamaq queue. None: the setting of the RQ worker.
+        retry_errors: Whether rows that failed in an earlier execution are computed again.
 
     Returns:
         The fields of the last `BulkProgress`.
@@ -59,6 +62,9 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None) -> Any:
     try:
         described = BulkRun.model_validate(run)
         log.info("bulk.run_started run=%s input=%s", described.run_id, described.input)
+        if retry_errors and not job.meta.get(DROPPED_KEY):
+            drop_errors(described)
+            _save_meta(job, **{DROPPED_KEY: True})  # so that a retry keeps the errors of this execution
         progress = asyncio.run(_execute(described, queue, job))
         _save_progress(job, progress)
         log.info("bulk.run_ended run=%s state=%s rows=%d", described.run_id, progress.state, progress.rows_done)
@@ -73,11 +79,6 @@ def run_bulk(run: dict[str, Any], *, queue: str | None = None) -> Any:
         _save_meta(job, **{ERROR_KEY: f"{type(exc).__name__}: {exc}"[:MAX_ERROR_CHARS]})
         raise
     return progress.model_dump(mode="json")
-
-
-def drop_run_errors(run: dict[str, Any]) -> int:
-    """Remove the errors of a run, so that its next execution computes these rows again. An RQ worker calls it."""
-    return drop_errors(BulkRun.model_validate(run))
 
 
 def explain_failure(

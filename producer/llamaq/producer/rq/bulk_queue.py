@@ -186,12 +186,8 @@ class BulkQueue:
         run = BulkRun.model_validate(old.args[0]).model_copy(update={"deadline": None})
         options = _options(run, **old.meta.get(bulk_jobs.SUBMIT_KEY, {}))
         old.delete()
-        # Two jobs, so that a retry of the second one does not drop the errors of its first try.
-        dropping = self._rq.enqueue(
-            bulk_jobs.drop_run_errors, args=[_as_json(run)], job_timeout=-1, retry=_retry(RETRIES)
-        )
-        options["depends_on"] = [dropping]
-        return read_status(self._rq.enqueue(bulk_jobs.run_bulk, args=[_as_json(run)], kwargs=old.kwargs, **options))
+        call = {"args": [_as_json(run)], "kwargs": {**old.kwargs, "retry_errors": True}, **options}
+        return read_status(self._rq.enqueue(bulk_jobs.run_bulk, **call))
 
     # ---- jobs of RQ
 
