@@ -147,12 +147,43 @@ async def test_the_options_of_a_request_reach_the_job(demo: ServedQueue, client:
     assert stopped.choices[0].finish_reason == "stop"
 
 
+async def test_logprobs_have_the_texts_of_tokens_streamed_or_not(demo: ServedQueue) -> None:
+    options: Any = {"model": demo.queue, "max_tokens": 6, "temperature": 0}
+    async with connected(demo) as api:
+        answer = await api.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=3, **options)
+        stream = await api.chat.completions.create(
+            messages=HELLO, logprobs=True, top_logprobs=3, stream=True, **options
+        )
+        chunks = [chunk async for chunk in stream]
+        legacy = await api.completions.create(prompt="Once upon a time", logprobs=2, **options)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content or []
+    assert len(content) == 6
+    assert b"".join(bytes(each.bytes or []) for each in content).decode() == answer.choices[0].message.content
+    for each in content:  # greedy: the drawn token is the most probable one
+        assert len(each.top_logprobs) == 3
+        assert (each.top_logprobs[0].token, each.top_logprobs[0].logprob) == (each.token, each.logprob)
+    streamed = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert [each.token for part in streamed for each in part.content or []] == [each.token for each in content]
+    assert legacy.choices[0].logprobs is not None
+    assert "".join(legacy.choices[0].logprobs.tokens or []) == legacy.choices[0].text
+    assert len(legacy.choices[0].logprobs.top_logprobs or []) == 6
+
+
+async def test_the_answer_continues_a_last_message_of_the_assistant(demo: ServedQueue, client: Client) -> None:
+    whole = client.chat(HELLO, max_tokens=12, temperature=0).text
+    begun: Any = [*HELLO, {"role": "assistant", "content": whole[:5]}]
+    async with connected(demo) as api:
+        answer = await api.chat.completions.create(model=demo.queue, messages=begun, max_tokens=4, temperature=0)
+    assert whole.startswith(whole[:5] + (answer.choices[0].message.content or "x"))
+
+
 async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> None:
     async with connected(demo) as api:
         with pytest.raises(openai.NotFoundError, match="GET /v1/models") as missing:
             await api.chat.completions.create(model="no-such-model", messages=HELLO)
         with pytest.raises(openai.BadRequestError) as unsupported:
-            await api.chat.completions.create(model=demo.queue, messages=HELLO, logprobs=True)
+            await api.chat.completions.create(model=demo.queue, messages=HELLO, functions=[{"name": "f"}])
         with pytest.raises(openai.BadRequestError) as out_of_bounds:
             await api.chat.completions.create(model=demo.queue, messages=HELLO, temperature=-1)
         with pytest.raises(openai.BadRequestError) as too_long:
@@ -160,7 +191,7 @@ async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> Non
         with pytest.raises(openai.BadRequestError) as bad_grammar:
             await api.completions.create(model=demo.queue, prompt="x", extra_body={"grammar": "root ::= ("})
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    assert unsupported.value.param == "logprobs"
+    assert unsupported.value.param == "functions"
     assert out_of_bounds.value.param == "temperature"
     assert too_long.value.code == "prompt_too_long"
     assert too_long.value.type == "exceed_context_size_error"

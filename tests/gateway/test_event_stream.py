@@ -16,7 +16,7 @@ async def test_a_waiting_stream_sends_comments_that_tell_what_it_waits_for(redis
         assert b"200 OK" in head
         assert b"text/event-stream" in head
         for _ in range(3):
-            assert (await reader.readuntil(b"\n\n")).endswith(b": job queued\n\n")
+            assert (await reader.readuntil(b"\n\n")).endswith(b": queued, 0 ahead\n\n")
         attempt = await worker.start_next()
         await attempt.answer(["a", "b"])
         rest = (await reader.readuntil(b"[DONE]")).decode()

@@ -27,6 +27,7 @@ from llamaq.gateway.openapi import describe
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.routes import completions, health, messages, models, native, responses, slots, texts
 from llamaq.gateway.settings import ServeSettings
+from llamaq.gateway.token_pieces import TokenPieces
 
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 """The chat page loads nothing, and sends requests to this server only."""
@@ -82,7 +83,8 @@ def build_app(settings: ServeSettings) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
-        app.state.context = Context(settings, queues, KeyStore(queues.default.redis, queues.default.keys))
+        keys = KeyStore(queues.default.redis, queues.default.keys)
+        app.state.context = Context(settings, queues, keys, TokenPieces(queues))
         try:
             yield
         finally:

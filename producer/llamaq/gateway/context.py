@@ -10,6 +10,7 @@ from starlette.requests import Request
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import ServeSettings
+from llamaq.gateway.token_pieces import TokenPieces
 
 FINGERPRINT = f"llamaq-{version('llamaq')}"
 """The `system_fingerprint` of answers."""
@@ -22,6 +23,7 @@ class Context:
     settings: ServeSettings
     queues: QueueDirectory
     keys: KeyStore
+    pieces: TokenPieces
 
 
 def context_of(request: Request) -> Context:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.producer import AsyncClient, AsyncStream, Chunk, JobOptions, Result
+from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Chunk, JobOptions, Result
 from llamaq.producer.submission import build_request
 
 T = TypeVar("T")
@@ -104,9 +104,14 @@ class Generation:
         await asyncio.gather(*(stream.aclose() for stream in self.streams))
 
     async def describe_wait(self) -> str:
-        """Return what the first job that has not ended is doing, in words."""
-        status = await self.streams[0].job.status()
-        return f"job {status.state.value}"
+        """Return what the first job is doing, in words."""
+        return await describe_wait(self.streams[0].job)
+
+
+async def describe_wait(job: AsyncJob) -> str:
+    """Return what a job is doing, in words: its place in the queue while it waits."""
+    n_ahead = await job.position()
+    return "running" if n_ahead is None else f"queued, {n_ahead} ahead"
 
 
 def _ownership(idempotency_key: str | None, number: int) -> dict[str, Any]:

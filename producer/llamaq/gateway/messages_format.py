@@ -7,6 +7,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
+from llamaq.producer.openai_format.chat_messages import read_chat
 from llamaq.producer.openai_format.request_body import read_options
 
 OPTIONS = ("max_tokens", "temperature", "top_k", "top_p")
@@ -30,11 +31,13 @@ def read_messages_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("tools"):
         raise InvalidRequest("tools: llamaq does not support it; leave it out")
     options = {name: body.get(name) for name in OPTIONS} | {"stop": body.get("stop_sequences")}
-    return {"messages": read_chat(body), **read_options(options)}
+    return {**read_prompt(body), **read_options(options)}
 
 
-def read_chat(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a body in our form. The system prompt becomes the first one.
+def read_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the messages of a body as arguments of a job. The system prompt becomes the first one.
+
+    If the last message is the assistant's, the answer continues it.
 
     Raises:
         InvalidRequest: There are no messages, or one has a form that is not supported.
@@ -49,7 +52,7 @@ def read_chat(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if role not in ("user", "assistant", "system"):
             raise InvalidRequest(f"messages.{number}.role: user or assistant is required")
         chat.append({"role": role, "content": _text_of(f"messages.{number}.content", message.get("content"))})
-    return chat
+    return read_chat({"messages": chat})
 
 
 def _text_of(place: str, content: Any) -> str:

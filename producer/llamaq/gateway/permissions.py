@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -10,11 +11,13 @@ from typing import Any
 
 from starlette.requests import Request
 
+from llamaq.common.protocol.job_request import TRACEPARENT_PATTERN
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.producer import AsyncClient
+from llamaq.producer.trace_context import current_traceparent
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 MAX_IDEMPOTENCY_CHARS = 255
@@ -53,7 +56,10 @@ async def queue_for(request: Request, model: str | None, *, is_kept: bool = Fals
 def generation_for(
     request: Request, client: AsyncClient, jobs: Sequence[dict[str, Any]], *, is_kept: bool = False
 ) -> Generation:
-    """Return the jobs of a request, with what its API key and its header `Idempotency-Key` decide.
+    """Return the jobs of a request, with what its API key and its headers decide.
+
+    The header `Idempotency-Key` makes a repeated request find its jobs again. The jobs belong to the span of the header
+    `traceparent`, unless the server makes spans of its own.
 
     Args:
         request: The request.
@@ -62,11 +68,18 @@ def generation_for(
         is_kept: Whether the jobs run to their end although the client is gone.
 
     Raises:
-        RequestRefused: The header is not valid.
+        RequestRefused: The header `Idempotency-Key` is not valid.
     """
-    key = api_key_of(request)
-    allowed = jobs if key is None else [key.job_options(job) for job in jobs]
+    key, trace = api_key_of(request), _trace_of(request)
+    allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
     return Generation(client, allowed, _idempotency_key(request, key, is_kept=is_kept))
+
+
+def _trace_of(request: Request) -> dict[str, str]:
+    """Return the job option `traceparent`, if a header names the span of the caller. Other forms of it are ignored."""
+    given = request.headers.get("traceparent", "")
+    is_used = re.fullmatch(TRACEPARENT_PATTERN, given) and current_traceparent() is None
+    return {"traceparent": given} if is_used else {}
 
 
 def _idempotency_key(request: Request, key: KeyRecord | None, *, is_kept: bool) -> str | None:

@@ -45,7 +45,7 @@ class TextCommand(WireModel, TemplateParams):
     text: str | None = Field(None, description="The text, for `tokenize`.")
     tokens: tuple[TokenId, ...] | None = Field(None, description="The token ids, for `detokenize`.")
     add_special: bool = Field(True, description="Whether `tokenize` adds BOS to a text if the model asks for it.")
-    with_pieces: bool = Field(False, description="Whether the reply to `tokenize` has the bytes of each token.")
+    with_pieces: bool = Field(False, description="Whether the reply to `tokenize` or `detokenize` has the bytes of each token.")
     messages: tuple[Message, ...] | None = Field(
         None, max_length=MAX_MESSAGES, description="The chat, for `apply_template` and `tokenize`."
     )
@@ -66,6 +66,6 @@ class TextReply(WireModel):
     error: str | None = Field(None, description="Why the input was refused. None: the command succeeded.")
     tokens: tuple[int, ...] = Field((), description="The token ids, in the reply to `tokenize`.")
     pieces: tuple[tuple[int, ...], ...] = Field(
-        (), description="The bytes of each token, in the reply to a `tokenize` with `with_pieces`."
+        (), description="The bytes of each token, in the reply to a command with `with_pieces`."
     )
     text: str = Field("", description="The text, in the reply to `detokenize` and `apply_template`.")

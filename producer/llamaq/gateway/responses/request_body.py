@@ -88,7 +88,8 @@ def _read_job_options(body: Mapping[str, Any]) -> dict[str, Any]:
         "max_tokens": body.get("max_output_tokens", body.get("max_tokens")),
         "response_format": text.get("format") if text else None,
     }
-    return read_options(renamed)
+    kwargs = body.get("chat_template_kwargs")
+    return read_options(renamed) | ({} if kwargs is None else {"chat_template_kwargs": kwargs})
 
 
 def read_instructions(body: Mapping[str, Any]) -> Messages:

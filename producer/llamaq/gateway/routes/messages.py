@@ -18,8 +18,8 @@ from llamaq.gateway.messages_format import (
     first_events,
     last_events,
     message_object,
-    read_chat,
     read_messages_body,
+    read_prompt,
     text_event,
 )
 from llamaq.gateway.permissions import generation_for, queue_for
@@ -51,7 +51,7 @@ async def count_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a chat has."""
     body = await read_object(request)
     client = await queue_for(request, _model_of(body))
-    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=read_chat(body))
+    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, **read_prompt(body))
     return json_response({"input_tokens": len(reply.tokens)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from llamaq.common.errors import InvalidRequest, JobFailed, JobNotFound
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.context import context_of
-from llamaq.gateway.generation import Generation
+from llamaq.gateway.generation import Generation, describe_wait
 from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
@@ -205,15 +206,12 @@ async def _stream(
 ) -> Response:
     sequence = EventSequence(job.id, record, starting_after)
 
-    async def describe() -> str:
-        return f"job {(await job.status()).state.value}"
-
     def format_error(exc: Exception) -> bytes:
         return _encode({"type": "error", **error_fields(exc), "sequence_number": sequence.last_number + 1})
 
     return await EventStream.open(
         _events(sequence, pieces),
-        comment=describe,
+        comment=partial(describe_wait, job),
         ping_s=context_of(request).settings.ping_s,
         format_error=format_error,
     )

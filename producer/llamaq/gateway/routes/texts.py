@@ -14,7 +14,7 @@ from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.permissions import queue_for
 from llamaq.producer import AsyncClient
-from llamaq.producer.openai_format.chat_messages import read_messages
+from llamaq.producer.openai_format.chat_messages import read_chat
 from llamaq.producer.openai_format.request_body import read_flag
 from llamaq.producer.queries import text_commands
 
@@ -26,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     if content is not None:
         return await _tokenize_content(client, body, content)
     if "messages" in body:
-        reply = await _ask(client, TextAction.TOKENIZE, messages=read_messages(body))
+        reply = await _ask(client, TextAction.TOKENIZE, **read_chat(body))
     elif isinstance(body.get("prompt"), str):
         add_special = read_flag({"add_special_tokens": True, **body}, "add_special_tokens")
         reply = await _ask(client, TextAction.TOKENIZE, text=body["prompt"], add_special=add_special)
@@ -75,13 +75,13 @@ async def detokenize(request: Request) -> Response:
 async def apply_template(request: Request) -> Response:
     """Return a chat as the text that the model reads."""
     body, client = await _read(request)
-    return json_response({"prompt": (await _ask(client, TextAction.APPLY_TEMPLATE, messages=read_messages(body))).text})
+    return json_response({"prompt": (await _ask(client, TextAction.APPLY_TEMPLATE, **read_chat(body))).text})
 
 
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a chat has."""
     body, client = await _read(request)
-    reply = await _ask(client, TextAction.TOKENIZE, messages=read_messages(body))
+    reply = await _ask(client, TextAction.TOKENIZE, **read_chat(body))
     return json_response({"object": "response.input_tokens", "input_tokens": len(reply.tokens)})
 
 

@@ -6,12 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.chat import Message, TemplateParams
 
+TEMPLATE_FIELDS = frozenset(TemplateParams.model_fields)
+"""Options of a job that only its chat template reads."""
 ROLES = {"developer": "system", "function": "tool"}
 """Roles of the OpenAI API that chat templates do not know, and the role that means the same."""
 UNSUPPORTED = ("audio", "function_call", "tool_calls")
 """Fields of a message whose loss would change the answer."""
+
+
+def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the messages of a body, and what else the chat template reads, as arguments of a job.
+
+    If the last message is the assistant's, the answer continues it, as with llama-server and Anthropic's API.
+
+    Raises:
+        InvalidRequest: There are no messages, or one has a form that is not supported. The message names it.
+    """
+    messages = read_messages(body)
+    chat: dict[str, Any] = {"messages": messages}
+    if body.get("tool_choice") == "none":
+        body = {**body, "tools": None}
+    chat |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
+    if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        chat.setdefault("continue_final_message", "add_generation_prompt" not in chat)
+    if chat.get("continue_final_message"):
+        chat["add_generation_prompt"] = False
+    return chat
 
 
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -14,8 +14,9 @@ from typing import Any
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
 from llamaq.producer.accepted_forms import SYNONYMS
-from llamaq.producer.openai_format.chat_messages import read_messages
+from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.logprobs import read_logprobs
 from llamaq.producer.openai_format.output_format import read_constraint
 
 MAX_CHOICES = 128
@@ -26,7 +27,7 @@ BANNED = -1e9
 RESERVED = frozenset(
     {
         "cancel_on_disconnect", "grammar", "has_random_seed", "idempotency_key", "json_schema", "logit_bias",
-        "logprobs", "messages", "priority", "prompt", "stream", "tokens", "tools",
+        "logprobs", "messages", "priority", "prompt", "stream", "tokens",
     }
 )  # fmt: skip
 """Fields of a job that are not copied from the body: the caller sets them, or they are read in a way of their own."""
@@ -38,16 +39,13 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
-    "logprobs": (False, 0),
     "lora": ([],),
     "mirostat": (0,),
-    "n_probs": (0,),
     "prompt_logprobs": (0,),
     "reasoning_budget_tokens": (-1,),
     "stop_token_ids": ([],),
     "suffix": ("",),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 """Fields that change the answer and that llamaq does not support, with the values that mean the same as no field."""
 
@@ -77,8 +75,10 @@ class GenerationBody:
         """The arguments of `submit` for the only choice.
 
         Raises:
-            InvalidRequest: The body asks for several choices.
+            InvalidRequest: The body asks for several choices, or for probabilities, whose texts only a worker knows.
         """
+        if "logprobs" in self.jobs[0]:
+            raise InvalidRequest("logprobs: not supported here; leave it out")
         if len(self.jobs) != 1:
             raise InvalidRequest("n: a request with several answers, or several prompts, is not supported here")
         return self.jobs[0]
@@ -95,8 +95,8 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         InvalidRequest: The body has no prompt, or a field that is not supported. The message names the field.
     """
     refuse_unsupported(body)
-    prompts = [{"messages": read_messages(body)}] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
-    options = read_options(body)
+    prompts = [read_chat(body)] if endpoint is Endpoint.CHAT else _read_prompts(body.get("prompt"))
+    options = read_options(body) | read_logprobs(endpoint, body)
     n = _read_count(body.get("n"))
     if n * len(prompts) > MAX_CHOICES:
         raise InvalidRequest(f"n: {n * len(prompts)} answers are more than {MAX_CHOICES}")
@@ -121,6 +121,8 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """
     for name, harmless in UNSUPPORTED.items():
         value = body.get(name)
+        if name == "tools" and body.get("tool_choice") == "none":
+            continue
         if value is not None and value not in harmless:
             raise InvalidRequest(f"{name}: llamaq does not support it; leave it out")
 
@@ -131,7 +133,7 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequest: A field has a form that is not supported. The message names it.
     """
-    known = (JobRequest.model_fields.keys() | SYNONYMS.keys()) - RESERVED
+    known = (JobRequest.model_fields.keys() | SYNONYMS.keys()) - RESERVED - TEMPLATE_FIELDS
     options = {name: value for name, value in body.items() if name in known and value is not None}
     options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias"))
     if options.get("top_p") == 0:  # OpenAI's API allows it. Ours keeps the smallest set that reaches the probability.

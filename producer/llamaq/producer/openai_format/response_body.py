@@ -19,7 +19,13 @@ FINISH_REASONS = {
 
 
 def completion_object(
-    endpoint: Endpoint, *results: Result, model: str, created_s: int, n: int = 1, echoed: Sequence[str] = ()
+    endpoint: Endpoint,
+    *results: Result,
+    model: str,
+    created_s: int,
+    n: int = 1,
+    echoed: Sequence[str] = (),
+    logprobs: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the object `chat.completion` or `text_completion` of finished jobs.
 
@@ -30,6 +36,7 @@ def completion_object(
         created_s: Time of the answer, in seconds since the epoch.
         n: Number of choices for each prompt.
         echoed: For each choice, the text before the generated text. Empty: there is none.
+        logprobs: For each choice, its object `logprobs`. Empty: the request did not ask for them.
     """
     is_chat = endpoint is Endpoint.CHAT
     return {
@@ -38,7 +45,8 @@ def completion_object(
         "created": created_s,
         "model": model,
         "choices": [
-            _choice(endpoint, index, result, echoed[index] if echoed else "") for index, result in enumerate(results)
+            _choice(endpoint, index, result, echoed[index] if echoed else "", logprobs[index] if logprobs else None)
+            for index, result in enumerate(results)
         ],
         "usage": usage_object(*(result.stats for result in results), n=n),
     }
@@ -49,13 +57,15 @@ def completion_id(endpoint: Endpoint, job_id: str) -> str:
     return ("chatcmpl-" if endpoint is Endpoint.CHAT else "cmpl-") + job_id
 
 
-def _choice(endpoint: Endpoint, index: int, result: Result, echoed: str) -> dict[str, Any]:
+def _choice(
+    endpoint: Endpoint, index: int, result: Result, echoed: str, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index}
     if endpoint is Endpoint.CHAT:
         choice["message"] = {"role": "assistant", "content": result.text}
     else:
         choice["text"] = echoed + result.text
-    return choice | {"logprobs": None, "finish_reason": FINISH_REASONS[result.finish_reason]}
+    return choice | {"logprobs": logprobs, "finish_reason": FINISH_REASONS[result.finish_reason]}
 
 
 def usage_object(*stats: JobStats, n: int = 1) -> dict[str, Any]:

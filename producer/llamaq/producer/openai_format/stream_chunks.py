@@ -25,9 +25,10 @@ class StreamChunks:
         """Return the chunk that begins a choice of a chat."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def text(self, index: int, text: str) -> dict[str, Any]:
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the chunk with the next text of a choice."""
-        return self._chunk(index, {"delta": {"content": text}} if self.endpoint is Endpoint.CHAT else {"text": text})
+        content: dict[str, Any] = {"delta": {"content": text}} if self.endpoint is Endpoint.CHAT else {"text": text}
+        return self._chunk(index, content, logprobs=logprobs)
 
     def last(self, index: int, result: Result) -> dict[str, Any]:
         """Return the chunk that ends a choice."""
@@ -39,8 +40,14 @@ class StreamChunks:
         """Return the chunk after the last choice, which has the usage of all choices, `n` for each prompt."""
         return self._frame([]) | {"usage": usage_object(*(result.stats for result in results), n=n)}
 
-    def _chunk(self, index: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        return self._frame([{"index": index, **content, "logprobs": None, "finish_reason": finish_reason}])
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        return self._frame([{"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}])
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -28,7 +28,8 @@ class TextCommandHandler:
         vocab, messages = self._vocab, command.messages or ()
         match command.action:
             case TextAction.DETOKENIZE:
-                return TextReply(text=vocab.decode(command.tokens or ()))
+                tokens = list(command.tokens or ())
+                return TextReply(text=vocab.decode(tokens), pieces=self._pieces(command, tokens))
             case TextAction.APPLY_TEMPLATE:
                 return TextReply(text=vocab.render_chat(messages, command.template_options))
             case TextAction.TOKENIZE:
@@ -36,10 +37,12 @@ class TextCommandHandler:
                     tokens = vocab.encode_chat(messages, command.template_options)
                 else:
                     tokens = self._encode(command, command.text)
-                pieces = (
-                    tuple(tuple(vocab.piece_with_special(token)) for token in tokens) if command.with_pieces else ()
-                )
-                return TextReply(tokens=tuple(tokens), pieces=pieces)
+                return TextReply(tokens=tuple(tokens), pieces=self._pieces(command, tokens))
+
+    def _pieces(self, command: TextCommand, tokens: list[int]) -> tuple[tuple[int, ...], ...]:
+        if not command.with_pieces:
+            return ()
+        return tuple(tuple(self._vocab.piece_with_special(token)) for token in tokens)
 
     def _encode(self, command: TextCommand, text: str) -> list[int]:
         tokens = self._vocab.encode(text)

@@ -1,0 +1,40 @@
+"""The bytes of tokens. Only a worker has the vocabulary, so it is asked once for each token."""
+
+from __future__ import annotations
+
+from llamaq.common.protocol.text_commands import TextAction
+from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.producer import AsyncClient
+from llamaq.producer.queries import text_commands
+
+MAX_VOCABULARIES = 16
+
+
+class TokenPieces:
+    """The bytes of the tokens that were asked for so far, by vocabulary."""
+
+    def __init__(self, queues: QueueDirectory) -> None:
+        self._queues = queues
+        self._known: dict[str, dict[int, bytes]] = {}
+
+    def __repr__(self) -> str:
+        return f"<TokenPieces { {name: len(pieces) for name, pieces in self._known.items()} }>"
+
+    async def of(self, client: AsyncClient, tokens: set[int]) -> dict[int, bytes]:
+        """Return a map that has the bytes of these tokens of a queue's model, and perhaps of others.
+
+        Raises:
+            LlamaqError: No worker of the queue has answered.
+        """
+        workers = (await self._queues.served()).get(client.queue)
+        vocabulary = workers[0].card.vocab_hash if workers else ""
+        if vocabulary not in self._known and len(self._known) >= MAX_VOCABULARIES:
+            self._known.clear()
+        known = self._known.setdefault(vocabulary, {})
+        missing = sorted(tokens - known.keys())
+        if missing:
+            reply = await text_commands.ask(
+                client.connection, TextAction.DETOKENIZE, None, tokens=missing, with_pieces=True
+            )
+            known.update(zip(missing, map(bytes, reply.pieces), strict=True))
+        return known
