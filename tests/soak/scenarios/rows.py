@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ async def many_rows(seed: int, report: ProgressReport, *, n_rows: int = 100_000)
     """Run a few rows, then many, through a fake worker. Compare the answers with the rows, and the peaks of memory."""
     checker, started_s, figures = Checker(), time.monotonic(), {}
     async with Environment() as environment:
-        worker = subprocess.Popen([sys.executable, ROW_WORKER, environment.redis_url, environment.queue])
+        worker = _start_fake_worker(environment)
         try:
             peaks = {}
             for count in (FEW_ROWS, n_rows):
@@ -116,9 +117,7 @@ async def many_rows(seed: int, report: ProgressReport, *, n_rows: int = 100_000)
                 target = environment.folder / f"{count}.out.jsonl"
                 begun_s = time.monotonic()
                 run = start_run(environment, source, target)
-                peaks[count] = await _peak_mb(
-                    run, lambda count=count, target=target: report(_n_kilobytes(target), count, "kB")
-                )
+                peaks[count] = await _peak_mb(run, partial(_report_size, report, target, count))
                 _compare(checker, [(n, row["prompt"]) for n, row in enumerate(rows, start=1)], _answers(target))
                 figures[f"rows per s, {count} rows"] = round(count / (time.monotonic() - begun_s), 1)
                 figures[f"peak MB, {count} rows"] = round(peaks[count], 1)
@@ -220,6 +219,10 @@ async def _run_under_kills(
     return kills
 
 
+def _start_fake_worker(environment: Environment) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, ROW_WORKER, environment.redis_url, environment.queue])
+
+
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -266,6 +269,10 @@ def _n_lines(path: Path) -> int:
         return 0
     with path.open("rb") as file:
         return sum(1 for _ in file)
+
+
+def _report_size(report: ProgressReport, target: Path, count: int) -> None:
+    report(_n_kilobytes(target), count, "kB")
 
 
 def _n_kilobytes(path: Path) -> int:
