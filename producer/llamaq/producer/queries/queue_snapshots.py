@@ -62,12 +62,16 @@ async def read_recent(redis: Redis, keys: Keys, queue: str, since_ms: int = 0) -
     The ids of the stats stream are the times of the ends, by the clock of Redis.
     """
     entries: Any = await redis.xrevrange(keys.stats(queue), min=since_ms, count=RECENT_JOBS)
-    return tuple(_recent_job(entry, fields) for entry, fields in entries)
+    found = [_recent_job(entry, fields) for entry, fields in entries]
+    return tuple(job for job in found if job is not None)
 
 
-def _recent_job(entry: bytes, fields: dict[bytes, bytes]) -> RecentJob:
-    ended_ms = int(entry.partition(b"-")[0])
-    return codec.decode_model(RecentJob, fields[b"job"]).model_copy(update={"ended_ms": ended_ms})
+def _recent_job(entry: bytes, fields: dict[bytes, bytes]) -> RecentJob | None:
+    try:
+        job = codec.decode_model(RecentJob, fields.get(b"job", b""))
+    except ProtocolError:
+        return None  # an incompatible version or another client has written it
+    return job.model_copy(update={"ended_ms": int(entry.partition(b"-")[0])})
 
 
 async def estimate_wait_s(redis: Redis, keys: Keys, queue: str, n_ahead: int) -> float | None:
