@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.cli.gpu_host_commands import example_command
+from llamaq.cli.gpu_host_commands import example_command, note_demo_model
+from llamaq.common.logging_setup import LogFormat
 from llamaq.worker.settings import WorkerSettings
 
 LLAMAQ = Path(sys.executable).with_name("llamaq")
@@ -86,4 +87,17 @@ def test_the_example_of_up_has_only_options_that_are_not_the_default() -> None:
     named = WorkerSettings(queue="stories")
     assert example_command(named, "redis://127.0.0.1:7/0") == (
         "llamaq generate 'Once upon a time' --queue stories --redis-url redis://127.0.0.1:7/0"
+    )
+
+
+@pytest.mark.parametrize("form", LogFormat)
+def test_a_note_for_the_user_is_a_log_message_if_the_log_has_the_form_of_json(
+    form: LogFormat, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level("INFO"):
+        note_demo_model(WorkerSettings(log_format=form))
+    printed, logged = capsys.readouterr().err, caplog.text
+    assert ("No --model given" in printed, "No --model given" in logged) == (
+        form is LogFormat.TEXT,
+        form is LogFormat.JSON,
     )
