@@ -94,6 +94,7 @@ def test_a_run_is_executed_by_an_rq_worker_that_unpickles_nothing(
     assert status.ended is not None
     assert status.output == run.output
     assert texts(run) == expected(5)
+    Queue(rq_queue.name, connection=rq_queue.connection).enqueue(note_success)  # pickled, by another application
     assert [found.run_id for found in runs.runs()] == [run.run_id]
     assert successes == [run.run_id]
 
@@ -140,8 +141,11 @@ def test_a_run_that_cannot_begin_fails_at_once_and_is_not_tried_again(
     run = make_run("a")
     run.input.unlink()
     runs.submit(run, on_failure=note_failure)
+    after = make_run("b")
+    runs.submit(after, after=[run.run_id])
     work(rq_queue)
     assert failures == [f"{run.run_id}: BulkRunRefused"]
+    assert runs.status(after.run_id).state is RunState.DEFERRED
     status = runs.status(run.run_id)
     assert status.state is RunState.FAILED
     assert "there is no such file" in str(status.error)
@@ -149,7 +153,7 @@ def test_a_run_that_cannot_begin_fails_at_once_and_is_not_tried_again(
     runs.submit(run)
     with serving(redis_url, queue, echo):
         work(rq_queue)
-    assert runs.status(run.run_id).state is RunState.COMPLETED
+    assert runs.status(run.run_id).state is runs.status(after.run_id).state is RunState.COMPLETED
 
 
 async def fail_one_row(worker: FakeWorker, answer: Callable[[JobRequest], list[str]]) -> None:

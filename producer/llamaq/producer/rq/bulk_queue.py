@@ -15,8 +15,10 @@ from llamaq.producer.bulk import BulkRun
 from llamaq.producer.rq import bulk_jobs
 from llamaq.producer.rq.library import (
     Callback,
+    DeserializationError,
     InvalidJobOperation,
     Job,
+    JobStatus,
     JSONSerializer,
     NoSuchJobError,
     Queue,
@@ -185,7 +187,7 @@ class BulkQueue:
             raise InvalidRequest(f"run {run_id} has not ended: wait for it, or cancel it")
         run = BulkRun.model_validate(old.args[0]).model_copy(update={"deadline": None})
         options = _options(run, **old.meta.get(bulk_jobs.SUBMIT_KEY, {}))
-        old.delete()
+        _delete(old)
         call = {"args": [_as_json(run)], "kwargs": {**old.kwargs, "retry_errors": True}, **options}
         return read_status(self._rq.enqueue(bulk_jobs.run_bulk, **call))
 
@@ -227,7 +229,7 @@ class BulkQueue:
             if other.output == output:
                 raise InvalidRequest(f"run {other.run_id} is {other.state.value}, and has the same output: {output}")
         if Job.exists(run.run_id, connection=self.redis):
-            self._job(run.run_id).delete()
+            _delete(self._job(run.run_id))
 
     def _check_dependencies(self, after: Iterable[str]) -> None:
         for run_id in after:
@@ -287,8 +289,20 @@ def _named_queue(queue: str | None) -> str | None:
     return settings.queue if "queue" in settings.model_fields_set else None
 
 
+def _delete(job: Job) -> None:
+    """Delete the RQ job of a run that has ended. Runs that wait for it wait for the next RQ job with its id."""
+    dependents = Job.fetch_many(job.dependent_ids, connection=job.connection, serializer=job.serializer)
+    job.delete()
+    for dependent in dependents:
+        if dependent is not None and dependent.get_status(refresh=False) is JobStatus.DEFERRED:
+            dependent.register_dependency()
+
+
 def _executes_run(job: Job) -> bool:
-    name: str = job.func_name
+    try:
+        name: str = job.func_name
+    except DeserializationError:  # another application uses the same RQ queue, with another serializer
+        return False
     return name == f"{bulk_jobs.__name__}.{bulk_jobs.run_bulk.__name__}"
 
 
