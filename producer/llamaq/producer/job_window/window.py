@@ -34,7 +34,7 @@ from llamaq.producer.job_window.prefix_order import PrefixOrder
 from llamaq.producer.job_window.window_job import WindowJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.streaming.retried_reads import may_pass
-from llamaq.producer.submission import encode, new_job_id
+from llamaq.producer.submission import encode, new_job_id, with_default_tenant
 
 log = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class JobWindow(Generic[T]):
         """Return the submissions of requests, and those requests. A request that is too large ends with its error."""
         submissions, encoded = [], []
         for job in jobs:
-            request = job.submitted_request
+            request = with_default_tenant(self._connection, job.submitted_request)
             try:
                 payload = await encode(self._connection, request)
             except InvalidRequest as exc:

@@ -18,6 +18,7 @@ from llamaq.common.protocol.snapshots import (
     QueueSummary,
     RecentJob,
     SlotSnapshot,
+    TenantDepth,
     TickStats,
     TickTotals,
     Worker,
@@ -44,6 +45,7 @@ _SNAPSHOTS = (
     WorkerCard,
     SlotSnapshot,
     CacheSnapshot,
+    TenantDepth,
     TickStats,
     TickTotals,
 )
