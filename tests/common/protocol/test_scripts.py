@@ -428,6 +428,23 @@ async def test_the_flush_of_a_cancelled_job_returns_cancel(redis_url: str, queue
         assert await worker.scripts.cancel(job.id) == "done"
 
 
+@pytest.mark.parametrize("only_waiting", [False, True])
+async def test_a_cancelled_job_whose_worker_lost_its_lease_ends_at_once(
+    redis_url: str, queue: str, only_waiting: bool
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job, attempt = await start(client, worker)
+        await attempt.emit([1], "a")
+        await worker.scripts.flush(worker.name, [attempt.increment()], 1, renew=True)  # the lease expires after 1 ms
+        while not (await client.queue_depth()).waiting:
+            pass
+        assert await worker.scripts.cancel(job.id, only_waiting=only_waiting) == "cancelled"
+        result = await job.result()
+        assert (result.text, result.tokens, result.finish_reason) == ("a", (1,), FinishReason.CANCELLED)
+        assert (await attempt.emit([2], "b")).code == "lost"
+        assert not await attempt.finish()
+
+
 async def test_a_job_that_is_cancelled_after_its_worker_died_ends_at_the_next_start(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         job, attempt = await start(client, worker)

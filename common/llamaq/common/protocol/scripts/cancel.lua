@@ -1,5 +1,6 @@
--- Cancels a job. A waiting job ends at once. A running job is marked, and its worker ends the job after the next flush. So
--- is a preempted job, which waits in its worker: the worker has its output. This works also when Redis is full.
+-- Cancels a job. A waiting job ends at once, and so does a job whose worker has lost its lease. A running job is marked, and
+-- its worker ends the job after the next flush. So is a preempted job, which waits in its worker: the worker has its output.
+-- This works also when Redis is full.
 --
 -- KEYS[1]  job          hash of the job
 -- KEYS[2]  events       stream of the job's events
@@ -23,14 +24,23 @@ end
 if has_ended(state[1]) then
   return 'done'
 end
-allow_writes_when_full(job)
-if state[1] ~= 'queued' and ARGV[3] == '1' then
+local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]
+
+-- Returns whether a worker has a lease of the entry. If it has none, it has died, or it was paused: then its next call for
+-- the job returns 'lost'.
+local function is_leased(entry)
+  local pending = entry and redis.pcall('XPENDING', stream, ARGV[1], entry, entry, 1)
+  return pending and not pending.err and pending[1] and pending[1][3] < EXPIRED_IDLE_MS
+end
+
+local is_in_worker = has_run_in_worker(state[1], state[4], state[5]) and is_leased(state[3])
+if is_in_worker and state[1] == 'running' and ARGV[3] == '1' then
   return 'running'
 end
+allow_writes_when_full(job)
 redis.call('HSET', job, 'cancel', 1)
-if has_run_in_worker(state[1], state[4], state[5]) then
+if is_in_worker then
   return 'requested'
 end
-local stream = state[2] == 'bulk' and KEYS[4] or KEYS[3]
 end_without_worker(job, events, ARGV[2], stream, ARGV[1], state[3], 'cancelled')
 return 'cancelled'
