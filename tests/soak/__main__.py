@@ -31,6 +31,7 @@ from tests.soak.scenarios.rows import many_rows, row_kills, rq_kills
 from tests.soak.scenarios.shares import shares
 from tests.soak.scenarios.subscribers import subscribers
 from tests.soak.scenarios.takeover import stopped, takeover
+from tests.soak.scenarios.tenants import tenants
 from tests.soak.scenarios.waits import waits
 
 EXIT_STOPPED = 130
@@ -65,6 +66,7 @@ SCENARIOS = {
     "moves": Scenario(moves, {"n_rounds": 6}, 60),
     "full": Scenario(full, {"megabytes": 8}, 40),
     "leases": Scenario(leases, {"n_pauses": 10}, 90),
+    "tenants": Scenario(tenants, {"n_kills": 60, "n_jobs": 900}, 60),
     "shares": Scenario(shares, {"n_bulk": 4}, 90),
     "waits": Scenario(waits, {"n_jobs": 600, "n_kills": 24}, 60),
     "many_rows": Scenario(many_rows, {"n_rows": 100_000}, 250),
