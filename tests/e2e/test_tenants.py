@@ -23,7 +23,8 @@ def test_one_job_of_a_tenant_starts_within_two_job_times_of_another_with_many(
     narrow: ServedQueue, narrow_client: Client, wait_for: Await
 ) -> None:
     client = narrow_client
-    many = client.submit_many([{**OPTIONS, "tenant": "many"}] * N_JOBS)
+    of_many: Any = {**OPTIONS, "tenant": "many"}
+    many = client.submit_many([of_many] * N_JOBS)
     wait_for(lambda: started_ms(many[1]))
     single = client.submit(**OPTIONS, tenant="single")
     n_started = sum(started_ms(job) is not None for job in many)
@@ -42,7 +43,7 @@ def test_one_job_of_a_tenant_starts_within_two_job_times_of_another_with_many(
 
 def test_a_job_tells_its_position_and_then_its_prompt_and_output(slow_client: Client, wait_for: Await) -> None:
     client = slow_client
-    options: dict[str, Any] = {"tokens": [7] * 4000, "max_tokens": 4, "cache_prompt": False}
+    options: Any = {"tokens": [7] * 4000, "max_tokens": 4, "cache_prompt": False}
     jobs = client.submit_many([options] * 12)
     positions = [job.position() for job in jobs]
     waiting = [position for position in positions if position is not None]
