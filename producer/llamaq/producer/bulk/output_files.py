@@ -184,24 +184,26 @@ def open_output(run: BulkRun) -> Iterator[OutputFiles]:
 
 
 def bring_into_order(path: Path) -> None:
-    """Sort the lines of a file by their row numbers. A crash leaves the file as it was."""
-    numbers, offsets = array("Q"), array("Q")
-    is_sorted = True
+    """Sort the lines of a file by row number, with 8 bytes of memory for each. A crash leaves the file as it was."""
     with path.open("rb") as file:
-        offset = 0
+        highest, is_sorted = 0, True
         for line in file:
             number = row_number_of(line, path)
-            is_sorted = is_sorted and (not numbers or numbers[-1] < number)
-            numbers.append(number)
-            offsets.append(offset)
-            offset += len(line)
+            is_sorted = is_sorted and number > highest
+            highest = max(highest, number)
         if is_sorted:
             return
+        offsets = array("q", [-1]) * (highest + 1)
+        offset = file.seek(0)
+        for line in file:
+            offsets[row_number_of(line, path)] = offset
+            offset += len(line)
         new = path.with_name(path.name + ".new")
         with new.open("wb") as sorted_file:
-            for place in sorted(range(len(numbers)), key=numbers.__getitem__):
-                file.seek(offsets[place])
-                sorted_file.write(file.readline())
+            for offset in offsets:
+                if offset >= 0:
+                    file.seek(offset)
+                    sorted_file.write(file.readline())
             sorted_file.flush()
             os.fsync(sorted_file.fileno())
     new.replace(path)
