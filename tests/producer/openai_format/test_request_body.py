@@ -1,0 +1,100 @@
+"""What a body of the OpenAI API asks for, also under the names of llama-server and vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> GenerationBody:
+    return read_body(Endpoint.CHAT, {"messages": HELLO, **fields})
+
+
+def job(**fields: Any) -> dict[str, Any]:
+    return chat(**fields).values
+
+
+def test_a_choice_of_each_prompt_is_a_job_with_a_seed_of_its_own() -> None:
+    body = read_body(Endpoint.COMPLETIONS, {"prompt": ["a", [1, 2]], "n": 2, "seed": 7})
+    assert [(each.get("prompt"), each.get("tokens"), each["seed"]) for each in body.jobs] == [
+        ("a", None, 7), ("a", None, 8), (None, [1, 2], 7), (None, [1, 2], 8),
+    ]  # fmt: skip
+    assert [each["seed"] for each in chat(n=2, seed=-1).jobs] == [-1, -1]
+    with pytest.raises(InvalidRequest, match="several answers"):
+        _ = body.values
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"temperature": 0.5, "user": "eve", "unknown": 1}, {"temperature": 0.5, "tenant": "eve"}),
+        ({"logit_bias": {"5": -100}}, {"logit_bias": {"5": -100}}),
+        ({"logit_bias": [[5, 1.5], [6, False]]}, {"logit_bias": {5: 1.5, 6: -1e9}}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"json_schema": {"a": 1}}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, {"json_schema": {"a": 1}}),
+        ({"structured_outputs": {"json": {"a": 1}, "regex": None}}, {"json_schema": {"a": 1}}),
+        ({"structured_outputs": {"choice": ["x"]}}, {"choice": ["x"]}),
+        ({"service_tier": "flex"}, {"priority": "bulk"}),
+        ({"priority": 5}, {"priority": "bulk"}),
+        ({"priority": -5}, {}),
+        ({"top_p": 0, "stop": []}, {"top_p": 1e-9}),
+        ({"t_max_predict_ms": 1500}, {"timeout_s": 1.5}),
+        ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
+        ({"logprobs": False, "top_logprobs": 4}, {}),
+        ({"tools": [{"type": "function"}], "tool_choice": "none"}, {}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+    ],
+)
+def test_fields_become_job_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    assert chat(**fields).jobs[0] == {"messages": HELLO, **options}
+
+
+def test_a_user_with_any_name_is_a_tenant() -> None:
+    tenant = job(user="Zoë W.")["tenant"]
+    assert tenant == job(user="Zoë W.")["tenant"] != job(user="Zoe W.")["tenant"]
+    assert tenant.isalnum()
+
+
+def test_contents_in_parts_and_other_roles_become_plain_messages() -> None:
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c", "refusal": None, "cache_control": {}},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "d"},
+    ]
+    assert job(messages=messages)["messages"] == [
+        {"role": "system", "content": "ab"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": ""},
+        {"role": "user", "content": "d"},
+    ]  # fmt: skip
+
+
+def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "Well"}]
+    assert job(messages=begun)["continue_final_message"] is True
+    assert job(messages=begun)["add_generation_prompt"] is False
+    assert job(messages=begun, add_generation_prompt=True)["continue_final_message"] is False
+    assert "continue_final_message" not in job()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 0}, {"n": 200}, {"functions": [{}]}, {"tools": [{}]}, {"mirostat": 2}, {"dry_multiplier": 0.5},
+        {"response_format": {"type": "json_object"}, "grammar": "root ::= 1"}, {"structured_outputs": {"sql": "x"}},
+        {"stream": "yes"}, {"store": 1}, {"priority": "high"}, {"top_logprobs": "many"}, {"logit_bias": {"word": 1}},
+        {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_its_name(fields: dict[str, Any]) -> None:
+    name = next(iter(fields))
+    with pytest.raises(InvalidRequest, match=name):
+        chat(**fields)
