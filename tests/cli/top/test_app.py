@@ -87,7 +87,7 @@ async def wait_for(pilot: Pilot[None], condition: Callable[[], object]) -> None:
 
 async def started(app: TopApp, pilot: Pilot[None]) -> None:
     """Wait until the first reading is on the screen."""
-    await wait_for(pilot, lambda: app.n_readings)
+    await wait_for(pilot, lambda: app.overview)
     await pilot.pause()
 
 
@@ -181,9 +181,9 @@ async def test_a_job_is_cancelled_and_a_dead_letter_retried_only_after_a_yes(que
         await pilot.press("2", "c")
         await pilot.pause()
         assert f"Cancel job {job_id('chat', 1)}" in line_of(app, "Cancel job chat.")
-        n_readings = app.n_readings
+        before = app.overview
         app._wake.set()
-        await wait_for(pilot, lambda: app.n_readings > n_readings)  # while the question is open
+        await wait_for(pilot, lambda: app.overview is not before)  # while the question is open
         await pilot.press("1")
         await pilot.press("n")
         assert queues.asked == []

@@ -20,8 +20,8 @@ from llamaq.worker.settings import WorkerSettings
 COLUMNS, LINES = 96, 24
 SLOTS_PAGE = "2"
 INTERVAL_S = 1.0
-N_READINGS = 6
-"""The picture is drawn after this number of readings, so that all rates are known."""
+N_ENDED = 20
+"""The picture is drawn when this number of jobs have ended, so that all rates are known."""
 WORKERS = (("chat", 8), ("chat", 4), ("reports", 4))
 """The queue and the number of slots of each worker."""
 WAITING = {"chat": 60, "reports": 40}
@@ -34,7 +34,7 @@ async def submit(url: str) -> None:
     for queue, n_jobs in WAITING.items():
         async with AsyncClient(url, queue) as client:
             for number in range(n_jobs):
-                options = {**prompts[number % len(prompts)].params, "max_tokens": 400, "ignore_eos": True}
+                options = {**prompts[number % len(prompts)].params, "max_tokens": 200, "ignore_eos": True}
                 options["priority"] = "bulk" if queue == "reports" else "interactive"
                 await client.submit(**options)
 
@@ -48,7 +48,7 @@ async def draw(url: str) -> str:
         view = TopApp(LiveQueues(client), "redis.example.com:6379", INTERVAL_S)
         async with view.run_test(size=(COLUMNS, LINES)) as pilot:
             await pilot.press(SLOTS_PAGE)
-            while view.n_readings < N_READINGS:
+            while view.overview is None or len(view.overview.recent) < N_ENDED:
                 await pilot.pause(INTERVAL_S / 10)
             return view.export_screenshot(title="llamaq top")
 

@@ -69,14 +69,13 @@ class TopApp(App[None]):
         self._server = server
         self._interval_s = interval_s
         self._rates = RateTracker()
-        self._overview: Overview | None = None
+        self.overview: Overview | None = None
+        """What the last reading shows. None: Redis has not answered yet."""
         self._error = ""
         self._page = WORKERS
         self._orders: dict[str, Order] = {}
         self._filter = ""
         self._wake = asyncio.Event()
-        self.n_readings = 0
-        """Number of readings that were shown."""
         # The widgets are kept, because a search for them finds only those of the screen on top: a question has its own.
         self._status = Static(id="status", markup=False)
         self._queue_rows = RowList(QUEUES, id="queues")
@@ -119,8 +118,7 @@ class TopApp(App[None]):
         else:
             self._error = ""
             self._rates.update(worker for queue in reading.queues for worker in queue.workers)
-            self._overview = summarize(reading, self._rates)
-            self.n_readings += 1
+            self.overview = summarize(reading, self._rates)
         self._show()
 
     # ---- showing
@@ -129,14 +127,14 @@ class TopApp(App[None]):
     def _selected_queue(self) -> QueueLine | None:
         """The queue of the cursor. None: all queues."""
         line = self._queue_rows.selected
-        overview = self._overview
+        overview = self.overview
         return line if isinstance(line, QueueLine) and (overview is None or line is not overview.total) else None
 
     def _show(self) -> None:
         """Show the last reading."""
         if not self.screen_stack:  # the view ends
             return
-        overview = self._overview
+        overview = self.overview
         self._status.update(status_text(self._server, overview, self._error))
         if overview is None:
             return
@@ -146,7 +144,7 @@ class TopApp(App[None]):
         self._show_rows()
 
     def _show_rows(self) -> None:
-        overview = self._overview
+        overview = self.overview
         if overview is None:
             return
         queue, order = self._selected_queue, self._orders.get(self._page.title, Order())
