@@ -80,6 +80,9 @@ def test_the_same_name_returns_the_results_of_an_earlier_call(client: Client, pr
     for _ in range(2):
         assert [(result.index, result.text) for result in client.map(numbered(), resume="mine")] == EXPECTED
     assert len(prompts) == 20
+    same = [{"prompt": "x", "idempotency_key": "same"}] * 3
+    assert [result.text for result in client.map(same)] == ["re: x"] * 3
+    assert len(prompts) == 21
     with pytest.raises(RequestFailed, match="idempotency_key"):
         list(client.map(["another request"], resume="mine"))
 

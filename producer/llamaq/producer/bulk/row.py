@@ -70,6 +70,8 @@ def _read_batch_line(run: BulkRun, row: Row, record: Mapping[str, Any]) -> None:
     if not isinstance(body, Mapping):
         raise InvalidRequest("body: an object is required")
     asked = read_body(row.endpoint, body)
+    if asked.is_echoed:
+        raise InvalidRequest("echo: a bulk run does not support it; leave it out")
     row.values = asked.values
     row.model = run.model or asked.model
 

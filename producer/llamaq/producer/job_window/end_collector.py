@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from redis.exceptions import RedisError
 
-from llamaq.common.errors import JobFailed, LlamaqError
+from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Retried
 from llamaq.common.protocol.job_outcome import Result
@@ -70,6 +72,17 @@ class EndListener(JobListener):
         """Do nothing: the collector reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Followed(Generic[T]):
+    """A job in the queue."""
+
+    requests: list[WindowJob[T]]
+    """The requests whose job this is: several if they have the same idempotency key."""
+    listener: EndListener
+    listening: AbstractContextManager[None]
+    """Receives the messages of the job until its exit."""
+
+
 class EndCollector(Generic[T]):
     """Waits for the ends of many jobs. Its caller receives each end once, through `on_end`."""
 
@@ -83,8 +96,8 @@ class EndCollector(Generic[T]):
         """
         self._connection = connection
         self._on_end = on_end
-        self._jobs: dict[str, tuple[WindowJob[T], EndListener, Any]] = {}
-        """For each followed job id: the job, its listener, and the context that ends the listening."""
+        self._jobs: dict[str, _Followed[T]] = {}
+        """The followed jobs by their ids."""
         self._reported: set[str] = set()
         """Jobs to read."""
         self._has_reports = asyncio.Event()
@@ -101,22 +114,23 @@ class EndCollector(Generic[T]):
         """Return the ids of the jobs that have not ended."""
         return list(self._jobs)
 
-    def follow(self, job: WindowJob[T], job_id: str) -> None:
-        """Wait for the end of a submitted job. Two requests with one idempotency key have one job: the second fails."""
+    def follow(self, job: WindowJob[T]) -> None:
+        """Wait for the end of a submitted job. Requests with the same idempotency key have one job."""
+        if job.handle is None:
+            raise RuntimeError(f"{job.job_id} is not submitted")
+        job_id = job.handle.id
         if job_id in self._jobs:
-            self._on_end(
-                job, JobFailed("duplicate", "another request of this run has the same idempotency key", job_id)
-            )
+            self._jobs[job_id].requests.append(job)
             return
         listener = EndListener(self._connection, job_id, self._report)
-        context = self._connection.subscriber.listening(listener)
-        context.__enter__()
-        self._jobs[job_id] = job, listener, context
+        listening = self._connection.subscriber.listening(listener)
+        listening.__enter__()
+        self._jobs[job_id] = _Followed([job], listener, listening)
 
     def close(self) -> None:
         """Stop waiting."""
-        for _, _, context in self._jobs.values():
-            context.__exit__(None, None, None)
+        for followed in self._jobs.values():
+            followed.listening.__exit__(None, None, None)
         self._jobs.clear()
 
     async def collect(self) -> None:
@@ -148,7 +162,7 @@ class EndCollector(Generic[T]):
                 self._end(job_id, values)
                 continue
             state = read_state(values[: len(STATE_FIELDS)])
-            self._jobs[job_id][1].on_deadline(state.due_ms)
+            self._jobs[job_id].listener.on_deadline(state.due_ms)
             if state.status is None or has_ended(state.status):
                 self._end(job_id, await self._outcome(job_id, values[len(STATE_FIELDS) :]))
 
@@ -171,8 +185,8 @@ class EndCollector(Generic[T]):
             return exc
 
     def _end(self, job_id: str, outcome: Result | Exception) -> None:
-        found = self._jobs.pop(job_id, None)
-        if found is not None:
-            job, _, context = found
-            context.__exit__(None, None, None)
-            self._on_end(job, outcome)
+        followed = self._jobs.pop(job_id, None)
+        if followed is not None:
+            followed.listening.__exit__(None, None, None)
+            for job in followed.requests:
+                self._on_end(job, outcome)

@@ -10,31 +10,17 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from redis.exceptions import RedisError
-
 from llamaq.common.backoff import Backoff
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.errors import (
-    InvalidRequest,
-    InvalidSettings,
-    JobNotFound,
-    LlamaqError,
-    QueueDraining,
-    QueueFull,
-    RedisFull,
-)
+from llamaq.common.errors import JobNotFound
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_values import Submission
-from llamaq.producer.batch import submit_each
 from llamaq.producer.job_window.end_collector import EndCollector
 from llamaq.producer.job_window.pace import Pace
 from llamaq.producer.job_window.prefix_order import PrefixOrder
+from llamaq.producer.job_window.submit_jobs import submit_jobs
 from llamaq.producer.job_window.window_job import WindowJob
 from llamaq.producer.queue_connection import QueueConnection
-from llamaq.producer.streaming.retried_reads import may_pass
-from llamaq.producer.submission import encode, new_job_id, with_default_tenant
 
 log = logging.getLogger(__name__)
 
@@ -237,49 +223,14 @@ class JobWindow(Generic[T]):
         Returns:
             The number of requests that were submitted, and why the others were not, or None if all were.
         """
-        submissions, jobs = await self._encode(jobs)
-        if not submissions:
-            return 0, None
-        try:
-            handles, errors = await submit_each(self._connection, submissions)
-        except (RedisError, OSError) as exc:
-            if not may_pass(exc):
-                raise
-            self._waiting.put_back(jobs)
-            return 0, f"Redis does not answer: {exc}"
-        refused: list[WindowJob[T]] = []
-        problem = None
-        for job, handle, error in zip(jobs, handles, errors, strict=True):
-            if handle is not None:
-                job.handle = handle
-                self._ends.follow(job, handle.id)
-            elif error is not None and _passes(error):
-                refused.append(job)
-                problem = str(error)
-            elif isinstance(error, LlamaqError) and not isinstance(error, InvalidSettings):
-                self._end(job, error)
-            elif error is not None:
-                raise error
-        n_accepted = len(jobs) - len(refused)
-        self._pace.count(n_accepted)
-        self._waiting.put_back(refused)
-        return n_accepted, problem
-
-    async def _encode(self, jobs: list[WindowJob[T]]) -> tuple[list[Submission], list[WindowJob[T]]]:
-        """Return the submissions of requests, and those requests. A request that is too large ends with its error."""
-        submissions, encoded = [], []
-        for job in jobs:
-            request = with_default_tenant(self._connection, job.submitted_request)
-            try:
-                payload = await encode(self._connection, request)
-            except InvalidRequest as exc:
-                self._end(job, exc)
-                continue
-            job_id = JobId.parse(job.job_id) if job.job_id else new_job_id(self._connection, request)
-            job.job_id = str(job_id)
-            submissions.append(Submission(job_id, request, payload))
-            encoded.append(job)
-        return submissions, encoded
+        submitted = await submit_jobs(self._connection, jobs)
+        for job in submitted.accepted:
+            self._ends.follow(job)
+        for job, error in submitted.failed:
+            self._end(job, error)
+        self._pace.count(len(submitted.accepted))
+        self._waiting.put_back(submitted.refused)
+        return len(submitted.accepted), submitted.problem
 
     def _end(self, job: WindowJob[T], outcome: Outcome) -> None:
         """Pass on the outcome of a job, or submit its request again."""
@@ -307,10 +258,3 @@ class JobWindow(Generic[T]):
             if errors:
                 log.warning("window.cancel_failed jobs=%d error=%s", len(errors), errors[0])
                 return
-
-
-def _passes(error: Exception) -> bool:
-    """Return whether a submit that was refused with this error may be accepted later."""
-    if isinstance(error, QueueFull | QueueDraining | RedisFull):
-        return True
-    return isinstance(error, RedisError) and may_pass(error)
