@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import importlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +21,8 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
 from llamaq.producer.streaming import look_schedule
 from llamaq.producer.testing import FakeWorker
+
+execute_module = importlib.import_module("llamaq.producer.bulk.execute")  # `bulk.execute` is the function
 
 
 class Rows:
@@ -194,6 +197,22 @@ async def test_a_full_queue_slows_the_run_down_and_fails_no_row(redis_url: str, 
         await client.redis.hset(client.keys.config(queue, 0), "max_queue", "3")
         progress = await execute(rows.run, client)
     assert (progress.rows_failed, sorted(texts(rows.answers()))) == (0, EXPECTED)
+
+
+async def test_the_progress_tells_that_no_worker_serves_the_queue(
+    redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute_module, "SILENCE_S", 0.0)
+    stop, notices = asyncio.Event(), []
+
+    def stop_at_notice(progress: BulkProgress) -> None:
+        notices.append(progress.notice)
+        if progress.notice:
+            stop.set()
+
+    async with AsyncClient(redis_url, queue) as client:
+        await execute(rows.run, client, on_progress=stop_at_notice, stop=stop)
+    assert any(notice and notice.startswith("no worker serves") for notice in notices)
 
 
 async def test_a_run_of_another_input_or_with_other_parameters_is_refused(

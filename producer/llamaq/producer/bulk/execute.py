@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.errors import BulkRunRefused, IdempotencyConflict, InvalidRequest, JobFailed
+from llamaq.common.errors import BulkRunRefused, IdempotencyConflict, InvalidRequest, JobFailed, NoWorker
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer.accepted_forms import translate
@@ -30,6 +32,8 @@ LOOK_S = 0.1
 """Longest time until a stop, a deadline or the end of the input is noticed."""
 REPORT_S = 0.5
 """Time between two reports of the progress."""
+SILENCE_S = 5.0
+"""After this time without the end of a row, the run looks whether a worker serves the queue."""
 ROWS_PER_YIELD = 50
 """After this many rows were read, other tasks of the event loop run."""
 
@@ -120,7 +124,8 @@ class _Execution:
         self, window: JobWindow[Row], reading: asyncio.Task[Any], stopping: asyncio.Task[Any], on_progress: OnProgress
     ) -> BulkState:
         """Write the outcomes of rows until the run ends, and report the progress."""
-        report_s = 0.0
+        report_s, ended_s = 0.0, time.monotonic()
+        notice: str | None = None
         while (state := self._state(window, reading, stopping)) is BulkState.RUNNING:
             outcomes = await window.outcomes(LOOK_S)
             written = [(row.number, job_id) for row, outcome in outcomes if (job_id := self._write(row, outcome))]
@@ -128,17 +133,28 @@ class _Execution:
             window.release(len(outcomes))
             if written:
                 await delete_results(self._client.connection, self._run.run_id, written)
-            if time.monotonic() - report_s >= REPORT_S:
-                report_s = time.monotonic()
+            now_s = time.monotonic()
+            if outcomes:
+                ended_s, notice = now_s, None
+            elif now_s - ended_s >= SILENCE_S:
+                ended_s, notice = now_s, await self._find_problem()
+            if now_s - report_s >= REPORT_S:
+                report_s = now_s
                 on_progress(
                     self._meter.report(
                         state,
                         rows_failed=self._files.n_failed,
                         rows_in_flight=window.n_in_flight,
-                        notice=window.problem,
+                        notice=window.problem or notice,
                     )
                 )
         return state
+
+    async def _find_problem(self) -> str | None:
+        """Return that no worker serves the queue. None: one does, or Redis does not answer."""
+        with suppress(RedisError, OSError):
+            return None if await self._client.workers() else str(NoWorker(self._client.queue))
+        return None
 
     def _state(self, window: JobWindow[Row], reading: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> BulkState:
         if reading.done():
