@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
 from llamaq.common.protocol.job_events import Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
@@ -29,11 +29,13 @@ from llamaq.common.settings import ClientSettings, QueueSettings
 from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.settings import ServeSettings
 from llamaq.producer.bulk import BulkRun
+from llamaq.producer.job_window.request_map import MappedResult
 from llamaq.producer.rq.settings import RqSettings
 from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSettings
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
 
-_JOB = (Message, SamplingParams, JobParams, JobRequest, JobStats, Result, JobStatus)
+_CHAT = (Message, ToolCall, FunctionCall, TemplateParams)
+_JOB = (*_CHAT, SamplingParams, JobParams, JobRequest, JobStats, Result, MappedResult, JobStatus)
 _EVENTS = (Started, Tokens, Finished, Failed, Retried)
 _SNAPSHOTS = (
     QueueDepth,
