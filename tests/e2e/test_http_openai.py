@@ -178,6 +178,38 @@ async def test_the_answer_continues_a_last_message_of_the_assistant(demo: Served
     assert whole.startswith(whole[:5] + (answer.choices[0].message.content or "x"))
 
 
+async def test_a_demanded_tool_is_called_streamed_or_not(demo: ServedQueue) -> None:
+    units = {"type": "string", "enum": ["C", "F"]}
+    parameters = {"type": "object", "properties": {"unit": units}, "required": ["unit"], "additionalProperties": False}
+    weather: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    other: Any = {"type": "function", "function": {"name": "other"}}
+    options: Any = {
+        "model": demo.queue,
+        "messages": HELLO,
+        "tools": [other, weather],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "temperature": 0,
+        "frequency_penalty": 2,  # without it, the demo model never ends its white space
+        "max_tokens": 200,
+    }
+    async with connected(demo) as api:
+        answer = await api.chat.completions.create(**options)
+        stream = await api.chat.completions.create(**options, stream=True)
+        chunks = [chunk async for chunk in stream]
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["unit"] in ("C", "F")
+    deltas = [delta for chunk in chunks for each in chunk.choices for delta in each.delta.tool_calls or []]
+    assert deltas[0].function is not None
+    assert deltas[0].function.name == "weather"
+    assert "".join(delta.function.arguments or "" for delta in deltas if delta.function) == call.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
 async def test_errors_name_the_field_and_have_a_status(demo: ServedQueue) -> None:
     async with connected(demo) as api:
         with pytest.raises(openai.NotFoundError, match="GET /v1/models") as missing:

@@ -108,6 +108,11 @@ class QueueDirectory:
             raise NoWorker(queue)
         return await self._client(queue, is_kept=is_kept)
 
+    async def chat_template(self, queue: str) -> str | None:
+        """Return the chat template of a queue's model. None: it has none, or no live worker serves the queue."""
+        workers = (await self.served()).get(queue)
+        return workers[0].card.chat_template if workers else None
+
     async def _client(self, queue: str, *, is_kept: bool) -> AsyncClient:
         """Return the client of a queue, with as many partitions as its workers have."""
         client = self._clients.get((queue, is_kept))

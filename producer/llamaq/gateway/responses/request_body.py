@@ -55,6 +55,8 @@ def read_response_body(body: Mapping[str, Any]) -> ResponseBody:
         InvalidRequest: A field has a form that is not supported. The message names it.
     """
     refuse_unsupported(body)
+    if body.get("tools") and body.get("tool_choice") != "none":
+        raise InvalidRequest("tools: llamaq does not support it here; leave it out, or use /v1/chat/completions")
     if body.get("conversation") is not None:
         raise InvalidRequest("conversation: llamaq does not support it; use previous_response_id")
     if body.get("prompt") is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.gateway.choice_stream import ChoiceStream
 from llamaq.gateway.context import FINGERPRINT, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
@@ -17,11 +19,13 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.permissions import generation_for, queue_for
 from llamaq.gateway.token_pieces import TokenPieces
 from llamaq.producer import AsyncClient, Result
+from llamaq.producer.answer_parts.answer_format import AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import logprobs_object, tokens_of
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
 from llamaq.producer.openai_format.response_body import completion_id, completion_object, timings_object
 from llamaq.producer.openai_format.stream_chunks import StreamChunks
+from llamaq.producer.openai_format.tools import message_of, must_split, splitter_of, tool_options
 
 
 async def chat(request: Request) -> Response:
@@ -39,12 +43,16 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
     body = read_body(endpoint, await read_object(request))
     client = await queue_for(request, body.model, is_kept=body.is_stored)
     echoed = await _read_echoed(client, body)
-    generation = generation_for(request, client, body.jobs, is_kept=body.is_stored)
+    template = await context.queues.chat_template(client.queue) if endpoint is Endpoint.CHAT else None
+    is_split = endpoint is Endpoint.CHAT and must_split(body.tool_choice, template)
+    more = tool_options(body.tool_choice, template) if is_split else {}
+    generation = generation_for(request, client, [job | more for job in body.jobs], is_kept=body.is_stored)
+    splitters = [splitter_of(body.tool_choice, template) for _ in body.jobs] if is_split else []
     model = body.model or client.queue
     if body.is_streamed:
         await generation.start()
         return await EventStream.open(
-            _events(generation, body, model, echoed, context.pieces),
+            _events(generation, body, model, echoed, context.pieces, splitters),
             comment=generation.describe_wait,
             ping_s=context.settings.ping_s,
         )
@@ -54,7 +62,11 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
         for result in results
         if result.logprobs is not None
     ]
-    return json_response(_answer(body, results, model, echoed, logprobs))
+    messages = [
+        message_of([*splitter.feed(result.text), *splitter.finish()])
+        for splitter, result in zip(splitters, results, strict=False)
+    ]
+    return json_response(_answer(body, results, model, echoed, logprobs, messages))
 
 
 async def _logprobs(
@@ -83,43 +95,46 @@ def _answer(
     model: str,
     echoed: Sequence[str],
     logprobs: Sequence[dict[str, Any]],
+    messages: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     created_s = int(time.time())
     answer = completion_object(
-        body.endpoint, *results, model=model, created_s=created_s, n=body.n, echoed=echoed, logprobs=logprobs
+        body.endpoint,
+        *results,
+        model=model,
+        created_s=created_s,
+        n=body.n,
+        echoed=echoed,
+        logprobs=logprobs,
+        messages=messages,
     )
     return answer | {"system_fingerprint": FINGERPRINT, "timings": timings_object(results[0].stats)}
 
 
 async def _events(
-    generation: Generation, body: GenerationBody, model: str, echoed: Sequence[str], known: TokenPieces
+    generation: Generation,
+    body: GenerationBody,
+    model: str,
+    echoed: Sequence[str],
+    known: TokenPieces,
+    splitters: Sequence[AnswerSplitter],
 ) -> Events:
     """Yield the encoded chunks of a streamed answer."""
     answer_id = completion_id(body.endpoint, generation.streams[0].job.id)
     chunks = StreamChunks(body.endpoint, answer_id, model, int(time.time()), FINGERPRINT)
-    n_chars: dict[int, int] = {}
-    """Number of characters of the text of each choice so far."""
+    describe = partial(_logprobs, body, generation.client, known)
+    choices = [
+        ChoiceStream(chunks, index, echoed[index] if echoed else "", splitters[index] if splitters else None, describe)
+        for index in range(len(body.jobs))
+    ]
     results: dict[int, Result] = {}
     pieces = generation.pieces()
     try:
         async for index, piece in pieces:
-            if index not in n_chars:
-                n_chars[index] = 0
-                if body.endpoint is Endpoint.CHAT:
-                    yield data(chunks.first(index))
-                elif echoed:
-                    yield data(chunks.text(index, echoed[index]))
+            for chunk in await choices[index].chunks_of(piece):
+                yield data(chunk)
             if isinstance(piece, Result):
                 results[index] = piece
-                yield data(chunks.last(index, piece))
-                continue
-            logprobs = None
-            if piece.logprobs:
-                offset = n_chars[index]
-                logprobs = await _logprobs(body, generation.client, known, piece.tokens, piece.logprobs, offset)
-            n_chars[index] += len(piece.text)
-            if piece.text or logprobs:
-                yield data(chunks.text(index, piece.text, logprobs))
     finally:
         await pieces.aclose()
     if body.has_usage_chunk:

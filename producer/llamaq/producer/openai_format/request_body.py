@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
@@ -18,6 +18,7 @@ from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_ch
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
 from llamaq.producer.openai_format.output_format import read_constraint
+from llamaq.producer.openai_format.tools import ToolChoice, read_tools
 
 MAX_CHOICES = 128
 """Largest number of answers to one request: `n` times the number of prompts."""
@@ -45,7 +46,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "reasoning_budget_tokens": (-1,),
     "stop_token_ids": ([],),
     "suffix": ("",),
-    "tools": ([],),
 }
 """Fields that change the answer and that llamaq does not support, with the values that mean the same as no field."""
 
@@ -61,6 +61,8 @@ class GenerationBody:
     """For each choice of the answer, the arguments of `submit`: a prompt, and job options."""
     n: int = 1
     """Number of choices for each prompt. The choices of one prompt follow each other in `jobs`."""
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    """The tools that the answers may call."""
     is_streamed: bool = False
     """Whether the answer is a stream of chunks."""
     has_usage_chunk: bool = False
@@ -77,6 +79,8 @@ class GenerationBody:
         Raises:
             InvalidRequest: The body asks for several choices, or for probabilities, whose texts only a worker knows.
         """
+        if self.tool_choice.tools:
+            raise InvalidRequest("tools: not supported here; leave it out")
         if "logprobs" in self.jobs[0]:
             raise InvalidRequest("logprobs: not supported here; leave it out")
         if len(self.jobs) != 1:
@@ -106,6 +110,7 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         model if isinstance(model, str) and model else None,
         tuple(_with_seed({**prompt, **options}, number) for prompt in prompts for number in range(n)),
         n=n,
+        tool_choice=read_tools(body) if endpoint is Endpoint.CHAT else ToolChoice(),
         is_streamed=read_flag(body, "stream"),
         has_usage_chunk=isinstance(stream_options, Mapping) and stream_options.get("include_usage") is True,
         is_stored=read_flag(body, "store"),
@@ -121,8 +126,6 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """
     for name, harmless in UNSUPPORTED.items():
         value = body.get(name)
-        if name == "tools" and body.get("tool_choice") == "none":
-            continue
         if value is not None and value not in harmless:
             raise InvalidRequest(f"{name}: llamaq does not support it; leave it out")
 

@@ -26,6 +26,7 @@ def completion_object(
     n: int = 1,
     echoed: Sequence[str] = (),
     logprobs: Sequence[dict[str, Any]] = (),
+    messages: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the object `chat.completion` or `text_completion` of finished jobs.
 
@@ -37,17 +38,22 @@ def completion_object(
         n: Number of choices for each prompt.
         echoed: For each choice, the text before the generated text. Empty: there is none.
         logprobs: For each choice, its object `logprobs`. Empty: the request did not ask for them.
+        messages: For each choice, its message. Empty: messages have only content.
     """
     is_chat = endpoint is Endpoint.CHAT
+    choices = [
+        _choice(endpoint, index, result, echoed[index] if echoed else "", logprobs[index] if logprobs else None)
+        for index, result in enumerate(results)
+    ]
+    for choice, message in zip(choices, messages, strict=False):
+        is_call = "tool_calls" in message and choice["finish_reason"] == "stop"
+        choice.update({"message": message} | ({"finish_reason": "tool_calls"} if is_call else {}))
     return {
         "id": completion_id(endpoint, results[0].job_id),
         "object": "chat.completion" if is_chat else "text_completion",
         "created": created_s,
         "model": model,
-        "choices": [
-            _choice(endpoint, index, result, echoed[index] if echoed else "", logprobs[index] if logprobs else None)
-            for index, result in enumerate(results)
-        ],
+        "choices": choices,
         "usage": usage_object(*(result.stats for result in results), n=n),
     }
 

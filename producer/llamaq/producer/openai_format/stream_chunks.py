@@ -30,10 +30,15 @@ class StreamChunks:
         content: dict[str, Any] = {"delta": {"content": text}} if self.endpoint is Endpoint.CHAT else {"text": text}
         return self._chunk(index, content, logprobs=logprobs)
 
-    def last(self, index: int, result: Result) -> dict[str, Any]:
-        """Return the chunk that ends a choice."""
+    def delta(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the chunk with the next part of a choice of a chat."""
+        return self._chunk(index, {"delta": delta}, logprobs=logprobs)
+
+    def last(self, index: int, result: Result, *, is_call: bool = False) -> dict[str, Any]:
+        """Return the chunk that ends a choice, which may have ended with a tool call."""
         ending: dict[str, Any] = {"delta": {}} if self.endpoint is Endpoint.CHAT else {"text": ""}
-        chunk = self._chunk(index, ending, FINISH_REASONS[result.finish_reason])
+        reason = FINISH_REASONS[result.finish_reason]
+        chunk = self._chunk(index, ending, "tool_calls" if is_call and reason == "stop" else reason)
         return chunk | {"timings": timings_object(result.stats)}
 
     def usage(self, results: Sequence[Result], n: int) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""One choice of a streamed completion: turns its pieces into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.producer import Chunk, Result
+from llamaq.producer.answer_parts.answer_format import AnswerSplitter
+from llamaq.producer.answer_parts.parts import CallStarted, Part
+from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.stream_chunks import StreamChunks
+from llamaq.producer.openai_format.tools import delta_of
+
+DescribeLogprobs = Callable[[Sequence[int], Sequence[TokenLogprobs], int], Awaitable[dict[str, Any]]]
+"""Returns the object `logprobs` of tokens, so many characters after the beginning of the text."""
+
+
+class ChoiceStream:
+    """The chunks of one choice.
+
+    Args:
+        chunks: Builds the chunks of the answer.
+        index: Number of the choice.
+        echoed: The text before the generated text.
+        splitter: Splits the answer into its parts. None: it is content alone.
+        describe_logprobs: Describes the probabilities of tokens.
+    """
+
+    def __init__(
+        self,
+        chunks: StreamChunks,
+        index: int,
+        echoed: str,
+        splitter: AnswerSplitter | None,
+        describe_logprobs: DescribeLogprobs,
+    ) -> None:
+        self._chunks = chunks
+        self._index = index
+        self._echoed = echoed
+        self._splitter = splitter
+        self._describe_logprobs = describe_logprobs
+        self._has_begun = False
+        self._n_chars = 0
+        """Number of generated characters so far."""
+        self._has_call = False
+        """Whether the answer calls a tool."""
+
+    async def chunks_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:
+        """Return the chunks for the next piece of the job, or for its end."""
+        found = [] if self._has_begun else list(self._begin())
+        self._has_begun = True
+        if isinstance(piece, Result):
+            return found + self._end(piece)
+        logprobs = None
+        if piece.logprobs:
+            logprobs = await self._describe_logprobs(piece.tokens, piece.logprobs, self._n_chars)
+        self._n_chars += len(piece.text)
+        if self._splitter is not None:
+            found += self._parts(self._splitter.feed(piece.text))
+            if logprobs:
+                found.append(self._chunks.delta(self._index, {}, logprobs))
+        elif piece.text or logprobs:
+            found.append(self._chunks.text(self._index, piece.text, logprobs))
+        return found
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        if self._chunks.endpoint is Endpoint.CHAT:
+            yield self._chunks.first(self._index)
+        elif self._echoed:
+            yield self._chunks.text(self._index, self._echoed)
+
+    def _end(self, result: Result) -> list[dict[str, Any]]:
+        parts = [] if self._splitter is None else self._parts(self._splitter.finish())
+        return [*parts, self._chunks.last(self._index, result, is_call=self._has_call)]
+
+    def _parts(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        self._has_call |= any(isinstance(part, CallStarted) for part in parts)
+        return [self._chunks.delta(self._index, delta_of(part)) for part in parts]
