@@ -229,7 +229,9 @@ def test_every_command_of_the_dockerfile_is_valid_shell(dockerfile: list[list[st
 
 
 def test_the_image_and_make_install_both_distributions_of_this_checkout(dockerfile: list[list[str]]) -> None:
-    assert "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker" in arguments(dockerfile, "RUN")
+    assert "/opt/llamaq/bin/pip install '/src[worker,hub,metrics,serve,top]' /src/worker" in arguments(
+        dockerfile, "RUN"
+    )
     recipes = (ROOT / "Makefile").read_text()
     assert "pip install --quiet -e '.[worker]' -e ./worker" in recipes
     assert "pip install --quiet -e '.[worker,dev]' -e ./worker" in recipes

@@ -91,7 +91,7 @@ class BlockingPortal:
             self.close_iterator(items)
 
     def close_iterator(self, items: Closable) -> None:
-        """Close an object of the loop. The garbage collector calls this in any thread, also after the loop is closed."""
+        """Close an object of the loop. The garbage collector calls this in any thread, also after the loop closed."""
         if not self.is_of_this_process or self._loop.is_closed():
             return
         if threading.current_thread() is self._thread:

@@ -192,7 +192,8 @@ class AsyncJob:
         """Return whether the job may still run. Raises at once for an unknown id and for an unreachable Redis."""
         if self.is_new:
             return True
-        status = await limit.bound(read_status(self._connection, self.id), self.id, "could not be found: Redis has not answered")
+        reading = read_status(self._connection, self.id)
+        status = await limit.bound(reading, self.id, "could not be found: Redis has not answered")
         return status.state not in (JobState.FINISHED, JobState.FAILED)
 
     @contextmanager

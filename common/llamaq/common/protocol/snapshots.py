@@ -47,8 +47,8 @@ class QueueSummary(WireModel):
     workers: int = Field(description="Number of live workers.")
     models: tuple[str, ...] = Field(description="Names of the models that these workers serve, each once.")
     oldest_waiting_s: float | None = Field(
-        description="Seconds that the oldest waiting job has waited: since its submit, or since it was due. None: no job "
-        "waits."
+        description="Seconds that the oldest waiting job has waited: since its submit, or since it was due. None: no "
+        "job waits."
     )
     partitions: int = Field(description="Number of partitions, by the highest partition that has a job stream.")
     tenants: int = Field(0, description="Number of tenants that have jobs, at most 1,000.")

@@ -102,7 +102,7 @@ async def result_of(redis: Redis, keys: JobKeys, job_id: str, values: Sequence[b
     if isinstance(end, Failed):
         raise JobFailed(end.code, end.message, job_id)
     whole = await read_output(redis, keys) if output is None else codec.decode_output(output)
-    seed, metadata = codec.decode_returned(returned)
+    seed, metadata = codec.decode_returned(returned or b"")
     return Result(
         job_id=job_id,
         text=whole.text,
