@@ -13,6 +13,7 @@ from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 from tests.producer.rq.conftest import work
+from tests.support.redis_servers import wait_until
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app
@@ -45,11 +46,10 @@ def test_the_example_of_a_bulk_run(served: Redis, queue: str, capsys: pytest.Cap
     rq_queue = Queue(f"rq-{queue}", connection=served, serializer=JSONSerializer)
 
     def work_when_submitted() -> None:
-        while not rq_queue.count:
-            pass
+        wait_until(rq_queue.get_job_ids, "a submitted run", timeout_s=60)
         work(rq_queue)
 
-    worker = threading.Thread(target=work_when_submitted)
+    worker = threading.Thread(target=work_when_submitted, daemon=True)
     worker.start()
     exec(example("BulkQueue"), {})
     worker.join()
