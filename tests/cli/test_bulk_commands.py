@@ -85,7 +85,7 @@ def test_a_killed_run_continues_where_it_was(served: str, tmp_path: Path) -> Non
     source = write_rows(tmp_path / "in.jsonl", *({"id": n, "prompt": f"row {n}"} for n in range(1, N_ROWS + 1)))
     target = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "llamaq", "bulk", "run", str(source), "-o", str(target)]
-    killed = subprocess.Popen([*command, "--rate", "30"], env=os.environ.copy(), stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen([*command, "--rate", "5"], env=os.environ.copy(), stderr=subprocess.DEVNULL)
     wait_until(lambda: target.exists() and target.stat().st_size, "the first rows")
     killed.kill()
     killed.wait()

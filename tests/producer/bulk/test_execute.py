@@ -139,7 +139,7 @@ async def test_a_stopped_run_continues_and_computes_no_row_twice(redis_url: str,
 
     async with served_client(redis_url, queue) as (client, answers):
         run = rows.with_fields(window=2)
-        first = await execute(run.model_copy(update={"rate": 40.0}), client, on_progress=stop_soon, stop=stop)
+        first = await execute(run.model_copy(update={"rate": 4.0}), client, on_progress=stop_soon, stop=stop)
         assert first.state is BulkState.STOPPED
         n_first = len(rows.answers())
         assert 0 < n_first < 30
