@@ -135,6 +135,20 @@ def test_purge_asks_first_and_cancels_what_matches(redis_url: str, selected: str
     assert runner.invoke(build_app("purge"), ["purge", "--metadata", "user"]).exit_code == 2
 
 
+def test_the_jobs_of_a_tenant_are_listed_and_purged(redis_url: str, selected: str) -> None:
+    with Client(redis_url, key_prefix=selected, tenant="a") as client:
+        own = client.submit("x")
+        client.submit("x", tenant="b")
+        rows = llamaq("jobs").splitlines()
+        assert "tenant" in rows[0]
+        assert [json.loads(row)["tenant"] for row in llamaq("jobs", "--json").splitlines()] == ["a", "b"]
+        assert own.id in llamaq("jobs", "--tenant", "a")
+        assert "no waiting or running job that matches" in llamaq("jobs", "--tenant", "c")
+        assert json.loads(llamaq("status", own.id, "--json"))["position"] == 0
+        assert llamaq("purge", "--yes", "--tenant", "a") == "cancelled 1 waiting job\n"
+        assert [job.tenant for job in client.jobs()] == ["b"]
+
+
 def test_a_queue_is_paused_drained_and_resumed(
     redis_url: str, selected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

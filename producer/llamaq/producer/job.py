@@ -76,7 +76,7 @@ class AsyncJob:
         return await with_progress(self._connection, await read_status(self._connection, self.id))
 
     async def position(self) -> int | None:
-        """Return how many jobs get a slot before this waiting job, at most. `status().position` is the same number.
+        """Return how many jobs get a slot before this waiting job. `status().position` is the same number.
 
         The call is one short script in Redis, so it may be repeated for many jobs.
 

@@ -628,7 +628,7 @@ class Job(BlockingJob):
         return self._call(lambda job: job.status())
 
     def position(self) -> int | None:
-        """Return how many jobs get a slot before this waiting job, at most. `status().position` is the same number.
+        """Return how many jobs get a slot before this waiting job. `status().position` is the same number.
 
         The call is one short script in Redis, so it may be repeated for many jobs.
 

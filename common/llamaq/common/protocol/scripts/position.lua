@@ -1,7 +1,7 @@
 -- Returns an upper bound on the number of waiting jobs that get a slot before a job.
 --
 -- The bound is exact if no job was cancelled or changed its priority while it waited, and no tenant waits. With tenants, it
--- counts for each job of the own tenant one job of every other tenant, as if all tenants had equally many claimed jobs.
+-- counts the turns of the other tenants as if no running job ended, and all tenants had equally many claimed jobs.
 -- Retried and interrupted jobs, and interactive jobs that are submitted later, may still go first.
 --
 -- KEYS[1]  job          hash of the job
@@ -80,9 +80,14 @@ else
   rank = math.max(0, math.min(own and first and own - first or n_in_order, n_in_order - 1))
   n_own = n_in_order + redis.call('ZCARD', line)
 end
-local n_others = redis.call('ZCARD', turns) - (redis.call('ZSCORE', turns, tenant or '') and 1 or 0)
+local n_others, n_before = redis.call('ZCARD', turns), redis.call('ZRANK', turns, tenant or '')
+if n_before then
+  n_others = n_others - 1
+else
+  n_before = n_others -- the jobs without a tenant get their first turn at the next read
+end
 if tenant and tenant ~= '' and n_in_order > 0 and not redis.call('ZSCORE', turns, '') then
   n_others = n_others + 1
 end
-local n_between = math.min(n_turns + n_in_order - n_own, n_others * (rank + 1))
+local n_between = math.min(n_turns + n_in_order - n_own, n_others * rank + n_before)
 return n_bulk_ahead + n_claimed + rank + math.max(0, n_between)
