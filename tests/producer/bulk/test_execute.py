@@ -127,6 +127,7 @@ async def test_a_bad_row_is_an_error_with_its_line_number(redis_url: str, queue:
     assert broken["error"]["message"].startswith("line 1: not JSON")
     assert "line 2: max_token: there is no such option; did you mean max_tokens?" in unknown["error"]["message"]
     assert (batch["custom_id"], batch["response"]["status_code"], batch["error"]["line"]) == ("c", 400, 4)
+    assert batch["response"]["body"]["error"]["param"] == "messages"
     assert number["error"]["message"] == "line 6: a JSON object is required"
 
 

@@ -62,6 +62,9 @@ def answer_line(run: BulkRun, row: Row, result: Result, *, queue: str, now_s: in
 def error_line(run: BulkRun, row: Row, error: LlamaqError) -> bytes:
     """Return the line of the error file for a row that has failed."""
     described = error_object(error)
+    place, _, reason = described["message"].partition(": ")
+    if described["param"] is not None and place == f"line {row.number}":  # the parameter comes after the line
+        described["param"] = reason.partition(":")[0] if ":" in reason else None
     message = {"code": described["code"] or "invalid_request", "message": described["message"]}
     if row.form == "plain":
         return _encode({"line": row.number, "id": row.row_id, "error": message})

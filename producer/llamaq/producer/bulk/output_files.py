@@ -88,7 +88,10 @@ def prepare_description(run: BulkRun) -> StoredRun:
         files = (rows_file(run.output), run.error_file)
         full = [path for path in files if path.exists() and path.stat().st_size]
         if full:
-            raise BulkRunRefused(f"{full[0]} exists and is not of a bulk run: name another file, or delete it")
+            raise BulkRunRefused(
+                f"{full[0]} exists and is not of a bulk run into {run.output}: name another file (-o, --errors), or "
+                "delete it"
+            )
         stored = StoredRun(run=run, input=fingerprint)
         write_stored_run(run.output, stored)
         return stored
