@@ -174,7 +174,7 @@ def test_every_command_of_the_readme_parses(line: str) -> None:
 def test_every_flag_that_the_documents_name_exists() -> None:
     root: Any = typer.main.get_command(build_app())
     commands = [root, *root.commands.values(), *map(command_named, ("worker", "up", "demo"))]
-    commands += [*root.commands["dead"].commands.values(), *root.commands["slots"].commands.values()]
+    commands += [each for group in ("dead", "keys", "slots") for each in root.commands[group].commands.values()]
     known = {flag for command in commands for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     documents = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
     of_others = re.compile(r"docker compose|redis-cli|--profile gpu")
