@@ -47,7 +47,7 @@ def example_of(kind: type[errors.LlamaqError]) -> errors.LlamaqError:
     if not inspect.isfunction(kind.__init__):  # the constructor of a built-in exception
         return kind("a message")
     examples: dict[str, Any] = {"str": "text", "int": 3, "float": 1.5, "ErrorCode": errors.ErrorCode.INTERNAL}
-    examples |= dict.fromkeys(("tuple[str,", "tuple[str", "tuple[Exception"), ("text",))
+    examples |= dict.fromkeys(("tuple[str,", "tuple[str", "tuple[Exception"), ("text",)) | {"Exception": "text"}
     parameters = list(inspect.signature(kind).parameters.values())
     return kind(*[examples[parameter.annotation.split(" ")[0]] for parameter in parameters if parameter.name != "host"])
 

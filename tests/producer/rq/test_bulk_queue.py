@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,11 +18,11 @@ from rq.job import Job
 from rq.serializers import DefaultSerializer, JSONSerializer
 from tests.producer.rq.conftest import InProcessWorker, work
 
-from llamaq.common.errors import InvalidRequest, InvalidSettings
+from llamaq.common.errors import InvalidRequest, InvalidSettings, MissingExtra
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client
 from llamaq.producer.bulk import BulkRun
-from llamaq.producer.rq import BulkQueue, RunState
+from llamaq.producer.rq import BulkQueue, RunState, library
 from llamaq.producer.rq.bulk_worker import BulkWorker
 from llamaq.producer.testing import FakeWorker, serving
 
@@ -245,3 +247,9 @@ def test_an_idle_worker_enqueues_runs_that_are_due(
     assert runs.status(run.run_id).state is RunState.SCHEDULED
     BulkWorker(rq_queue.name, rq_redis).run_maintenance_tasks()
     assert runs.status(run.run_id).state is RunState.QUEUED
+
+
+def test_without_rq_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rq", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'llamaq\[rq\]'"):
+        importlib.reload(library)
