@@ -44,7 +44,8 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     schema.write_text('{"type": "object"}')
     given = {
         "max_tokens": "9", "temperature": "0.5", "top_k": "3", "top_p": "0.9", "min_p": "0.1", "typical_p": "0.8",
-        "top_n_sigma": "2", "xtc_probability": "0.1", "xtc_threshold": "0.2", "dynatemp_range": "0.3", "dynatemp_exponent": "2",
+        "top_n_sigma": "2", "xtc_probability": "0.1", "xtc_threshold": "0.2", "dynatemp_range": "0.3",
+        "dynatemp_exponent": "2",
         "repeat_penalty": "1.1", "frequency_penalty": "0.2", "presence_penalty": "0.3", "penalty_last_n": "5",
         "seed": "11", "logit_bias": '{"4": -1.5}', "json_schema": f"@{schema}", "grammar_root": "start",
         "timeout_s": "30", "queue_timeout_s": "60", "deadline_s": "90", "priority": "bulk", "idempotency_key": "k",

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import typer
 from starlette.requests import Request
+from tests.support.http_server import serving_http
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.snapshots import TickStats
 from llamaq.producer import Client, JobFailed
-from llamaq.worker.engine_loop.telemetry import EndedJob
+from llamaq.worker.engine_loop.telemetry import EndedJob, JobTimeline
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
@@ -82,8 +83,9 @@ def await_worker(url: str, queue: str) -> None:
 
 
 def test_every_python_block_has_a_test() -> None:
-    assert README.count("```python") == 5
-    assert re.findall(r"<!-- test: (\w+) -->\n```python", README) == ["backend", "sync", "attach", "strategy", "cache"]
+    named = re.findall(r"<!-- test: (\w+) -->\n```python", README)
+    assert named == ["backend", "sync", "attach", "openai", "strategy", "cache"]
+    assert README.count("```python") == len(named)
 
 
 @pytest.mark.usefixtures("environment")
@@ -120,6 +122,16 @@ def test_the_example_of_attaching_prints_all_of_a_job(capsys: pytest.CaptureFixt
     assert printed.endswith("finished")
     assert len(printed) > 20
     assert "." not in printed, "the stop string"
+
+
+def test_the_example_of_the_openai_package_prints_a_story(environment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async def use() -> None:
+        async with serving_http(environment, "default") as url:
+            example = block("openai").replace("http://localhost:8080", url)
+            await asyncio.to_thread(exec, compile(example, "README.md, openai", "exec"), {})
+
+    asyncio.run(use())
+    assert len(capsys.readouterr().out) > 40
 
 
 @pytest.mark.usefixtures("environment")
@@ -174,10 +186,11 @@ def test_every_command_of_the_readme_parses(line: str) -> None:
 def test_every_flag_that_the_documents_name_exists() -> None:
     root: Any = typer.main.get_command(build_app())
     commands = [root, *root.commands.values(), *map(command_named, ("worker", "up", "demo"))]
-    commands += [each for group in ("dead", "keys", "slots") for each in root.commands[group].commands.values()]
+    groups = [command_named(name) for name, command in root.commands.items() if hasattr(command, "commands")]
+    commands += [each for group in groups for each in group.commands.values()]
     known = {flag for command in commands for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     documents = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
-    of_others = re.compile(r"docker compose|redis-cli|--profile gpu")
+    of_others = re.compile(r"docker |redis-cli|--profile gpu|helm |kubectl|rq worker|--build-arg|opentelemetry-")
     lines = [line for text in documents for line in text.splitlines() if not of_others.search(line)]
     named = {flag for line in lines for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)}
     assert len(named) >= 10
@@ -193,4 +206,5 @@ def test_the_readme_names_the_fields_of_results_and_measurements() -> None:
     said = README.partition("Hooks receive every measurement")[2].partition("\n\n")[0]
     tick, _, done = said.partition("`request.done`")
     assert set(TickStats.model_fields) <= set(names_in(tick))
-    assert {field.name for field in fields_of(EndedJob)} - {"stats"} <= set(names_in(done))
+    of_end = {field.name for kind in (EndedJob, JobTimeline) for field in fields_of(kind)} - {"stats", "timeline"}
+    assert of_end <= set(names_in(done))
