@@ -69,7 +69,7 @@ def _is_equal(value: JsonValue, wanted: JsonValue) -> bool:
 async def read_jobs(connection: QueueConnection, wanted: JobFilter, limit: int) -> tuple[JobSummary, ...]:
     """Return the oldest `limit` jobs of the queue that match the filter. See `AsyncClient.jobs`."""
     if wanted.state in (JobState.FINISHED, JobState.FAILED):
-        raise InvalidRequest(f"state: only queued and running jobs are in a queue, not {wanted.state.value} ones")
+        raise InvalidRequest(f"state: only queued and running jobs are in a queue, not {wanted.state} ones")
     return await read_jobs_of(connection, connection.settings.queue, connection.settings.partitions, wanted, limit)
 
 
@@ -161,7 +161,7 @@ async def _read_page(
     if wanted.older_than_s is not None:
         jobs = [job for job in jobs if job.age_s >= wanted.older_than_s]
     if wanted.state is not None:
-        jobs = [job for job in jobs if job.state is wanted.state]
+        jobs = [job for job in jobs if job.state == wanted.state]
     return await _with_metadata(connection, jobs, wanted) if wanted.metadata else jobs
 
 
