@@ -10,6 +10,7 @@ import pickle
 import pkgutil
 import re
 from concurrent.futures import ProcessPoolExecutor
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def test_every_error_is_a_llamaq_error() -> None:
 def every_error() -> list[errors.LlamaqError]:
     """Return one error of each class in the tree."""
     for module in pkgutil.walk_packages(llamaq.__path__, "llamaq."):
-        if module.name.startswith(("llamaq.common", "llamaq.producer", "llamaq.worker")):
+        if module.name.startswith(("llamaq.common", "llamaq.producer", "llamaq.gateway", "llamaq.worker")):
             importlib.import_module(module.name)
     kinds, found = [errors.LlamaqError], []
     while kinds:
@@ -47,8 +48,9 @@ def example_of(kind: type[errors.LlamaqError]) -> errors.LlamaqError:
     if not inspect.isfunction(kind.__init__):  # the constructor of a built-in exception
         return kind("a message")
     examples: dict[str, Any] = {"str": "text", "int": 3, "float": 1.5, "ErrorCode": errors.ErrorCode.INTERNAL}
+    examples["HTTPStatus"] = HTTPStatus.CONFLICT
     examples |= dict.fromkeys(("tuple[str,", "tuple[str", "tuple[Exception"), ("text",)) | {"Exception": "text"}
-    parameters = list(inspect.signature(kind).parameters.values())
+    parameters = [each for each in inspect.signature(kind).parameters.values() if each.kind is not each.KEYWORD_ONLY]
     return kind(*[examples[parameter.annotation.split(" ")[0]] for parameter in parameters if parameter.name != "host"])
 
 

@@ -52,6 +52,7 @@ async def test_the_list_can_be_filtered_and_is_bounded(
         assert await ids(limit=3) == [job.id for job in jobs[:3]]
         assert await ids(state=JobState.RUNNING) == [jobs[0].id]
         assert await ids(state=JobState.QUEUED, limit=2) == [jobs[1].id, jobs[2].id]
+        assert await ids(state="queued", limit=2) == [jobs[1].id, jobs[2].id]
         assert await ids(priority=Priority.BULK) == [bulk.id]
         assert await ids(metadata={"user": 1}) == await ids(metadata={"user": "1"}) == [jobs[1].id, jobs[3].id]
         assert await ids(metadata={"user": 0, "name": "n2"}) == [jobs[2].id]

@@ -52,6 +52,7 @@ def test_a_snapshot_counts_prompt_and_generated_tokens_separately() -> None:
         "prompt_tokens": 8,
         "prefilled_tokens": 8,
         "generated_tokens": 2,
+        "max_generated_tokens": 9,
         "content_tokens": 9,
     }
 
