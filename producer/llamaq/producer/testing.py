@@ -241,7 +241,7 @@ class FakeAttempt:
         event = Finished(finish_reason=reason, stats=stats, text_length=len(self.text))
         has_ended = await self.worker.scripts.finish(self.worker.name, last, TerminalWrite(event, fields))
         await self._record(RecentJob(job_id=self.claim.job_id, finish_reason=reason, stats=stats))
-        return has_ended
+        return has_ended is True
 
     async def fail(self, code: str = "internal", message: str = "broken on purpose") -> bool:
         """Fail the job.
@@ -259,7 +259,7 @@ class FakeAttempt:
         )
         stats = JobStats(generated_tokens=len(self.tokens), worker=self.worker.name)
         await self._record(RecentJob(job_id=self.claim.job_id, error_code=code, stats=stats))
-        return has_ended
+        return has_ended is True
 
     async def _record(self, ended: RecentJob) -> None:
         """Add the job to those that `Client.stats` returns."""

@@ -272,6 +272,23 @@ async def test_events_overwritten_before_the_end_of_a_job_are_written_again_with
         assert [(ended.job_id, ended.stats) for ended in at.engine.finished] == [(job.id, JobStats(generated_tokens=3))]
 
 
+async def test_the_end_of_a_job_does_not_repeat_tokens_of_a_flush_whose_reply_was_lost(
+    redis_url: str, queue: str
+) -> None:
+    async with working(redis_url, queue) as at:
+        job, running = await at.begin()
+        await at.client.redis.hset(at.client.keys.of_job(job.id).job, "events_ttl_ms", 60_000)
+        await at.put(running, 0, 1, 2)
+        await at.outbox.flush()
+        at.outbox._jobs[job.id].n_stored = 0  # as if the connection had been cut before the reply
+        await at.put(running, 3)
+        await at.end(running, 4)
+        await at.outbox.flush()
+        assert at.outbox.n_jobs == 0
+        assert await at.stored(job) == [0, 1, 2, 3]
+        assert (await job.result()).text == "abcd"
+
+
 async def test_a_rejected_job_ends_although_its_events_were_overwritten(redis_url: str, queue: str) -> None:
     async with working(redis_url, queue) as at:
         job, running = await at.begin()

@@ -401,7 +401,7 @@ class Scripts:
             for code, stored, listeners, refusal in zip(*(reply[place::4] for place in range(4)), strict=True)
         ]
 
-    async def finish(self, worker: str, last: Increment, terminal_write: TerminalWrite) -> bool:
+    async def finish(self, worker: str, last: Increment, terminal_write: TerminalWrite) -> bool | int:
         """End a job. This works also when Redis is full.
 
         Args:
@@ -410,7 +410,8 @@ class Scripts:
             terminal_write: The terminal event, and the output.
 
         Returns:
-            Whether the job has ended now. False: a newer attempt exists, or the job had already ended.
+            Whether the job has ended now. False: a newer attempt exists, or the job had already ended. A number: Redis
+            has so many tokens, and `last` begins elsewhere. Then the job has not ended, and needs a call with the others.
         """
         keys = self._keys.of_job(last.job_id)
         job_id = JobId.parse(last.job_id)
@@ -424,6 +425,8 @@ class Scripts:
                 last.entry_id,
                 keys.channel,
                 last.payload,
+                last.offset,
+                last.count,
                 codec.encode_event(terminal_write.event),
                 terminal_write.status,
                 "1" if last.has_started else "0",
@@ -434,7 +437,7 @@ class Scripts:
                 *fields,
             ],
         )
-        return bool(reply == b"ok")
+        return int(reply) if isinstance(reply, int) else bool(reply == b"ok")
 
     async def read_end(self, job_id: str, attempt: int, worker: str) -> StoredEnd | None:
         """Return how a job has ended that a worker had claimed, and that perhaps a client has ended.

@@ -372,6 +372,10 @@ class Outbox:
         """Write the last tokens and the terminal event of a job."""
         try:
             has_ended = await self._scripts.finish(self._worker_id, job.next_increment(now_s), terminal_write)
+            while type(has_ended) is int:  # the reply to a flush was lost, or Redis has lost tokens
+                log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, has_ended)
+                job.set_stored(has_ended, now_s)
+                has_ended = await self._scripts.finish(self._worker_id, job.next_increment(now_s), terminal_write)
         except ResponseError as exc:
             if not is_job_key_error(exc):
                 raise
