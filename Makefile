@@ -44,10 +44,10 @@ help: ## list the targets
 demo: $(VENV)/worker.stamp ## watch eight jobs stream through one llama.cpp batch
 	@exec $(BIN)/llamaq demo
 
-# Many tests wait for leases and timeouts, so there are three xdist workers for two cores. Tests that share a server stay
+# Many tests wait for leases and timeouts, so there are two xdist workers for each core. Tests that share a server stay
 # in one of them, and the longest start first: tests/support/distribution.py. `pytest FILE` runs in one process.
 CORES := $(shell nproc 2>/dev/null || echo 2)
-TEST_PROCESSES ?= $(shell echo $$(( 3 * $(CORES) < 32 ? (3 * $(CORES) + 1) / 2 : 16 )))
+TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 8 ? 2 * $(CORES) : 16 )))
 PYTEST_ARGS ?=
 PYTEST_PARALLEL := --dist loadgroup --no-loadscope-reorder --numprocesses
 # Each of the hundreds of processes that tests start would compile llamaq again without these files.

@@ -27,10 +27,10 @@ ASYNC_TEST_TIMEOUT_S = 120
 CHILD_PROCESSES = Path(__file__).parent / "support" / "child_processes"
 """Folder whose `sitecustomize.py` is imported by each Python process that a test starts."""
 
-# Hypothesis gets no time limits, because a busy machine exceeds them. Its other settings are the defaults: in CI,
-# Hypothesis draws the same examples in each run. `make test-quick` tries fewer examples.
+# Hypothesis gets no time limits, because a busy machine exceeds them. In CI, Hypothesis draws the same examples in each
+# run. `make test-quick` tries fewer examples.
 unlimited = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("full", unlimited)
+settings.register_profile("full", unlimited, max_examples=50)
 settings.register_profile("quick", unlimited, max_examples=20)
 settings.load_profile("full")
 
