@@ -411,7 +411,7 @@ class Scripts:
 
         Returns:
             Whether the job has ended now. False: a newer attempt exists, or the job had already ended. A number: Redis
-            has so many tokens, and `last` begins elsewhere. Then the job has not ended, and needs a call with the others.
+            has so many tokens, and `last` begins elsewhere. Then the job has not ended: call again with the others.
         """
         keys = self._keys.of_job(last.job_id)
         job_id = JobId.parse(last.job_id)
