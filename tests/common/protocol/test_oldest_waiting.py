@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from tests.support.fake_redis import replace_redis
@@ -62,3 +63,20 @@ async def test_more_running_jobs_than_one_page_are_passed(redis_url: str, queue:
         assert await oldest_waiting_s(client.redis, client.keys, queue, 1) is None
         await client.submit("x", priority="bulk")
         assert await oldest_waiting_s(client.redis, client.keys, queue, 1) is not None
+
+
+@pytest.mark.parametrize("damage", [{"submitted_ms": "x"}, {"waits_from_ms": "", "submitted_ms": "never"}])
+async def test_a_damaged_job_waits_from_the_time_of_its_entry(redis_url: str, queue: str, damage: Any) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        job = await client.submit("x")
+        await client.redis.hset(client.keys.of_job(job.id).job, mapping=damage)
+        found = await oldest_waiting_s(client.redis, client.keys, queue, 1)
+        assert found is not None
+        assert 0 <= found < 60
+
+
+async def test_a_stream_that_was_overwritten_has_no_waiting_job(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client:
+        await client.redis.set(client.keys.jobs(queue, 0, Priority.BULK), "not a stream")
+        assert await oldest_waiting_s(client.redis, client.keys, queue, 1) is None
+        await client.redis.delete(client.keys.jobs(queue, 0, Priority.BULK))

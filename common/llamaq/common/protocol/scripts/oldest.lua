@@ -18,8 +18,8 @@ local PAGE = 100
 local function first_waiting(stream)
   local first = '-'
   while true do
-    local entries = redis.call('XRANGE', stream, first, '+', 'COUNT', PAGE)
-    if #entries == 0 then
+    local entries = redis.pcall('XRANGE', stream, first, '+', 'COUNT', PAGE)
+    if entries.err or #entries == 0 then
       return nil
     end
     local last, running = entries[#entries][1], {}
@@ -35,11 +35,12 @@ local function first_waiting(stream)
   end
 end
 
--- Returns the time from which the job of an entry waits. An entry that is not a job waits from the time of its id.
+-- Returns the time from which the job of an entry waits. An entry without a job, or with a damaged one, waits from the time
+-- of its id.
 local function waits_from(stream, entry)
   local job = string.match(stream, '^(.*:)jobs:') .. 'job:' .. tostring(entry[2][2])
   local times = redis.pcall('HMGET', job, 'waits_from_ms', 'submitted_ms')
-  return tonumber(times[1] or times[2] or string.match(entry[1], '^%d+'))
+  return tonumber(times[1] or '') or tonumber(times[2] or '') or tonumber(string.match(entry[1], '^%d+'))
 end
 
 local oldest = tonumber(redis.call('ZRANGEBYSCORE', later, '-inf', now, 'WITHSCORES', 'LIMIT', 0, 1)[2]) or math.huge
