@@ -46,8 +46,8 @@ def test_a_job_tells_its_position_and_then_its_prompt_and_output(slow_client: Cl
     options: Any = {"tokens": [7] * 4000, "max_tokens": 4, "cache_prompt": False}
     jobs = client.submit_many([options] * 12)
     positions = [job.position() for job in jobs]
-    waiting = [position for position in positions if position is not None]
-    assert waiting == sorted(waiting)
+    # The worker claims the first jobs meanwhile, so no position is above the number of jobs before this one.
+    assert all(position is None or 0 <= position <= index for index, position in enumerate(positions))
     assert (jobs[-1].status().position or 0) > 0
     status = wait_for(lambda: (found := jobs[0].status()).prefilled_tokens and found)
     assert (status.state, status.position) == (JobState.RUNNING, None)

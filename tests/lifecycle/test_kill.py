@@ -29,7 +29,7 @@ PROMPTS = (
     "Once upon a time there was a girl named Mia.",
     "Once upon a time there was a little fox named Finn.",
 )
-COUNTING = 'root ::= ("one " "two " "three ")+ "go"'
+COUNTING = 'root ::= ("one " "two " "three "){20,} "go"'
 MAX_TOKENS = 110
 NOISE = 0.025
 """How much the gap between the two best logits may change with the shape of the batch, in standard deviations of the
