@@ -410,8 +410,8 @@ class Scripts:
             terminal_write: The terminal event, and the output.
 
         Returns:
-            Whether the job has ended now. False: a newer attempt exists, or the job had already ended. A number: Redis
-            has so many tokens, and `last` begins elsewhere. Then the job has not ended: call again with the others.
+            Whether the job has ended now. False: a newer attempt exists, or the job had already ended. A number: the
+            count of tokens in Redis, at which `last` does not begin. The job has not ended: send the tokens after it.
         """
         keys = self._keys.of_job(last.job_id)
         job_id = JobId.parse(last.job_id)

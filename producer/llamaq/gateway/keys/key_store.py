@@ -74,7 +74,7 @@ class KeyStore:
         digest, now_s = hash_of(secret), time.monotonic()
         read_s, record = self._known.get(digest, (float("-inf"), None))
         if now_s - read_s > FRESH_S:
-            if len(self._known) >= MAX_REMEMBERED:  # somebody tries keys
+            if len(self._known) >= MAX_REMEMBERED:  # a client tries many keys
                 self._known.clear()
             value: Any = await self._redis.hget(self._keys.http_keys(), digest)
             record = None if value is None else KeyRecord.model_validate_json(value)
