@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from functools import partial
 
+import pytest
 from tests.worker.broker.test_suspects import until, working
 
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.script_values import Claim
 from llamaq.producer import AsyncClient
+from llamaq.worker.broker import intake
+from llamaq.worker.broker.job_claims import JobClaims
 
 CAPACITY = 3
 
@@ -28,3 +35,31 @@ async def test_a_worker_full_of_interactive_jobs_claims_one_bulk_job_at_a_time(r
                 worker.end(job)
             for job in (*bulk, *interactive):
                 await job.result()
+
+
+async def test_a_worker_full_of_bulk_jobs_waits_for_interactive_jobs_without_polling(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Sequence[Priority]] = []
+    read = JobClaims.read
+
+    async def counted_read(
+        claims: JobClaims, count: int, priorities: Sequence[Priority] = tuple(Priority)
+    ) -> list[Claim]:
+        reads.append(priorities)
+        return await read(claims, count, priorities)
+
+    monkeypatch.setattr(JobClaims, "read", counted_read)
+    monkeypatch.setattr(intake, "BLOCK_S", 60.0)
+    async with AsyncClient(redis_url, queue) as client, working(redis_url, queue, capacity=CAPACITY) as worker:
+        bulk = [await client.submit("bulk", priority="bulk") for _ in range(CAPACITY + 1)]
+        await until(lambda: len(worker.admitted) == CAPACITY)
+        await asyncio.sleep(0.3)  # polls would add up in this time
+        n_reads = len(reads)
+        await asyncio.sleep(0.3)
+        assert len(reads) == n_reads
+        job = await client.submit("interactive")
+        await until(lambda: job.id in worker.admitted)
+        worker.end(job)
+        worker.end(bulk[0])  # a slot becomes free: the worker does not wait for an interactive job any longer
+        await until(lambda: bulk[-1].id in worker.admitted)

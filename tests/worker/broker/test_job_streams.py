@@ -123,3 +123,17 @@ async def test_a_wait_over_many_partitions_takes_no_entry_and_the_next_read_no_m
         ]
         assert pending == [0] * 16
         assert sum(counts(await streams.read(1)).values()) == 1
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+async def test_a_wait_for_interactive_jobs_does_not_end_for_bulk_jobs(
+    redis_url: str, queue: str, partitions: int
+) -> None:
+    async with opened(redis_url, queue, partitions) as (redis, streams):
+        for_any = asyncio.create_task(streams.wait(30))
+        for_interactive = asyncio.create_task(streams.wait(30, [INTERACTIVE]))
+        await add(redis, queue, partitions - 1, BULK, 1)
+        await for_any
+        assert not for_interactive.done()
+        await add(redis, queue, partitions - 1, INTERACTIVE, 1)
+        await for_interactive

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId
@@ -34,8 +35,6 @@ RETRY_S = 0.5
 MAX_SUSPECT_WAIT_S = 3.0
 """How long a suspect waits for the running jobs to end. Then the running jobs are requeued for other workers."""
 POLL_S = 0.05
-FULL_POLL_S = 0.025
-"""How often a worker that is full of jobs of one priority checks for jobs of the other priority."""
 CLAIM_TIMEOUT_S = 2.0
 """How long a stopping worker waits for the replies of Redis to `claim.lua` calls."""
 
@@ -158,8 +157,12 @@ class Intake:
             return await self._read_although_full()
         claims = await self._job_claims.read(self.room)
         if not claims and not await self._move_jobs():
-            await self._job_claims.wait(max(self._reclaimed_s + BLOCK_S - self._clock(), MIN_BLOCK_S))
+            await self._job_claims.wait(self._time_to_reclaim_s)
         return claims
+
+    @property
+    def _time_to_reclaim_s(self) -> float:
+        return max(self._reclaimed_s + BLOCK_S - self._clock(), MIN_BLOCK_S)
 
     async def _move_jobs(self) -> bool:
         """Claim jobs that wait for a slot in other workers, if this worker has free slots. Returns whether it did."""
@@ -188,12 +191,14 @@ class Intake:
     async def _read_although_full(self) -> list[Claim]:
         """Read new entries of interactive jobs while bulk jobs fill this worker, and of bulk jobs for their share.
 
-        This polls Redis, because a blocking read would not notice when a slot becomes free.
+        Without such an entry, wait for one, or until a slot becomes free.
         """
-        for priority, room in self._room_although_full():
+        self._outbox.room_freed.clear()
+        rooms = self._room_although_full()
+        for priority, room in rooms:
             if claims := await self._job_claims.read(room, [priority]):
                 return claims
-        await self._wait_for_room(FULL_POLL_S)
+        await self._wait_for_room_or_job([priority for priority, _ in rooms])
         return []
 
     def _room_although_full(self) -> list[tuple[Priority, int]]:
@@ -207,6 +212,15 @@ class Intake:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._outbox.room_freed.wait()
+
+    async def _wait_for_room_or_job(self, priorities: Sequence[Priority]) -> None:
+        """Wait until `Outbox.room_freed` is set or a job of these priorities is new, or until the next reclaim."""
+        room = asyncio.create_task(self._outbox.room_freed.wait())
+        job = asyncio.create_task(self._job_claims.wait(self._time_to_reclaim_s, priorities))
+        try:
+            await asyncio.wait((room, job), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_tasks(room, job)
 
     # ---- suspects
 

@@ -116,9 +116,9 @@ class JobClaims:
                 return claims  # otherwise all of them became dead letters, and more entries may follow
         return []
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds for a new entry. May return earlier without one."""
-        await self._streams.wait(timeout_s)
+    async def wait(self, timeout_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
+        """Wait up to `timeout_s` seconds for a new entry of these priorities. May return earlier without one."""
+        await self._streams.wait(timeout_s, priorities)
 
     async def movable(self, count: int) -> list[tuple[Claim, int]]:
         """Return up to `count` jobs that wait for a slot in other workers, and the numbers of their attempts."""

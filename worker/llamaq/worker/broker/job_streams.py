@@ -65,8 +65,9 @@ class JobStreams:
         """Maps a partition of a cluster that does not answer to the task that waits until it answers again."""
         self._last_peeked: dict[str, bytes] = {}
         """Maps each stream to the id of the newest entry that a peek has returned."""
-        self._peeks: dict[int, asyncio.Task[None]] = {}
-        """Maps a partition to its running peek. On one server, the peek of partition 0 is for all partitions."""
+        self._peeks: dict[tuple[int, tuple[Priority, ...]], asyncio.Task[None]] = {}
+        """Maps a partition and the priorities that are peeked at to the running peek. On one server, the peek of
+        partition 0 is for all partitions."""
 
     def __repr__(self) -> str:
         return f"<JobStreams partitions={len(self._partitions)} peeks={len(self._peeks)}>"
@@ -203,20 +204,23 @@ class JobStreams:
                 await self._create_group(stream)
             return []
 
-    async def wait(self, wait_s: float) -> None:
-        """Wait up to `wait_s` for a new entry in any partition. The next call also awaits unfinished peeks.
+    async def wait(self, wait_s: float, priorities: Sequence[Priority] = tuple(Priority)) -> None:
+        """Wait up to `wait_s` for a new entry of these priorities in any partition.
 
-        The call may return early without a new entry. It takes no entry.
+        The call may return early without a new entry. It takes no entry. The next call with the same priorities also
+        awaits unfinished peeks.
         """
+        peeked = tuple(priorities)
         for partition in self._in_order() if self._is_scattered else [0]:
-            if partition not in self._peeks:
+            if (partition, peeked) not in self._peeks:
                 partitions = [self._partitions[partition]] if self._is_scattered else self._partitions
-                streams = [stream for one in partitions for stream in one.values()]
-                self._peeks[partition] = asyncio.create_task(self._peek_at(streams, wait_s))
-        done, _ = await asyncio.wait(self._peeks.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        for partition, peek in list(self._peeks.items()):
+                streams = [one[priority] for one in partitions for priority in peeked]
+                self._peeks[partition, peeked] = asyncio.create_task(self._peek_at(streams, wait_s))
+        running = {key: peek for key, peek in self._peeks.items() if key[1] == peeked}
+        done, _ = await asyncio.wait(running.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        for key, peek in running.items():
             if peek in done:
-                del self._peeks[partition]
+                del self._peeks[key]
                 peek.result()
 
     async def _peek_at(self, streams: list[str], wait_s: float) -> None:
