@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import importlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,11 +17,9 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import BulkRunBusy, BulkRunRefused
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
+from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute, execution
 from llamaq.producer.streaming import look_schedule
 from llamaq.producer.testing import FakeWorker
-
-execute_module = importlib.import_module("llamaq.producer.bulk.execute")  # `bulk.execute` is the function
 
 
 class Rows:
@@ -203,7 +200,7 @@ async def test_a_full_queue_slows_the_run_down_and_fails_no_row(redis_url: str, 
 async def test_the_progress_tells_that_no_worker_serves_the_queue(
     redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute_module, "SILENCE_S", 0.0)
+    monkeypatch.setattr(execution, "SILENCE_S", 0.0)
     stop, notices = asyncio.Event(), []
 
     def stop_at_notice(progress: BulkProgress) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llamaq.common.errors import BulkRunRefused, JobFailed, LlamaqError
 from llamaq.common.protocol.job_outcome import FinishReason, Result
-from llamaq.producer.bulk.bulk_run import BulkRun
+from llamaq.producer.bulk.bulk_run import RunParameters
 from llamaq.producer.bulk.row import Row
 from llamaq.producer.openai_format.response_body import completion_object, error_object, usage_object
 
@@ -36,7 +36,7 @@ def error_of(outcome: Result | Exception) -> LlamaqError | None:
     raise outcome
 
 
-def answer_line(run: BulkRun, row: Row, result: Result, *, queue: str, now_s: int) -> bytes:
+def answer_line(run: RunParameters, row: Row, result: Result, *, queue: str, now_s: int) -> bytes:
     """Return the output line of a row with a result.
 
     Args:
@@ -59,7 +59,7 @@ def answer_line(run: BulkRun, row: Row, result: Result, *, queue: str, now_s: in
     return _encode(answer)
 
 
-def error_line(run: BulkRun, row: Row, error: LlamaqError) -> bytes:
+def error_line(run: RunParameters, row: Row, error: LlamaqError) -> bytes:
     """Return the line of the error file for a row that has failed."""
     described = error_object(error)
     place, _, reason = described["message"].partition(": ")
@@ -73,7 +73,7 @@ def error_line(run: BulkRun, row: Row, error: LlamaqError) -> bytes:
     return _encode({**_batch_start(run, row), "response": response, "error": {**message, "line": row.number}})
 
 
-def _batch_start(run: BulkRun, row: Row) -> dict[str, Any]:
+def _batch_start(run: RunParameters, row: Row) -> dict[str, Any]:
     return {"id": f"batch_req_{run.run_id}_{row.number}", "custom_id": row.row_id}
 
 

@@ -32,24 +32,14 @@ def new_run_id() -> str:
     return secrets.token_hex(6)
 
 
-class BulkRun(StrictModel):
-    """What a bulk run computes, from which file into which file. It can be stored and sent as JSON.
-
-    Executing the same description again continues the run.
-    """
+class RunParameters(StrictModel):
+    """What a bulk run computes, wherever its rows are stored."""
 
     run_id: str = Field(
         default_factory=new_run_id,
         pattern=RUN_ID_PATTERN,
         description="Name of the run: 1 to 64 letters, digits, `_` or `-`. The job of a row has the idempotency key "
         "`RUN_ID:ROW`.",
-    )
-    input: Path = Field(description="File with one request in each row: .jsonl, .csv or .parquet.")
-    output: Path = Field(description="File for the answers: .jsonl, .csv or .parquet.")
-    errors: Path | None = Field(
-        None,
-        description="JSONL file for the rows that failed. If not set: OUTPUT with `.errors.jsonl` in place of its "
-        "suffix.",
     )
     form: Form | None = Field(
         None,
@@ -73,9 +63,6 @@ class BulkRun(StrictModel):
         description="Largest number of jobs in the queue. If not set: 4 for each slot of the queue's workers, at least "
         "256.",
     )
-    ordered: bool = Field(
-        False, description="Bring the output into the order of the input, when all rows are computed."
-    )
     max_errors: int | None = Field(
         None, ge=0, description="Stop when more rows than this have failed. If not set: never."
     )
@@ -87,11 +74,41 @@ class BulkRun(StrictModel):
     )
 
     @model_validator(mode="after")
-    def _check_fields(self) -> Self:
+    def _check_options(self) -> Self:
         for name in self.options:
             if name in RESERVED_OPTIONS | _PROMPTS:
                 raise ValueError(f"options: {name} cannot be set for all rows")
         JobParams.model_validate(translate(self.options))
+        return self
+
+    def form_of(self, form_of_request: Form) -> Form:
+        """Return the form of the answer to a request in this form."""
+        return self.form or form_of_request
+
+    def row_parameters(self) -> dict[str, Any]:
+        """Return the parameters that decide what a row computes and how its answer looks, as JSON values."""
+        return self.model_dump(mode="json", include={"run_id", "form", "endpoint", "model", "options"})
+
+
+class BulkRun(RunParameters):
+    """What a bulk run computes, from which file into which file. It can be stored and sent as JSON.
+
+    Executing the same description again continues the run.
+    """
+
+    input: Path = Field(description="File with one request in each row: .jsonl, .csv or .parquet.")
+    output: Path = Field(description="File for the answers: .jsonl, .csv or .parquet.")
+    errors: Path | None = Field(
+        None,
+        description="JSONL file for the rows that failed. If not set: OUTPUT with `.errors.jsonl` in place of its "
+        "suffix.",
+    )
+    ordered: bool = Field(
+        False, description="Bring the output into the order of the input, when all rows are computed."
+    )
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
         if len({self.input, self.output, self.error_file}) < 3:
             raise ValueError("input, output and errors must be three different files")
         if self.form == "openai" and self.writes_table:
@@ -110,11 +127,7 @@ class BulkRun(StrictModel):
 
     def form_of(self, form_of_request: Form) -> Form:
         """Return the form of the answer to a request in this form."""
-        return "plain" if self.writes_table else self.form or form_of_request
-
-    def row_parameters(self) -> dict[str, Any]:
-        """Return the parameters that decide what a row computes and how its answer looks, as JSON values."""
-        return self.model_dump(mode="json", include={"run_id", "form", "endpoint", "model", "options"})
+        return "plain" if self.writes_table else super().form_of(form_of_request)
 
 
 class BulkState(StrEnum):

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import BulkRunRefused
+from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.producer.bulk.answer import row_number_of
 from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
 from llamaq.producer.bulk.bulk_run import BulkRun
 from llamaq.producer.bulk.finished_rows import FinishedRows
-from llamaq.producer.bulk.input_file import READ_ERRORS, Fingerprint, file_format, pyarrow_module, take_fingerprint
+from llamaq.producer.bulk.input_file import (
+    READ_ERRORS,
+    Fingerprint,
+    Record,
+    file_format,
+    pyarrow_module,
+    read_records,
+    take_fingerprint,
+)
 from llamaq.producer.bulk.table_file import write_table
 
 
@@ -117,8 +126,7 @@ class OutputFiles:
     """The open output file and error file of a run, and the rows in them."""
 
     def __init__(self, run: BulkRun, stored: StoredRun, answers: AppendedFile, errors: AppendedFile) -> None:
-        self.stored = stored
-        """The description of the run."""
+        self._stored = stored
         self._run = run
         self._answers = answers
         self._errors = errors
@@ -129,17 +137,26 @@ class OutputFiles:
         self._read_rows(errors)
         self.n_failed = len(self.finished) - n_answers
         """Number of rows in the error file."""
+        self.n_rows = stored.input.n_rows
 
     def __repr__(self) -> str:
         return f"<OutputFiles {self._answers.path} finished={len(self.finished)} failed={self.n_failed}>"
 
     def _read_rows(self, file: AppendedFile) -> None:
         """Add the rows of a file."""
-        highest = max(self.stored.input.n_bytes, self.stored.input.n_rows)
+        highest = max(self._stored.input.n_bytes, self._stored.input.n_rows)
         for line in file.read_lines():
             self.finished.add(row_number_of(line, file.path, highest))
 
-    def add_answer(self, number: int, line: bytes) -> None:
+    async def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
+        """Yield the records of the input that are not finished. Raises `BulkRunRefused` if it cannot be read."""
+        try:
+            for record in read_records(self._run.input, self.finished, max_line_bytes):
+                yield record
+        except READ_ERRORS as exc:
+            raise BulkRunRefused(f"{self._run.input} cannot be read: {exc}") from exc
+
+    def add_answer(self, number: int, line: bytes, _: JobStats) -> None:
         """Append the answer of a row."""
         self._answers.append(line)
         self.finished.add(number)
@@ -150,7 +167,7 @@ class OutputFiles:
         self.finished.add(number)
         self.n_failed += 1
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Pass what was added to the operating system: it survives the end of this process, however it ends."""
         self._answers.flush()
         self._errors.flush()

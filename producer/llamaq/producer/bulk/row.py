@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.producer.bulk.bulk_run import RESERVED_OPTIONS, BulkRun, Form
+from llamaq.producer.bulk.bulk_run import RESERVED_OPTIONS, Form, RunParameters
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_body
 
@@ -32,7 +32,7 @@ class Row:
     """Why the row has no request. None: it has one."""
 
 
-def read_row(run: BulkRun, number: int, record: object) -> Row:
+def read_row(run: RunParameters, number: int, record: object) -> Row:
     """Return the row of a record. If the record is not a request, the row has the error.
 
     Args:
@@ -53,7 +53,7 @@ def read_row(run: BulkRun, number: int, record: object) -> Row:
     return row
 
 
-def _read_batch_line(run: BulkRun, row: Row, record: Mapping[str, Any]) -> None:
+def _read_batch_line(run: RunParameters, row: Row, record: Mapping[str, Any]) -> None:
     """Read a line in the form of the OpenAI Batch API."""
     row.form, row.row_id = run.form_of("openai"), record.get("custom_id")
     if not isinstance(row.row_id, str) or not row.row_id:

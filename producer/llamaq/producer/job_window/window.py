@@ -87,6 +87,7 @@ class JobWindow(Generic[T]):
         self._has_outcomes = asyncio.Event()
         self._has_room = asyncio.Event()
         self._submit_problem: str | None = None
+        self._keeps_jobs = False
         self.n_held = 0
         """Number of requests that were added and not released."""
 
@@ -121,7 +122,7 @@ class JobWindow(Generic[T]):
             async with asyncio.timeout(LAST_SUBMIT_S):
                 await self._submitting.acquire()  # otherwise the jobs of an interrupted submit would stay in the queue
         await cancel_tasks(*self._tasks)
-        job_ids = self._ends.job_ids()
+        job_ids = [] if self._keeps_jobs else self._ends.job_ids()
         self._ends.close()
         await self._cancel(job_ids)
 
@@ -146,6 +147,10 @@ class JobWindow(Generic[T]):
         self.n_held += 1
         self._outcomes.append((tag, outcome))
         self._has_outcomes.set()
+
+    def keep_jobs(self) -> None:
+        """Leave the jobs in the queue at the end of the context. Requests with idempotency keys find them later."""
+        self._keeps_jobs = True
 
     def release(self, n_requests: int = 1) -> None:
         """Make room for other requests, because the caller has used the outcomes of so many."""
