@@ -88,7 +88,7 @@ async def test_an_expired_entry_is_found_behind_many_with_a_valid_lease(
         await add(redis, queue, 0, INTERACTIVE, 40)
         stream = Keys().jobs(queue, 0, INTERACTIVE)
         scripts = Scripts(redis, Keys())
-        streams.observe_time(0, await server_time_ms(redis))
+        streams.observe_time(0, await server_time_ms(redis), 0)
         await scripts.read([stream], 39, 60_000)
         ((_, [(entry, _)]),) = await scripts.read([stream], 39, 1)  # the lease of this entry expires at once
         while not (found := await streams.reclaim(1)):

@@ -19,7 +19,7 @@ from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 
 
-def ignore(partition: int, server_ms: int) -> None:
+def ignore(partition: int, server_ms: int, waited_s: float) -> None:
     """Ignore the time of the server."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from redis.asyncio import Redis
@@ -32,7 +33,7 @@ class DeadlineSweep:
     """
 
     def __init__(
-        self, redis: Redis, keys: Keys, queue: str, partitions: int, *, on_time: Callable[[int, int], None]
+        self, redis: Redis, keys: Keys, queue: str, partitions: int, *, on_time: Callable[[int, int, float], None]
     ) -> None:
         """Create the sweep.
 
@@ -41,7 +42,8 @@ class DeadlineSweep:
             keys: The names of the keys.
             queue: The queue to search.
             partitions: The number of partitions of the queue.
-            on_time: Called at each search, with a partition and the time of its server in milliseconds.
+            on_time: Called at each search, with a partition, the time of its server in milliseconds, and how long this
+                worker has asked for it, in seconds.
         """
         self._redis = redis
         self._keys = keys
@@ -49,6 +51,8 @@ class DeadlineSweep:
         self._queue = queue
         self._partitions = range(partitions)
         self._on_time = on_time
+        self._asking_since_s: dict[int, float] = {}
+        """Maps each partition that has not answered yet to the time of the first unanswered question."""
 
     async def run(self) -> None:
         """Search until cancelled. A partition that does not answer delays no other partition."""
@@ -71,8 +75,10 @@ class DeadlineSweep:
         Raises:
             RedisError: Redis is unreachable, or refused a write.
         """
+        asking_since_s = self._asking_since_s.setdefault(partition, time.monotonic())
         due = await self._scripts.due_jobs(self._queue, partition, MAX_DUE)
-        self._on_time(partition, due.now_ms)
+        del self._asking_since_s[partition]
+        self._on_time(partition, due.now_ms, time.monotonic() - asking_since_s)
         await end_expired(self._redis, self._scripts, self._keys, self._queue, partition, due.expired)
         return max(len(due.expired), due.n_given)
 

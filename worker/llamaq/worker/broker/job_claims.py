@@ -133,9 +133,12 @@ class JobClaims:
         found = await asyncio.gather(*map(find, self._partitions))
         return [one for jobs in found for one in jobs][:count]
 
-    def observe_time(self, partition: int, server_ms: int) -> None:
-        """Record the time of the server of a partition. Leases are not trusted while nothing or a jump is observed."""
-        self._streams.observe_time(partition, server_ms)
+    def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
+        """Record the time of the server of a partition, and how long this worker has asked for it.
+
+        Leases are not trusted while nothing or a jump is observed.
+        """
+        self._streams.observe_time(partition, server_ms, waited_s)
 
     async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> list[Claim]:
         """Take up to `count` entries that were requeued by their worker, or whose lease has expired."""

@@ -234,9 +234,9 @@ class JobStreams:
         for stream, entries in reply or ():
             self._last_peeked[stream.decode()] = entries[-1][0]
 
-    def observe_time(self, partition: int, server_ms: int) -> None:
-        """Record the time of the server of a partition, on which `reclaim` depends."""
-        self._guards[partition].observe(server_ms)
+    def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
+        """Record the time of the server of a partition, and how long this worker has asked for it, for `reclaim`."""
+        self._guards[partition].observe(server_ms, waited_s)
 
     async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:
         """Take up to `count` entries that were requeued or whose lease has expired, interactive jobs first."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 SILENCE_S = 0.75
 """A server that has not answered for this time may have been away: it is asked four times a second."""
 SHORT_PAUSE_S = 1.0
-"""How long leases are not trusted after an outage that was shorter than a third of a lease."""
+"""How long leases are not trusted after an outage that was shorter than a third of a lease, or after this worker itself
+stood still, on a busy machine for example, for less than a lease."""
 
 
 class LeaseGuard:
@@ -32,13 +33,20 @@ class LeaseGuard:
         """The time of the server in that answer."""
         self._distrusted_until_s = 0.0
 
-    def observe(self, server_ms: int) -> None:
-        """Record that the server answers now, with this time in milliseconds since the epoch."""
+    def observe(self, server_ms: int, waited_s: float) -> None:
+        """Record that the server answers now.
+
+        Args:
+            server_ms: The time of the server, in milliseconds since the epoch.
+            waited_s: How long this worker has asked for the answer, in seconds. Before that, it did not ask: then it
+                stood still itself, and not the server.
+        """
         now_s = self._clock()
         if self._seen_s is not None:
             passed_s = now_s - self._seen_s
             is_jump = (server_ms - self._server_ms) / 1000 - passed_s > SILENCE_S
-            if is_jump or passed_s > self._lease_s / 3:  # holders renew their leases after a third of their time
+            # Holders renew their leases after a third of their time.
+            if is_jump or waited_s > self._lease_s / 3 or passed_s > self._lease_s:
                 self._distrust(self._lease_s)
             elif passed_s > SILENCE_S:
                 self._distrust(SHORT_PAUSE_S)
