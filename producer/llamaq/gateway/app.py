@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.resources import files
 
 from redis.exceptions import RedisError
 from starlette.applications import Starlette
@@ -16,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from llamaq.common.errors import LlamaqError
+from llamaq.gateway.chat_page import chat_page
+from llamaq.gateway.answer_forms import AnswerForms
 from llamaq.gateway.context import Context
 from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.json_body import json_response
@@ -28,9 +29,6 @@ from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.routes import completions, health, messages, models, native, responses, slots, texts
 from llamaq.gateway.settings import ServeSettings
 from llamaq.gateway.token_pieces import TokenPieces
-
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-"""The chat page loads nothing, and sends requests to this server only."""
 
 ROUTES = [
     Route("/health", health.health),
@@ -68,12 +66,6 @@ async def openapi(_: Request) -> Response:
     return json_response(describe(ROUTES))
 
 
-async def chat_page(_: Request) -> Response:
-    """Return the chat page."""
-    page = files(__package__).joinpath("chat_page.html").read_bytes()
-    return Response(page, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
-
-
 ROUTES += [Route("/openapi.json", openapi), Route("/", chat_page)]
 
 
@@ -84,7 +76,7 @@ def build_app(settings: ServeSettings) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
         keys = KeyStore(queues.default.redis, queues.default.keys)
-        app.state.context = Context(settings, queues, keys, TokenPieces(queues))
+        app.state.context = Context(settings, queues, keys, TokenPieces(queues), AnswerForms(queues))
         try:
             yield
         finally:

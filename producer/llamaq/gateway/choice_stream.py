@@ -23,6 +23,7 @@ class ChoiceStream:
     Args:
         chunks: Builds the chunks of the answer.
         index: Number of the choice.
+        job_id: The job of the choice.
         echoed: The text before the generated text.
         splitter: Splits the answer into its parts. None: it is content alone.
         describe_logprobs: Describes the probabilities of tokens.
@@ -32,12 +33,14 @@ class ChoiceStream:
         self,
         chunks: StreamChunks,
         index: int,
+        job_id: str,
         echoed: str,
         splitter: AnswerSplitter | None,
         describe_logprobs: DescribeLogprobs,
     ) -> None:
         self._chunks = chunks
         self._index = index
+        self._job_id = job_id
         self._echoed = echoed
         self._splitter = splitter
         self._describe_logprobs = describe_logprobs
@@ -77,4 +80,4 @@ class ChoiceStream:
 
     def _parts(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         self._has_call |= any(isinstance(part, CallStarted) for part in parts)
-        return [self._chunks.delta(self._index, delta_of(part)) for part in parts]
+        return [self._chunks.delta(self._index, delta_of(part, self._job_id)) for part in parts]

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from starlette.requests import Request
 
+from llamaq.gateway.answer_forms import AnswerForms
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import ServeSettings
@@ -24,6 +25,7 @@ class Context:
     queues: QueueDirectory
     keys: KeyStore
     pieces: TokenPieces
+    forms: AnswerForms
 
 
 def context_of(request: Request) -> Context:

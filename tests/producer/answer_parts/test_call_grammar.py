@@ -10,8 +10,8 @@ import pytest
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.producer.answer_parts.answer_format import AnswerFormat
-from llamaq.producer.answer_parts.call_grammar import call_grammar
+from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
+from llamaq.producer.answer_parts.call_grammar import answer_grammar
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
@@ -34,9 +34,9 @@ def sandbox(chat_model: Path) -> Iterator[GrammarSandbox]:
     sandbox.close()
 
 
-def allows(sandbox: GrammarSandbox, vocab: Vocab, answer_format: AnswerFormat, text: str, *, parallel: bool) -> bool:
-    """Return whether the grammar of a format allows the text as a whole answer."""
-    compiled = sandbox.compile(JobParams(lark=call_grammar(answer_format, TOOLS, parallel=parallel)))
+def allows(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, text: str) -> bool:
+    """Return whether a grammar allows the text as a whole answer."""
+    compiled = sandbox.compile(JobParams(lark=grammar))
     constraint = ConstraintTokenizer(vocab).compile(compiled)
     pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
     try:
@@ -68,13 +68,48 @@ def test_a_grammar_allows_calls_of_the_tools_only(
     only_parallel: str | None,
     bad: str,
 ) -> None:
-    for parallel in (True, False):
-        assert allows(sandbox, chat_vocab, answer_format, good, parallel=parallel)
-        assert not allows(sandbox, chat_vocab, answer_format, bad, parallel=parallel)
-        assert not allows(sandbox, chat_vocab, answer_format, "Hello", parallel=parallel)
+    form = AnswerForm(format=answer_format, has_tools=True)
+    several, single = (answer_grammar(form, TOOLS, parallel=parallel) for parallel in (True, False))
+    for grammar in (several, single):
+        assert allows(sandbox, chat_vocab, grammar, good)
+        assert not allows(sandbox, chat_vocab, grammar, bad)
+        assert not allows(sandbox, chat_vocab, grammar, "Hello")
     if only_parallel is not None:
-        assert allows(sandbox, chat_vocab, answer_format, only_parallel, parallel=True)
-        assert not allows(sandbox, chat_vocab, answer_format, only_parallel, parallel=False)
+        assert allows(sandbox, chat_vocab, several, only_parallel)
+        assert not allows(sandbox, chat_vocab, single, only_parallel)
+
+
+REASONING = AnswerForm(format=AnswerFormat.HERMES, has_tools=True, reasoning_open="<think>", reasoning_close="</think>")
+CALL = f"<tool_call>\n{STOP}\n</tool_call>"
+
+
+def test_reasoning_comes_before_a_demanded_call(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:
+    own = answer_grammar(REASONING, TOOLS)
+    assert allows(sandbox, chat_vocab, own, CALL)
+    assert allows(sandbox, chat_vocab, own, f"<think>\nWell <x>\n</think>\n\n{CALL}")
+    assert not allows(sandbox, chat_vocab, own, f"Well</think>{CALL}")
+    opened = answer_grammar(REASONING.after("<think>\n"), TOOLS)
+    assert allows(sandbox, chat_vocab, opened, f"Well</think>\n\n{CALL}")
+    assert not allows(sandbox, chat_vocab, opened, CALL)
+
+
+def test_content_of_a_schema_may_be_a_call_instead(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:
+    grammar = answer_grammar(REASONING, TOOLS, {"$ref": "#/$defs/One", "$defs": {"One": {"const": 1}}})
+    for good in ("1", CALL, "<think>Well</think>1", f"<think>Well</think>\n{CALL}"):
+        assert allows(sandbox, chat_vocab, grammar, good), good
+    for bad in ("2", f"1{CALL}", "Well"):
+        assert not allows(sandbox, chat_vocab, grammar, bad), bad
+
+
+def test_the_schema_of_a_tool_may_have_definitions_and_little_white_space(
+    sandbox: GrammarSandbox, chat_vocab: Vocab
+) -> None:
+    parameters = {"$defs": {"One": {"const": 1}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/One"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    grammar = answer_grammar(AnswerForm(has_tools=True), tools)
+    assert allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {"a": 1}}')
+    assert not allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {"a": 2}}')
+    assert not allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {' + " " * 30 + '"a": 1}}')
 
 
 def test_a_grammar_may_name_control_tokens(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:
@@ -86,8 +121,9 @@ def test_a_grammar_may_name_control_tokens(sandbox: GrammarSandbox, chat_vocab: 
 
 
 def test_the_grammar_of_harmony_names_its_channels() -> None:
-    grammar = call_grammar(AnswerFormat.HARMONY, TOOLS)
+    grammar = answer_grammar(AnswerForm(format=AnswerFormat.HARMONY, has_tools=True), TOOLS, {"type": "null"})
     assert (
         'call0: <|channel|> "commentary to=functions.weather " <|constrain|> "json" <|message|> arguments0' in grammar
     )
-    assert json.dumps(TOOLS[1]["function"]["parameters"]) in grammar
+    assert json.dumps(TOOLS[1]["function"]["parameters"])[:-1] in grammar
+    assert 'content: <|channel|> "final" <|message|> object' in grammar

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaq.producer.answer_parts.answer_format import AnswerFormat, detect_format, make_splitter
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat, detect_format, form_of
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
+from llamaq.producer.openai_format.tools import call_id
 
 QWEN = "{% if tools %}<tool_call>{% endif %}</think>"
 LLAMA3 = "<|start_header_id|>ipython<|end_header_id|><|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
 HARMONY = "<|channel|>analysis"
 PLAIN = "{{ messages }}"
-R1 = "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}</think>"
+R1 = "<think></think>"
 
 
 def joined(parts: list[Part]) -> list[tuple[str, ...]]:
@@ -40,7 +41,10 @@ def joined(parts: list[Part]) -> list[tuple[str, ...]]:
 
 
 def split(template: str, pieces: list[str], *, has_tools: bool = True) -> list[tuple[str, ...]]:
-    splitter = make_splitter(template, has_tools=has_tools)
+    form = form_of(template, has_tools=has_tools)
+    splitter = form.after("<|Assistant|><think>\n" if template == R1 else "").splitter()
+    if splitter is None:
+        return [("content", "".join(pieces))]
     parts = [part for piece in pieces for part in splitter.feed(piece)]
     return joined(parts + splitter.finish())
 
@@ -102,7 +106,8 @@ def test_the_fields_of_a_call_may_have_another_order() -> None:
 
 
 def test_arguments_are_streamed_as_they_arrive() -> None:
-    splitter = make_splitter(QWEN, has_tools=True)
+    splitter = form_of(QWEN, has_tools=True).splitter()
+    assert splitter is not None
     seen = splitter.feed('<tool_call>{"name": "f", "arguments": {"a": "long')
     assert joined(seen) == [("call", "f", '{"a": "long')]
 
@@ -114,8 +119,24 @@ def test_without_tools_a_call_is_content(template: str) -> None:
 
 
 def test_reasoning_can_stay_content() -> None:
-    splitter = make_splitter(QWEN, has_tools=False, may_reason=False)
+    assert form_of(QWEN, has_tools=False, may_reason=False).splitter() is None
+    splitter = form_of(QWEN, has_tools=True, may_reason=False).splitter()
+    assert splitter is not None
     assert splitter.feed("<think>a</think>b") == [Content("<think>a</think>b")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "starts"),
+    [
+        ("<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("<think>One</think>Two<think>Three", True),
+    ],
+)
+def test_a_prompt_may_have_opened_the_reasoning(prompt: str, starts: bool) -> None:
+    assert form_of(QWEN, has_tools=False).after(prompt).starts_in_reasoning is starts
+    assert CONTENT_ALONE.after(prompt) == CONTENT_ALONE
 
 
 @pytest.mark.parametrize(
@@ -133,9 +154,8 @@ def test_the_format_is_that_of_the_chat_template(template: Any, expected: Answer
     assert detect_format(template) is expected
 
 
-def test_every_call_has_an_id_of_its_own() -> None:
-    splitter = make_splitter(QWEN, has_tools=True)
-    parts = splitter.feed(f"<tool_call>{OWN}</tool_call><tool_call>{OWN}</tool_call>")
-    ids = [part.id for part in parts if isinstance(part, CallStarted)]
-    assert len(set(ids)) == 2
-    assert all(each.startswith("call_") for each in ids)
+def test_every_call_has_an_id_of_its_own_that_every_server_computes() -> None:
+    ids = [call_id("q.0.1", 0), call_id("q.0.1", 1), call_id("q.0.2", 0)]
+    assert len(set(ids)) == 3
+    assert ids[0] == call_id("q.0.1", 0)
+    assert all(each.startswith("call_") and len(each) == 29 for each in ids)

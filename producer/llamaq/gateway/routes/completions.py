@@ -19,13 +19,13 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.permissions import generation_for, queue_for
 from llamaq.gateway.token_pieces import TokenPieces
 from llamaq.producer import AsyncClient, Result
-from llamaq.producer.answer_parts.answer_format import AnswerSplitter
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import logprobs_object, tokens_of
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body
 from llamaq.producer.openai_format.response_body import completion_id, completion_object, timings_object
 from llamaq.producer.openai_format.stream_chunks import StreamChunks
-from llamaq.producer.openai_format.tools import message_of, must_split, splitter_of, tool_options
+from llamaq.producer.openai_format.tools import form_options, message_of
 
 
 async def chat(request: Request) -> Response:
@@ -43,11 +43,10 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
     body = read_body(endpoint, await read_object(request))
     client = await queue_for(request, body.model, is_kept=body.is_stored)
     echoed = await _read_echoed(client, body)
-    template = await context.queues.chat_template(client.queue) if endpoint is Endpoint.CHAT else None
-    is_split = endpoint is Endpoint.CHAT and must_split(body.tool_choice, template)
-    more = tool_options(body.tool_choice, template) if is_split else {}
+    form = await context.forms.of(client, body.jobs[0]) if endpoint is Endpoint.CHAT else CONTENT_ALONE
+    more = form_options(form, body.tool_choice, body.jobs[0])
     generation = generation_for(request, client, [job | more for job in body.jobs], is_kept=body.is_stored)
-    splitters = [splitter_of(body.tool_choice, template) for _ in body.jobs] if is_split else []
+    splitters = [splitter for _ in body.jobs if (splitter := form.splitter()) is not None]
     model = body.model or client.queue
     if body.is_streamed:
         await generation.start()
@@ -63,7 +62,7 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
         if result.logprobs is not None
     ]
     messages = [
-        message_of([*splitter.feed(result.text), *splitter.finish()])
+        message_of([*splitter.feed(result.text), *splitter.finish()], result.job_id)
         for splitter, result in zip(splitters, results, strict=False)
     ]
     return json_response(_answer(body, results, model, echoed, logprobs, messages))
@@ -124,8 +123,15 @@ async def _events(
     chunks = StreamChunks(body.endpoint, answer_id, model, int(time.time()), FINGERPRINT)
     describe = partial(_logprobs, body, generation.client, known)
     choices = [
-        ChoiceStream(chunks, index, echoed[index] if echoed else "", splitters[index] if splitters else None, describe)
-        for index in range(len(body.jobs))
+        ChoiceStream(
+            chunks,
+            index,
+            stream.job.id,
+            echoed[index] if echoed else "",
+            splitters[index] if splitters else None,
+            describe,
+        )
+        for index, stream in enumerate(generation.streams)
     ]
     results: dict[int, Result] = {}
     pieces = generation.pieces()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol
 
+from pydantic import Field
+
+from llamaq.common.protocol.wire_model import WireModel
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.parts import Part
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
@@ -50,8 +54,43 @@ _TAGS = {
     AnswerFormat.JSON: Tags(call_separators="[],", starts_with_call=True),
 }
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-_OPENED = re.compile(r"add_generation_prompt(?:(?!endif).)*<think>(?:\\n|\s)*['\"]?\s*(?:\}\}|-%\}|%\})", re.DOTALL)
-"""A generation prompt that ends with the opening tag of the reasoning."""
+
+
+class AnswerForm(WireModel):
+    """How one answer is written. It is all that a splitter needs, so a stored answer can be split at any time."""
+
+    format: AnswerFormat = Field(AnswerFormat.JSON, description="How the model writes tool calls.")
+    has_tools: bool = Field(False, description="Whether the answer may call tools.")
+    reasoning_open: str = Field("", description="Tag before reasoning. Empty: reasoning is no part of its own.")
+    reasoning_close: str = Field("", description="Tag after reasoning.")
+    starts_in_reasoning: bool = Field(False, description="Whether the prompt ends with `reasoning_open`.")
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the answer can have other parts than content."""
+        return self.has_tools or bool(self.reasoning_open) or self.format is AnswerFormat.HARMONY
+
+    def splitter(self) -> AnswerSplitter | None:
+        """Return a splitter for one answer. None: the whole text is content."""
+        if not self.is_split:
+            return None
+        if self.format is AnswerFormat.HARMONY:
+            return HarmonySplitter()
+        tags = replace(
+            _TAGS[self.format] if self.has_tools else Tags(),
+            reasoning_open=self.reasoning_open,
+            reasoning_close=self.reasoning_close,
+        )
+        return TaggedSplitter(tags, starts_in_reasoning=self.starts_in_reasoning)
+
+    def after(self, prompt: str) -> AnswerForm:
+        """Return the form of an answer that follows this end of a prompt, which may have opened the reasoning."""
+        _, opened, rest = prompt.rpartition(self.reasoning_open) if self.reasoning_open else ("", "", "")
+        return self.model_copy(update={"starts_in_reasoning": bool(opened) and self.reasoning_close not in rest})
+
+
+CONTENT_ALONE = AnswerForm()
+"""The form of an answer whose whole text is content."""
 
 
 def detect_format(chat_template: str | None) -> AnswerFormat:
@@ -62,8 +101,8 @@ def detect_format(chat_template: str | None) -> AnswerFormat:
     return next((found for found, mark in _MARKS.items() if mark in template), AnswerFormat.JSON)
 
 
-def make_splitter(chat_template: str | None, *, has_tools: bool, may_reason: bool = True) -> AnswerSplitter:
-    """Return a splitter for one answer.
+def form_of(chat_template: str | None, *, has_tools: bool, may_reason: bool = True) -> AnswerForm:
+    """Return the form of the answers of a model, after a prompt that opens no reasoning.
 
     Args:
         chat_template: The model's chat template.
@@ -71,13 +110,8 @@ def make_splitter(chat_template: str | None, *, has_tools: bool, may_reason: boo
         may_reason: Whether reasoning is a part of its own. False: it is content.
     """
     template = chat_template or ""
-    found = detect_format(template)
-    if found is AnswerFormat.HARMONY:
-        return HarmonySplitter()
-    tags = _TAGS[found] if has_tools else Tags()
-    pair = next((pair for pair in _REASONING if pair[1] in template), None) if may_reason else None
-    if pair is None:
-        return TaggedSplitter(tags)
-    values = {name: getattr(tags, name) for name in Tags.__dataclass_fields__}
-    with_reasoning = Tags(**values | {"reasoning_open": pair[0], "reasoning_close": pair[1]})
-    return TaggedSplitter(with_reasoning, starts_in_reasoning=_OPENED.search(template) is not None)
+    pairs = [pair for pair in _REASONING if pair[1] in template] if may_reason else []
+    opening, closing = pairs[0] if pairs else ("", "")
+    return AnswerForm(
+        format=detect_format(template), has_tools=has_tools, reasoning_open=opening, reasoning_close=closing
+    )

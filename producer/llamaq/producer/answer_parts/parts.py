@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,6 @@ class CallStarted:
     """Number of the call in the answer, from 0 on."""
     name: str
     """Name of the function."""
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
-    """Id of the call, which the answer of the tool repeats."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.producer.answer_parts.answer_format import AnswerSplitter, detect_format, make_splitter
-from llamaq.producer.answer_parts.call_grammar import call_grammar
+from llamaq.producer.answer_parts.answer_format import AnswerForm
+from llamaq.producer.answer_parts.call_grammar import answer_grammar
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
-
-REASONING_MARKS = ("</think>", "[/THINK]", "<|channel|>")
-"""A chat template with one of these belongs to a model that reasons before it answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,41 +60,55 @@ def _name_of(number: int, tool: Any) -> str:
     raise InvalidRequest(f"tools.{number}: a function with a name is required, and an object as its parameters")
 
 
-def must_split(choice: ToolChoice, chat_template: str | None) -> bool:
-    """Return whether answers have other parts than content."""
-    return bool(choice.tools) or any(mark in (chat_template or "") for mark in REASONING_MARKS)
+FREE_CONSTRAINTS = ("grammar", "regex", "choice", "lark")
+"""Constraints of the whole answer, which leave no room for reasoning or calls."""
 
 
-def tool_options(choice: ToolChoice, chat_template: str | None) -> dict[str, Any]:
-    """Return the job options for answers that are split: the texts of control tokens, and a grammar for the calls."""
-    options: dict[str, Any] = {"special": True}
+def has_free_constraint(job: Mapping[str, Any]) -> bool:
+    """Return whether a constraint of the request describes the whole answer, so that it is content alone."""
+    return any(job.get(name) for name in FREE_CONSTRAINTS)
+
+
+def form_options(form: AnswerForm, choice: ToolChoice, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the job options for answers of a form: the texts of control tokens, and a grammar.
+
+    The grammar is for calls if one is demanded, and otherwise for the JSON schema of the request, if it has one: before
+    the content there may be reasoning, and instead of it a call.
+    """
+    if not form.is_split:
+        return {}
+    schema = job.get("json_schema")
     if choice.demanded:
-        found = detect_format(chat_template)
-        options["lark"] = call_grammar(found, choice.demanded, parallel=choice.is_parallel)
-    return options
+        grammar = answer_grammar(form, choice.demanded, parallel=choice.is_parallel)
+    elif schema is not None:
+        grammar = answer_grammar(form, choice.tools, schema, parallel=choice.is_parallel)
+    else:
+        return {"special": True}
+    return {"special": True, "json_schema": None, "lark": grammar}
 
 
-def splitter_of(choice: ToolChoice, chat_template: str | None) -> AnswerSplitter:
-    """Return the splitter for one answer."""
-    return make_splitter(chat_template, has_tools=bool(choice.tools))
+def call_id(job_id: str, index: int) -> str:
+    """Return the id of a call of an answer. Every server computes the same one."""
+    return "call_" + hashlib.sha256(f"{job_id}/{index}".encode()).hexdigest()[:24]
 
 
-def delta_of(part: Part) -> dict[str, Any]:
-    """Return the `delta` of a chunk with one part."""
+def delta_of(part: Part, job_id: str) -> dict[str, Any]:
+    """Return the `delta` of a chunk with one part of the answer of a job."""
     match part:
         case Reasoning(text):
             return {"reasoning_content": text}
         case Content(text):
             return {"content": text}
-        case CallStarted(index, name, call_id):
+        case CallStarted(index, name):
             function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            call = {"index": index, "id": call_id(job_id, index), "type": "function", "function": function}
+            return {"tool_calls": [call]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def message_of(parts: list[Part]) -> dict[str, Any]:
-    """Return the message with all parts of an answer. Without text, the content of a call is null."""
+def message_of(parts: Sequence[Part], job_id: str) -> dict[str, Any]:
+    """Return the message with all parts of the answer of a job. Without text, the content of a call is null."""
     calls: list[dict[str, Any]] = []
     content, reasoning = "", ""
     for part in parts:
@@ -105,8 +117,9 @@ def message_of(parts: list[Part]) -> dict[str, Any]:
                 reasoning += text
             case Content(text):
                 content += text
-            case CallStarted(_, name, call_id):
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+            case CallStarted(index, name):
+                function = {"name": name, "arguments": ""}
+                calls.append({"id": call_id(job_id, index), "type": "function", "function": function})
             case CallArguments(index, text):
                 calls[index]["function"]["arguments"] += text
     message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content.strip() else content}

@@ -22,6 +22,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.schema_options import SCHEMA_OPTIONS
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar.gbnf import gbnf_to_lark, lark_string
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack
@@ -35,10 +36,6 @@ WALK_S = 0.06
 """Upper bound on the time of a walk."""
 N_WALKS = 4
 MAX_MESSAGE_CHARS = 400
-SCHEMA_OPTIONS: Any = {
-    "coerce_one_of": True,  # `oneOf` is treated as `anyOf`: an output may match several of the schemas
-    "whitespace_pattern": r" |\n[ \t]{0,20}",  # without a bound, some models write white space without end
-}
 
 
 class GrammarTrial:

@@ -1,0 +1,72 @@
+"""Knows how the answers of a queue's model are written, and whether a prompt has begun their reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from llamaq.common.errors import LlamaqError
+from llamaq.common.protocol.text_commands import TextAction
+from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.producer import AsyncClient
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, form_of
+from llamaq.producer.openai_format.tools import has_free_constraint
+from llamaq.producer.queries import text_commands
+
+MAX_KNOWN = 256
+ASK_TIMEOUT_S = 5.0
+PROBE = "llamaq-probe"
+"""Content of the message that a template is asked to render. What follows it is the beginning of the answer."""
+
+
+class AnswerForms:
+    """The forms of answers. It keeps how templates begin an answer, so a worker is asked once for each of their variables."""
+
+    def __init__(self, queues: QueueDirectory) -> None:
+        self._queues = queues
+        self._beginnings: dict[tuple[str, str], str] = {}
+        """Maps a chat template and its variables to the text between the last message and the answer."""
+
+    def __repr__(self) -> str:
+        return f"<AnswerForms of {len(self._beginnings)} templates>"
+
+    async def of(self, client: AsyncClient, job: Mapping[str, Any], *, may_reason: bool = True) -> AnswerForm:
+        """Return the form of the answer to a chat.
+
+        Args:
+            client: The client of the queue.
+            job: The arguments of `submit`.
+            may_reason: Whether reasoning is a part of its own. False: it is content.
+        """
+        if has_free_constraint(job):
+            return CONTENT_ALONE
+        template = await self._queues.chat_template(client.queue)
+        form = form_of(template, has_tools=bool(job.get("tools")), may_reason=may_reason)
+        if not form.reasoning_open:
+            return form
+        if job.get("continue_final_message"):
+            return form.after(job["messages"][-1]["content"])
+        return form.after(await self._beginning(client, template or "", job.get("chat_template_kwargs") or {}))
+
+    async def _beginning(self, client: AsyncClient, template: str, kwargs: Mapping[str, Any]) -> str:
+        key = (template, json.dumps(kwargs, sort_keys=True))
+        if key not in self._beginnings:
+            if len(self._beginnings) >= MAX_KNOWN:
+                self._beginnings.clear()
+            # Without a reply, the job itself will tell what is wrong.
+            with suppress(LlamaqError):
+                self._beginnings[key] = await self._ask(client, kwargs)
+        return self._beginnings.get(key, "")
+
+    async def _ask(self, client: AsyncClient, kwargs: Mapping[str, Any]) -> str:
+        probe = [{"role": "user", "content": PROBE}]
+        reply = await text_commands.ask(
+            client.connection,
+            TextAction.APPLY_TEMPLATE,
+            ASK_TIMEOUT_S,
+            messages=probe,
+            chat_template_kwargs=dict(kwargs),
+        )
+        return reply.text.rpartition(PROBE)[2]
