@@ -22,7 +22,7 @@ PROBE = "llamaq-probe"
 
 
 class AnswerForms:
-    """The forms of answers. It keeps how templates begin an answer, so a worker is asked once for each of their variables."""
+    """The forms of answers. A worker is asked once for each template and its variables."""
 
     def __init__(self, queues: QueueDirectory) -> None:
         self._queues = queues
