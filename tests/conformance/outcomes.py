@@ -1,0 +1,92 @@
+"""The outcomes of llama.cpp's tests, and which of them are expected to fail for which reason."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of one test."""
+
+    test: str
+    """Its id, such as `test_basic.py::test_no_ui`."""
+    outcome: str
+    """`passed`, `failed` or `skipped`."""
+    reason: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Tests that are expected to fail."""
+
+    reason: str
+    tests: tuple[str, ...]
+    """Ids of tests, or patterns of them: `*` stands for any text."""
+
+    def names(self, test: str) -> bool:
+        """Return whether a test is one of these."""
+        return any(fnmatchcase(test, pattern.replace("[", "[[]")) for pattern in self.tests)
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """Return the last outcome of each test: a test that passes may fail in its teardown."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found: dict[str, Outcome] = {}
+    for line in lines:
+        found[line["test"]] = Outcome(line["test"], line["outcome"], line["reason"], line["seconds"])
+    return list(found.values())
+
+
+def read_left_out(path: Path) -> list[LeftOut]:
+    """Return the groups of tests that are expected to fail."""
+    groups = tomllib.loads(path.read_text())["group"]
+    return [LeftOut(group["reason"], tuple(group["tests"])) for group in groups]
+
+
+def compare(outcomes: Sequence[Outcome], left_out: Sequence[LeftOut], *, is_whole: bool) -> Mapping[str, str]:
+    """Return what is wrong, by the id of the test: a test fails without a reason, or passes in spite of one.
+
+    Args:
+        outcomes: The outcomes.
+        left_out: The tests that are expected to fail.
+        is_whole: Whether all tests ran. Then a pattern must name at least one of them.
+    """
+    wrong: dict[str, str] = {}
+    for each in outcomes:
+        is_expected = any(group.names(each.test) for group in left_out)
+        if each.outcome == "failed" and not is_expected:
+            wrong[each.test] = f"fails, and left_out.toml does not name it: {each.reason}"
+        if each.outcome == "passed" and is_expected:
+            wrong[each.test] = "passes, although left_out.toml names it"
+    if is_whole:
+        for group in left_out:
+            for pattern in group.tests:
+                if not any(LeftOut("", (pattern,)).names(each.test) for each in outcomes):
+                    wrong[pattern] = "left_out.toml names it, and there is no such test"
+    return wrong
+
+
+def print_table(outcomes: Sequence[Outcome], wrong: Mapping[str, str]) -> None:
+    """Print the numbers of each file of tests, and what is wrong."""
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    table = Table("tests", "passed", "failed", "skipped", "seconds")
+    files = sorted({each.test.partition("::")[0] for each in outcomes})
+    for file in [*files, ""]:
+        own = [each for each in outcomes if each.test.startswith(file)]
+        counts = Counter(each.outcome for each in own)
+        numbers = [str(counts[name]) for name in ("passed", "failed", "skipped")]
+        table.add_row(file or "all", *numbers, f"{sum(each.seconds for each in own):.0f}")
+    console.print(table)
+    for test, reason in wrong.items():
+        console.print(f"{test}: {reason}")
