@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from typing import Any
 
@@ -37,8 +39,14 @@ def test_every_endpoint_is_described_and_every_reference_leads_to_a_schema() -> 
     assert set(JobParams.model_fields) <= set(fields)
 
 
-def test_the_chat_page_loads_nothing_from_elsewhere() -> None:
+def test_the_chat_page_loads_nothing_from_elsewhere_and_parses_no_text_as_html() -> None:
     page = get("/")
     assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert not re.findall(r"(?:src|href)=|https?://|@import|url\(", page.text)
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for kind, content in re.findall(r"<(style|script)>(.*?)</\1>", page.text, re.DOTALL):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert not re.findall(r"src=|href=(?!\"data:,\")|https?://[\w]|@import|url\(", page.text)
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", page.text)
