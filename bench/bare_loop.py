@@ -156,7 +156,7 @@ def _context_params(settings: WorkerSettings) -> Any:
     params = llama_cpp.llama_context_default_params()
     params.n_ctx = settings.n_ctx
     params.n_batch = settings.batch_budget
-    params.n_ubatch = settings.n_ubatch
+    params.n_ubatch = settings.ubatch_tokens
     params.n_seq_max = params.n_outputs_max = settings.n_parallel
     params.n_threads = params.n_threads_batch = settings.n_threads
     params.kv_unified = True

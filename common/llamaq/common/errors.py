@@ -5,6 +5,7 @@ LlamaqError
 ├── InvalidSettings       a setting, flag or environment variable is not valid (also a ValueError)
 ├── QueueFull             `max_queue` jobs wait; the job was not submitted
 ├── QueueDraining         the queue is draining (`llamaq drain`); the job was not submitted
+├── OtherKindOfQueue      the workers of the queue run jobs of another kind; nothing was submitted (also a ValueError)
 ├── RedisFull             Redis has reached `maxmemory`; the job was not submitted
 ├── IdempotencyConflict   the idempotency key belongs to a job with another request; nothing was submitted
 ├── BatchIncomplete       some jobs of `submit_many` were not submitted
@@ -143,6 +144,32 @@ class QueueDraining(LlamaqError):
             f"llamaq resume --queue {queue}"
         )
         self.queue = queue
+
+
+class OtherKindOfQueue(LlamaqError, ValueError):
+    """The workers of the queue run jobs of another kind. The job was not submitted.
+
+    Attributes:
+        queue: Name of the queue.
+        queue_kind: What its jobs compute: `generation`, `embedding` or `reranking`.
+        kind: What the job would compute.
+    """
+
+    http_status = HTTPStatus.NOT_IMPLEMENTED
+
+    def __init__(self, queue: str, queue_kind: str, kind: str) -> None:
+        start = {
+            "generation": "without --embeddings",
+            "embedding": "with --embeddings",
+            "reranking": "with --embeddings --pooling rank and a model for reranking",
+        }
+        super().__init__(
+            f"queue {queue!r} is for {queue_kind} jobs, and this is a job for {kind}: use a queue whose worker was "
+            f"started {start.get(kind, 'for such jobs')}"
+        )
+        self.queue = queue
+        self.queue_kind = queue_kind
+        self.kind = kind
 
 
 class RedisFull(LlamaqError):

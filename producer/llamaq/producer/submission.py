@@ -15,6 +15,7 @@ from llamaq.common.errors import (
     IdempotencyConflict,
     InvalidRequest,
     InvalidSettings,
+    OtherKindOfQueue,
     QueueDraining,
     QueueFull,
     RedisFull,
@@ -23,6 +24,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_values import (
+    OtherKind,
     OtherPartitions,
     Submission,
     SubmitConflict,
@@ -127,6 +129,7 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
     Raises:
         InvalidRequest: The encoded request is larger than `max_request_bytes`.
         InvalidSettings: The workers of the queue have another number of partitions.
+        OtherKindOfQueue: The workers of the queue run jobs of another kind.
         IdempotencyConflict: A job with the same idempotency key has another request.
         QueueFull: The queue has `max_queue` waiting jobs.
         QueueDraining: The queue accepts no jobs until it is resumed.
@@ -201,6 +204,8 @@ def job_of(
                 f"partitions (LLAMAQ_PARTITIONS): this client has {settings.partitions}, but the workers of queue "
                 f"{queue!r} have {outcome.partitions}. Use the same number"
             )
+        case OtherKind():
+            raise OtherKindOfQueue(queue, outcome.kind, submission.request.kind)
         case ResponseError() if is_full(outcome):
             raise RedisFull(queue) from outcome
     raise outcome

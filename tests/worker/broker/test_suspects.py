@@ -24,11 +24,10 @@ from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
+from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, PreparedJob, SlotAcquired
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
-from llamaq.worker.generation.job_preparer import PreparedJob
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.testing import make_job
 

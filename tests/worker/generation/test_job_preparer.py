@@ -24,7 +24,10 @@ def prepare(vocab: Vocab, request: JobRequest, priority: Priority = Priority.INT
     defaults = WorkerSettings().job_defaults
     preparer = JobPreparer(vocab, sandbox, defaults, context_limit=512, max_request_bytes=10_000)
     lease = Lease("q.0." + "0" * 32, 0, Keys().jobs("q", 0, priority), "1-0", 1)
-    return preparer.prepare(codec.encode_request(request, 10_000), lease, TokenSpan(0, (), 0, ""), JobTimes(0.0)).job
+    payload = codec.encode_request(request, 10_000)
+    job = preparer.prepare(payload, lease, TokenSpan(0, (), 0, ""), JobTimes(0.0)).job
+    assert isinstance(job, Job)
+    return job
 
 
 def test_a_job_has_the_priority_of_its_stream(vocab: Vocab) -> None:

@@ -151,6 +151,7 @@ class RandomWorker:
     def check(self, end: JobEnded) -> None:
         generated = self.generated.pop(end.job.id, [])
         assert end.error is None
+        assert isinstance(end.job, Job)
         assert end.reason in (FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
         assert generated == first_tokens_alone(end.job.prompt, len(generated))
         if end.reason is FinishReason.LENGTH:

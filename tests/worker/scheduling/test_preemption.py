@@ -38,7 +38,8 @@ class Rig:
 
     def job(self, job_id: str) -> Job:
         """Return a job that has had a slot."""
-        return next(output.job for output in self.outputs if output.job.id == job_id)
+        jobs = (output.job for output in self.outputs if output.job.id == job_id)
+        return next(job for job in jobs if isinstance(job, Job))
 
     def tick(self, times: int = 1) -> None:
         for _ in range(times):
@@ -167,6 +168,7 @@ def test_a_preempted_job_reaches_its_deadline_in_the_waiting_queue() -> None:
         FinishReason.DEADLINE,
         len(rig.tokens("bulk")),
     )
+    assert isinstance(end.job, Job)
     assert isinstance(end.job.sampler, GreedySampler)
     assert end.job.sampler.closed == 1
 

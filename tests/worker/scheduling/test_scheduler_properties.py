@@ -215,6 +215,7 @@ class Jobs(RuleBasedStateMachine):
 
     def check_end(self, end: JobEnded) -> None:
         job, generated = end.job, self.generated[end.job.id]
+        assert isinstance(job, Job)
         assert (end.reason is None) != (end.error is None)
         assert end.stats.generated_tokens == len(generated)
         if end.reason is FinishReason.LENGTH:

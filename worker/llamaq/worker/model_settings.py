@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, field_validator
 from pydantic_settings import NoDecode
 
 from llamaq.common.errors import InvalidSettings
+from llamaq.common.protocol.embedding import Pooling
 from llamaq.worker.cpu_cores import usable_cores
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
@@ -38,8 +39,23 @@ class ModelSettings(BaseModel):
         description="Maximum number of tokens in the batch of one tick, at most `n_ctx`. If not set: `n_ctx`, but at "
         "most 2048.",
     )
-    n_ubatch: int = Field(
-        512, ge=1, description="Maximum number of tokens that llama.cpp computes in one step of a batch."
+    n_ubatch: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of tokens that llama.cpp computes in one step of a batch. If not set: 512, but with "
+        "`embeddings` the whole batch.",
+    )
+    embeddings: bool = Field(
+        False,
+        description="Compute embeddings of texts, or scores of documents with `pooling` `rank`, and generate no text. "
+        "The worker needs a queue of its own. A text must fit into one step: `n_batch`, `n_ubatch` and the training "
+        "context of the model bound its tokens.",
+    )
+    pooling: Pooling | None = Field(
+        None,
+        description="With `embeddings`: how the vectors of a text's tokens become one: `none` (each token has its own), "
+        "`mean`, `cls` (the first), `last` or `rank` (a score, for models that rerank). If not set: as the model's file "
+        "says, otherwise `none`.",
     )
     n_threads: int = Field(
         default_factory=usable_cores,
@@ -75,6 +91,16 @@ class ModelSettings(BaseModel):
     def batch_budget(self) -> int:
         """Maximum number of tokens in one call of `llama_decode`."""
         return self.n_batch or min(self.n_ctx, 2048)
+
+    @property
+    def ubatch_tokens(self) -> int:
+        """Maximum number of tokens that llama.cpp computes in one step when it generates text."""
+        return self.n_ubatch or 512
+
+    @property
+    def embedding_batch_tokens(self) -> int:
+        """Maximum number of tokens in a batch of texts, which llama.cpp computes in one step."""
+        return min(self.batch_budget, self.n_ubatch or self.batch_budget)
 
     @property
     def chat_template_text(self) -> str | None:

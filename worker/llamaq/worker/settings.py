@@ -229,6 +229,8 @@ class WorkerSettings(
             )
         if self.batch_budget > self.n_ctx:
             raise ValueError(f"--n-batch (LLAMAQ_N_BATCH): {self.batch_budget} is more than --n-ctx {self.n_ctx}")
+        if self.pooling is not None and not self.embeddings:
+            raise ValueError("--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools")
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("--devices (LLAMAQ_DEVICES): a device is listed twice")
         if self.rope_scale and self.rope_freq_scale:

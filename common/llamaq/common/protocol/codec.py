@@ -16,6 +16,7 @@ import msgpack
 from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
+from llamaq.common.protocol.embedding import Embedding
 from llamaq.common.protocol.job_events import EVENT, Event, TokenSpan
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import SLICE_TOKENS, JobRequest
@@ -170,11 +171,21 @@ def encode_event(event: Event) -> bytes:
 
 
 def encode_tokens(
-    offset: int, tokens: Sequence[int], text_offset: int, text: str, logprobs: Sequence[TokenLogprobs] = ()
+    offset: int,
+    tokens: Sequence[int],
+    text_offset: int,
+    text: str,
+    logprobs: Sequence[TokenLogprobs] = (),
+    draws: Sequence[float] = (),
 ) -> bytes:
     """Return an encoded `tokens` event. No model is built, because a worker encodes one for each job and tick."""
-    values = {"type": "tokens", "offset": offset, "tokens": tokens, "text_offset": text_offset, "text": text}
-    return _pack(values | {"logprobs": logprobs} if logprobs else values)
+    values: dict[str, Any] = {"type": "tokens", "offset": offset, "tokens": tokens}
+    values |= {"text_offset": text_offset, "text": text}
+    if logprobs:
+        values["logprobs"] = logprobs
+    if draws:
+        values["draws"] = draws
+    return _pack(values)
 
 
 def decode_event(data: bytes) -> Event:
@@ -207,7 +218,8 @@ def _token_span(values: dict[Any, Any]) -> TokenSpan:
     for token in tokens:
         if not (type(token) is int and 0 <= token <= MAX_TOKEN_ID):
             raise ProtocolError("not an event: tokens contains a value that is not a token id")
-    return TokenSpan(offset, tuple(tokens), text_offset, text, _logprobs(values, len(tokens)))
+    logprobs, draws = _logprobs(values, len(tokens)), _draws(values, len(tokens))
+    return TokenSpan(offset, tuple(tokens), text_offset, text, logprobs, draws)
 
 
 def _logprobs(values: dict[Any, Any], n_tokens: int) -> tuple[TokenLogprobs, ...]:
@@ -224,6 +236,16 @@ def _logprobs(values: dict[Any, Any], n_tokens: int) -> tuple[TokenLogprobs, ...
     if len(logprobs) != n_tokens:
         raise ProtocolError(f"there are {n_tokens} tokens, but logprobs of {len(logprobs)}")
     return logprobs
+
+
+def _draws(values: dict[Any, Any], n_tokens: int) -> tuple[float, ...]:
+    """Return the optional probabilities of the draws of an event. Raises `ProtocolError`."""
+    found = values.get("draws")
+    if not found:
+        return ()
+    if type(found) is not list or len(found) != n_tokens or not all(type(each) is float for each in found):
+        raise ProtocolError("not an event: draws is not a list with a number for each token")
+    return tuple(found)
 
 
 _TOKENS_PREFIX = encode_tokens(0, (), 0, "")[:13]
@@ -248,6 +270,27 @@ def decode_output(data: bytes) -> TokenSpan:
         return TokenSpan(0, tokens, 0, str(values["text"]), _logprobs(values, len(tokens)))
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError("not a job's output") from exc
+
+
+def encode_embeddings(embeddings: Sequence[Embedding]) -> bytes:
+    """Return the encoded output of an embedding job, in the form of `encode_output`. Such numbers do not compress."""
+    return zlib.compress(_pack({"text": "", "tokens": (), "embeddings": embeddings}), 0)
+
+
+def decode_embeddings(data: bytes) -> tuple[Embedding, ...] | None:
+    """Return the embeddings from the encoded output of a job. None: it has none. Raises `ProtocolError`."""
+    values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES)
+    if not isinstance(values, dict) or "embeddings" not in values:
+        return None
+    try:
+        found = tuple(
+            Embedding(int(n_tokens), int(n_rows), bytes(rows)) for n_tokens, n_rows, rows in values["embeddings"]
+        )
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError("embeddings is not a list of two numbers and bytes each") from exc
+    if any(each.n_rows < 1 or len(each.data) % (4 * each.n_rows) for each in found):
+        raise ProtocolError("embeddings: the number of bytes is not that of whole rows")
+    return found
 
 
 def encode_model(model: JobStats | RecentJob | Worker | SlotCommand | SlotReply | TextCommand | TextReply) -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
+from llamaq.common.protocol.embedding import Embedding
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.protocol.wire_model import WireModel
 
@@ -112,21 +113,28 @@ class JobStats(WireModel):
     worker: str | None = Field(None, description="Id of the worker that ran the job. None: no worker ran it.")
     seed: int | None = Field(None, description="Seed of the random draws. None: the job was not prepared.")
     stop_string: str | None = Field(None, description="The stop string that ended the job. None: none did.")
-    mode: Literal["stream", "generate"] = Field(
+    mode: Literal["stream", "generate", "embed"] = Field(
         "stream",
-        description="`stream` if the job published an event for the tokens of each tick, else `generate`: the call "
-        "`generate`, `chat`, or a submit with `stream=False`.",
+        description="`stream` if the job published an event for the tokens of each tick; `generate` after the call "
+        "`generate`, `chat`, or a submit with `stream=False`; `embed` for embeddings and scores.",
     )
 
 
 class Result(WireModel):
     """The output of a job that finished."""
 
+    model_config = ConfigDict(ser_json_bytes="base64")
+
     job_id: str = Field(description="Id of the job.")
     text: str = Field(description="The generated text.")
     tokens: tuple[int, ...] = Field(description="The generated token ids.")
     logprobs: tuple[TokenLogprobs, ...] | None = Field(
         None, description="For each token, its `logprob` and the list `top`. None: the job did not ask for `logprobs`."
+    )
+    embeddings: tuple[Embedding, ...] | None = Field(
+        None,
+        description="For each input, `n_tokens`, `n_rows` and the vectors as `data`. None: the job generated text, or "
+        "ended before it was complete.",
     )
     finish_reason: FinishReason = Field(description="Why the job ended: `stop`, `length`, `cancelled` or `deadline`.")
     stats: JobStats = Field(description="Measurements of the job.")

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, JsonValue, ValidationError, WrapVal
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.chat import Message, TemplateParams
+from llamaq.common.protocol.embedding import EmbeddingTask, JobKind
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
 
 # Bounds of one request, so that one job cannot cost a worker too much memory or time. The size of the whole request
@@ -35,6 +36,12 @@ MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
 MAX_RETRIES = 100
 TENANT_PATTERN = r"^[A-Za-z0-9_.:@/+=\-]{1,128}$"
+
+EMBEDDING_OPTIONS = frozenset({
+    "priority", "tenant", "timeout_s", "queue_timeout_s", "deadline_s", "delay_s", "run_at", "retries", "stream",
+    "cancel_on_disconnect", "idempotency_key", "traceparent", "metadata", "seed", "has_random_seed", "cache_salt",
+})  # fmt: skip
+"""The options that an embedding job may have. Its seed and its salt have no effect: it draws and shares nothing."""
 
 QUEUE_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
 TRACEPARENT_PATTERN = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
@@ -264,7 +271,7 @@ def _validate_in_slices(value: Any, validate: Callable[[Any], tuple[int, ...]]) 
 
 
 class JobRequest(JobParams):
-    """A generation job: its parameters, and its prompt in exactly one of three forms."""
+    """A job: its parameters, and either its prompt in exactly one of three forms, or texts to embed."""
 
     has_random_seed: bool = Field(
         False, description="Whether submit drew the seed. The default seed of a worker replaces such a seed."
@@ -281,10 +288,28 @@ class JobRequest(JobParams):
         description="The prompt as a chat: objects with `role` and `content`. The model's template renders them; "
         "special tokens in the content are not parsed.",
     )
+    embed: EmbeddingTask | None = Field(
+        None, description="Texts whose embeddings or scores are computed. Such a job generates no text."
+    )
+
+    @property
+    def kind(self) -> JobKind:
+        """What the job computes."""
+        if self.embed is None:
+            return JobKind.GENERATION
+        return JobKind.EMBEDDING if self.embed.query is None else JobKind.RERANKING
+
+    @model_validator(mode="after")
+    def _check_embedding(self) -> Self:
+        if self.embed is not None and (other := sorted(self.model_fields_set - EMBEDDING_OPTIONS - {"embed"})):
+            raise ValueError(f"{other[0]}: not an option of an embedding job, which generates no text")
+        return self
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
         given = [name for name in ("prompt", "tokens", "messages") if getattr(self, name) is not None]
+        if self.embed is not None:
+            return self  # `_check_embedding` refuses a prompt
         if len(given) != 1:
             raise ValueError(f"give exactly one of prompt, tokens and messages (given: {', '.join(given) or 'none'})")
         if not getattr(self, given[0]) and given[0] != "prompt":
@@ -347,6 +372,18 @@ class JobOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     penalty_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: list[str] | tuple[str, ...]
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
+    min_keep: int
+    samplers: str | list[str] | tuple[str, ...]
     tools: Sequence[dict[str, Any]] | None
     chat_template_kwargs: dict[str, Any]
     add_generation_prompt: bool

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from llamaq.common.protocol.embedding import JobKind
+
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
@@ -33,6 +35,7 @@ class QueueConfig:
         lease_ms: Lease of the worker that started last, in ms.
         model: Fingerprint of the model of the worker that started last.
         model_name: Name of this model's file.
+        kind: What the jobs of the queue compute. A submit of another kind is refused.
     """
 
     partitions: int
@@ -40,6 +43,7 @@ class QueueConfig:
     lease_ms: int
     model: str
     model_name: str
+    kind: JobKind = JobKind.GENERATION
 
     @classmethod
     async def read(cls, redis: Redis, keys: Keys, queue: str, partition: int) -> QueueConfig | None:
@@ -48,13 +52,14 @@ class QueueConfig:
         Raises:
             RedisError: The partition cannot be reached.
         """
-        names = ("partitions", "max_queue", "lease_ms", "model", "model_name")
+        names = ("partitions", "max_queue", "lease_ms", "model", "model_name", "kind")
         values: Any = await redis.hmget(keys.config(queue, partition), names)
-        partitions, max_queue, lease_ms, model, model_name = values
+        partitions, max_queue, lease_ms, model, model_name, kind = values
         if partitions is None:
             return None
         text = ((value or b"").decode() for value in (model, model_name))
-        return cls(int(partitions), int(max_queue or 0), int(lease_ms or 0), *text)
+        known = JobKind(kind.decode()) if kind else JobKind.GENERATION
+        return cls(int(partitions), int(max_queue or 0), int(lease_ms or 0), *text, kind=known)
 
     def fields(self) -> dict[str, str]:
         """Return the fields of the hash."""
@@ -64,4 +69,5 @@ class QueueConfig:
             "lease_ms": str(self.lease_ms),
             "model": self.model,
             "model_name": self.model_name,
+            "kind": self.kind.value,
         }

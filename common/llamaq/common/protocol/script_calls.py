@@ -17,6 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.embedding import JobKind
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
@@ -31,6 +32,7 @@ from llamaq.common.protocol.script_values import (
     ExpireCode,
     FlushReply,
     Increment,
+    OtherKind,
     OtherPartitions,
     PriorityCode,
     StoredEnd,
@@ -76,6 +78,8 @@ def _limit_ms(limit_s: float | None) -> int:
 def _submit_reply(reply: list[Any]) -> SubmitReply:
     if reply[0] == b"partitions":
         return OtherPartitions(int(reply[1]))
+    if reply[0] == b"kind":
+        return OtherKind(JobKind(reply[1].decode()))
     if reply[0] == b"full":
         return SubmitRefused(int(reply[1]), int(reply[2]))
     if reply[0] == b"conflict":
@@ -202,6 +206,7 @@ class Scripts:
                 _limit_ms(request.run_at),
                 request.retries,
                 request.tenant or "",
+                request.kind.value,
             ],
             client=client,
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from llamaq.common.protocol.embedding import JobKind
 from llamaq.common.protocol.job_events import Event, Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
@@ -80,7 +81,18 @@ class SubmitDraining:
     """The reply to a submit into a queue that is draining."""
 
 
-SubmitReply = Submitted | SubmitRefused | SubmitConflict | SubmitDraining | OtherPartitions
+@dataclass(frozen=True, slots=True)
+class OtherKind:
+    """The reply to a submit of a job that the workers of the queue do not run.
+
+    Attributes:
+        kind: What the jobs of the queue compute.
+    """
+
+    kind: JobKind
+
+
+SubmitReply = Submitted | SubmitRefused | SubmitConflict | SubmitDraining | OtherPartitions | OtherKind
 
 
 @dataclass(frozen=True, slots=True)

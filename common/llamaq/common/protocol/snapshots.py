@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from llamaq.common.protocol.embedding import JobKind, Pooling
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
+from llamaq.common.protocol.job_request import JobDefaults
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.wire_model import WireModel
 
@@ -130,10 +132,26 @@ class WorkerCard(WireModel):
     worker: str = Field(description="Id of the worker.")
     queue: str = Field(description="Name of the queue that the worker serves.")
     model: str = Field(description="Name of the model.")
+    kind: JobKind = Field(
+        JobKind.GENERATION, description="What its jobs compute: `generation`, `embedding` or `reranking`."
+    )
+    pooling: Pooling | None = Field(
+        None,
+        description="How the vectors of tokens become an embedding: `none`, `mean`, `cls`, `last` or `rank`. None: "
+        "the worker generates text.",
+    )
+    n_embd: int = Field(0, description="Number of dimensions of an embedding. 0: the worker generates text.")
     model_hash: str = Field("", description="Fingerprint of the model file. A job is not continued by another model.")
     n_ctx: int = Field(description="Number of KV cells, shared by all slots.")
     n_ctx_train: int = Field(description="Context length that the model was trained for, in tokens.")
+    context_limit: int = Field(
+        0, description="Largest number of tokens of one job, prompt and output together. 0: not known."
+    )
+    job_defaults: JobDefaults = Field(
+        JobDefaults(), description="The sampling parameters, seed and grammar of jobs that do not set them."
+    )
     n_vocab: int = Field(description="Number of tokens in the vocabulary.")
+    end_tokens: tuple[int, ...] = Field((), description="The tokens that end an output, in ascending order.")
     n_parallel: int = Field(description="Number of slots.")
     quantization: str = Field(description="Quantization of the model file.")
     chat_template: str | None = Field(None, description="Chat template of the model. None: the model has none.")

@@ -55,8 +55,14 @@ class Vocab:
         self.eos = _token_or_none(llama_cpp.llama_vocab_eos(self._vocab))
         self._adds_eos: bool = self.eos is not None and llama_cpp.llama_vocab_get_add_eos(self._vocab)
         self._uses_regex: bool = llama_cpp.llama_vocab_type(self._vocab) == llama_cpp.LLAMA_VOCAB_TYPE_BPE
+        self.adds_bos: bool = self.bos is not None and llama_cpp.llama_vocab_get_add_bos(self._vocab)
+        self.separators = self._read_separators()
+        """The special tokens that follow the query, and those that follow the document, in a prompt for reranking."""
         template = llama_cpp.llama_model_chat_template(model, None)
         self.chat_template: str | None = template.decode(errors="replace") if template else None
+        template = llama_cpp.llama_model_chat_template(model, b"rerank")
+        self.rerank_template: str | None = template.decode(errors="replace") if template else None
+        """Text of a prompt for reranking, with `{query}` and `{document}`. None: special tokens separate the two."""
 
     @classmethod
     def of_model(cls, model: Any) -> Self:
@@ -103,11 +109,45 @@ class Vocab:
         Raises:
             JobRejected: The text is too long, or llama.cpp cannot tokenize it.
         """
-        if max_tokens is not None and len(text) > max_tokens * self._max_token_bytes:
-            message = f"{len(text)} characters have more than {max_tokens} tokens"
-            raise JobRejected(ErrorCode.PROMPT_TOO_LONG, message)
+        self._check_length(text, max_tokens)
         bos = self._text_or_empty(self.bos)
         return self._tokenize(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
+
+    def encode_whole(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """Return the tokens of a whole text, between the special tokens that the model asks for, such as CLS and SEP.
+
+        A model for embeddings reads a text so. Where the text contains the text of a special token, the result contains
+        this token.
+
+        Args:
+            text: The text.
+            max_tokens: As in `encode`.
+
+        Raises:
+            JobRejected: As in `encode`.
+        """
+        self._check_length(text, max_tokens)
+        frame = self._tokenize_part("", add_special=True, parse_special=False)
+        n_before = 1 if self.bos is not None and frame[:1] == [self.bos] else 0
+        return [*frame[:n_before], *self.encode_part(text, parse_special=True), *frame[n_before:]]
+
+    def encode_part(self, text: str, *, parse_special: bool, max_tokens: int | None = None) -> list[int]:
+        """Return the tokens of a part of a text: no special token is added.
+
+        Args:
+            text: The text.
+            parse_special: Whether the texts of special tokens become these tokens.
+            max_tokens: As in `encode`.
+
+        Raises:
+            JobRejected: As in `encode`.
+        """
+        self._check_length(text, max_tokens)
+        return self._tokenize(text, add_special=False, parse_special=parse_special)
+
+    def encode_part(self, text: str) -> list[int]:
+        """Return the tokens of a part of a longer text: without BOS; the text of a special token stays text."""
+        return self._tokenize(text, add_special=False, parse_special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, as a job streams it. Bytes that are not UTF-8 become U+FFFD."""
@@ -207,6 +247,19 @@ class Vocab:
         if self.chat_template is None:
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, "the model has no chat template: send a prompt or tokens")
         return ChatTemplate(self.chat_template, eos=self._text_or_empty(self.eos), bos=self._text_or_empty(self.bos))
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raise `JobRejected` if the number of characters proves that the text has more than `max_tokens` tokens."""
+        if max_tokens is not None and len(text) > max_tokens * self._max_token_bytes:
+            message = f"{len(text)} characters are too large: they have more than {max_tokens} tokens"
+            raise JobRejected(ErrorCode.PROMPT_TOO_LONG, message)
+
+    def _read_separators(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sep = _token_or_none(llama_cpp.llama_vocab_sep(self._vocab))
+        end = self.eos if self.eos is not None else sep
+        ends = (end,) if end is not None and llama_cpp.llama_vocab_get_add_eos(self._vocab) else ()
+        seps = (sep,) if sep is not None and llama_cpp.llama_vocab_get_add_sep(self._vocab) else ()
+        return (*ends, *seps), ends
 
     def _refuse_special_texts(self, place: str, value: object) -> None:
         """Raise `JobRejected` if the value has the text of a special token, which the template would print."""

@@ -108,6 +108,7 @@ async def result_of(redis: Redis, keys: JobKeys, job_id: str, values: Sequence[b
         text=whole.text,
         tokens=whole.tokens,
         logprobs=whole.logprobs or None,
+        embeddings=codec.decode_embeddings(output) if output is not None and end.stats.mode == "embed" else None,
         finish_reason=end.finish_reason,
         stats=end.stats,
         seed=seed if end.stats.seed is None else end.stats.seed,

@@ -7,12 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from typing import Protocol
 
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_values import Claim
@@ -20,8 +22,8 @@ from llamaq.common.redis.outage_log import OutageLog
 from llamaq.worker.broker.arrival_order import ArrivalOrder, Place
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.core.job import Job, Lease
-from llamaq.worker.generation.job_preparer import JobPreparer, PreparedJob
+from llamaq.worker.core.job import BaseJob, Lease, PreparedJob
+from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.scheduling.bulk_share import BulkShare
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,17 @@ MAX_SUSPECT_WAIT_S = 3.0
 POLL_S = 0.05
 CLAIM_TIMEOUT_S = 2.0
 """How long a stopping worker waits for the replies of Redis to `claim.lua` calls."""
+
+
+class Preparer(Protocol):
+    """Turns the bytes of requests into jobs that the engine can run. Thread-safe."""
+
+    def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
+        """Return the job of an encoded request, with the output that earlier attempts have published.
+
+        Raises:
+            JobRejected: The request is not valid, or its job cannot run on this worker.
+        """
 
 
 class Intake:
@@ -62,9 +75,9 @@ class Intake:
         self,
         job_claims: JobClaims,
         outbox: Outbox,
-        preparer: JobPreparer,
+        preparer: Preparer,
         executor: Executor,
-        admit: Callable[[Job], None],
+        admit: Callable[[BaseJob], None],
         *,
         n_slots: int,
         capacity: int,
@@ -337,7 +350,7 @@ class Intake:
             is_admitted = self._outbox.set_prepared(prepared.job, prepared.texts)
         finally:
             if not is_admitted:
-                prepared.job.sampler.close()
+                prepared.job.close()
         if is_admitted:
             self._admit(prepared.job)
 

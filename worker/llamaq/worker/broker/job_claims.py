@@ -292,6 +292,7 @@ class JobClaims:
         """
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
+        draws: list[float] = []
         cursor = "-"
         while entries := await self._read_events(job_id, cursor):
             cursor = f"({entries[-1][0].decode()}"
@@ -304,7 +305,8 @@ class JobClaims:
                 if isinstance(event, TokenSpan) and event.offset == len(tokens):
                     tokens.extend(event.tokens)
                     logprobs.extend(event.logprobs)
-        return TokenSpan(0, tuple(tokens), 0, "", tuple(logprobs))
+                    draws.extend(event.draws)
+        return TokenSpan(0, tuple(tokens), 0, "", tuple(logprobs), tuple(draws))
 
     async def _read_events(self, job_id: str, cursor: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
         try:

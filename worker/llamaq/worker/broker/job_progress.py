@@ -11,6 +11,7 @@ from types import MappingProxyType
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.embedding import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
@@ -64,6 +65,8 @@ class JobProgress:
     """For each token, the text that the token completed. It may be empty."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """For each token, its probabilities. Empty if the job did not ask for them."""
+    draws: list[float] = field(default_factory=list)
+    """For each token, its probability in the draw. Empty if the sampler does not depend on it."""
     text_ends: list[int] = field(default_factory=list)
     """For each token, the number of characters of text up to and including that token."""
     token_times: TokenTimes = field(default_factory=TokenTimes)
@@ -92,9 +95,13 @@ class JobProgress:
     retried_error: Failed | None = None
     """The failure after which the job is retried later, as soon as all its tokens are stored."""
 
-    def add(self, token: int, text: str, logprobs: TokenLogprobs | None = None) -> None:
-        """Add a generated token, the text that the token completed, and its probabilities if the job wants them."""
+    def add(
+        self, token: int, text: str, logprobs: TokenLogprobs | None = None, draw_probability: float | None = None
+    ) -> None:
+        """Add a generated token, the text that the token completed, and its probabilities if the job needs them."""
         self.tokens.append(token)
+        if draw_probability is not None:
+            self.draws.append(draw_probability)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         self.texts.append(text)
@@ -119,7 +126,8 @@ class JobProgress:
         if (tokens or self.final_text) and not (self.checkpoints and self.terminal_write):
             text_offset = self.text_ends[offset - 1] if offset else 0
             text = "".join(self.texts[offset:]) + self.final_text
-            payload = codec.encode_tokens(offset, tokens, text_offset, text, self.logprobs[offset:] if tokens else ())
+            logprobs, draws = (self.logprobs[offset:], self.draws[offset:]) if tokens else ((), ())
+            payload = codec.encode_tokens(offset, tokens, text_offset, text, logprobs, draws)
         return Increment(
             lease.job_id,
             lease.attempt,
@@ -194,7 +202,7 @@ class JobProgress:
         self.final_text, self.stats = ended.text, ended.stats
         text = "".join(self.texts) + self.final_text
         output: dict[str, bytes | str] = {
-            "output": codec.encode_output(text, self.tokens, self.logprobs),
+            "output": self._encode_output(text, ended.embeddings),
             "generated": str(len(self.tokens)),
             "token_times": self.token_times.encode(),
             "usage": _usage(ended.stats),
@@ -207,6 +215,11 @@ class JobProgress:
             self.terminal_write = TerminalWrite(event, {"finish_reason": ended.reason.value, "stats": stats, **output})
         else:
             raise ValueError(f"job {self.lease.job_id} ended without a reason")
+
+    def _encode_output(self, text: str, embeddings: tuple[Embedding, ...] | None) -> bytes:
+        if embeddings is not None:
+            return codec.encode_embeddings(embeddings)
+        return codec.encode_output(text, self.tokens, self.logprobs)
 
 
 def _usage(stats: JobStats) -> str:

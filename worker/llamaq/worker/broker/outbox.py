@@ -27,7 +27,7 @@ from llamaq.common.protocol.script_values import Attempt, Claim, FlushReply, Inc
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.redis_errors import is_full, is_job_key_error
 from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
-from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired, SlotLost
+from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, SlotAcquired, SlotLost
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
@@ -180,7 +180,7 @@ class Outbox:
             self._partition_added.set()
         self._request_flush()
 
-    def set_prepared(self, job: Job, texts: Sequence[str]) -> bool:
+    def set_prepared(self, job: BaseJob, texts: Sequence[str]) -> bool:
         """Record that a registered job is ready for the engine.
 
         Args:
@@ -199,7 +199,7 @@ class Outbox:
         progress.retries_left, progress.token_times = self._jobs[job.id].retries_left, self._jobs[job.id].token_times
         for token, text in zip(job.resumed, texts, strict=True):
             progress.add(token, text)
-        progress.logprobs = list(job.resumed_logprobs)
+        progress.logprobs, progress.draws = list(job.resumed_logprobs), list(job.resumed_draws)
         self._jobs[job.id] = progress
         return True
 
@@ -244,7 +244,7 @@ class Outbox:
             elif isinstance(message, SlotLost):
                 job.has_slot = False
             elif isinstance(message, NewToken):
-                job.add(message.token, message.text, message.logprobs)
+                job.add(message.token, message.text, message.logprobs, message.draw_probability)
                 job.record_time(message.time_s)
             elif isinstance(message, JobEnded):
                 job.end(message)

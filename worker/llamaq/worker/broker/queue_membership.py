@@ -62,7 +62,7 @@ class QueueMembership:
         If no other worker is alive, this worker's settings replace those of the queue.
 
         Raises:
-            InvalidSettings: A live worker of the queue has another number of partitions.
+            InvalidSettings: A live worker of the queue has another number of partitions, or runs other jobs.
             RedisError: No partition answered.
         """
         stored = await self._in_each(range(self._config.partitions), self._read)
@@ -86,6 +86,11 @@ class QueueMembership:
             raise InvalidSettings(
                 f"--partitions (LLAMAQ_PARTITIONS): this worker has {own.partitions}, but the live workers of queue "
                 f"{self._queue!r} have {queue.partitions}. Use the same number, or stop them first"
+            )
+        if queue.kind != own.kind:
+            raise InvalidSettings(
+                f"--queue (LLAMAQ_QUEUE): the live workers of queue {self._queue!r} run {queue.kind} jobs, and this "
+                f"worker runs {own.kind} jobs (--embeddings, --pooling). Use a queue of its own, or stop them first"
             )
         if queue.lease_ms != own.lease_ms:
             log.warning(

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from llamaq.common.errors import JobRejected
 from llamaq.worker.core.slot import Slot
+
+
+class TickBatch(Protocol):
+    """What one tick computes. An empty batch is false."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def n_decode(self) -> int:
+        """Number of decode tokens, one for each generating slot."""
+
+    @property
+    def n_prefill(self) -> int:
+        """Number of prompt tokens."""
+
+    @property
+    def n_jobs(self) -> int:
+        """Number of jobs with tokens in the batch."""
+
+    def __bool__(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +76,10 @@ class Batch:
     @property
     def n_tokens(self) -> int:
         return self.n_decode + self.n_prefill
+
+    @property
+    def n_jobs(self) -> int:
+        return len(self.decode) + len(self.prefill)
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from llamaq.common.errors import JobRejected
+from llamaq.common.protocol.embedding import Embedding
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
@@ -25,11 +26,14 @@ class Sampler(Protocol):
 
     logprobs: TokenLogprobs | None
     """The probabilities of the token that was drawn last. None: the job did not ask for them."""
+    draw_probability: float | None
+    """The probability of the token that was drawn last, if later draws depend on it (Mirostat, adaptive-p)."""
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`.
 
-        The draw depends on the seed, the position `len(history) - n_prompt`, the history and the logits only.
+        The draw depends on the seed, the position `len(history) - n_prompt`, the history, the logits and the
+        `draw_probability` of the earlier draws only. Each history begins with that of the last call.
 
         Args:
             logits: One value for each token of the vocabulary. The sampler may change this array: no other job uses
@@ -86,23 +90,38 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A job that can be admitted: tokenized and checked, with its sampler and detokenizer."""
+class BaseJob:
+    """What every job of a worker has, whatever it computes."""
 
     lease: Lease
     request: JobRequest
+    resumed: list[int] = field(default_factory=list, kw_only=True)
+    """Tokens that earlier attempts published. The detokenizer and the grammar have processed them already."""
+    resumed_logprobs: list[TokenLogprobs] = field(default_factory=list, kw_only=True)
+    """The probabilities of these tokens, if the job asked for them."""
+    resumed_draws: list[float] = field(default_factory=list, kw_only=True)
+    """`Sampler.draw_probability` of each of these tokens, if the sampler has it."""
+    times: JobTimes = field(default_factory=JobTimes, kw_only=True)
+    started_s: float = field(default=0.0, kw_only=True)
+    """When this attempt was submitted to the scheduler, on its clock. Set by the `submit` of the scheduler."""
+
+    @property
+    def id(self) -> str:
+        return self.lease.job_id
+
+    def close(self) -> None:
+        """Free the memory that the job holds outside of Python. May be called twice."""
+
+
+@dataclass(slots=True, eq=False)
+class Job(BaseJob):
+    """A job that can be admitted: tokenized and checked, with its sampler and detokenizer."""
+
     prompt: list[int]
     sampler: Sampler
     detokenizer: Detokenizer
-    resumed: list[int] = field(default_factory=list)
-    """Tokens that earlier attempts published. The detokenizer and the grammar have processed them already."""
-    resumed_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """The probabilities of these tokens, if the job asked for them."""
-    times: JobTimes = field(default_factory=JobTimes)
     context_limit: int = 0
     """The largest number of tokens, prompt and generated, that this job may have."""
-    started_s: float = 0.0
-    """When this attempt was submitted to the scheduler, on its clock. Set by `Scheduler.submit`."""
     first_token_s: float | None = None
     """Time of this attempt's first sampled token. A preemption does not reset this time."""
     protected_tokens: int = 0
@@ -119,9 +138,9 @@ class Job:
     def __post_init__(self) -> None:
         self.packed = pack([*self.prompt, *self.resumed])
 
-    @property
-    def id(self) -> str:
-        return self.lease.job_id
+    def close(self) -> None:
+        """Free the sampler."""
+        self.sampler.close()
 
     @property
     def n_history(self) -> int:
@@ -139,17 +158,26 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job that can be admitted, and the text of its resumed tokens."""
+
+    job: BaseJob
+    texts: list[str]
+    """The text that the detokenizer released for each resumed token."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotAcquired:
     """A waiting job has a slot now. Precedes the tokens of the run, and is repeated after each preemption."""
 
-    job: Job
+    job: BaseJob
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLost:
     """A running job was preempted: it waits for a slot again. Follows the tokens of the run."""
 
-    job: Job
+    job: BaseJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +188,7 @@ class NewToken:
     token: int
     text: str
     logprobs: TokenLogprobs | None = None
+    draw_probability: float | None = None
     time_s: float = field(default_factory=time.monotonic)
     """When the token was generated, on the clock of `JobTimes`."""
 
@@ -168,12 +197,14 @@ class NewToken:
 class JobEnded:
     """The end of a job in this worker. Exactly one of `reason` and `error` is set."""
 
-    job: Job
+    job: BaseJob
     stats: JobStats
     reason: FinishReason | None = None
     error: JobRejected | None = None
     text: str = ""
     """The last text, which the detokenizer had held back."""
+    embeddings: tuple[Embedding, ...] | None = None
+    """The result of an embedding job that is complete."""
 
 
 Output = SlotAcquired | SlotLost | NewToken | JobEnded

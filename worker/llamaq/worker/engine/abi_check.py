@@ -36,6 +36,7 @@ _CONTEXT_DEFAULTS = {
     "type_k": 1,
     "type_v": 1,
     "embeddings": False,
+    "pooling_type": -1,
     "no_perf": True,
     "swa_full": True,
     "kv_unified": False,
@@ -84,6 +85,9 @@ def _declare(name: str, argument_types: list[Any], result_type: Any) -> Any:
 
 
 get_logits = _declare("llama_get_logits", [ctypes.c_void_p], ctypes.c_void_p)
+get_embeddings = _declare("llama_get_embeddings", [ctypes.c_void_p], ctypes.c_void_p)
+get_embeddings_seq = _declare("llama_get_embeddings_seq", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_void_p)
+clear_memory = _declare("llama_memory_clear", [ctypes.c_void_p, ctypes.c_bool], None)
 seq_rm = _declare("llama_memory_seq_rm", [ctypes.c_void_p] + [ctypes.c_int32] * 3, ctypes.c_bool)
 seq_cp = _declare("llama_memory_seq_cp", [ctypes.c_void_p] + [ctypes.c_int32] * 4, None)
 state_size = _declare("llama_state_seq_get_size", [ctypes.c_void_p, ctypes.c_int32], ctypes.c_size_t)

@@ -24,6 +24,9 @@ _STRING, _ARRAY = 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _SPLIT_INDEX, _SPLIT_COUNT = b"split.no", b"split.count"
 _TEMPLATE = b"tokenizer.chat_template"
+_CLASSIFIER_TENSORS = (b"cls.weight", b"cls.output.weight")
+MAX_TENSOR_INFO_BYTES = 128
+"""Upper bound on the bytes of a tensor's name, shape, type and offset: a name has at most 64."""
 
 
 def extract_vocab(path: Path, chat_template: str | None = None) -> bytes:
@@ -41,6 +44,18 @@ def extract_vocab(path: Path, chat_template: str | None = None) -> bytes:
             return _Reader(data, path).extract(chat_template)
     except (OSError, ValueError) as exc:  # mmap raises a ValueError for an empty file
         raise ModelError(f"cannot read {path}: {exc}") from exc
+
+
+def has_classifier(path: Path) -> bool:
+    """Return whether the model has a classification head, which scores documents. True if parts of it are elsewhere.
+
+    Raises:
+        ModelError: As in `extract_vocab`.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        reader = _Reader(data, path)
+        reader.extract(None)
+        return reader.is_split or any(reader.has_tensor(name) for name in _CLASSIFIER_TENSORS)
 
 
 class _Reader:
@@ -81,6 +96,17 @@ class _Reader:
             blob += _string(_TEMPLATE) + _TYPE.pack(_STRING) + _string(chat_template.encode())
             _HEADER.pack_into(blob, 0, magic, version, 0, n_keys + 1)
         return bytes(blob)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the model is split into several files. Valid after `extract`."""
+        return self._split_count_offset is not None
+
+    def has_tensor(self, name: bytes) -> bool:
+        """Return whether the file has a tensor of this name. The names follow the metadata. Valid after `extract`."""
+        n_tensors: int = _HEADER.unpack_from(self._data, 0)[2]
+        end = self._offset + n_tensors * MAX_TENSOR_INFO_BYTES
+        return self._data.find(_LENGTH.pack(len(name)) + name, self._offset, end) >= 0
 
     def _skip_key(self) -> None:
         key_start = self._offset

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ModelError
+from llamaq.common.protocol.embedding import Pooling
 from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.engine.log_line_joiner import LogLineJoiner
@@ -28,6 +29,13 @@ LLAMA_CPP_PYTHON_VERSION = str(llama_cpp.__version__)
 """Version of llama-cpp-python, which determines the version of llama.cpp."""
 MAX_SEQUENCES = 256
 """LLAMA_MAX_SEQ of llama.cpp."""
+_POOLING_OF = {
+    llama_cpp.LLAMA_POOLING_TYPE_NONE: Pooling.NONE,
+    llama_cpp.LLAMA_POOLING_TYPE_MEAN: Pooling.MEAN,
+    llama_cpp.LLAMA_POOLING_TYPE_CLS: Pooling.CLS,
+    llama_cpp.LLAMA_POOLING_TYPE_LAST: Pooling.LAST,
+    llama_cpp.LLAMA_POOLING_TYPE_RANK: Pooling.RANK,
+}
 SUCCESS, NO_ROOM, INVALID_BATCH = 0, 1, -1
 """Return values of llama_decode."""
 
@@ -61,14 +69,28 @@ class Model:
         if not self.pointer:
             raise ModelError(f"llama.cpp cannot load {path}; see its log for the reason")
         self._close = weakref.finalize(self, llama_cpp.llama_model_free, self.pointer)
-        if llama_cpp.llama_model_has_encoder(self.pointer) or not llama_cpp.llama_model_has_decoder(self.pointer):
+        if not self.generates_text and not options.for_embeddings:
             self.close()
-            raise ModelError(f"{path} is not a text generator: llamaq runs decoder-only models")
+            raise ModelError(
+                f"{path} is not a text generator: llamaq generates text with decoder-only models (for embeddings, see "
+                "--embeddings)"
+            )
 
     @property
     def n_ctx_train(self) -> int:
         """Length in tokens of the longest context that the model was trained on."""
         return int(llama_cpp.llama_model_n_ctx_train(self.pointer))
+
+    @property
+    def generates_text(self) -> bool:
+        """Whether the model has a decoder and no encoder. llama.cpp computes a model like BERT without either."""
+        has_encoder = llama_cpp.llama_model_has_encoder(self.pointer)
+        return bool(llama_cpp.llama_model_has_decoder(self.pointer)) and not has_encoder
+
+    @property
+    def n_embd(self) -> int:
+        """Number of dimensions of an embedding."""
+        return int(llama_cpp.llama_model_n_embd_out(self.pointer))
 
     @property
     def n_swa(self) -> int:
@@ -131,6 +153,7 @@ class Context:
         self.n_batch: int = llama_cpp.llama_n_batch(self.pointer)
         self.n_seq_max: int = llama_cpp.llama_n_seq_max(self.pointer)
         self.n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model.pointer))
+        self.n_embd = model.n_embd
         self.cells_per_sequence: int = llama_cpp.llama_n_ctx_seq(self.pointer)
         self.kv_unified, self.swa_full = options.kv_unified, options.swa_full
         self.has_scratch_sequence = options.has_scratch_sequence
@@ -168,6 +191,43 @@ class Context:
         row_type: Any = ctypes.c_float * (n_rows * self.n_vocab)
         rows: npt.NDArray[np.float32] = np.frombuffer(row_type.from_address(address), np.float32)
         return rows.reshape(n_rows, self.n_vocab)
+
+    @property
+    def pooling(self) -> Pooling:
+        """How this context pools the vectors of tokens."""
+        return _POOLING_OF[llama_cpp.llama_pooling_type(self.pointer)]
+
+    def token_embeddings(self, n_tokens: int) -> npt.NDArray[np.float32]:
+        """Return the embeddings of the last decode, for a context with the pooling `none`.
+
+        Args:
+            n_tokens: Number of tokens in the batch.
+
+        Returns:
+            Array of shape (n_tokens, n_embd), a view that is valid until the next decode.
+
+        Raises:
+            EngineError: llama.cpp has no embeddings.
+        """
+        rows = _floats_at(abi_check.get_embeddings(self.pointer), n_tokens * self.n_embd)
+        return rows.reshape(n_tokens, self.n_embd)
+
+    def sequence_embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
+        """Return the pooled embedding of a sequence of the last decode, or its score with the pooling `rank`.
+
+        Returns:
+            Array of shape (n_embd) or (1), a view that is valid until the next decode.
+
+        Raises:
+            EngineError: llama.cpp has no embedding of this sequence.
+        """
+        n_values = 1 if self.pooling is Pooling.RANK else self.n_embd
+        return _floats_at(abi_check.get_embeddings_seq(self.pointer, seq_id), n_values)
+
+    def clear(self) -> None:
+        """Remove all sequences."""
+        if self._memory:  # a model like BERT has no memory
+            abi_check.clear_memory(self._memory, False)
 
     def remove(self, seq_id: int, start: int) -> bool:
         """Remove a sequence's cells from position `start` on. True does not prove success: check `last_position`."""
@@ -225,6 +285,14 @@ class Context:
     def close(self) -> None:
         """Free the context. May be called twice."""
         self._close()
+
+
+def _floats_at(address: int | None, n_values: int) -> npt.NDArray[np.float32]:
+    if not address:
+        raise EngineError("llama.cpp has no embeddings for the last batch")
+    row_type: Any = ctypes.c_float * n_values
+    values: npt.NDArray[np.float32] = np.frombuffer(row_type.from_address(address), np.float32)
+    return values
 
 
 def has_gpu() -> bool:

@@ -10,6 +10,7 @@ import llama_cpp
 from llama_cpp import _ggml
 
 from llamaq.common.errors import ModelError
+from llamaq.common.protocol.embedding import Pooling
 
 FlashAttention = Literal["auto", "on", "off"]
 SplitMode = Literal["none", "layer", "row"]
@@ -37,6 +38,14 @@ _ROPE_SCALING = {
     "none": llama_cpp.LLAMA_ROPE_SCALING_TYPE_NONE,
     "linear": llama_cpp.LLAMA_ROPE_SCALING_TYPE_LINEAR,
     "yarn": llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN,
+}
+_POOLING = {
+    None: llama_cpp.LLAMA_POOLING_TYPE_UNSPECIFIED,
+    Pooling.NONE: llama_cpp.LLAMA_POOLING_TYPE_NONE,
+    Pooling.MEAN: llama_cpp.LLAMA_POOLING_TYPE_MEAN,
+    Pooling.CLS: llama_cpp.LLAMA_POOLING_TYPE_CLS,
+    Pooling.LAST: llama_cpp.LLAMA_POOLING_TYPE_LAST,
+    Pooling.RANK: llama_cpp.LLAMA_POOLING_TYPE_RANK,
 }
 CACHE_TYPES = {
     "f32": llama_cpp.GGML_TYPE_F32,
@@ -93,6 +102,8 @@ class ModelOptions:
     """Whether the model may not be swapped out."""
     numa: Numa = "off"
     """How threads and memory are spread over NUMA nodes."""
+    for_embeddings: bool = False
+    """Whether the model computes embeddings, so it need not be a text generator."""
 
     def to_params(self) -> tuple[Any, object]:
         """Return a `llama_model_params`, and an object to keep until the model is loaded: the params point to it.
@@ -165,6 +176,10 @@ class ContextOptions:
     """Whether the KV cells are in GPU memory."""
     rope: RopeOptions = field(default_factory=RopeOptions)
     """How positions are scaled."""
+    embeddings: bool = False
+    """Whether the context computes embeddings instead of logits."""
+    pooling: Pooling | None = None
+    """How the vectors of tokens become an embedding. None: as the model's file says, otherwise not at all."""
 
     def to_params(self) -> Any:
         """Return a `llama_context_params`."""
@@ -176,7 +191,9 @@ class ContextOptions:
         # n_outputs_max is the upper bound on the rows of logits in one decode, by default n_ubatch.
         # llama_init_from_model aborts if n_outputs_max is less than n_seq_max (assertion in
         # llama_context::output_reserve).
-        params.n_outputs_max = self.n_seq_max
+        params.n_outputs_max = self.n_batch if self.embeddings else self.n_seq_max
+        params.embeddings = self.embeddings
+        params.pooling_type = _POOLING[self.pooling]
         params.n_threads = self.n_threads
         params.n_threads_batch = self.n_threads_batch
         params.flash_attn_type = FLASH_ATTENTION[self.flash_attn]

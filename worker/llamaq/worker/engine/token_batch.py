@@ -65,3 +65,9 @@ class TokenBatch:
         self._wants_logits[start:end] = 0
         self._wants_logits[end - 1] = wants_logits
         self.struct.n_tokens = end
+
+    def add_text(self, tokens: Sequence[int], seq_id: int) -> None:
+        """Append a whole sequence, and request an embedding for every token."""
+        start = len(self)
+        self.add_chunk(tokens, 0, seq_id, wants_logits=True)
+        self._wants_logits[start : len(self)] = 1

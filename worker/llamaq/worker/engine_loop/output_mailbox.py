@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from llamaq.worker.core.job import Job, Output
+from llamaq.worker.core.job import BaseJob, Output
 
 
 @dataclass(frozen=True, slots=True)
 class JobWithdrawn:
     """Reports that the scheduler has withdrawn a job without a slot. The job is requeued for other workers."""
 
-    job: Job
+    job: BaseJob
 
 
 Message = Output | JobWithdrawn

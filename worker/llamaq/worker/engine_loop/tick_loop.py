@@ -9,19 +9,18 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot, TickStats
-from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Job
+from llamaq.worker.core.batch import TickBatch
+from llamaq.worker.core.job import BaseJob, Output
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
-from llamaq.worker.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,37 @@ SLOW_TICKS = 4
 
 
 class Runner(Protocol):
-    """Computes a batch: the engine, or the fake engine in tests."""
+    """Computes a batch: an engine, or the fake engine in tests."""
 
-    def run(self, batch: Batch) -> list[SlotResult]:
-        """Decode the batch and sample one token for each slot whose history is complete."""
+    def run(self, batch: Any) -> Any:
+        """Compute a batch of the scheduler that belongs to this engine, and return its results."""
+
+
+class JobScheduler(Protocol):
+    """Decides which jobs run and what each tick computes: `Scheduler` for text, `EmbeddingScheduler` for embeddings.
+
+    `Scheduler` documents the methods. Its batches and results are those of its engine.
+    """
+
+    def submit(self, job: Any) -> None: ...
+    def cancel(self, job_id: str) -> bool: ...
+    def release(self, job_id: str, *, before_attempt: int | None = None) -> bool: ...
+    def withdraw(self) -> Sequence[BaseJob]: ...
+    def shed(self, n_jobs: int) -> Sequence[BaseJob]: ...
+    def close(self) -> Sequence[BaseJob]: ...
+    def expire(self) -> None: ...
+    def admit(self) -> None: ...
+    def move(self, budget_s: float) -> bool: ...
+    def plan(self, queue_depth: int = 0) -> TickBatch: ...
+    def apply(self, batch: Any, results: Any) -> list[Output]: ...
+    def snapshot(self) -> tuple[SlotSnapshot, ...]: ...
+    def cache_snapshot(self) -> CacheSnapshot: ...
+
+    @property
+    def n_prefill_next(self) -> int: ...
+
+    @property
+    def has_work(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +87,7 @@ class TickLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: JobScheduler,
         engine: Runner,
         shared: SharedState,
         *,
@@ -98,7 +124,7 @@ class TickLoop:
 
     # ---- commands: called on any thread
 
-    def admit(self, job: Job) -> None:
+    def admit(self, job: BaseJob) -> None:
         """Submit a prepared job to the scheduler."""
         self._commands.put(partial(self._scheduler.submit, job))
 
@@ -201,10 +227,10 @@ class TickLoop:
         if self._capacity is not None:
             self._requeue(self._scheduler.shed(self._capacity))
 
-    def _requeue(self, jobs: Iterable[Job]) -> None:
+    def _requeue(self, jobs: Iterable[BaseJob]) -> None:
         self._shared.outputs.put([JobWithdrawn(job) for job in jobs])
 
-    def _compute(self, batch: Batch) -> tuple[list[SlotResult], float]:
+    def _compute(self, batch: TickBatch) -> tuple[Any, float]:
         """Return the results of the batch and the computing time in seconds. An empty batch is not computed."""
         started_s = self._clock()
         results = self._engine.run(batch) if batch else []
@@ -212,7 +238,7 @@ class TickLoop:
         self._tick_times.record(batch, eval_s)
         return results, eval_s
 
-    def _record(self, batch: Batch, eval_s: float) -> None:
+    def _record(self, batch: TickBatch, eval_s: float) -> None:
         """Record the measurements of a tick that computed something."""
         if not batch:
             return
@@ -220,7 +246,7 @@ class TickLoop:
             batch_size=batch.n_tokens,
             decode_tokens=batch.n_decode,
             prefill_tokens=batch.n_prefill,
-            active_slots=len(batch.parts),
+            active_slots=batch.n_jobs,
             queue_depth=self._shared.queue_depth.n_waiting,
             eval_ms=eval_s * 1000,
         )

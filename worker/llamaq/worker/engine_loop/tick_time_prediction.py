@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.batch import TickBatch
 
 MIN_PREFILL_TOKENS = 64
 """Ticks with fewer prompt tokens are ignored when the time of one prompt token is estimated."""
@@ -19,7 +19,7 @@ class TickTimePredictor:
         self._last_tick_s = IDLE_TICK_S
         self._prefill_token_s = 0.0
 
-    def record(self, batch: Batch, eval_s: float) -> None:
+    def record(self, batch: TickBatch, eval_s: float) -> None:
         """Record that the engine computed `batch` in `eval_s` seconds. The batch may be empty."""
         self._last_tick_s = eval_s if batch else IDLE_TICK_S
         if batch.n_prefill >= MIN_PREFILL_TOKENS:

@@ -28,7 +28,7 @@ from llamaq.common.redis.server_check import log_dangers
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.empty_queue import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
-from llamaq.worker.broker.intake import Intake
+from llamaq.worker.broker.intake import Intake, Preparer
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
@@ -36,7 +36,6 @@ from llamaq.worker.broker.queue_membership import QueueMembership
 from llamaq.worker.broker.slot_command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
-from llamaq.worker.generation.job_preparer import JobPreparer
 from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.settings import WorkerSettings
 
@@ -62,7 +61,7 @@ class IoThread:
         settings: WorkerSettings,
         card: WorkerCard,
         vocab_blob: bytes,
-        preparer: JobPreparer,
+        preparer: Preparer,
         ticks: TickLoop,
         shared: SharedState,
         slot_commands: CommandHandler,
@@ -206,6 +205,7 @@ class IoThread:
             lease_ms=int(settings.lease_s * 1000),
             model=card.model_hash,
             model_name=card.model,
+            kind=card.kind,
         )
         return QueueMembership(redis, keys, settings.queue, card.worker, config)
 

@@ -16,50 +16,31 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from llamaq.common.errors import InvalidSettings, JobRejected, LlamaqError
-from llamaq.common.protocol.job_request import JobParams
+from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.snapshots import Worker, WorkerCard
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
 from llamaq.worker.broker.worker_state import describe_worker
 from llamaq.worker.engine import gguf_vocab
-from llamaq.worker.engine.engine import Engine
-from llamaq.worker.engine.llama_bindings import Model, has_gpu
-from llamaq.worker.engine.load_options import ContextOptions, ModelOptions, RopeOptions
+from llamaq.worker.engine.llama_bindings import has_gpu
 from llamaq.worker.engine.model_files import resolve_model_file
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import TickLoop
-from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
-from llamaq.worker.generation.job_preparer import JobPreparer
-from llamaq.worker.kv_cache.kv_memory import KvMemory
-from llamaq.worker.kv_cache.offload_interface import Offload
-from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import load_hooks, load_strategy
-from llamaq.worker.process.cache_factory import (
-    choose_held_cells,
-    choose_n_sequences,
-    make_offload,
-    make_prefix_cache,
-    make_saved_slot_files,
-)
 from llamaq.worker.process.dead_worker import make_worker_id, release_dead_neighbours
+from llamaq.worker.process.embedding_parts import EmbeddingParts
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.process.job_spans import span_hooks
+from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.process.model_fingerprint import fingerprint_model
+from llamaq.worker.process.model_parts import ModelParts
 from llamaq.worker.process.own_metrics import bind_metrics_server
 from llamaq.worker.process.process_identity import identify_this_process
-from llamaq.worker.scheduling.batch_strategy import BatchStrategy
-from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
-from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings
-from llamaq.worker.slot_files.command_handler import SlotCommandHandler
-from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 
 log = logging.getLogger(__name__)
 
-SAVE_TIMEOUT_S = 10.0
-"""Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
 SWITCH_INTERVAL_S = 0.0002
 """Interval in seconds after which Python passes the GIL to a waiting thread. `llama_decode` releases the GIL. When
 it returns, the engine thread must acquire the GIL again. With Python's default interval of 5 ms, the engine thread
@@ -92,80 +73,25 @@ class WorkerProcess:
         self._n_signals = 0
         self._worker_id = make_worker_id(os.getpid(), token or secrets.token_hex(3))
         self._metrics = bind_metrics_server(settings, self._describe_state, lambda: self._ticks.is_alive)
-        self._engine = load_engine(path, settings)
         self._vocab_blob = gguf_vocab.extract_vocab(path, settings.chat_template_text)
-        self._grammar_sandbox = GrammarSandbox(self._vocab_blob)
+        if settings.embeddings:
+            self._parts: ModelParts = EmbeddingParts(path, settings, self._worker_id)
+        else:
+            self._parts = GenerationParts(path, settings, strategy, self._worker_id, self._vocab_blob)
         self.card = self._describe(path)
         self._shared = SharedState(Telemetry(hooks, self.card.worker, job_hooks=span_hooks(self.card)))
-        offload = make_offload(settings, self._engine, path)
-        self._memory = self._make_memory(offload)
-        self._scheduler = self._make_scheduler(strategy)
         self._ticks = self._make_tick_loop()
-        self._slot_commands = self._make_slot_commands(path, offload)
         self._io_thread = self._make_io_thread()
 
     # ---- the parts
 
-    def _make_memory(self, offload: Offload) -> KvMemory:
-        settings, engine = self._settings, self._engine
-        pool = SlotPool(
-            settings.n_parallel,
-            engine.context.n_ctx,
-            engine.sequences.n_sequences,
-            similarity=settings.slot_prompt_similarity,
-            shares_cells=engine.context.kv_unified,
-            margin=settings.cell_margin,
-        )
-        cache, held_cells = make_prefix_cache(settings, engine), choose_held_cells(settings, engine)
-        return KvMemory(pool, engine.sequences, cache, offload, held_cells=held_cells)
-
-    def _make_scheduler(self, strategy: BatchStrategy) -> Scheduler:
-        limits = TickLimits(budget=self._engine.context.n_batch, chunk_size=self._settings.chunk_size)
-        return Scheduler(
-            self._memory,
-            GuardedStrategy(strategy, limits),
-            end_tokens=self._engine.vocab.end_tokens,
-            worker=self.card.worker,
-            bulk_share=self._settings.bulk_share,
-        )
-
     def _make_tick_loop(self) -> TickLoop:
         return TickLoop(
-            self._scheduler,
-            self._engine,
+            self._parts.scheduler,
+            self._parts.engine,
             self._shared,
             hang_s=self._settings.hang_s,
             capacity=self._settings.n_parallel + self._settings.inbox_window,
-        )
-
-    def _make_slot_commands(self, path: Path, offload: Offload) -> SlotCommandHandler:
-        operations = SlotOperations(self._memory, self._engine.sequences, offload)
-        files = make_saved_slot_files(self._settings, self._engine, path)
-        return SlotCommandHandler(self._ticks, operations, files)
-
-    def _context_limit(self) -> int:
-        """Return the largest number of tokens of a job: the context of the model, unless RoPE is scaled."""
-        n_cells = self._engine.context.cells_per_sequence
-        return n_cells if self._settings.extends_context else min(n_cells, self._engine.model.n_ctx_train)
-
-    def _check_default_grammar(self) -> None:
-        defaults = self._settings.job_defaults
-        if defaults.grammar:
-            try:
-                self._grammar_sandbox.compile(JobParams(grammar=defaults.grammar, grammar_root=defaults.grammar_root))
-            except JobRejected as exc:
-                raise InvalidSettings(f"--grammar (LLAMAQ_GRAMMAR): {exc.message}") from exc
-
-    def _make_preparer(self) -> JobPreparer:
-        engine = self._engine
-        self._check_default_grammar()
-        return JobPreparer(
-            engine.vocab,
-            self._grammar_sandbox,
-            self._settings.job_defaults,
-            context_limit=self._context_limit(),
-            max_request_bytes=self._settings.max_request_bytes,
-            counts_system_tokens=not engine.sequences.can_cut,
         )
 
     def _make_io_thread(self) -> IoThread:
@@ -173,28 +99,29 @@ class WorkerProcess:
             self._settings,
             self.card,
             self._vocab_blob,
-            self._make_preparer(),
+            self._parts.preparer,
             self._ticks,
             self._shared,
-            self._slot_commands,
-            TextCommandHandler(self._engine.vocab),
+            self._parts.make_slot_commands(self._ticks),
+            TextCommandHandler(self._parts.engine.vocab),
         )
 
     def _describe(self, path: Path) -> WorkerCard:
         """Return the card that describes this worker to clients and operators; `path` is the model file."""
-        engine = self._engine
+        engine = self._parts.engine
         return WorkerCard(
             worker=self._worker_id,
             queue=self._settings.queue,
             model=path.name,
             model_hash=fingerprint_model(path),
-            n_ctx=engine.context.n_ctx,
             n_ctx_train=engine.model.n_ctx_train,
             n_vocab=engine.vocab.n_tokens,
+            end_tokens=tuple(sorted(engine.vocab.end_tokens)),
             n_parallel=self._settings.n_parallel,
             quantization=engine.model.quantization,
             chat_template=engine.vocab.chat_template,
             vocab_hash=hashlib.sha256(self._vocab_blob).hexdigest(),
+            **self._parts.describe(),
             **identify_this_process(),
             device=self._device(),
             version=version("llamaq"),
@@ -240,7 +167,7 @@ class WorkerProcess:
         """Drain at the first signal. Stop at once at the second signal."""
         self._n_signals += 1
         log.info("worker.stopping signal=%s", signal.Signals(number).name)
-        n_running = sum(slot.job_id is not None for slot in self._scheduler.snapshot())
+        n_running = sum(slot.job_id is not None for slot in self._parts.scheduler.snapshot())
         if self._n_signals == 1 and n_running:
             log.info(
                 "worker.draining running=%d: these jobs may finish within %g s (--drain-s); a second signal requeues "
@@ -252,74 +179,14 @@ class WorkerProcess:
 
     def _shut_down(self) -> None:
         """Requeue unfinished jobs, save the prefix cache, and free the model."""
-        for job in self._scheduler.close():
+        for job in self._parts.scheduler.close():
             log.info("job.unfinished id=%s", job.id)
         self._io_thread.close()
-        self._slot_commands.close()
-        self._memory.close(SAVE_TIMEOUT_S)  # after the jobs were requeued, so that other workers run them meanwhile
-        self._grammar_sandbox.close()
-        self._engine.close()
+        self._parts.close()
         log.info("worker.stopped id=%s jobs=%d", self.card.worker, self._shared.telemetry.n_jobs_done)
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.card.worker} {self._ticks!r}>"
-
-
-def load_engine(path: Path, settings: WorkerSettings) -> Engine:
-    """Load the model and create its engine.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        EngineError: The context cannot be created.
-    """
-    model = Model(path, _model_options(settings))
-    n_sequences = choose_n_sequences(settings, model)
-    options = ContextOptions(
-        n_ctx=settings.n_ctx,
-        n_batch=settings.batch_budget,
-        n_ubatch=settings.n_ubatch,
-        n_seq_max=n_sequences,
-        has_scratch_sequence=n_sequences > settings.n_parallel,
-        n_threads=settings.n_threads,
-        n_threads_batch=settings.n_threads_batch or settings.n_threads,
-        kv_unified=settings.kv_unified,
-        flash_attn=settings.flash_attn,
-        swa_full=settings.swa_full,
-        cache_type_k=settings.cache_type_k,
-        cache_type_v=settings.cache_type_v,
-        kv_offload=settings.kv_offload,
-        rope=_rope_options(settings),
-    )
-    engine = Engine(model, options, chat_template=settings.chat_template_text)
-    if settings.warmup:
-        engine.warm_up()
-    return engine
-
-
-def _model_options(settings: WorkerSettings) -> ModelOptions:
-    return ModelOptions(
-        n_gpu_layers=settings.n_gpu_layers,
-        split_mode=settings.split_mode if settings.device is None else "none",
-        main_gpu=settings.main_gpu if settings.device is None else settings.device,
-        tensor_split=settings.tensor_split,
-        override_tensor=settings.override_tensor,
-        use_mmap=settings.use_mmap,
-        use_mlock=settings.use_mlock,
-        numa=settings.numa,
-    )
-
-
-def _rope_options(settings: WorkerSettings) -> RopeOptions:
-    return RopeOptions(
-        scaling=settings.rope_scaling,
-        freq_base=settings.rope_freq_base,
-        freq_scale=1 / settings.rope_scale if settings.rope_scale else settings.rope_freq_scale,
-        orig_ctx=settings.yarn_orig_ctx,
-        ext_factor=settings.yarn_ext_factor,
-        attn_factor=settings.yarn_attn_factor,
-        beta_slow=settings.yarn_beta_slow,
-        beta_fast=settings.yarn_beta_fast,
-    )
 
 
 def serve(settings: WorkerSettings, watch: Watch = nullcontext, token: str | None = None) -> int:

@@ -61,8 +61,10 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
     return stats.model_copy(update=measured)
 
 
-def mode_of(request: JobRequest) -> Literal["stream", "generate"]:
+def mode_of(request: JobRequest) -> Literal["stream", "generate", "embed"]:
     """Return the `mode` of the stats of a job with this request."""
+    if request.embed is not None:
+        return "embed"
     return "stream" if request.stream else "generate"
 
 

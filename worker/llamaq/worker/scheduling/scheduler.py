@@ -350,7 +350,8 @@ class Scheduler:
             self._finish(slot, FinishReason.STOP)
             return
         run.tokens.append(token)
-        self._outputs.append(NewToken(run.job, token, run.job.detokenizer.feed(token), run.job.sampler.logprobs))
+        text, sampler = run.job.detokenizer.feed(token), run.job.sampler
+        self._outputs.append(NewToken(run.job, token, text, sampler.logprobs, sampler.draw_probability))
         if reason := finish_reason(run.job, run.n_generated):
             self._finish(slot, reason)
         elif slot.state is SlotState.PREFILL:

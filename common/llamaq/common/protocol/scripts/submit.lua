@@ -22,6 +22,7 @@
 -- ARGV[14] run_at_ms    time at which the job is due, in ms since the epoch; 0: at once
 -- ARGV[15] retries      number of retries after failures that may pass
 -- ARGV[16] tenant       name of the tenant; '': none
+-- ARGV[17] kind         what the job computes: 'generation' | 'embedding' | 'reranking'
 --
 -- Returns {'ok', id}                    the job is in the queue, or in the sorted set `later` until it is due
 --         {'same', earlier id}          a job with the same idempotency key exists; nothing was submitted
@@ -29,6 +30,7 @@
 --         {'full', waiting, max_queue}  `waiting` jobs wait; nothing was submitted
 --         {'draining'}                  the queue is draining; nothing was submitted
 --         {'partitions', number}        the workers have another number of partitions; nothing was submitted
+--         {'kind', kind}                the workers of the queue run jobs of another kind; nothing was submitted
 
 local job, stream, other, config, idempotency = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local id, group, digest = ARGV[1], ARGV[4], ARGV[6]
@@ -36,9 +38,12 @@ local id, group, digest = ARGV[1], ARGV[4], ARGV[6]
 if redis.call('EXISTS', job) == 1 then
   return {'ok', id}
 end
-local settings = redis.call('HMGET', config, 'max_queue', 'partitions', 'mode')
+local settings = redis.call('HMGET', config, 'max_queue', 'partitions', 'mode', 'kind')
 if ARGV[12] ~= '0' and settings[2] and settings[2] ~= ARGV[12] then
   return {'partitions', settings[2]}
+end
+if settings[4] and settings[4] ~= ARGV[17] then
+  return {'kind', settings[4]}
 end
 if digest ~= '' then
   local earlier = redis.call('GET', idempotency)

@@ -1,0 +1,1 @@
+"""Computes embeddings of texts and scores of documents: each batch has texts of several jobs."""

@@ -1,0 +1,124 @@
+"""The parts of a worker that computes embeddings: scheduler and engine. It needs no prefix cache and no grammars."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from llamaq.common.errors import InvalidSettings, SlotCommandRefused
+from llamaq.common.protocol.embedding import Pooling
+from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply
+from llamaq.worker.embedding.embedding_engine import EmbeddingEngine
+from llamaq.worker.embedding.embedding_preparer import EmbeddingPreparer
+from llamaq.worker.embedding.embedding_scheduler import EmbeddingScheduler
+from llamaq.worker.engine.gguf_vocab import has_classifier
+from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.process.engine_options import context_options, load_model
+from llamaq.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+MAX_TEXTS = 64
+"""Largest number of texts in a batch. A further sequence costs memory for each token of the vocabulary."""
+
+
+class EmbeddingParts:
+    """The model of a worker that computes embeddings or scores, and what runs its jobs.
+
+    Args:
+        path: The model file.
+        settings: The settings of the worker.
+        worker: The id of the worker.
+
+    Raises:
+        LlamaqError: The model cannot be loaded, or a setting does not fit it.
+    """
+
+    def __init__(self, path: Path, settings: WorkerSettings, worker: str) -> None:
+        model = load_model(path, settings)
+        self.max_tokens = min(settings.embedding_batch_tokens, model.n_ctx_train)
+        self.engine = load_embedding_engine(model, settings, self.max_tokens)
+        if self.engine.pooling is Pooling.RANK and not has_classifier(path):
+            self.engine.close()
+            raise InvalidSettings(
+                "--pooling (LLAMAQ_POOLING): rank needs a model for reranking, and this model has no classification head"
+            )
+        if self.engine.pooling is Pooling.NONE:
+            log.warning("embeddings.not_pooled: each token gets an embedding; --pooling mean or last gives one a text")
+        self.scheduler = EmbeddingScheduler(
+            n_slots=settings.n_parallel,
+            batch_tokens=self.engine.context.n_batch,
+            max_texts=self.engine.context.n_seq_max,
+            worker=worker,
+            bulk_share=settings.bulk_share,
+        )
+        self.preparer = EmbeddingPreparer(
+            self.engine.vocab,
+            pooling=self.engine.pooling,
+            n_embd=model.n_embd,
+            max_tokens=self.max_tokens,
+            max_request_bytes=settings.max_request_bytes,
+        )
+
+    def make_slot_commands(self, ticks: TickLoop) -> NoSlotStates:
+        """Return a handler that lists the slots: an embedding leaves no state that could be saved."""
+        return NoSlotStates(ticks)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of the worker's card that describe the model and its context."""
+        return {
+            "n_ctx": self.max_tokens,
+            "context_limit": self.max_tokens,
+            "kind": self.preparer.kind,
+            "pooling": self.engine.pooling,
+            "n_embd": self.engine.model.n_embd,
+        }
+
+    def close(self) -> None:
+        """Free the model."""
+        self.engine.close()
+
+
+class NoSlotStates:
+    """Executes the slot commands of a worker that has no KV cells to save.
+
+    Args:
+        ticks: Has the last snapshot of the slots.
+    """
+
+    def __init__(self, ticks: TickLoop) -> None:
+        self._ticks = ticks
+
+    async def execute(self, command: SlotCommand) -> SlotReply:
+        """Return the slots. Raises `SlotCommandRefused` for all other commands."""
+        if command.action is not SlotAction.LIST:
+            raise SlotCommandRefused("this worker computes embeddings (--embeddings): its slots have no state to save")
+        return SlotReply(slots=self._ticks.snapshot.slots)
+
+
+def load_embedding_engine(model: Model, settings: WorkerSettings, batch_tokens: int) -> EmbeddingEngine:
+    """Create the engine.
+
+    Raises:
+        EngineError: The context cannot be created.
+    """
+    n_texts = (
+        settings.n_parallel if model.is_recurrent else MAX_TEXTS
+    )  # each sequence of such a model has a whole state
+    options = context_options(
+        settings,
+        n_ctx=batch_tokens,
+        n_batch=batch_tokens,
+        n_ubatch=batch_tokens,
+        n_seq_max=min(n_texts, batch_tokens),
+        has_scratch_sequence=False,
+        kv_unified=True,
+        embeddings=True,
+        pooling=settings.pooling,
+    )
+    engine = EmbeddingEngine(model, options)
+    if settings.warmup:
+        engine.warm_up()
+    return engine

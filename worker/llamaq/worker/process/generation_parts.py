@@ -1,0 +1,155 @@
+"""The parts of a worker that generates text: KV memory, prefix cache, scheduler, engine and grammars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llamaq.common.errors import InvalidSettings, JobRejected
+from llamaq.common.protocol.job_request import JobParams
+from llamaq.worker.engine.engine import Engine
+from llamaq.worker.engine_loop.tick_loop import TickLoop
+from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
+from llamaq.worker.generation.job_preparer import JobPreparer
+from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+from llamaq.worker.process.cache_factory import (
+    choose_held_cells,
+    choose_n_sequences,
+    make_offload,
+    make_prefix_cache,
+    make_saved_slot_files,
+)
+from llamaq.worker.process.engine_options import context_options, load_model
+from llamaq.worker.scheduling.batch_strategy import BatchStrategy
+from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
+from llamaq.worker.scheduling.scheduler import Scheduler
+from llamaq.worker.settings import WorkerSettings
+from llamaq.worker.slot_files.command_handler import SlotCommandHandler
+from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
+
+SAVE_TIMEOUT_S = 10.0
+"""Upper bound on the seconds that a stopping worker spends on writing its prefix cache to disk."""
+
+
+class GenerationParts:
+    """The model of a worker that generates text, and what runs its jobs.
+
+    Args:
+        path: The model file.
+        settings: The settings of the worker.
+        strategy: Plans the batch of each tick.
+        worker: The id of the worker.
+        vocab_blob: The vocabulary of the model.
+
+    Raises:
+        LlamaqError: The model cannot be loaded, or a setting does not fit it.
+    """
+
+    def __init__(
+        self, path: Path, settings: WorkerSettings, strategy: BatchStrategy, worker: str, vocab_blob: bytes
+    ) -> None:
+        self._path = path
+        self._settings = settings
+        self.engine = load_engine(path, settings)
+        self._grammar_sandbox = GrammarSandbox(vocab_blob)
+        self._offload = make_offload(settings, self.engine, path)
+        self._memory = self._make_memory()
+        self.scheduler = self._make_scheduler(strategy, worker)
+        self.preparer = self._make_preparer()
+        self._slot_commands: SlotCommandHandler | None = None
+
+    def _make_memory(self) -> KvMemory:
+        settings, engine = self._settings, self.engine
+        pool = SlotPool(
+            settings.n_parallel,
+            engine.context.n_ctx,
+            engine.sequences.n_sequences,
+            similarity=settings.slot_prompt_similarity,
+            shares_cells=engine.context.kv_unified,
+            margin=settings.cell_margin,
+        )
+        cache, held_cells = make_prefix_cache(settings, engine), choose_held_cells(settings, engine)
+        return KvMemory(pool, engine.sequences, cache, self._offload, held_cells=held_cells)
+
+    def _make_scheduler(self, strategy: BatchStrategy, worker: str) -> Scheduler:
+        limits = TickLimits(budget=self.engine.context.n_batch, chunk_size=self._settings.chunk_size)
+        return Scheduler(
+            self._memory,
+            GuardedStrategy(strategy, limits),
+            end_tokens=self.engine.vocab.end_tokens,
+            worker=worker,
+            bulk_share=self._settings.bulk_share,
+        )
+
+    def make_slot_commands(self, ticks: TickLoop) -> SlotCommandHandler:
+        """Return the handler of the commands of operators about slots."""
+        operations = SlotOperations(self._memory, self.engine.sequences, self._offload)
+        files = make_saved_slot_files(self._settings, self.engine, self._path)
+        self._slot_commands = SlotCommandHandler(ticks, operations, files)
+        return self._slot_commands
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of the worker's card that describe the model and its context."""
+        return {
+            "n_ctx": self.engine.context.n_ctx,
+            "context_limit": self._context_limit(),
+            "job_defaults": self._settings.job_defaults,
+        }
+
+    def close(self) -> None:
+        """Save the prefix cache, and free the model."""
+        if self._slot_commands is not None:
+            self._slot_commands.close()
+        self._memory.close(SAVE_TIMEOUT_S)  # after the jobs were requeued, so that other workers run them meanwhile
+        self._grammar_sandbox.close()
+        self.engine.close()
+
+    def _context_limit(self) -> int:
+        """Return the largest number of tokens of a job: the context of the model, unless RoPE is scaled."""
+        n_cells = self.engine.context.cells_per_sequence
+        return n_cells if self._settings.extends_context else min(n_cells, self.engine.model.n_ctx_train)
+
+    def _check_default_grammar(self) -> None:
+        defaults = self._settings.job_defaults
+        if defaults.grammar:
+            try:
+                self._grammar_sandbox.compile(JobParams(grammar=defaults.grammar, grammar_root=defaults.grammar_root))
+            except JobRejected as exc:
+                raise InvalidSettings(f"--grammar (LLAMAQ_GRAMMAR): {exc.message}") from exc
+
+    def _make_preparer(self) -> JobPreparer:
+        engine = self.engine
+        self._check_default_grammar()
+        return JobPreparer(
+            engine.vocab,
+            self._grammar_sandbox,
+            self._settings.job_defaults,
+            context_limit=self._context_limit(),
+            max_request_bytes=self._settings.max_request_bytes,
+            counts_system_tokens=not engine.sequences.can_cut,
+        )
+
+
+def load_engine(path: Path, settings: WorkerSettings) -> Engine:
+    """Load the model and create its engine.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+        EngineError: The context cannot be created.
+    """
+    model = load_model(path, settings)
+    n_sequences = choose_n_sequences(settings, model)
+    options = context_options(
+        settings,
+        n_ctx=settings.n_ctx,
+        n_batch=settings.batch_budget,
+        n_ubatch=settings.ubatch_tokens,
+        n_seq_max=n_sequences,
+        has_scratch_sequence=n_sequences > settings.n_parallel,
+        kv_unified=settings.kv_unified,
+    )
+    engine = Engine(model, options, chat_template=settings.chat_template_text)
+    if settings.warmup:
+        engine.warm_up()
+    return engine
