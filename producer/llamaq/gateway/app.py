@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from llamaq.common.errors import LlamaqError
-from llamaq.gateway.chat_page import chat_page
 from llamaq.gateway.answer_forms import AnswerForms
+from llamaq.gateway.batches.runner import BatchRunner
+from llamaq.gateway.chat_page import chat_page
 from llamaq.gateway.context import Context
 from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.json_body import json_response
@@ -26,7 +27,7 @@ from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.openapi import describe
 from llamaq.gateway.queue_directory import QueueDirectory
-from llamaq.gateway.routes import completions, health, messages, models, native, responses, slots, texts
+from llamaq.gateway.routes import batches, completions, files, health, messages, models, native, responses, slots, texts
 from llamaq.gateway.settings import ServeSettings
 from llamaq.gateway.token_pieces import TokenPieces
 
@@ -47,6 +48,15 @@ ROUTES = [
     Route("/v1/responses/{response}", responses.delete, methods=["DELETE"]),
     Route("/v1/responses/{response}/cancel", responses.cancel, methods=["POST"]),
     Route("/v1/responses/{response}/input_items", responses.list_input_items),
+    Route("/v1/files", files.create, methods=["POST"]),
+    Route("/v1/files", files.list_files),
+    Route("/v1/files/{file}", files.retrieve),
+    Route("/v1/files/{file}", files.delete, methods=["DELETE"]),
+    Route("/v1/files/{file}/content", files.content),
+    Route("/v1/batches", batches.create, methods=["POST"]),
+    Route("/v1/batches", batches.list_batches),
+    Route("/v1/batches/{batch}", batches.retrieve),
+    Route("/v1/batches/{batch}/cancel", batches.cancel, methods=["POST"]),
     Route("/v1/messages", messages.answer, methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/completion", native.complete, methods=["POST"]),
@@ -76,10 +86,13 @@ def build_app(settings: ServeSettings) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
         keys = KeyStore(queues.default.redis, queues.default.keys)
-        app.state.context = Context(settings, queues, keys, TokenPieces(queues), AnswerForms(queues))
+        runner = BatchRunner(settings, queues, keys)
+        app.state.context = Context(settings, queues, keys, TokenPieces(queues), AnswerForms(queues), runner)
+        runner.start()
         try:
             yield
         finally:
+            await runner.aclose()
             await queues.aclose()
 
     errors = (LlamaqError, RedisError, OSError, HTTPException, Exception)

@@ -8,13 +8,14 @@ from importlib.metadata import version
 from starlette.requests import Request
 
 from llamaq.gateway.answer_forms import AnswerForms
+from llamaq.gateway.batches.runner import BatchRunner
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import ServeSettings
 from llamaq.gateway.token_pieces import TokenPieces
 
-FINGERPRINT = f"llamaq-{version('llamaq')}"
-"""The `system_fingerprint` of answers."""
+FINGERPRINT = f"build-llamaq-{version('llamaq')}"
+"""The `system_fingerprint` of answers. As with llama-server, it begins with a `b`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Context:
     keys: KeyStore
     pieces: TokenPieces
     forms: AnswerForms
+    batches: BatchRunner
 
 
 def context_of(request: Request) -> Context:

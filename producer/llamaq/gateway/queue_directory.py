@@ -9,7 +9,7 @@ from typing import Any
 
 from llamaq.common.errors import NoWorker
 from llamaq.common.protocol.queue_config import QueueConfig
-from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.protocol.snapshots import Worker, WorkerCard
 from llamaq.common.settings import ClientSettings
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.settings import ServeSettings
@@ -78,13 +78,14 @@ class QueueDirectory:
         self._served, self._read_s = dict(zip(names, found, strict=True)), time.monotonic()
         return self._served
 
-    async def find(self, model: str | None, *, is_kept: bool = False) -> AsyncClient:
+    async def find(self, model: str | None, *, is_kept: bool = False, waits: bool = False) -> AsyncClient:
         """Return the client of the queue that a request means.
 
         Args:
             model: The `model` of the request: the name of a queue, or of the model that its workers serve. None: the
                 request has none, so it means the server's own queue.
             is_kept: Whether the results of the jobs of this client are stored for `response_ttl_s`.
+            waits: Whether the caller waits for a worker, although requests do not.
 
         Raises:
             RequestRefused: There is no such queue: 404.
@@ -104,14 +105,19 @@ class QueueDirectory:
                 code="model_not_found",
                 param="model",
             )
-        if not self._served.get(queue) and not self.settings.wait_for_worker:
+        if not self._served.get(queue) and not self.settings.wait_for_worker and not waits:
             raise NoWorker(queue)
         return await self._client(queue, is_kept=is_kept)
 
+    async def card(self, queue: str) -> WorkerCard | None:
+        """Return the card of a worker of a queue. None: no live worker serves it."""
+        workers = (await self.served()).get(queue)
+        return workers[0].card if workers else None
+
     async def chat_template(self, queue: str) -> str | None:
         """Return the chat template of a queue's model. None: it has none, or no live worker serves the queue."""
-        workers = (await self.served()).get(queue)
-        return workers[0].card.chat_template if workers else None
+        card = await self.card(queue)
+        return None if card is None else card.chat_template
 
     async def _client(self, queue: str, *, is_kept: bool) -> AsyncClient:
         """Return the client of a queue, with as many partitions as its workers have."""
@@ -120,8 +126,9 @@ class QueueDirectory:
             config = await QueueConfig.read(self._default.redis, self._default.keys, queue, 0)
             partitions = self.settings.partitions if config is None else config.partitions
             ttl_s = self.settings.response_ttl_s if is_kept else self.settings.result_ttl_s
-            new = self._new_client(queue, partitions, result_ttl_s=ttl_s)
-            client = self._clients.setdefault((queue, is_kept), new)
+            client = self._clients.get((queue, is_kept))  # another request may have been faster
+            if client is None:
+                client = self._clients[queue, is_kept] = self._new_client(queue, partitions, result_ttl_s=ttl_s)
         return client
 
     def _new_client(self, queue: str, partitions: int, **changed: float) -> AsyncClient:

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from llamaq.common.logging_setup import LogFormat
+from llamaq.common.protocol.job_request import MAX_GENERATED_TOKENS
 from llamaq.common.settings import ENV_PREFIX, ClientSettings, explain_settings
 
 
@@ -34,6 +35,13 @@ class ServeSettings(ClientSettings):
         description="Whether a request for an unknown model uses the queue of the setting `queue`. Otherwise it gets "
         "the status 404. Programs such as Claude Code ask for models by names of their own.",
     )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_GENERATED_TOKENS,
+        description="Largest number of tokens of an answer. Requests without `max_tokens`, or with a larger one, use "
+        "this number. If not set: an answer ends at the end of the context.",
+    )
     ping_s: float = Field(
         15.0,
         gt=0,
@@ -54,6 +62,31 @@ class ServeSettings(ClientSettings):
         le=10**8,
         description="How long Redis stores the answers of `/v1/responses` and of requests with `store` from the end of "
         "their jobs on, in seconds.",
+    )
+    max_file_bytes: int = Field(
+        100 * 1024 * 1024, ge=1024, le=1024 * 1024 * 1024, description="Largest file of `/v1/files`, in bytes."
+    )
+    max_files_bytes: int = Field(
+        1024 * 1024 * 1024,
+        ge=1024,
+        description="Largest size of all files of an API key together, in bytes. Redis stores them compressed. A batch "
+        "writes its output although the bound is reached.",
+    )
+    file_ttl_s: float = Field(
+        7 * 24 * 3600.0,
+        ge=3600,
+        le=30 * 24 * 3600,
+        description="How long Redis stores uploaded files, and those that a batch writes, in seconds, if the request "
+        "does not have `expires_after` or `output_expires_after`.",
+    )
+    max_batches: int = Field(
+        4, ge=0, le=1000, description="Number of batches that this server computes at the same time. 0: none."
+    )
+    batch_lease_s: float = Field(
+        15.0,
+        gt=0,
+        le=3600,
+        description="Seconds after the death of a server until another server continues its batches.",
     )
     require_key: bool = Field(
         False, description="Whether requests need an API key of `llamaq keys add`. `/` and `/health` need none."

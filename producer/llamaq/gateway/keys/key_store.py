@@ -69,6 +69,10 @@ class KeyStore:
         hashes = [field for field, value in stored.items() if KeyRecord.model_validate_json(value).name == name]
         return bool(hashes) and bool(await self._redis.hdel(self._keys.http_keys(), *hashes))
 
+    async def named(self, name: str) -> KeyRecord | None:
+        """Return the record of a key by its name. None: there is no such key."""
+        return next((record for record in await self.list() if record.name == name), None)
+
     async def find(self, secret: str) -> KeyRecord | None:
         """Return the record of a key. None: there is no such key."""
         digest, now_s = hash_of(secret), time.monotonic()

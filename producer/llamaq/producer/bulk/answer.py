@@ -73,6 +73,11 @@ def error_line(run: RunParameters, row: Row, error: LlamaqError) -> bytes:
     return _encode({**_batch_start(run, row), "response": response, "error": {**message, "line": row.number}})
 
 
+def unfinished_line(run: RunParameters, row: Row, code: str, message: str) -> bytes:
+    """Return the line of the error file for a row that was not computed, in the form of the Batch API."""
+    return _encode({**_batch_start(run, row), "response": None, "error": {"code": code, "message": message}})
+
+
 def _batch_start(run: RunParameters, row: Row) -> dict[str, Any]:
     return {"id": f"batch_req_{run.run_id}_{row.number}", "custom_id": row.row_id}
 

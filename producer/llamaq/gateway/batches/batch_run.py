@@ -1,0 +1,199 @@
+"""Runs one batch on this server, from where another server left it to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from llamaq.common.errors import BulkRunRefused, InvalidSettings
+from llamaq.gateway.batches.input_check import check_input
+from llamaq.gateway.batches.outputs import finish_files, write_unfinished
+from llamaq.gateway.batches.record import Batch, BatchStatus
+from llamaq.gateway.batches.store import BatchStore, LeaseLost
+from llamaq.gateway.batches.stored_rows import StoredRows
+from llamaq.gateway.files.blocks import read_blocks
+from llamaq.gateway.http.errors import RequestRefused, code_of, message_of
+from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.producer import AsyncClient
+from llamaq.producer.bulk import BulkState
+from llamaq.producer.bulk.bulk_run import RunParameters
+from llamaq.producer.bulk.execution import Execution
+
+log = logging.getLogger(__name__)
+
+MAX_STARTS = 20
+"""A batch ends after this many servers have begun it and stored nothing, because it may be what ends them."""
+ENDS = {
+    BulkState.COMPLETED: BatchStatus.COMPLETED,
+    BulkState.STOPPED: BatchStatus.CANCELLED,
+    BulkState.DEADLINE: BatchStatus.EXPIRED,
+}
+
+
+class BatchFailed(Exception):
+    """The batch cannot be computed. The arguments are the errors that the batch shows."""
+
+    def __init__(self, *errors: dict[str, Any]) -> None:
+        super().__init__(*errors)
+        self.errors = errors
+
+
+def failure(code: str, message: str) -> BatchFailed:
+    """Return the end of a batch for one reason."""
+    return BatchFailed({"code": code, "message": message, "line": None, "param": None})
+
+
+class BatchRun:
+    """One batch whose lease this server has."""
+
+    def __init__(
+        self, store: BatchStore, queues: QueueDirectory, batch: Batch, key: KeyRecord | None, runner: str
+    ) -> None:
+        """Prepare the run.
+
+        Args:
+            store: The batches.
+            queues: The queues.
+            batch: The batch.
+            key: The API key of the batch. None: the server that took the batch requires none.
+            runner: The id of this server.
+        """
+        self._store = store
+        self._queues = queues
+        self._batch = batch
+        self._request = batch.request
+        self._key = key
+        self._runner = runner
+        self.stop = asyncio.Event()
+        """Set when the batch is to be cancelled."""
+
+    def __repr__(self) -> str:
+        return f"<BatchRun {self._request.id} {self._batch.status}>"
+
+    async def run(self) -> None:
+        """Run the batch to its end.
+
+        Raises:
+            LeaseLost: Another server runs the batch.
+            RedisError: Redis refuses the commands.
+        """
+        try:
+            if self._batch.number("starts") > MAX_STARTS:
+                raise failure("server_error", f"{MAX_STARTS} servers have ended while they computed this batch")
+            await self._end(await self._compute())
+        except BatchFailed as exc:
+            await self._end(BatchStatus.FAILED, errors=json.dumps(exc.errors))
+        except (BulkRunRefused, InvalidSettings) as exc:
+            await self._end(BatchStatus.FAILED, errors=json.dumps(failure("invalid_request", str(exc)).errors))
+        except (LeaseLost, RedisError, OSError):
+            raise
+        except Exception:
+            log.exception("batch.failed id=%s", self._request.id)
+            reason = failure("server_error", "a defect of the server: its log has the details")
+            await self._end(BatchStatus.FAILED, errors=json.dumps(reason.errors))
+
+    async def _compute(self) -> BatchStatus:
+        """Compute the rows that are not finished. Return how the batch ends."""
+        if self._batch.status is BatchStatus.FINALIZING:  # an earlier server has computed all rows
+            return BatchStatus(self._batch.fields["outcome"])
+        if self._batch.status is BatchStatus.VALIDATING:
+            await self._check()
+        if self._batch.status is BatchStatus.CANCELLING:
+            return BatchStatus.CANCELLED
+        client = await self._client(self._batch.fields["queue"])
+        rows = await StoredRows.open(self._store, self._batch, self._runner)
+        parameters = self._parameters()
+        decide = None if self._key is None else self._key.job_options
+        execution = Execution(parameters, client, rows, decide=decide, keeps_jobs=True)
+        end = ENDS[await execution.run_until_end(_ignore, self.stop)]
+        if end is BatchStatus.EXPIRED:
+            await write_unfinished(parameters, rows, 4 * client.settings.max_request_bytes)
+        return end
+
+    async def _check(self) -> None:
+        """Check the input, and begin to compute.
+
+        Raises:
+            BatchFailed: The input has errors, or the queue may not be used.
+        """
+        blocks = read_blocks(self._store.redis, self._store.keys.http_file(self._request.input_file_id))
+        max_line_bytes = 4 * self._queues.default.settings.max_request_bytes
+        found = await check_input(blocks, self._request.endpoint, max_line_bytes)
+        if found.errors:
+            raise BatchFailed(*found.errors)
+        client = await self._client(found.model)
+        await self._store.advance(
+            self._request,
+            self._runner,
+            BatchStatus.IN_PROGRESS,
+            total=found.n_lines,
+            queue=client.queue,
+            model=found.model or client.queue,
+        )
+        self._batch = await self._reread()
+
+    async def _reread(self) -> Batch:
+        batch = await self._store.read(self._request.id)
+        if batch is None:
+            raise LeaseLost(self._request.id)
+        return batch
+
+    async def _client(self, model: str | None) -> AsyncClient:
+        """Return the client of the queue of a model.
+
+        Raises:
+            BatchFailed: There is no such queue, or the API key does not allow it.
+        """
+        try:
+            client = await self._queues.find(model, waits=True)
+        except RequestRefused as exc:
+            raise failure(code_of(exc) or "invalid_request", message_of(exc)) from exc
+        if self._key is not None and not self._key.allows(client.queue):
+            raise failure(
+                "queue_not_allowed", f"model: the API key {self._key.name!r} does not allow the queue {client.queue!r}"
+            )
+        return client
+
+    def _parameters(self) -> RunParameters:
+        """Return the parameters of the run. The limits of an API key are those of its batch too."""
+        per_minute = None if self._key is None else self._key.requests_per_minute
+        return RunParameters(
+            run_id=self._request.id.removeprefix("batch_"),
+            form="openai",
+            endpoint=self._request.endpoint,
+            window=None if self._key is None or self._key.max_open is None else min(self._key.max_open, 100_000),
+            deadline=datetime.fromtimestamp(self._request.expires_s, UTC),
+            rate=None if per_minute is None else per_minute / 60,
+        )
+
+    async def _end(self, status: BatchStatus, **fields: str) -> None:
+        """Show the files of the batch, and set its last status. Each step may be repeated by another server."""
+        shown = BatchStatus.CANCELLING if status is BatchStatus.CANCELLED else BatchStatus.FINALIZING
+        if status is not BatchStatus.FAILED:
+            await self._store.advance(self._request, self._runner, shown, outcome=status.value)
+        file_fields = await finish_files(self._store, await self._reread())
+        await self._store.advance(self._request, self._runner, status, **fields, **file_fields)
+        await self._store.close(self._request.id)
+        log.info("batch.ended id=%s status=%s", self._request.id, status)
+
+
+def _ignore(_: object) -> None:
+    """Do nothing with the progress: Redis counts the rows."""
+
+
+async def run_with_lease(run: BatchRun, renew: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a batch while `renew` runs beside it. The error of `renew` ends the run."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            renewing = group.create_task(renew())
+            await run.run()
+            renewing.cancel()
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None

@@ -1,0 +1,29 @@
+-- Makes a server the runner of a batch, or renews its lease. Only the runner of a batch writes to it.
+--
+-- KEYS[1]  hash      the batch
+-- ARGV[1]  text      id of the runner
+-- ARGV[2]  integer   ms until the lease ends; 0 releases the batch
+--
+-- Returns {code, status, end of the lease in ms since the epoch}. The code is `mine`, `held` by another runner, `ended`
+-- or `missing`. `starts` counts runners that began and stored nothing: a batch that ends each server is given up.
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local status, runner, lease = unpack(redis.call('HMGET', KEYS[1], 'status', 'runner', 'lease_ms'))
+if not status then
+  return {'missing', '', 0}
+end
+if status == 'completed' or status == 'failed' or status == 'expired' or status == 'cancelled' then
+  return {'ended', status, 0}
+end
+if runner and runner ~= ARGV[1] and tonumber(lease) > now then
+  return {'held', status, tonumber(lease)}
+end
+local until_ms = now + tonumber(ARGV[2])
+if runner ~= ARGV[1] then
+  redis.call('HINCRBY', KEYS[1], 'starts', 1)
+end
+redis.call('HSET', KEYS[1], 'runner', ARGV[1], 'lease_ms', until_ms)
+if ARGV[2] == '0' then
+  redis.call('HSET', KEYS[1], 'runner', '', 'lease_ms', 0, 'starts', 0)
+end
+return {'mine', status, until_ms}

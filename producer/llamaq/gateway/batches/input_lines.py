@@ -1,0 +1,30 @@
+"""Splits the blocks of an input file into lines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+
+async def read_lines(blocks: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[tuple[int, bytes | None]]:
+    """Yield the number of each line that is not empty, from 1 on, and the line. None: it is too long.
+
+    Args:
+        blocks: The content of the file.
+        max_line_bytes: Longest line. Of a longer one, no more than this and a block is in memory.
+    """
+    number, rest, is_too_long = 1, b"", False
+    async for block in blocks:
+        lines = (rest + block).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            if is_too_long or len(line) > max_line_bytes:
+                yield number, None
+            elif line.strip():
+                yield number, line
+            number, is_too_long = number + 1, False
+        if len(rest) > max_line_bytes:
+            rest, is_too_long = b"", True
+    if is_too_long:
+        yield number, None
+    elif rest.strip():
+        yield number, rest

@@ -1,0 +1,76 @@
+"""Reads the body of a request for a new batch."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from llamaq.gateway.batches.record import BatchRequest
+from llamaq.gateway.files.record import read_expiry
+from llamaq.gateway.http.errors import invalid
+from llamaq.producer.openai_format.endpoints import Endpoint
+
+MAX_WINDOW_S = 30 * 24 * 3600
+MAX_METADATA = 16
+MAX_NAME_CHARS, MAX_VALUE_CHARS = 64, 512
+_UNITS_S = {"m": 60, "h": 3600, "d": 24 * 3600}
+
+
+def read_batch_request(body: Mapping[str, Any], *, owner: str | None, file_ttl_s: float) -> BatchRequest:
+    """Return the batch that a body asks for.
+
+    Args:
+        body: The decoded JSON object.
+        owner: Name of the API key. None: the server requires none.
+        file_ttl_s: How long the output is stored if the body does not say it.
+
+    Raises:
+        RequestRefused: A field is missing or not valid.
+    """
+    file_id, window = body.get("input_file_id"), body.get("completion_window", "24h")
+    if not isinstance(file_id, str) or not file_id:
+        raise invalid("input_file_id: the id of an uploaded file is required", "input_file_id")
+    try:
+        endpoint = Endpoint(str(body.get("endpoint")))
+    except ValueError as exc:
+        raise invalid(f"endpoint: one of {', '.join(Endpoint)} is required", "endpoint") from exc
+    created_ms = time.time_ns() // 1_000_000
+    return BatchRequest(
+        id=f"batch_{secrets.token_hex(16)}",
+        owner=owner,
+        endpoint=endpoint,
+        input_file_id=file_id,
+        completion_window=window,
+        created_ms=created_ms,
+        expires_s=created_ms // 1000 + _seconds_of(window),
+        output_ttl_s=read_expiry(body.get("output_expires_after"), "output_expires_after", file_ttl_s),
+        metadata=_read_metadata(body.get("metadata")),
+    )
+
+
+def _seconds_of(window: Any) -> int:
+    found = re.fullmatch(r"([0-9]{1,6})([mhd])", window) if isinstance(window, str) else None
+    seconds = 0 if found is None else int(found[1]) * _UNITS_S[found[2]]
+    if not 0 < seconds <= MAX_WINDOW_S:
+        raise invalid("completion_window: a duration such as '24h' is required, at most '30d'", "completion_window")
+    return seconds
+
+
+def _read_metadata(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    is_valid = (
+        isinstance(value, Mapping)
+        and len(value) <= MAX_METADATA
+        and all(isinstance(each, str) and len(each) <= MAX_VALUE_CHARS for each in value.values())
+        and all(len(name) <= MAX_NAME_CHARS for name in value)
+    )
+    if not is_valid:
+        raise invalid(
+            f"metadata: an object with at most {MAX_METADATA} texts of {MAX_VALUE_CHARS} characters is required",
+            "metadata",
+        )
+    return dict(value)

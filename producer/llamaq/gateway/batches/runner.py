@@ -1,0 +1,166 @@
+"""Runs batches in the background of a server, those of dead servers too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from contextlib import suppress
+from functools import partial
+
+from redis.exceptions import RedisError
+
+from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.gateway.batches.batch_run import BatchRun, run_with_lease
+from llamaq.gateway.batches.record import Batch, BatchStatus
+from llamaq.gateway.batches.store import BatchStore, LeaseLost
+from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.gateway.settings import ServeSettings
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+"""Longest time until a server notices that a batch waits for one, or is cancelled."""
+RENEW_S = 1.0
+RETRY_S = 5.0
+"""After this time, a batch is tried again that could not be run."""
+LOOK_AT = 16
+"""Number of waiting batches that a server looks at: other servers may hold the first ones."""
+
+
+class BatchRunner:
+    """The batches that this server runs."""
+
+    def __init__(self, settings: ServeSettings, queues: QueueDirectory, keys: KeyStore) -> None:
+        self._settings = settings
+        self._queues = queues
+        self._api_keys = keys
+        self.store = BatchStore(queues.default.redis, queues.default.keys)
+        self._id = secrets.token_hex(8)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._has_work = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<BatchRunner {self._id} running={sorted(self._running)}>"
+
+    def start(self) -> None:
+        """Begin to look for batches."""
+        if self._settings.max_batches:
+            self._looking = asyncio.create_task(self._look())
+
+    def wake(self) -> None:
+        """Look now, because there is a new batch."""
+        self._has_work.set()
+
+    async def aclose(self) -> None:
+        """Leave the batches to other servers, which continue them at once."""
+        if self._looking is not None:
+            await cancel_tasks(self._looking)
+        await cancel_tasks(*self._running.values())
+
+    async def _look(self) -> None:
+        """Start the batches that wait for a server, until this task is cancelled."""
+        wait_s = min(LOOK_S, self._settings.batch_lease_s / 3)
+        while True:
+            self._has_work.clear()
+            try:
+                await self._start_due()
+            except (RedisError, OSError) as exc:
+                log.warning("batch.look_failed error=%s", exc)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_work.wait()
+
+    async def _start_due(self) -> None:
+        if len(self._running) >= self._settings.max_batches:
+            return
+        for batch_id in await self.store.due(LOOK_AT):
+            if len(self._running) >= self._settings.max_batches:
+                return
+            if batch_id in self._running:
+                continue
+            claim = await self.store.claim(batch_id, self._id, self._settings.batch_lease_s)
+            if claim.code == "mine":
+                task = asyncio.create_task(self._run(batch_id))
+                self._running[batch_id] = task
+                task.add_done_callback(partial(self._forget, batch_id))
+
+    def _forget(self, batch_id: str, _: asyncio.Task[None]) -> None:
+        self._running.pop(batch_id, None)
+        self._has_work.set()
+
+    async def _run(self, batch_id: str) -> None:
+        """Run a batch whose lease this server has, and release it if it has not ended."""
+        try:
+            if await self._run_to_end(batch_id):
+                return
+        except LeaseLost:
+            log.warning("batch.lost id=%s: another server runs it", batch_id)
+            return
+        except (RedisError, OSError) as exc:
+            log.warning("batch.delayed id=%s error=%s", batch_id, exc)
+        except asyncio.CancelledError:
+            with suppress(RedisError, OSError):
+                await self._release(batch_id, 0.0)
+            raise
+        with suppress(RedisError, OSError):
+            await self._release(batch_id, RETRY_S)
+
+    async def _run_to_end(self, batch_id: str) -> bool:
+        """Run a batch. Return False if it has to wait for another batch of its API key."""
+        batch = await self._read(batch_id)
+        key = await self._key_of(batch)
+        if key is None and batch.request.owner is not None:
+            batch = await self._read(batch_id)  # it is cancelled now
+        if not await self._takes_turn(batch, key):
+            return False
+        run = BatchRun(self.store, self._queues, batch, key, self._id)
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(min(RENEW_S, self._settings.batch_lease_s / 3))
+                with suppress(RedisError, OSError):  # the lease may end, and then the next write tells
+                    await self._renew(run, batch, key)
+
+        await run_with_lease(run, renew)
+        if key is not None:
+            await self.store.release_turn(key.name, batch_id)
+        return True
+
+    async def _read(self, batch_id: str) -> Batch:
+        batch = await self.store.read(batch_id)
+        if batch is None:
+            raise LeaseLost(batch_id)
+        return batch
+
+    async def _key_of(self, batch: Batch) -> KeyRecord | None:
+        """Return the API key of a batch. A batch whose key was revoked is cancelled."""
+        if batch.request.owner is None:
+            return None
+        key = await self._api_keys.named(batch.request.owner)
+        if key is None:
+            await self.store.cancel(batch.request.id)
+        return key
+
+    async def _takes_turn(self, batch: Batch, key: KeyRecord | None) -> bool:
+        """Return whether a batch may run now. Those of a key with limits run one after the other."""
+        if key is None or (key.max_open is None and key.requests_per_minute is None):
+            return True
+        return await self.store.take_turn(key.name, batch.request.id, self._settings.batch_lease_s)
+
+    async def _renew(self, run: BatchRun, batch: Batch, key: KeyRecord | None) -> None:
+        claim = await self.store.claim(batch.request.id, self._id, self._settings.batch_lease_s)
+        if claim.code == "held":
+            raise LeaseLost(batch.request.id)
+        if claim.status == BatchStatus.CANCELLING:
+            run.stop.set()
+        if key is not None:
+            await self._key_of(batch)
+            await self._takes_turn(batch, key)
+
+    async def _release(self, batch_id: str, delay_s: float) -> None:
+        await self.store.claim(batch_id, self._id, 0)
+        await self.store.postpone(batch_id, delay_s)

@@ -1,0 +1,217 @@
+"""Stores batches in Redis. A script checks before each write of a server that this server runs the batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal
+
+from redis.asyncio import Redis
+
+from llamaq.common.errors import InvalidRequest, LlamaqError
+from llamaq.common.protocol.keys import Keys
+from llamaq.gateway.batches.record import Batch, BatchRequest, BatchStatus, missing_batch
+
+KEPT_S = 30 * 24 * 3600
+"""How long an ended batch can be read."""
+MAX_BATCHES = 10_000
+"""Largest number of batches of an API key that are listed."""
+
+ClaimCode = Literal["mine", "held", "ended", "missing"]
+
+
+class LeaseLost(LlamaqError):
+    """Another server runs the batch now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The reply to a claim."""
+
+    code: ClaimCode
+    status: str
+    """State of the batch. Empty: there is none."""
+    until_ms: int
+    """End of the lease, in milliseconds since the epoch."""
+
+
+class BatchStore:
+    """The batches of one Redis."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self.redis = redis
+        self.keys = keys
+        names = ("claim", "write", "advance", "cancel")
+        self._scripts = {
+            name: redis.register_script(files(__package__).joinpath(f"{name}.lua").read_text()) for name in names
+        }
+
+    def __repr__(self) -> str:
+        return f"<BatchStore {self.keys.prefix}>"
+
+    async def create(self, request: BatchRequest) -> Batch:
+        """Store a new batch. A server will run it."""
+        key, mine = self.keys.http_batch(request.id), self.keys.http_batches(request.owner or "")
+        async with self.redis.pipeline(transaction=False) as pipe:
+            pipe.hset(key, mapping={"request": request.model_dump_json(), "status": BatchStatus.VALIDATING.value})
+            pipe.expireat(key, request.expires_s + KEPT_S)
+            pipe.zadd(mine, {request.id: request.created_ms})
+            pipe.zremrangebyrank(mine, 0, -MAX_BATCHES - 1)
+            pipe.expire(mine, 3 * KEPT_S)  # longer than any batch is stored
+            await pipe.execute()
+        # After the pipeline, because a server that finds no batch under the id forgets the id.
+        await self.redis.zadd(self.keys.http_open_batches(), {request.id: request.created_ms})
+        return Batch(request, {"status": BatchStatus.VALIDATING.value})
+
+    async def read(self, batch_id: str) -> Batch | None:
+        """Return a batch. None: there is none."""
+        stored: Any = await self.redis.hgetall(self.keys.http_batch(batch_id))
+        return _batch_of(stored) if stored else None
+
+    async def find(self, batch_id: str, owner: str | None) -> Batch:
+        """Return a batch of an API key.
+
+        Raises:
+            RequestRefused: The key has no such batch: 404.
+        """
+        try:
+            batch = await self.read(batch_id)
+        except InvalidRequest as exc:
+            raise missing_batch(batch_id) from exc
+        if batch is None or batch.request.owner != owner:
+            raise missing_batch(batch_id)
+        return batch
+
+    async def listed(self, owner: str | None, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
+        """Return batches of an API key, the newest first, and whether there are more.
+
+        Args:
+            owner: Name of the API key. None: the server requires none.
+            after: The id of the last batch of the page before. None: the first page.
+            limit: Largest number of batches.
+
+        Raises:
+            RequestRefused: The key has no batch `after`.
+        """
+        mine, start = self.keys.http_batches(owner or ""), 0
+        if after is not None:
+            rank: Any = await self.redis.zrevrank(mine, after)
+            if rank is None:
+                raise missing_batch(after)
+            start = rank + 1
+        ids: Any = await self.redis.zrevrange(mine, start, start + limit)
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for batch_id in ids[:limit]:
+                pipe.hgetall(self.keys.http_batch(batch_id.decode()))
+            found: Any = await pipe.execute() if ids else []
+        return [_batch_of(stored) for stored in found if stored], len(ids) > limit
+
+    async def cancel(self, batch_id: str) -> None:
+        """Let the runner of a batch cancel it. A batch that has ended stays as it is."""
+        await self._scripts["cancel"](keys=[self.keys.http_batch(batch_id)], args=[int(time.time())])
+
+    async def due(self, count: int) -> Sequence[str]:
+        """Return batches that no server runs, the one that waits longest first."""
+        seconds, micros = await self.redis.time()
+        now_ms = seconds * 1000 + micros // 1000
+        members: Any = await self.redis.zrangebyscore(self.keys.http_open_batches(), "-inf", now_ms, 0, count)
+        return [member.decode() for member in members]
+
+    async def claim(self, batch_id: str, runner: str, lease_s: float) -> Claim:
+        """Make a server the runner of a batch if no other is, or renew its lease.
+
+        Args:
+            batch_id: The batch.
+            runner: Id of the server.
+            lease_s: Seconds until the lease ends. 0 releases the batch: another server may claim it now.
+        """
+        lease_ms = int(lease_s * 1000)
+        reply: Any = await self._scripts["claim"](keys=[self.keys.http_batch(batch_id)], args=[runner, lease_ms])
+        claim = Claim(reply[0].decode(), reply[1].decode(), int(reply[2]))
+        if claim.code in ("ended", "missing"):
+            await self.close(batch_id)
+        elif lease_ms:  # a released batch keeps its place
+            await self.redis.zadd(self.keys.http_open_batches(), {batch_id: claim.until_ms}, xx=True)
+        return claim
+
+    async def postpone(self, batch_id: str, delay_s: float) -> None:
+        """Let no server look at a batch for a while."""
+        seconds, _ = await self.redis.time()
+        due_ms = int((seconds + delay_s) * 1000)
+        await self.redis.zadd(self.keys.http_open_batches(), {batch_id: due_ms}, xx=True)
+
+    async def close(self, batch_id: str) -> None:
+        """Forget that a batch has to be run."""
+        await self.redis.zrem(self.keys.http_open_batches(), batch_id)
+
+    async def take_turn(self, owner: str, batch_id: str, lease_s: float) -> bool:
+        """Return whether a batch of an API key may run, because no other one of this key runs. A call renews it."""
+        key, lease_ms = self.keys.http_turn(owner), int(lease_s * 1000)
+        if await self.redis.set(key, batch_id, nx=True, px=lease_ms):
+            return True
+        holder: Any = await self.redis.get(key)
+        if holder != batch_id.encode():
+            return False
+        return bool(await self.redis.pexpire(key, lease_ms))
+
+    async def release_turn(self, owner: str, batch_id: str) -> None:
+        """Let the next batch of an API key run."""
+        key = self.keys.http_turn(owner)
+        if await self.redis.get(key) == batch_id.encode():
+            await self.redis.delete(key)
+
+    async def advance(
+        self, request: BatchRequest, runner: str, status: BatchStatus, **fields: str | int
+    ) -> BatchStatus:
+        """Set the status of a batch, and other fields. Return the status: a cancelled batch stays `cancelling`.
+
+        Raises:
+            LeaseLost: Another server runs the batch.
+        """
+        ttl_s = KEPT_S if status.has_ended else 0
+        pairs = [part for pair in fields.items() for part in pair]
+        reply: Any = await self._scripts["advance"](
+            keys=[self.keys.http_batch(request.id)], args=[runner, status.value, int(time.time()), ttl_s, *pairs]
+        )
+        if not reply:
+            raise LeaseLost(request.id)
+        return BatchStatus(reply.decode())
+
+    async def write(
+        self,
+        request: BatchRequest,
+        runner: str,
+        *,
+        n_before: int,
+        output: Sequence[bytes],
+        errors: Sequence[bytes],
+        counters: Mapping[str, int],
+    ) -> None:
+        """Append blocks to the files of a batch, and count what is in them. A repeated call changes nothing.
+
+        Args:
+            request: The batch.
+            runner: Id of the server.
+            n_before: Number of calls before this one, by all servers.
+            output: Blocks of the output file.
+            errors: Blocks of the error file.
+            counters: What is added to each counter.
+
+        Raises:
+            LeaseLost: Another server runs the batch.
+        """
+        keys = [self.keys.http_batch(request.id)]
+        keys += [self.keys.http_file(file_id) for file_id in (request.output_file_id, request.error_file_id)]
+        pairs = [part for pair in counters.items() for part in pair]
+        expires_s = request.expires_s + KEPT_S
+        args = [runner, n_before, expires_s, len(output), len(pairs), *pairs, *output, *errors]
+        reply: Any = await self._scripts["write"](keys=keys, args=args)
+        if int(reply) != n_before + 1:
+            raise LeaseLost(request.id)
+
+
+def _batch_of(stored: Mapping[bytes, bytes]) -> Batch:
+    fields = {name.decode(): value.decode() for name, value in stored.items()}
+    return Batch(BatchRequest.model_validate_json(fields.pop("request")), fields)

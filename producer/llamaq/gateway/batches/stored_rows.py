@@ -1,0 +1,133 @@
+"""The rows of a batch in Redis: the lines of its input file, and what was written to its output files."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Self
+
+from redis.exceptions import RedisError
+
+from llamaq.common.backoff import Backoff
+from llamaq.common.errors import BulkRunRefused, InvalidRequest
+from llamaq.common.protocol.job_outcome import JobStats
+from llamaq.gateway.batches.input_lines import read_lines
+from llamaq.gateway.batches.record import Batch
+from llamaq.gateway.batches.store import BatchStore
+from llamaq.gateway.files.blocks import compress, read_blocks
+from llamaq.producer.bulk.answer import row_number_of
+from llamaq.producer.bulk.finished_rows import FinishedRows
+from llamaq.producer.bulk.input_file import Record, decode_line
+from llamaq.producer.streaming.retried_reads import may_pass
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""Pauses while Redis is full or does not answer."""
+LONGEST_LINE_BYTES = 1 << 40
+"""No bound: the lines of the output were written by this package."""
+
+
+class StoredRows:
+    """The rows of a batch that this server runs. It is the `RowStore` of its execution."""
+
+    def __init__(self, store: BatchStore, batch: Batch, runner: str) -> None:
+        """Use `open` instead."""
+        self._store = store
+        self._request = batch.request
+        self._runner = runner
+        self._n_writes = batch.number("writes")
+        self._output: list[bytes] = []
+        self._errors: list[bytes] = []
+        self._counters: Counter[str] = Counter()
+        self.n_rows = batch.number("total")
+        self.n_failed = batch.number("failed")
+        self.finished = FinishedRows()
+
+    def __repr__(self) -> str:
+        return f"<StoredRows {self._request.id} finished={len(self.finished)} of {self.n_rows}>"
+
+    @classmethod
+    async def open(cls, store: BatchStore, batch: Batch, runner: str) -> Self:
+        """Return the rows of a batch, and read which of them have a line in the output or among the errors."""
+        rows = cls(store, batch, runner)
+        for file_id in (batch.request.output_file_id, batch.request.error_file_id):
+            blocks = read_blocks(store.redis, store.keys.http_file(file_id))
+            async for _, line in read_lines(blocks, LONGEST_LINE_BYTES):
+                rows.finished.add(row_number_of(line or b"", file_id))
+        return rows
+
+    async def records(self, max_line_bytes: int) -> AsyncIterator[Record]:
+        """Yield the records of the input that are not finished.
+
+        Args:
+            max_line_bytes: Longest line.
+
+        Raises:
+            BulkRunRefused: The file was deleted.
+        """
+        n_read = 0
+        blocks = read_blocks(self._store.redis, self._store.keys.http_file(self._request.input_file_id))
+        async for number, line in read_lines(blocks, max_line_bytes):
+            n_read += 1
+            if number in self.finished:
+                continue
+            if line is None:
+                yield number, InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
+            else:
+                yield number, decode_line(line)
+        if n_read != self.n_rows:
+            raise BulkRunRefused(f"the input file {self._request.input_file_id} was deleted before its end was read")
+
+    def add_answer(self, number: int, line: bytes, stats: JobStats) -> None:
+        """Add the line of a row with a result. `flush` stores it."""
+        self._output.append(line)
+        self.finished.add(number)
+        self._counters += Counter(
+            completed=1,
+            output_bytes=len(line),
+            input_tokens=stats.prompt_tokens,
+            cached_tokens=stats.prefix_cache_tokens,
+            output_tokens=stats.generated_tokens,
+        )
+
+    def add_error(self, number: int, line: bytes) -> None:
+        """Add the line of a row that has failed. `flush` stores it."""
+        self._errors.append(line)
+        self.finished.add(number)
+        self.n_failed += 1
+        self._counters += Counter(failed=1, error_bytes=len(line))
+
+    async def flush(self) -> None:
+        """Store the lines. A Redis that is full or does not answer delays this.
+
+        Raises:
+            LeaseLost: Another server runs the batch.
+            RedisError: Redis refuses the command.
+        """
+        if not self._output and not self._errors:
+            return
+        output, errors = [await compress(b"".join(lines)) for lines in (self._output, self._errors)]
+        pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            try:
+                await self._store.write(
+                    self._request,
+                    self._runner,
+                    n_before=self._n_writes,
+                    output=output,
+                    errors=errors,
+                    counters=self._counters,
+                )
+            except (RedisError, OSError) as exc:
+                if not may_pass(exc):
+                    raise
+                log.warning("batch.write_delayed id=%s error=%s", self._request.id, exc)
+                await asyncio.sleep(pauses.next_delay_s())
+            else:
+                break
+        self._n_writes += 1
+        self._output, self._errors = [], []
+        self._counters.clear()

@@ -1,0 +1,62 @@
+"""Lists that a client reads page by page, as OpenAI's API has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from llamaq.gateway.http.errors import invalid
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Which part of a list a request asks for."""
+
+    limit: int
+    after: str | None
+    """The id of the last object of the page before. None: the first page."""
+    is_ascending: bool
+    """Whether the oldest object is the first."""
+
+
+def read_page(request: Request, *, most: int, default: int) -> Page:
+    """Return which page a request asks for by `limit`, `after` and `order`.
+
+    Args:
+        request: The request.
+        most: Largest number of objects in a page.
+        default: Number of objects without `limit`.
+
+    Raises:
+        RequestRefused: A parameter is not valid.
+    """
+    limit, order = request.query_params.get("limit", str(default)), request.query_params.get("order", "desc")
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= most:
+        raise invalid(f"limit: a number from 1 to {most} is required", "limit")
+    if order not in ("asc", "desc"):
+        raise invalid("order: 'asc' or 'desc' is required", "order")
+    return Page(int(limit), request.query_params.get("after"), order == "asc")
+
+
+def page_of(objects: Sequence[dict[str, Any]], page: Page) -> dict[str, Any]:
+    """Return a page of objects.
+
+    Args:
+        objects: All objects, the oldest first.
+        page: The page.
+
+    Raises:
+        RequestRefused: There is no object with the id `after`.
+    """
+    ordered = list(objects) if page.is_ascending else list(reversed(objects))
+    if page.after is not None:
+        places = [place for place, each in enumerate(ordered) if each["id"] == page.after]
+        if not places:
+            raise invalid("after: the list has no object with this id", "after")
+        ordered = ordered[places[0] + 1 :]
+    shown = ordered[: page.limit]
+    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
+    return {"object": "list", "data": shown, **ends, "has_more": len(ordered) > len(shown)}

@@ -1,0 +1,68 @@
+"""/v1/batches: OpenAI's endpoints that compute the requests of a file."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llamaq.gateway.batches.record import Batch, BatchStatus, batch_object
+from llamaq.gateway.batches.request_body import read_batch_request
+from llamaq.gateway.context import context_of
+from llamaq.gateway.files.record import UPLOAD_PURPOSE
+from llamaq.gateway.http.errors import invalid
+from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.http.pages import read_page
+from llamaq.gateway.permissions import api_key_of
+from llamaq.gateway.routes.files import files_of
+
+MAX_LISTED, LISTED = 100, 20
+INPUT_MARGIN_S = 3600
+"""The input file is stored longer than its batch runs, by this time."""
+
+
+async def create(request: Request) -> Response:
+    """Begin to compute the requests of a file."""
+    context = context_of(request)
+    body = await read_object(request)
+    asked = read_batch_request(body, owner=_owner_of(request), file_ttl_s=context.settings.file_ttl_s)
+    files = files_of(request)
+    record = await files.find(asked.input_file_id, param="input_file_id")
+    if record.purpose != UPLOAD_PURPOSE:
+        raise invalid("input_file_id: a file with the purpose 'batch' is required", "input_file_id")
+    await files.keep_until(record, asked.expires_s + INPUT_MARGIN_S)
+    batch = await context.batches.store.create(asked)
+    context.batches.wake()
+    return json_response(batch_object(batch))
+
+
+async def retrieve(request: Request) -> Response:
+    """Return a batch as it is now."""
+    return json_response(batch_object(await _find(request)))
+
+
+async def list_batches(request: Request) -> Response:
+    """Return the batches of the API key, the newest first."""
+    page = read_page(request, most=MAX_LISTED, default=LISTED)
+    store = context_of(request).batches.store
+    batches, has_more = await store.listed(_owner_of(request), after=page.after, limit=page.limit)
+    shown = [batch_object(batch) for batch in batches]
+    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
+    return json_response({"object": "list", "data": shown, **ends, "has_more": has_more})
+
+
+async def cancel(request: Request) -> Response:
+    """Cancel a batch. The answers that it has until then can be read."""
+    batch = await _find(request)
+    if batch.status.has_ended and batch.status is not BatchStatus.CANCELLED:
+        raise invalid(f"the batch is {batch.status}: it cannot be cancelled any more")
+    await context_of(request).batches.store.cancel(batch.request.id)
+    return json_response(batch_object(await _find(request)))
+
+
+async def _find(request: Request) -> Batch:
+    return await context_of(request).batches.store.find(request.path_params["batch"], _owner_of(request))
+
+
+def _owner_of(request: Request) -> str | None:
+    key = api_key_of(request)
+    return None if key is None else key.name
