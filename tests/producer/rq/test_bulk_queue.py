@@ -225,6 +225,9 @@ def test_a_cancelled_run_leaves_no_row_in_the_queue(
     job.save_meta()
     with Client(redis_url, queue) as client:
         client.submit_many([{"prompt": "x", "idempotency_key": f"{run.run_id}:{row}"} for row in range(11, 31)])
+        for key in ("11", "11:1", "12"):  # earlier calls of the run have cancelled these jobs
+            client.submit("x", idempotency_key=f"{run.run_id}:{key}").cancel()
+        client.submit_many([{"prompt": "x", "idempotency_key": f"{run.run_id}:{key}"} for key in ("11:2", "12:1")])
         other = client.submit("x", idempotency_key="other:11")
         assert runs.cancel(run.run_id).state is RunState.CANCELLED
         assert [left.job_id for left in client.jobs()] == [other.id]

@@ -14,6 +14,11 @@ T = TypeVar("T")
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
+def replacement_key(key: str, n_replaced: int) -> str:
+    """Return the idempotency key of the job that is submitted after `n_replaced` jobs of earlier processes."""
+    return f"{key}:{n_replaced}" if n_replaced else key
+
+
 @dataclass(slots=True, eq=False)
 class WindowJob(Generic[T]):
     """A request of a window, and its job in the queue."""
@@ -33,9 +38,9 @@ class WindowJob(Generic[T]):
     def submitted_request(self) -> JobRequest:
         """The request with the idempotency key of its newest job: `KEY`, after a replaced job `KEY:1`, and so on."""
         key = self.request.idempotency_key
-        if key is None or self.n_replaced == 0:
+        if key is None:
             return self.request
-        return self.request.model_copy(update={"idempotency_key": f"{key}:{self.n_replaced}"})
+        return self.request.model_copy(update={"idempotency_key": replacement_key(key, self.n_replaced)})
 
     def must_replace(self, outcome: Result | Exception) -> bool:
         """Return whether the job is of an earlier process, which cancelled it or saw it fail."""

@@ -10,6 +10,8 @@ from typing import Any
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer import AsyncClient
+from llamaq.producer.bulk.stored_results import row_key
+from llamaq.producer.job_window.window_job import replacement_key
 
 ROWS_AT_ONCE = 1000
 """Number of rows that are looked up in one round trip."""
@@ -31,27 +33,42 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
     n_cancelled = 0
     rows = count(1) if n_rows is None else iter(range(1, n_rows + 1))
     while some := list(islice(rows, ROWS_AT_ONCE)):
-        jobs = await _find_jobs(client, [f"{run_id}:{row}" for row in some])
+        jobs = await _find_jobs(client, [row_key(run_id, row) for row in some])
         if n_rows is None and not jobs:
             break
-        open_jobs = [job_id for job_id, is_open in jobs.items() if is_open]
+        open_jobs = [job_id for job_id, is_open in jobs.values() if is_open]
+        open_jobs += await _find_replacements(client, [key for key, (_, is_open) in jobs.items() if not is_open])
         codes = await asyncio.gather(*(client.connection.scripts.cancel(job_id) for job_id in open_jobs))
         n_cancelled += sum(code not in ("gone", "done") for code in codes)
     return n_cancelled
 
 
-async def _find_jobs(client: AsyncClient, idempotency_keys: Iterable[str]) -> dict[str, bool]:
-    """Return the ids of the jobs with these idempotency keys, and for each whether it has not ended."""
+async def _find_replacements(client: AsyncClient, ended: Sequence[str]) -> list[str]:
+    """Return the ids of the open jobs that replace jobs which have ended, such as those of a cancelled run."""
+    found: list[str] = []
+    for n_replaced in count(1):
+        by_key = {replacement_key(key, n_replaced): key for key in ended}
+        jobs = await _find_jobs(client, by_key)
+        if not jobs:
+            break
+        found += [job_id for job_id, is_open in jobs.values() if is_open]
+        ended = [by_key[key] for key, (_, is_open) in jobs.items() if not is_open]
+    return found
+
+
+async def _find_jobs(client: AsyncClient, idempotency_keys: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """Return the jobs with these idempotency keys: for each key its job's id, and whether the job has not ended."""
     settings, keys = client.settings, client.keys
     by_partition: dict[int, list[str]] = {}
     for key in idempotency_keys:
-        partition = JobId.new(settings.queue, settings.partitions, key).partition
-        by_partition.setdefault(partition, []).append(keys.idempotency(settings.queue, partition, key))
-    found: dict[str, bool] = {}
-    for records in by_partition.values():  # one partition at a time: a cluster pipelines only the keys of one node
-        ids = [job_id.decode() for job_id in await _pipelined(client, records, "get") if job_id is not None]
-        states = await _pipelined(client, [keys.of_job(job_id).job for job_id in ids], "hget", "status")
-        found |= {job_id: state in _OPEN for job_id, state in zip(ids, states, strict=True)}
+        by_partition.setdefault(JobId.new(settings.queue, settings.partitions, key).partition, []).append(key)
+    found: dict[str, tuple[str, bool]] = {}
+    for partition, some in by_partition.items():  # one at a time: a cluster pipelines only the keys of one node
+        records = [keys.idempotency(settings.queue, partition, key) for key in some]
+        replies = zip(some, await _pipelined(client, records, "get"), strict=True)
+        ids = {key: job_id.decode() for key, job_id in replies if job_id is not None}
+        states = await _pipelined(client, [keys.of_job(job_id).job for job_id in ids.values()], "hget", "status")
+        found |= {key: (job_id, state in _OPEN) for (key, job_id), state in zip(ids.items(), states, strict=True)}
     return found
 
 
