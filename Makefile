@@ -100,7 +100,7 @@ types: $(VENV)/dev.stamp ## mypy, strict
 # The prefix cache is compared with llama-server, which the wheel of xllamacpp contains. That wheel has another llama.cpp,
 # so it is installed in a separate environment outside the checkout.
 CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
-BENCHES := bulk single_generate worker_concurrent strategies tokenize_overhead long_prompt client_cost $(CACHE_BENCHES)
+BENCHES := bulk single_generate worker_concurrent strategies tokenize_overhead long_prompt client_cost serve_overhead $(CACHE_BENCHES)
 BENCH_ARGS ?=
 PEER := xllamacpp==2026.10.11549
 LLAMAQ_PEER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/peers
@@ -113,9 +113,9 @@ bench: $(VENV)/dev.stamp ## every benchmark; each ends with one line of JSON
 bench-quick: $(VENV)/dev.stamp ## the same as a smoke run
 	@for name in $(BENCHES); do echo "==> bench/$$name.py --quick"; $(BIN)/python "bench/$$name.py" --quick; done
 
-bench-peers: $(VENV)/dev.stamp $(PEER_DIR)/installed.txt ## the prefix cache's benchmarks, beside llama-server
+bench-peers: $(VENV)/dev.stamp $(PEER_DIR)/installed.txt ## the benchmarks that compare with llama-server, beside it
 	@export LLAMAQ_BENCH_PEER="$(PEER_DIR)/bin/python"
-	for name in $(CACHE_BENCHES) bulk; do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
+	for name in $(CACHE_BENCHES) bulk serve_overhead; do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
 
 $(PEER_DIR)/installed.txt:
 	@echo "==> $(PEER) into $(PEER_DIR)"

@@ -23,7 +23,7 @@ class CpuClock:
         if redis_pid is None or not Path("/proc/self/stat").exists():
             return {}
         worker_pid = self.stack.workers[self.queue].card.pid
-        return {"worker": _cpu_s(worker_pid), "redis": _cpu_s(redis_pid), "client": time.process_time()}
+        return {"worker": cpu_s(worker_pid), "redis": cpu_s(redis_pid), "client": time.process_time()}
 
     def us_per_token(self, before: dict[str, float], n_tokens: int) -> dict[str, float]:
         """Return the microseconds per token of each process since `before`, the result of an earlier `read`."""
@@ -31,7 +31,8 @@ class CpuClock:
         return {name: round((now[name] - before[name]) * 1e6 / n_tokens, 1) for name in now}
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
+    """Return the processor seconds that a process has used so far."""
     # man 5 proc_pid_stat: field 2 is the name in parentheses, fields 14 and 15 are utime and stime.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -45,6 +45,7 @@ class LlamaServer:
     """A running llama-server, called over HTTP."""
 
     def __init__(self, address: str, version: str, params: dict[str, Any]) -> None:
+        self.url = address
         self._netloc = urlsplit(address).netloc
         self._params = params
         self._n_slots: int = params["n_parallel"]
@@ -162,7 +163,7 @@ def _params(settings: WorkerSettings, folder: str) -> dict[str, Any]:
         "model.path": settings.model,
         "n_ctx": settings.n_ctx,
         "n_batch": settings.batch_budget,
-        "n_ubatch": settings.n_ubatch,
+        "n_ubatch": settings.ubatch_tokens,
         "n_parallel": settings.n_parallel,
         "kv_unified": True,
         # defaults of llama-server

@@ -111,7 +111,8 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             pinging = asyncio.create_task(self._ping(send, is_waiting=not self._first.done()))
-            await self._send_events(send)
+            # A task of its own: otherwise each event would resume the coroutines of all middleware.
+            await asyncio.create_task(self._send_events(send))
             await cancel_tasks(pinging)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
