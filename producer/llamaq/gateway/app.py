@@ -27,7 +27,20 @@ from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.openapi import describe
 from llamaq.gateway.queue_directory import QueueDirectory
-from llamaq.gateway.routes import batches, completions, files, health, messages, models, native, responses, slots, texts
+from llamaq.gateway.routes import (
+    batches,
+    completions,
+    embeddings,
+    files,
+    health,
+    messages,
+    models,
+    native,
+    rerank,
+    responses,
+    slots,
+    texts,
+)
 from llamaq.gateway.settings import ServeSettings
 from llamaq.gateway.token_pieces import TokenPieces
 
@@ -61,6 +74,13 @@ ROUTES = [
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/completion", native.complete, methods=["POST"]),
     Route("/completions", native.complete, methods=["POST"]),
+    Route("/v1/embeddings", embeddings.embed, methods=["POST"]),
+    Route("/embeddings", embeddings.embed_natively, methods=["POST"]),
+    Route("/embedding", embeddings.embed_natively, methods=["POST"]),
+    Route("/v1/rerank", rerank.rerank, methods=["POST"]),
+    Route("/v1/reranking", rerank.rerank, methods=["POST"]),
+    Route("/rerank", rerank.rerank, methods=["POST"]),
+    Route("/reranking", rerank.rerank, methods=["POST"]),
     Route("/tokenize", texts.tokenize, methods=["POST"]),
     Route("/detokenize", texts.detokenize, methods=["POST"]),
     Route("/apply-template", texts.apply_template, methods=["POST"]),

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import AsyncClient, AsyncJob, AsyncStream, Chunk, JobOptions, Result
 from llamaq.producer.submission import build_request
 
@@ -20,7 +21,14 @@ Piece = tuple[int, Chunk | Result]
 class Generation:
     """The jobs of one request."""
 
-    def __init__(self, client: AsyncClient, jobs: Sequence[dict[str, Any]], idempotency_key: str | None = None) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        jobs: Sequence[dict[str, Any]],
+        idempotency_key: str | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
         """Prepare the jobs.
 
         Args:
@@ -29,19 +37,24 @@ class Generation:
             idempotency_key: The key of the request. A repeated request gets the same jobs, so they are never cancelled.
                 None: the jobs belong to this request alone. They are cancelled when it ends, and by their worker when
                 this server is killed.
+            max_tokens: Largest number of tokens that a job may generate. None: no limit but that of the worker.
         """
         self.client = client
         self._jobs = [{**job, **_ownership(idempotency_key, number)} for number, job in enumerate(jobs)]
+        self._max_tokens = max_tokens
+        self.requests: list[JobRequest] = []
+        """The requests of the jobs, after `results` or `start`."""
         self.streams: list[AsyncStream] = []
         """The streams of the jobs, after `start`."""
 
     async def results(self) -> list[Result]:
         """Submit the jobs and return their results. If one fails, or the caller is cancelled, all are cancelled."""
-        return await all_of([self._result(values) for values in self._jobs])
+        await self._build_requests(stream=False)
+        return await all_of([self.client.auto_cancelled.generate(request, None) for request in self.requests])
 
-    async def _result(self, values: dict[str, Any]) -> Result:
-        request = await build_request(cast("JobOptions", values), stream=False)
-        return await self.client.auto_cancelled.generate(request, None)
+    async def _build_requests(self, *, stream: bool) -> None:
+        options = [cast("JobOptions", {**values, "stream": stream}) for values in self._jobs]
+        self.requests = [limited(await build_request(each), self._max_tokens) for each in options]
 
     async def start(self, *, stream: bool = True) -> None:
         """Submit the jobs, all or none.
@@ -49,14 +62,15 @@ class Generation:
         Args:
             stream: Whether the jobs publish each token. Otherwise all text comes at the end, which costs Redis less.
         """
+        await self._build_requests(stream=stream)
         try:
-            self.streams = await all_of([self._stream({**values, "stream": stream}) for values in self._jobs])
+            self.streams = await all_of([self._stream(request) for request in self.requests])
         except BaseException:
             await self.aclose()
             raise
 
-    async def _stream(self, values: dict[str, Any]) -> AsyncStream:
-        return await self.client.auto_cancelled.stream(await build_request(cast("JobOptions", values)), None)
+    async def _stream(self, request: JobRequest) -> AsyncStream:
+        return await self.client.auto_cancelled.stream(request, None)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield what the started jobs generate, in the order in which it arrives, then the result of each."""
@@ -112,6 +126,15 @@ async def describe_wait(job: AsyncJob) -> str:
     """Return what a job is doing, in words: its place in the queue while it waits."""
     n_ahead = await job.position()
     return "running" if n_ahead is None else f"queued, {n_ahead} ahead"
+
+
+def limited(request: JobRequest, max_tokens: int | None) -> JobRequest:
+    """Return a request that generates at most `max_tokens` tokens. None: the request as it is."""
+    if max_tokens is None or request.embed is not None:
+        return request
+    if request.max_tokens is not None and request.max_tokens <= max_tokens:
+        return request
+    return request.model_copy(update={"max_tokens": max_tokens})
 
 
 def _ownership(idempotency_key: str | None, number: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.json_schema import models_json_schema
@@ -94,6 +94,34 @@ class ResponseRequest(Body):
     stream: bool = STREAM
 
 
+class EmbeddingRequest(Body):
+    """Texts to embed: `input`, or llama-server's `content`."""
+
+    input: str | list[int] | list[str] | list[list[int]] = Field(description="One text or several: text or token ids.")
+    model: str | None = MODEL
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="`base64`: 32-bit floating-point numbers, little-endian."
+    )
+    dimensions: int | None = Field(None, ge=1, description="Only this many first numbers of each embedding.")
+    embd_normalize: Literal[-1, 0, 1, 2] = Field(
+        2,
+        description="2: to the Euclidean length 1. 1: to the sum 1 of absolute values. 0: to the range of 16 bits. "
+        "-1: not at all.",
+    )
+
+
+class RerankRequest(Body):
+    """Documents to sort by how well they answer a query."""
+
+    query: str = Field(description="The query.")
+    documents: list[str | dict[str, JsonValue]] | None = Field(None, description="Texts, or objects with a `text`.")
+    texts: list[str] | None = Field(None, description="In place of `documents`, for an answer in the form of TEI.")
+    model: str | None = MODEL
+    top_n: int | None = Field(None, ge=1, description="Largest number of documents in the answer.")
+    return_documents: bool = Field(False, description="Return the documents too.")
+    return_text: bool = Field(False, description="Return the `texts` too.")
+
+
 class TokenizeRequest(Body):
     """A text to tokenize: `content`, `prompt` or `messages`."""
 
@@ -123,6 +151,13 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": MessagesRequest,
     "/v1/responses": ResponseRequest,
     "/v1/responses/input_tokens": ResponseRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/embeddings": EmbeddingRequest,
+    "/embedding": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
+    "/v1/reranking": RerankRequest,
+    "/rerank": RerankRequest,
+    "/reranking": RerankRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -11,11 +11,13 @@ from typing import Any
 
 from starlette.requests import Request
 
+from llamaq.common.protocol.embedding import JobKind
 from llamaq.common.protocol.job_request import TRACEPARENT_PATTERN
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.gateway.queue_directory import queue_of
 from llamaq.producer import AsyncClient
 from llamaq.producer.trace_context import current_traceparent
 
@@ -53,6 +55,26 @@ async def queue_for(request: Request, model: str | None, *, is_kept: bool = Fals
     return client
 
 
+async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> AsyncClient:
+    """Return the client of the queue that a request means by its `model`, for jobs of a kind.
+
+    If the request names no queue and the default queue runs jobs of another kind, the first other queue that runs them
+    is meant.
+
+    Raises:
+        RequestRefused: As in `queue_for`.
+        NoWorker: As in `queue_for`.
+    """
+    client = await queue_for(request, model)
+    served = await context_of(request).queues.served()
+    if model is not None and queue_of(model, "", served):
+        return client  # if the queue is of another kind, the submit says so
+    key = api_key_of(request)
+    allowed = [queue for queue in served if key is None or key.allows(queue)]
+    fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in served[queue])]
+    return client if not fitting or client.queue in fitting else await queue_for(request, fitting[0])
+
+
 def generation_for(
     request: Request, client: AsyncClient, jobs: Sequence[dict[str, Any]], *, is_kept: bool = False
 ) -> Generation:
@@ -72,7 +94,8 @@ def generation_for(
     """
     key, trace = api_key_of(request), _trace_of(request)
     allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
-    return Generation(client, allowed, _idempotency_key(request, key, is_kept=is_kept))
+    own_key = _idempotency_key(request, key, is_kept=is_kept)
+    return Generation(client, allowed, own_key, max_tokens=context_of(request).settings.max_tokens)
 
 
 def _trace_of(request: Request) -> dict[str, str]:

@@ -15,6 +15,7 @@ from llamaq.common.errors import (
     MissingExtra,
     NotDurable,
     NoWorker,
+    OtherKindOfQueue,
     ProtocolError,
     QueueDraining,
     QueueFull,
@@ -24,6 +25,7 @@ from llamaq.common.errors import (
     SlotCommandRefused,
 )
 from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.embedding import Embedding, JobKind, Normalization, Pooling
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
@@ -45,6 +47,7 @@ from llamaq.common.protocol.snapshots import (
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.client import AsyncClient, JobArguments, Messages
+from llamaq.producer.embeddings import EmbeddingOptions, RankedDocument
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.job_window.request_map import MappedResult
 from llamaq.producer.sync import Client, Job, Stream
@@ -62,6 +65,8 @@ __all__ = [
     "DeadLetter",
     "DeadLetterDetails",
     "DeadLetterNotFound",
+    "Embedding",
+    "EmbeddingOptions",
     "ErrorCode",
     "FinishReason",
     "IdempotencyConflict",
@@ -70,6 +75,7 @@ __all__ = [
     "Job",
     "JobArguments",
     "JobFailed",
+    "JobKind",
     "JobNotFound",
     "JobOptions",
     "JobParams",
@@ -83,7 +89,10 @@ __all__ = [
     "Messages",
     "MissingExtra",
     "NoWorker",
+    "Normalization",
     "NotDurable",
+    "OtherKindOfQueue",
+    "Pooling",
     "Priority",
     "ProtocolError",
     "QueueDepth",
@@ -92,6 +101,7 @@ __all__ = [
     "QueueMode",
     "QueueStats",
     "QueueSummary",
+    "RankedDocument",
     "RecentJob",
     "RedisFull",
     "RequestFailed",

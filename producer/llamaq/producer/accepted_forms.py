@@ -34,6 +34,7 @@ UNSET_BY_MINUS_ONE = frozenset({"max_tokens", "seed", "slot"})
 """Options for which -1 means "not set" in llama.cpp."""
 
 HINTS = {
+    "input": "use the call embed, or for a chat messages",
     "model": "the queue of the client selects the model",
     "n": "a job generates one text: submit several jobs",
     "n_probs": "use logprobs, the number of alternatives at each position",

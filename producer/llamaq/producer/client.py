@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from pydantic import JsonValue
 from redis.asyncio import Redis
 
 from llamaq.common.errors import DeadLetterNotFound, NoWorker
 from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.embedding import Embedding, Normalization
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_request import JobOptions, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobSummary
@@ -21,9 +22,10 @@ from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlo
 from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.common.settings import client_settings
-from llamaq.producer import batch, submission
+from llamaq.producer import batch, embeddings, submission
 from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
+from llamaq.producer.embeddings import EmbeddingInputs, EmbeddingOptions, RankedDocument
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.map_call import MapCall
 from llamaq.producer.queries import dead_letters, job_list, queue_list, queue_snapshots, slot_commands, text_commands
@@ -193,6 +195,72 @@ class AsyncClient(MapCall):
         return await self.auto_cancelled.generate(
             await build_request(options, stream=False, messages=messages), timeout
         )
+
+    async def embed(
+        self,
+        inputs: EmbeddingInputs,
+        *,
+        dimensions: int | None = None,
+        normalization: Normalization | Literal["euclidean", "taxicab", "max_absolute", "none"] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[EmbeddingOptions],
+    ) -> tuple[Embedding, ...]:
+        """Compute the embeddings of texts, on a queue whose workers run with `--embeddings`.
+
+            for embedding in client.embed(["one text", "another"]):
+                print(embedding.vector)
+
+        The texts are computed in jobs of at most 32. A job of the call that has not ended is cancelled when the call
+        fails, times out or is interrupted, unless the call has an idempotency key.
+
+        Args:
+            inputs: A text, a list of token ids, or a list of texts and lists of token ids. No token is added to token
+                ids.
+            dimensions: Only this many first numbers of each embedding, for models that were trained for it. None: all.
+            normalization: How embeddings are scaled. None: to the Euclidean length 1.
+            timeout: Longest wait for the embeddings in seconds. None: the client's `timeout_s`.
+            **options: Job options.
+
+        Returns:
+            One embedding for each input, in their order: `vector` is a list of floats, `data` the same as bytes, and
+            `n_tokens` the number of tokens.
+
+        Raises:
+            InvalidRequest: An argument is not valid.
+            OtherKindOfQueue: The workers of the queue run without `--embeddings`. Nothing was submitted.
+            JobFailed: A text is too long for the workers, or a job failed for another reason.
+            LlamaqError: The other errors of `generate`.
+        """
+        task = {"dimensions": dimensions, "normalization": normalization}
+        tasks = embeddings.split_task(embeddings.as_list(inputs), **task)
+        return await embeddings.compute(self.auto_cancelled, tasks, options, timeout)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[EmbeddingOptions],
+    ) -> tuple[RankedDocument, ...]:
+        """Sort documents by how well they answer a query, on a queue with a model for reranking (`--pooling rank`).
+
+        Args:
+            query: The query.
+            documents: The documents.
+            top_n: Largest number of documents to return. None: all.
+            timeout: Longest wait for the scores in seconds. None: the client's `timeout_s`.
+            **options: Job options.
+
+        Returns:
+            For each document its `index` in `documents`, its `score`, and its number of tokens. The best one is first.
+
+        Raises:
+            LlamaqError: The same errors as `embed`.
+        """
+        tasks = embeddings.split_task(embeddings.as_list(documents), query=query)
+        return embeddings.rank(await embeddings.compute(self.auto_cancelled, tasks, options, timeout), top_n)
 
     async def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> AsyncStream:
         """Submit a text prompt and return the stream of the generated text in chunks.

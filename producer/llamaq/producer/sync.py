@@ -9,6 +9,7 @@ from typing import Literal, Unpack
 
 from pydantic import JsonValue
 
+from llamaq.common.protocol.embedding import Embedding, Normalization
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_request import JobOptions, Priority
 from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
@@ -17,6 +18,7 @@ from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummar
 from llamaq.producer.blocking_base import BlockingClient, BlockingJob, BlockingStream
 from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.client import AsyncClient, JobArguments, Messages
+from llamaq.producer.embeddings import EmbeddingInputs, EmbeddingOptions, RankedDocument
 from llamaq.producer.job import Chunk
 from llamaq.producer.tokenizer import Tokenizer
 
@@ -138,6 +140,73 @@ class Client(BlockingClient):
             LlamaqError: The same errors as `generate`.
         """
         return self._call(lambda client: client.chat(messages, timeout=timeout, **options))
+
+    def embed(
+        self,
+        inputs: EmbeddingInputs,
+        *,
+        dimensions: int | None = None,
+        normalization: Normalization | Literal["euclidean", "taxicab", "max_absolute", "none"] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[EmbeddingOptions],
+    ) -> tuple[Embedding, ...]:
+        """Compute the embeddings of texts, on a queue whose workers run with `--embeddings`.
+
+            for embedding in client.embed(["one text", "another"]):
+                print(embedding.vector)
+
+        The texts are computed in jobs of at most 32. A job of the call that has not ended is cancelled when the call
+        fails, times out or is interrupted, unless the call has an idempotency key.
+
+        Args:
+            inputs: A text, a list of token ids, or a list of texts and lists of token ids. No token is added to token
+                ids.
+            dimensions: Only this many first numbers of each embedding, for models that were trained for it. None: all.
+            normalization: How embeddings are scaled. None: to the Euclidean length 1.
+            timeout: Longest wait for the embeddings in seconds. None: the client's `timeout_s`.
+            **options: Job options.
+
+        Returns:
+            One embedding for each input, in their order: `vector` is a list of floats, `data` the same as bytes, and
+            `n_tokens` the number of tokens.
+
+        Raises:
+            InvalidRequest: An argument is not valid.
+            OtherKindOfQueue: The workers of the queue run without `--embeddings`. Nothing was submitted.
+            JobFailed: A text is too long for the workers, or a job failed for another reason.
+            LlamaqError: The other errors of `generate`.
+        """
+        return self._call(
+            lambda client: client.embed(
+                inputs, dimensions=dimensions, normalization=normalization, timeout=timeout, **options
+            )
+        )
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[EmbeddingOptions],
+    ) -> tuple[RankedDocument, ...]:
+        """Sort documents by how well they answer a query, on a queue with a model for reranking (`--pooling rank`).
+
+        Args:
+            query: The query.
+            documents: The documents.
+            top_n: Largest number of documents to return. None: all.
+            timeout: Longest wait for the scores in seconds. None: the client's `timeout_s`.
+            **options: Job options.
+
+        Returns:
+            For each document its `index` in `documents`, its `score`, and its number of tokens. The best one is first.
+
+        Raises:
+            LlamaqError: The same errors as `embed`.
+        """
+        return self._call(lambda client: client.rerank(query, documents, top_n=top_n, timeout=timeout, **options))
 
     def stream(self, prompt: str, *, timeout: float | None = None, **options: Unpack[JobOptions]) -> Stream:
         """Submit a text prompt and return the stream of the generated text in chunks.

@@ -9,7 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.protocol.embedding import JobKind
+from llamaq.common.protocol.snapshots import Worker, WorkerCard
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.json_body import json_response
@@ -58,13 +59,25 @@ def model_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
         "owned_by": "llamaq",
         "aliases": sorted({worker.card.model for worker in workers}),
         "tags": [],
-        "capabilities": ["completion"] + (["chat"] if card.chat_template else []),
+        "capabilities": _capabilities(card),
         "meta": {
             "n_ctx": min(card.n_ctx, card.n_ctx_train) if card.n_ctx_train else card.n_ctx,
             "n_ctx_train": card.n_ctx_train,
             "n_vocab": card.n_vocab,
+            "n_embd": card.n_embd or None,
             "quantization": card.quantization,
             "workers": len(workers),
             "slots": sum(worker.card.n_parallel for worker in workers),
         },
     }
+
+
+def _capabilities(card: WorkerCard) -> list[str]:
+    """Return what the queue of a worker can be used for, as llama-server and Ollama name it."""
+    match card.kind:
+        case JobKind.EMBEDDING:
+            return ["embedding"]
+        case JobKind.RERANKING:
+            return ["rerank"]
+        case JobKind.GENERATION:
+            return ["completion", "chat"] if card.chat_template else ["completion"]

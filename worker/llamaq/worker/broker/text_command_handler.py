@@ -10,10 +10,16 @@ from llamaq.common.vocab.llama_vocab import Vocab
 
 
 class TextCommandHandler:
-    """Executes text commands with the vocabulary of the model, in a thread."""
+    """Executes text commands with the vocabulary of the model, in a thread.
 
-    def __init__(self, vocab: Vocab) -> None:
+    Args:
+        vocab: The vocabulary.
+        ends_texts: Whether texts have the special tokens at their end that the model asks for, as for embeddings.
+    """
+
+    def __init__(self, vocab: Vocab, *, ends_texts: bool = False) -> None:
         self._vocab = vocab
+        self._encode_text = vocab.encode_whole if ends_texts else vocab.encode
 
     async def execute(self, command: TextCommand) -> TextReply:
         """Return the reply to a command. The input of a client is the only cause of an error."""
@@ -45,9 +51,4 @@ class TextCommandHandler:
         return tuple(tuple(self._vocab.piece_with_special(token)) for token in tokens)
 
     def _encode(self, command: TextCommand, text: str) -> list[int]:
-        tokens = self._vocab.encode(text)
-        if command.add_special:
-            return tokens
-        added = self._vocab.encode("")
-        begins_special = any(span.start == 0 for span in self._vocab.special_tokens.find(text))
-        return tokens if begins_special else tokens[len(added) :]
+        return self._encode_text(text) if command.add_special else self._vocab.encode_part(text, parse_special=True)

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 class EmbeddingScheduler:
     """Runs the embedding jobs of one worker from `submit` to their end.
 
-    Interactive jobs get a slot before bulk jobs, except for the bulk share, and tenants take turns. The jobs with a slot
-    share each batch: every job adds one text after the other, until no text fits. Each tick begins with another job, so
-    that a large text is not passed for ever. No job is preempted: its texts are a matter of seconds.
+    Interactive jobs get a slot before bulk jobs, except for the bulk share, and tenants take turns. The jobs with a
+    slot share each batch: every job adds one text after the other, until no text fits. Each tick begins with another
+    job, so that a large text is not passed for ever. No job is preempted: its texts take seconds.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class EmbeddingParts:
         if self.engine.pooling is Pooling.RANK and not has_classifier(path):
             self.engine.close()
             raise InvalidSettings(
-                "--pooling (LLAMAQ_POOLING): rank needs a model for reranking, and this model has no classification head"
+                "--pooling (LLAMAQ_POOLING): rank needs a model for reranking; this model has no classification head"
             )
         if self.engine.pooling is Pooling.NONE:
             log.warning("embeddings.not_pooled: each token gets an embedding; --pooling mean or last gives one a text")

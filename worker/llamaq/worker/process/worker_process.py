@@ -30,9 +30,9 @@ from llamaq.worker.plugins import load_hooks, load_strategy
 from llamaq.worker.process.dead_worker import make_worker_id, release_dead_neighbours
 from llamaq.worker.process.embedding_parts import EmbeddingParts
 from llamaq.worker.process.exit_codes import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_FORCED, EXIT_OK
+from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.process.job_spans import span_hooks
-from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.process.model_fingerprint import fingerprint_model
 from llamaq.worker.process.model_parts import ModelParts
 from llamaq.worker.process.own_metrics import bind_metrics_server
@@ -103,7 +103,7 @@ class WorkerProcess:
             self._ticks,
             self._shared,
             self._parts.make_slot_commands(self._ticks),
-            TextCommandHandler(self._parts.engine.vocab),
+            TextCommandHandler(self._parts.engine.vocab, ends_texts=self._settings.embeddings),
         )
 
     def _describe(self, path: Path) -> WorkerCard:
