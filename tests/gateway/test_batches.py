@@ -9,10 +9,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 from tests.support.http_server import serving_http
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.connect import connect
+from llamaq.gateway.batches import request_body
+from llamaq.gateway.batches.record import BatchStatus
+from llamaq.gateway.batches.store import BatchStore, LeaseLost
+from llamaq.gateway.files.blocks import compress
+from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.producer.testing import FakeWorker
 
 CHAT = "/v1/chat/completions"
@@ -30,6 +38,19 @@ def jsonl(*lines: object) -> bytes:
 
 def echo(request: JobRequest) -> list[str]:
     return ["re: ", str(request.messages[-1].content if request.messages else request.prompt)]
+
+
+@asynccontextmanager
+async def key_store(redis_url: str, prefix: str) -> AsyncIterator[KeyStore]:
+    redis = connect(redis_url, name="test")
+    try:
+        yield KeyStore(redis, Keys(prefix))
+    finally:
+        await redis.aclose()
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
 
 
 @asynccontextmanager
@@ -102,3 +123,169 @@ async def test_a_batch_answers_each_line_and_names_those_that_failed(redis_url: 
     assert "temperature" in error["error"]["message"]
     assert begun["id"] in [each["id"] for each in listed]
     assert files[done["output_file_id"]]["purpose"] == "batch_output"
+
+
+async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, queue: str) -> None:
+    lines: list[object] = [
+        line("a", "x"),
+        "{",
+        line("a", "x"),
+        line("b", "x", model="other"),
+        {**line("c", "x"), "url": "/v1/completions"},
+        {"custom_id": "d"},
+    ]
+    async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
+        failed = await end_of(http, await begin(http, jsonl(*lines)))
+        empty = await end_of(http, await begin(http, b"\n"))
+        unknown = await end_of(http, await begin(http, jsonl(line("a", "x", model="no-such"))))
+        late = await http.post(f"/v1/batches/{failed['id']}/cancel")
+    assert [(each["line"], each["code"]) for each in failed["errors"]["data"]] == [
+        (2, "invalid_json_line"),
+        (3, "duplicate_custom_id"),
+        (4, "mismatched_model"),
+        (5, "mismatched_url"),
+        (6, "missing_required_parameter"),
+    ]
+    assert failed["output_file_id"] is None
+    assert [each["errors"]["data"][0]["code"] for each in (empty, unknown)] == ["empty_file", "model_not_found"]
+    assert late.status_code == 400
+
+
+async def test_a_cancelled_batch_keeps_the_answers_that_it_has(redis_url: str, queue: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        await worker.announce()
+        batch = await begin(http, jsonl(line("a", "x"), line("b", "y")))
+        await (await worker.start_next()).answer(["done"])
+        second = await worker.start_next()
+        while (await http.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"] == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        cancelling = (await http.post(f"/v1/batches/{batch['id']}/cancel")).json()
+        cancelled = await end_of(http, batch)
+        assert (await second.emit([1], "more")).code == "cancel"
+        (answer,) = await lines_of(http, cancelled["output_file_id"])
+    assert cancelling["status"] in ("cancelling", "cancelled")
+    assert (cancelled["status"], cancelled["error_file_id"]) == ("cancelled", None)
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == "done"
+    assert cancelled["cancelling_at"] <= cancelled["cancelled_at"]
+
+
+async def test_a_batch_that_its_window_ends_has_an_error_for_each_open_line(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(request_body._UNITS_S, "m", 1)
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        await worker.announce()
+        batch = await begin(http, jsonl(line("a", "x"), line("b", "y")), completion_window="1m")
+        expired = await end_of(http, batch)
+        errors = await lines_of(http, expired["error_file_id"])
+    assert (expired["status"], expired["request_counts"]["failed"]) == ("expired", 2)
+    assert [(each["custom_id"], each["error"]["code"]) for each in errors] == [
+        ("a", "batch_expired"),
+        ("b", "batch_expired"),
+    ]
+
+
+async def test_a_server_that_stops_leaves_its_batch_to_another(redis_url: str, queue: str) -> None:
+    async with (
+        FakeWorker(redis_url, queue) as worker,
+        serving_http(redis_url, queue, batch_lease_s=0.3) as second,
+        httpx.AsyncClient(base_url=second) as http,
+    ):
+        await worker.announce()
+        async with serving_http(redis_url, queue) as first, httpx.AsyncClient(base_url=first) as other:
+            batch = await begin(other, jsonl(line("a", "x"), line("b", "y"), line("c", "z")))
+            await (await worker.start_next()).answer(["one"])
+            held = await worker.start_next()
+            await end_of(http, batch, "in_progress")
+        await held.answer(["two"])
+        await (await worker.start_next()).answer(["three"])
+        done = await end_of(http, batch)
+        answers = await lines_of(http, done["output_file_id"])
+    assert sorted(each["response"]["body"]["choices"][0]["message"]["content"] for each in answers) == [
+        "one",
+        "three",
+        "two",
+    ]
+
+
+async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_nothing(
+    redis_url: str, queue: str
+) -> None:
+    redis, keys = connect(redis_url, name="test"), Keys(queue)
+    store = BatchStore(redis, keys)
+    body = {"input_file_id": "file-x", "endpoint": CHAT}
+    request = request_body.read_batch_request(body, owner=None, file_ttl_s=3600)
+    await store.create(request)
+    assert (await store.claim(request.id, "one", 30)).code == "mine"
+    assert (await store.claim(request.id, "two", 30)).code == "held"
+    assert await store.due(1) == []
+
+    async def write(runner: str) -> None:
+        blocks = await compress(b"x\n")
+        await store.write(request, runner, n_before=0, output=blocks, errors=[], counters={"completed": 1})
+
+    await write("one")
+    await write("one")
+    assert await redis.llen(keys.http_file(request.output_file_id)) == 1
+    await store.claim(request.id, "one", 0)
+    assert (await store.claim(request.id, "two", 30)).code == "mine"
+    with pytest.raises(LeaseLost):
+        await write("one")
+    with pytest.raises(LeaseLost):
+        await store.advance(request, "one", BatchStatus.COMPLETED)
+    batch = await store.read(request.id)
+    assert batch is not None
+    assert (batch.number("completed"), batch.status) == (1, "validating")
+    await redis.aclose()
+
+
+async def test_a_key_sees_its_own_files_and_batches_and_its_jobs_keep_its_rules(redis_url: str, queue: str) -> None:
+    requests: list[JobRequest] = []
+
+    def answer(request: JobRequest) -> list[str]:
+        requests.append(request)
+        return ["ok"]
+
+    async with (
+        key_store(redis_url, queue) as keys,
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="alice", max_open=2))) as alice,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="bob", queues=("other",)))) as bob,
+    ):
+        serving = asyncio.create_task(worker.serve(answer))
+        batch = await begin(alice, jsonl(*(line(str(number), "x", tenant="bob") for number in range(5))))
+        done = await end_of(alice, batch)
+        foreign = [
+            await bob.get(f"/v1/batches/{batch['id']}"),
+            await bob.post(f"/v1/batches/{batch['id']}/cancel"),
+            *[await bob.get(f"/v1/files/{done[name]}/content") for name in ("input_file_id", "output_file_id")],
+            await bob.delete(f"/v1/files/{done['input_file_id']}"),
+            await bob.post("/v1/batches", json={"input_file_id": done["input_file_id"], "endpoint": CHAT}),
+        ]
+        lists = [(await bob.get(f"/v1/{name}")).json()["data"] for name in ("files", "batches")]
+        refused = await end_of(bob, await begin(bob, jsonl(line("a", "x"))))
+        await cancel_tasks(serving)
+        revoked = await begin(alice, jsonl(line("a", "x")))
+        await end_of(alice, revoked, "in_progress")
+        await keys.revoke("alice")
+        redis, names = connect(redis_url, name="test"), Keys(queue)
+        store = BatchStore(redis, names)
+        while (stored := await store.read(revoked["id"])) and not stored.status.has_ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await redis.aclose()
+    assert done["status"] == "completed"
+    assert {(each.tenant, each.cache_salt, each.priority) for each in requests} == {("alice", "alice", "bulk")}
+    assert [each.status_code for each in foreign] == [404, 404, 404, 404, 404, 400]
+    assert lists == [[], []]
+    assert (refused["status"], refused["errors"]["data"][0]["code"]) == ("failed", "queue_not_allowed")
+    assert stored is not None
+    assert stored.status is BatchStatus.CANCELLED

@@ -1,0 +1,172 @@
+"""Files: uploads within their bounds, lists, contents, expiry; malformed forms; lines of any length."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import zlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.http_server import sending, serving_http
+
+from llamaq.common.errors import ProtocolError
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.redis.connect import connect
+from llamaq.gateway.batches.input_lines import read_lines
+from llamaq.gateway.files import store as store_module
+from llamaq.gateway.files.blocks import BLOCK_BYTES, compress, decompress
+from llamaq.gateway.files.form_parts import FormParts
+from llamaq.gateway.http.errors import RequestRefused
+
+
+async def upload(http: httpx.AsyncClient, content: bytes, **fields: str) -> httpx.Response:
+    return await http.post(
+        "/v1/files", files={"file": ("../../etc/in.jsonl", content)}, data={"purpose": "batch", **fields}
+    )
+
+
+async def test_a_file_is_stored_shown_listed_and_removed(redis_url: str, queue: str) -> None:
+    content = os.urandom(3 * BLOCK_BYTES + 17)
+    async with (
+        serving_http(redis_url, queue, key_prefix=queue, max_body_bytes=2000) as first,
+        serving_http(redis_url, queue, key_prefix=queue) as second,
+        httpx.AsyncClient(base_url=first) as http,
+        httpx.AsyncClient(base_url=second) as other,
+    ):
+        files = [(await upload(http, content)).json()]
+        fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        files += [(await upload(http, each, **fields)).json() for each in (b"", b"x")]
+        ids = [each["id"] for each in files]
+        read = await other.get(f"/v1/files/{ids[0]}/content")
+        shown = (await other.get(f"/v1/files/{ids[1]}")).json()
+        pages = [
+            (await http.get("/v1/files", params=params)).json()
+            for params in ({"limit": 2}, {"limit": 2, "after": ids[1]}, {"order": "asc", "purpose": "batch"})
+        ]
+        removed = (await other.delete(f"/v1/files/{ids[0]}")).json()
+        missing = [
+            await http.get(f"/v1/files/{ids[0]}"),
+            await http.get(f"/v1/files/{ids[0]}/content"),
+            await http.delete(f"/v1/files/{ids[0]}"),
+            await http.delete("/v1/files/x"),
+            await http.get("/v1/batches/x"),
+        ]
+        wrong = [(await http.get("/v1/files", params={"limit": limit})).status_code for limit in ("0", "x", "99999")]
+    assert read.content == content
+    assert (files[0]["filename"], files[0]["bytes"], files[0]["object"]) == ("../../etc/in.jsonl", len(content), "file")
+    assert shown == files[1]
+    assert shown["expires_at"] - shown["created_at"] == 3600
+    assert [[each["id"] for each in page["data"]] for page in pages] == [[ids[2], ids[1]], [ids[0]], ids]
+    assert [page["has_more"] for page in pages] == [True, False, False]
+    assert removed == {"id": ids[0], "object": "file", "deleted": True}
+    assert [each.status_code for each in missing] == [404] * 5
+    assert wrong == [400] * 3
+    redis = connect(redis_url, name="test")
+    contents = [key async for key in redis.scan_iter(f"{queue}:{{*}}:file")]
+    assert len(contents) == 1  # that of the removed file is gone, and an empty file has none
+    assert await redis.ttl(contents[0]) <= 3600
+    await redis.aclose()
+
+
+async def test_uploads_have_bounds_and_leave_nothing_behind(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_FILES", 2)
+    settings = {"key_prefix": queue, "max_file_bytes": 500_000, "max_files_bytes": 600_000, "body_timeout_s": 0.2}
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        for _ in range(10):
+            yield os.urandom(100_000)
+
+    async with (
+        serving_http(redis_url, queue, **settings) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        form = {"Content-Type": "multipart/form-data; boundary=b"}
+        announced = await upload(http, b"x" * 700_000)
+        streamed = await http.post("/v1/files", content=chunks(), headers=form)
+        malformed = [
+            await http.post("/v1/files", content=b"x"),
+            await http.post("/v1/files", content=b"x", headers=form),
+            await http.post("/v1/files", content=b"--b--\r\n", headers=form),
+            await http.post("/v1/files", content=b"", headers={"Content-Type": "multipart/form-data"}),
+            await http.post("/v1/files", data={"purpose": "batch"}, files={"other": b"x"}),
+            await upload(http, b"x", purpose="fine-tune"),
+            await upload(http, b"x", **{"expires_after[seconds]": "60"}),
+            await upload(http, b"x", **{f"field {number}": "" for number in range(20)}),
+            await upload(http, b"x", long="x" * 5000),
+        ]
+        begun = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+        async with sending(url, begun + b"Content-Length: 999\r\n\r\n--b") as (reader, _):
+            slow = await reader.readuntil(b"\r\n")
+        async with sending(url, begun + b"Content-Length: 999\r\n\r\n--b"):
+            pass  # the client leaves in the middle
+        redis, keys = connect(redis_url, name="test"), Keys(queue)
+        while await redis.hlen(keys.http_files("")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        accepted = [await upload(http, b"x" * 400_000), await upload(http, b"x" * 250_000)]
+        accepted += [await upload(http, b"x") for _ in range(2)]
+        contents = [key async for key in redis.scan_iter(f"{queue}:{{*}}:file*")]
+        await redis.aclose()
+    assert announced.status_code == streamed.status_code == 413
+    assert announced.json()["error"]["code"] == streamed.json()["error"]["code"] == "file_too_large"
+    assert [each.status_code for each in malformed] == [400] * 9
+    assert b" 408 " in slow
+    assert [each.status_code for each in accepted] == [200, 413, 200, 413]
+    assert accepted[1].json()["error"]["code"] == "file_quota_exceeded"
+    assert len(contents) == 2
+
+
+@given(st.binary(max_size=300), st.integers(1, 40))
+def test_a_form_is_the_same_however_it_is_cut(content: bytes, size: int) -> None:
+    if b"--b" in content:
+        return
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a\x01.jsonl"\r\n\r\n'
+        + content
+        + b"\r\n--b--\r\n"
+    )
+    form = FormParts("multipart/form-data; boundary=b")
+    read = b"".join(form.feed(body[start : start + size]) for start in range(0, len(body), size))
+    assert (read, form.fields, form.filename, form.is_complete) == (content, {"purpose": "batch"}, "a.jsonl", True)
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    form = FormParts("multipart/form-data; boundary=b")
+    try:
+        form.feed(b"--b" + body)
+    except RequestRefused as exc:
+        assert exc.http_status == 400  # noqa: PT017
+
+
+def lines_in(content: bytes, size: int, longest: int) -> list[tuple[int, bytes | None]]:
+    async def blocks() -> AsyncIterator[bytes]:
+        for start in range(0, len(content), size):
+            yield content[start : start + size]
+
+    async def collect() -> list[tuple[int, bytes | None]]:
+        return [each async for each in read_lines(blocks(), longest)]
+
+    return asyncio.run(collect())
+
+
+@given(st.lists(st.sampled_from([b"", b" ", b"a", b"bc", b"d" * 30]), max_size=12), st.integers(1, 50))
+def test_lines_are_the_same_however_the_blocks_are_cut(lines: list[bytes], size: int) -> None:
+    expected = [(number, line if len(line) < 30 else None) for number, line in enumerate(lines, 1) if line.strip()]
+    assert lines_in(b"\n".join(lines), size, 20) == expected
+
+
+async def test_a_block_that_is_damaged_or_too_large_is_refused() -> None:
+    (block,) = await compress(b"x" * BLOCK_BYTES)
+    assert decompress(block) == b"x" * BLOCK_BYTES
+    bomb = zlib.compress(bytes(100 * BLOCK_BYTES))
+    for damaged in (b"", b"x", block[:-9], bomb):
+        with pytest.raises(ProtocolError):
+            decompress(damaged)
