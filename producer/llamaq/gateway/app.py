@@ -9,7 +9,6 @@ from redis.exceptions import RedisError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,9 +18,10 @@ from llamaq.gateway.answer_forms import AnswerForms
 from llamaq.gateway.batches.runner import BatchRunner
 from llamaq.gateway.chat_page import chat_page
 from llamaq.gateway.context import Context
+from llamaq.gateway.http.cors import Cors, cors_options
 from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.json_body import json_response
-from llamaq.gateway.http.request_ids import HEADER, RequestIds
+from llamaq.gateway.http.request_ids import RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_store import KeyStore
@@ -126,13 +126,7 @@ def build_app(settings: ServeSettings) -> Starlette:
 
 def _middleware(settings: ServeSettings) -> list[Middleware]:
     """Return the middleware, from the outside to the inside."""
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=settings.cors_origins,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=[HEADER, "Retry-After"],
-    )
+    cors = Middleware(Cors, **cors_options(settings.cors_origins))
     return [
         Middleware(RequestIds),
         *([cors] if settings.cors_origins else []),

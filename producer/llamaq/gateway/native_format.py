@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
-from llamaq.common.protocol.snapshots import SlotSnapshot, Worker
+from llamaq.common.protocol.job_outcome import FinishReason, Result
+from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
+from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.common.protocol.snapshots import SlotSnapshot, Worker, WorkerCard
 from llamaq.producer.openai_format.endpoints import Endpoint
-from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
 from llamaq.producer.openai_format.response_body import timings_object
+
+RANDOM_SEED = 2**32 - 1
+"""The seed that stands for a random one in llama-server."""
+_MISSING = object()
 
 STOP_TYPES = {
     FinishReason.STOP: "eos",
@@ -18,6 +25,41 @@ STOP_TYPES = {
     FinishReason.DEADLINE: "limit",
     FinishReason.CANCELLED: "none",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class NativeOptions:
+    """What a request to `/completion` says about its answer alone."""
+
+    has_tokens: bool
+    """Whether the answer has the token ids."""
+    fields: tuple[str, ...]
+    """The only fields of the answer, such as `content` or `generation_settings/n_predict`. Empty: all."""
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Self:
+        """Return the options of a body.
+
+        Raises:
+            InvalidRequest: A field has a form that is not supported.
+        """
+        fields = body.get("response_fields") or []
+        if not isinstance(fields, list) or not all(isinstance(each, str) for each in fields):
+            raise InvalidRequest("response_fields: a list of names is required")
+        return cls(has_tokens=read_flag(body, "return_tokens"), fields=tuple(fields))
+
+    def chosen(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of an answer that the request wants. A name may be a path, with `/` between its parts."""
+        if not self.fields:
+            return answer
+        found = {}
+        for path in self.fields:
+            value: Any = answer
+            for name in path.split("/"):
+                value = value.get(name, _MISSING) if isinstance(value, dict) else _MISSING
+            if value is not _MISSING:
+                found[path] = value
+        return found
 
 
 def read_native_body(body: Mapping[str, Any]) -> GenerationBody:
@@ -33,37 +75,43 @@ def read_native_body(body: Mapping[str, Any]) -> GenerationBody:
 
 
 def final_object(
-    result: Result, index: int, *, values: Mapping[str, Any], model: str, is_streamed: bool, has_tokens: bool
+    result: Result, index: int, *, request: JobRequest, card: WorkerCard | None, model: str, has_tokens: bool
 ) -> dict[str, Any]:
-    """Return the answer to `/completion`, or the last event of a streamed one.
+    """Return the answer to `/completion`.
 
     Args:
         result: The result of the job.
         index: The number of the choice.
-        values: The arguments of the job.
+        request: The job.
+        card: The card of a worker of the queue. None: no live worker serves it.
         model: The name of the model that the answer shows.
-        is_streamed: Whether the text was sent before.
         has_tokens: Whether the answer has the token ids.
     """
     stats = result.stats
     return {
         "index": index,
-        "content": "" if is_streamed else result.text,
-        "tokens": list(result.tokens) if has_tokens and not is_streamed else [],
+        "content": result.text,
+        "tokens": list(result.tokens) if has_tokens else [],
         "id_slot": stats.slot if stats.slot is not None else -1,
         "stop": True,
         "model": model,
         "tokens_predicted": stats.generated_tokens,
         "tokens_evaluated": stats.prompt_tokens,
-        "generation_settings": generation_settings(values, stats),
-        "prompt": values.get("prompt", ""),
+        "generation_settings": generation_settings(request, card, stats.seed),
+        "prompt": request.prompt if request.prompt is not None else list(request.tokens or ()),
         "has_new_line": "\n" in result.text,
-        "truncated": False,
+        "truncated": is_truncated(result, request),
         "stop_type": stop_type(result),
         "stopping_word": stats.stop_string or "",
         "tokens_cached": stats.prompt_tokens + stats.generated_tokens - 1,
         "timings": timings_object(stats),
     }
+
+
+def is_truncated(result: Result, request: JobRequest) -> bool:
+    """Return whether the end of the context has ended the answer."""
+    at_limit = request.max_tokens is not None and result.stats.generated_tokens >= request.max_tokens
+    return result.finish_reason is FinishReason.LENGTH and not at_limit
 
 
 def stop_type(result: Result) -> str:
@@ -84,12 +132,35 @@ def partial_object(index: int, text: str, tokens: Sequence[int]) -> dict[str, An
     }
 
 
-def generation_settings(values: Mapping[str, Any], stats: JobStats) -> dict[str, Any]:
-    """Return the options that a job was given, and its seed."""
-    hidden = {"prompt", "tokens", "messages", "metadata", "cancel_on_disconnect", "idempotency_key"}
-    given = {name: value for name, value in values.items() if name not in hidden}
-    limit = given.get("max_tokens", given.get("n_predict", -1))
-    return {**given, "seed": stats.seed, "n_predict": limit, "max_tokens": limit}
+def generation_settings(request: JobRequest | None, card: WorkerCard | None, seed: int | None) -> dict[str, Any]:
+    """Return the options of a job under the names of llama-server, with the defaults of the worker.
+
+    Args:
+        request: The job. None: a job without options of its own.
+        card: The card of a worker of the queue. None: no live worker serves it.
+        seed: The seed of the job.
+    """
+    defaults = JobDefaults() if card is None else card.job_defaults
+    sampling = defaults if request is None else defaults.resolve(request)
+    given = JobParams() if request is None else request
+    limit = -1 if given.max_tokens is None else given.max_tokens
+    biases: list[dict[str, Any]] = [{"token": token, "bias": bias} for token, bias in given.logit_bias.items()]
+    if given.ignore_eos and card is not None:
+        biases += [{"token": token, "bias": None} for token in card.end_tokens]
+    return {
+        **sampling.model_dump(mode="json", include=set(SamplingDefaults.model_fields)),
+        "repeat_last_n": sampling.penalty_last_n,
+        "seed": RANDOM_SEED if seed is None else seed,
+        "max_tokens": limit,
+        "n_predict": limit,
+        "stop": list(given.stop),
+        "ignore_eos": given.ignore_eos,
+        "logit_bias": biases,
+        "n_probs": given.logprobs or 0,
+        "grammar": given.grammar or "",
+        "stream": given.stream,
+        "lora": [],
+    }
 
 
 def slot_object(worker: Worker, slot: SlotSnapshot, slot_id: int) -> dict[str, Any]:
@@ -102,7 +173,7 @@ def slot_object(worker: Worker, slot: SlotSnapshot, slot_id: int) -> dict[str, A
     """
     return {
         "id": slot_id,
-        "n_ctx": min(worker.card.n_ctx, worker.card.n_ctx_train or worker.card.n_ctx),
+        "n_ctx": worker.card.context_limit,
         "speculative": False,
         "is_processing": slot.job_id is not None,
         "id_task": slot.job_id,
@@ -110,10 +181,18 @@ def slot_object(worker: Worker, slot: SlotSnapshot, slot_id: int) -> dict[str, A
         "n_prompt_tokens": slot.prompt_tokens,
         "n_prompt_tokens_processed": max(slot.prefilled_tokens - slot.cached_tokens, 0),
         "n_prompt_tokens_cache": slot.cached_tokens,
-        "next_token": [{"has_next_token": slot.job_id is not None, "n_remain": -1, "n_decoded": slot.generated_tokens}],
+        "next_token": [_next_token(slot)],
         "worker": worker.card.worker,
         "slot": slot.index,
     }
+
+
+def _next_token(slot: SlotSnapshot) -> dict[str, Any]:
+    """Return how far the answer of a slot is. A free slot has none, although its last answer is still in its cells."""
+    if slot.job_id is None:
+        return {"has_next_token": False, "n_remain": -1, "n_decoded": 0}
+    n_remain = max(slot.max_generated_tokens - slot.generated_tokens, 0)
+    return {"has_next_token": True, "n_remain": n_remain, "n_decoded": slot.generated_tokens}
 
 
 def props_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
@@ -121,8 +200,8 @@ def props_object(queue: str, workers: Sequence[Worker]) -> dict[str, Any]:
     card = workers[0].card
     return {
         "default_generation_settings": {
-            "params": {},
-            "n_ctx": min(card.n_ctx, card.n_ctx_train or card.n_ctx),
+            "params": generation_settings(None, card, card.job_defaults.seed),
+            "n_ctx": card.context_limit,
         },
         "total_slots": sum(worker.card.n_parallel for worker in workers),
         "model_alias": queue,

@@ -14,6 +14,7 @@ from llamaq.common.settings import ClientSettings
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.settings import ServeSettings
 from llamaq.producer import AsyncClient
+from llamaq.producer.queries.metrics import read_job_counters
 from llamaq.producer.queries.queue_snapshots import read_workers
 
 FRESH_S = 2.0
@@ -51,13 +52,16 @@ class QueueDirectory:
         """Close all clients. The jobs of open streams are cancelled."""
         await asyncio.gather(*(client.aclose() for client in {self._default, *self._clients.values()}))
 
-    async def served(self) -> Served:
+    async def served(self, *, is_fresh: bool = False) -> Served:
         """Return the known queues with their live workers. A queue may have none.
+
+        Args:
+            is_fresh: Whether the last heartbeats are wanted. Otherwise they may be two seconds older.
 
         Raises:
             RedisError: Redis cannot be read.
         """
-        if time.monotonic() - self._read_s < FRESH_S:
+        if not is_fresh and time.monotonic() - self._read_s < FRESH_S:
             return self._served
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
@@ -108,6 +112,11 @@ class QueueDirectory:
         if not self._served.get(queue) and not self.settings.wait_for_worker and not waits:
             raise NoWorker(queue)
         return await self._client(queue, is_kept=is_kept)
+
+    async def job_counters(self, queue: str) -> dict[str, int]:
+        """Return the counters of the jobs of a queue, with the names of `_metrics.lua`."""
+        client = await self._client(queue, is_kept=False)
+        return await read_job_counters(client.redis, client.keys, queue, client.connection.settings.partitions)
 
     async def card(self, queue: str) -> WorkerCard | None:
         """Return the card of a worker of a queue. None: no live worker serves it."""

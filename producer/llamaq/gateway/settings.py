@@ -94,7 +94,7 @@ class ServeSettings(ClientSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Origins whose web pages may call this server, separated by commas, such as "
-        "`https://chat.example.org`. `*`: all.",
+        "`https://chat.example.org`. `localhost`: all pages on this machine, at any port. `*`: all.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."

@@ -57,6 +57,7 @@ class RequestRefused(LlamaqError):
         code: Kind of the error, for programs.
         param: Name of the field that is wrong. None: no single field is.
         headers: Headers of the response.
+        details: Further fields of the object `error`.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class RequestRefused(LlamaqError):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.http_status = status
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        self.details = dict(details or {})
 
 
 def invalid(message: str, param: str | None = None) -> RequestRefused:
@@ -156,7 +159,8 @@ def param_of(exc: Exception) -> str | None:
 def error_fields(exc: Exception) -> dict[str, Any]:
     """Return the object `error` of a response."""
     status, code = status_of(exc), code_of(exc)
-    return {"message": message_of(exc), "type": type_of(status, code), "code": code, "param": param_of(exc)}
+    details = exc.details if isinstance(exc, RequestRefused) else {}
+    return {"message": message_of(exc), "type": type_of(status, code), "code": code, "param": param_of(exc), **details}
 
 
 def message_error(exc: Exception) -> dict[str, Any]:

@@ -12,17 +12,20 @@ from starlette.responses import Response
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.gateway.choice_stream import ChoiceStream
-from llamaq.gateway.context import FINGERPRINT, context_of
+from llamaq.gateway.context import FINGERPRINT, Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.long_prompts import explaining_long_prompts
 from llamaq.gateway.permissions import generation_for, queue_for
+from llamaq.gateway.prompt_texts import with_tokens
 from llamaq.gateway.token_pieces import TokenPieces
+from llamaq.gateway.verbose_answers import verbose_fields
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import logprobs_object, tokens_of
-from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag, read_model
 from llamaq.producer.openai_format.response_body import completion_id, completion_object, timings_object
 from llamaq.producer.openai_format.stream_chunks import StreamChunks
 from llamaq.producer.openai_format.tools import form_options, message_of
@@ -40,32 +43,26 @@ async def complete(request: Request) -> Response:
 
 async def _generate(request: Request, endpoint: Endpoint) -> Response:
     context = context_of(request)
-    body = read_body(endpoint, await read_object(request))
-    client = await queue_for(request, body.model, is_kept=body.is_stored)
+    fields = await read_object(request)
+    client = await queue_for(request, read_model(fields), is_kept=read_flag(fields, "store"))
+    body = read_body(endpoint, await with_tokens(client, fields))
     echoed = await _read_echoed(client, body)
     form = await context.forms.of(client, body.jobs[0]) if endpoint is Endpoint.CHAT else CONTENT_ALONE
     more = form_options(form, body.tool_choice, body.jobs[0])
     generation = generation_for(request, client, [job | more for job in body.jobs], is_kept=body.is_stored)
     splitters = [splitter for _ in body.jobs if (splitter := form.splitter()) is not None]
     model = body.model or client.queue
-    if body.is_streamed:
+    async with explaining_long_prompts(context, generation):
+        if not body.is_streamed:
+            results = await generation.results()
+            answer = await _answer(context, generation, body, results, model, echoed, splitters)
+            return json_response(answer | await verbose_fields(context, fields, generation, results[0], model))
         await generation.start()
         return await EventStream.open(
             _events(generation, body, model, echoed, context.pieces, splitters),
             comment=generation.describe_wait,
             ping_s=context.settings.ping_s,
         )
-    results = await generation.results()
-    logprobs = [
-        await _logprobs(body, client, context.pieces, result.tokens, result.logprobs)
-        for result in results
-        if result.logprobs is not None
-    ]
-    messages = [
-        message_of([*splitter.feed(result.text), *splitter.finish()], result.job_id)
-        for splitter, result in zip(splitters, results, strict=False)
-    ]
-    return json_response(_answer(body, results, model, echoed, logprobs, messages))
 
 
 async def _logprobs(
@@ -88,20 +85,30 @@ async def _read_echoed(client: AsyncClient, body: GenerationBody) -> list[str]:
     return [job["prompt"] if "prompt" in job else await client.detokenize(job["tokens"]) for job in body.jobs]
 
 
-def _answer(
+async def _answer(
+    context: Context,
+    generation: Generation,
     body: GenerationBody,
     results: Sequence[Result],
     model: str,
     echoed: Sequence[str],
-    logprobs: Sequence[dict[str, Any]],
-    messages: Sequence[dict[str, Any]],
+    splitters: Sequence[AnswerSplitter],
 ) -> dict[str, Any]:
-    created_s = int(time.time())
+    """Return the whole answer."""
+    logprobs = [
+        await _logprobs(body, generation.client, context.pieces, result.tokens, result.logprobs)
+        for result in results
+        if result.logprobs is not None
+    ]
+    messages = [
+        message_of([*splitter.feed(result.text), *splitter.finish()], result.job_id)
+        for splitter, result in zip(splitters, results, strict=False)
+    ]
     answer = completion_object(
         body.endpoint,
         *results,
         model=model,
-        created_s=created_s,
+        created_s=int(time.time()),
         n=body.n,
         echoed=echoed,
         logprobs=logprobs,

@@ -3,74 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
-from llamaq.gateway.context import context_of
+from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.native_format import final_object, partial_object, read_native_body
+from llamaq.gateway.long_prompts import explaining_long_prompts
+from llamaq.gateway.native_format import NativeOptions, final_object, partial_object, read_native_body
 from llamaq.gateway.permissions import generation_for, queue_for
-from llamaq.gateway.token_pieces import TokenPieces
-from llamaq.producer import Result
+from llamaq.gateway.prompt_texts import with_tokens
+from llamaq.producer import Chunk, Result
 from llamaq.producer.openai_format.logprobs import token_object, tokens_of
-from llamaq.producer.openai_format.request_body import GenerationBody, read_flag
+from llamaq.producer.openai_format.request_body import read_model
 
 
 async def complete(request: Request) -> Response:
     """Continue a text, or several."""
     context = context_of(request)
     fields = await read_object(request)
-    body = read_native_body(fields)
-    has_tokens = read_flag(fields, "return_tokens")
-    client = await queue_for(request, body.model)
+    options = NativeOptions.read(fields)
+    client = await queue_for(request, read_model(fields))
+    body = read_native_body(await with_tokens(client, fields))
     generation = generation_for(request, client, body.jobs, is_kept=body.is_stored)
-    model = body.model or client.queue
-    if body.is_streamed:
+    answers = _Answers(context, generation, body.model or client.queue, options)
+    async with explaining_long_prompts(context, generation):
+        if not body.is_streamed:
+            results = enumerate(await generation.results())
+            found = [options.chosen(await answers.whole(result, index)) for index, result in results]
+            return json_response(found[0] if len(found) == 1 else found)
         await generation.start()
         return await EventStream.open(
-            _events(generation, body, model, context.pieces, has_tokens=has_tokens),
-            comment=generation.describe_wait,
-            ping_s=context.settings.ping_s,
+            answers.events(), comment=generation.describe_wait, ping_s=context.settings.ping_s
         )
-    answers = []
-    for index, result in enumerate(await generation.results()):
-        answer = final_object(
-            result, index, values=body.jobs[index], model=model, is_streamed=False, has_tokens=has_tokens
-        )
-        logprobs = await _probabilities(generation, context.pieces, result.tokens, result.logprobs or ())
-        answers.append(answer | logprobs)
-    return json_response(answers[0] if len(answers) == 1 else answers)
 
 
-async def _probabilities(
-    generation: Generation, known: TokenPieces, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> dict[str, Any]:
-    """Return the field `completion_probabilities` of some tokens, if the request asked for it."""
-    if not logprobs:
-        return {}
-    pieces = await known.of(generation.client, tokens_of(tokens, logprobs))
-    pairs = zip(tokens, logprobs, strict=True)
-    return {"completion_probabilities": [token_object(token, each, pieces) for token, each in pairs]}
+def by_token(chunk: Chunk) -> list[Chunk]:
+    """Return a chunk with probabilities as one for each token, as llama-server sends them. The last one has the text.
+
+    A chunk has several tokens if they arrived together. A chunk without probabilities stays as it is.
+    """
+    if len(chunk.logprobs) <= 1:
+        return [chunk]
+    last = len(chunk.tokens) - 1
+    return [
+        replace(chunk, text=chunk.text if at == last else "", tokens=(token,), logprobs=(chunk.logprobs[at],))
+        for at, token in enumerate(chunk.tokens)
+    ]
 
 
-async def _events(
-    generation: Generation, body: GenerationBody, model: str, known: TokenPieces, *, has_tokens: bool
-) -> Events:
-    pieces = generation.pieces()
-    try:
-        async for index, piece in pieces:
-            if isinstance(piece, Result):
-                values = body.jobs[index]
-                yield data(
-                    final_object(piece, index, values=values, model=model, is_streamed=True, has_tokens=has_tokens)
-                )
-            else:
-                logprobs = await _probabilities(generation, known, piece.tokens, piece.logprobs)
-                yield data(partial_object(index, piece.text, piece.tokens) | logprobs)
-    finally:
-        await pieces.aclose()
+class _Answers:
+    """The answers to the jobs of one request."""
+
+    def __init__(self, context: Context, generation: Generation, model: str, options: NativeOptions) -> None:
+        self._context = context
+        self._generation = generation
+        self._model = model
+        self._options = options
+
+    async def whole(self, result: Result, index: int) -> dict[str, Any]:
+        """Return the whole answer of one job."""
+        answer = await self._final(result, index, has_tokens=self._options.has_tokens)
+        return answer | await self._probabilities(result.tokens, result.logprobs or ())
+
+    async def events(self) -> Events:
+        """Yield the encoded events of a stream."""
+        pieces = self._generation.pieces()
+        try:
+            async for index, piece in pieces:
+                if isinstance(piece, Result):
+                    final = await self._final(piece, index, has_tokens=False)
+                    yield data(self._options.chosen(final | {"content": ""}))
+                else:
+                    for part in by_token(piece):
+                        probabilities = await self._probabilities(part.tokens, part.logprobs)
+                        yield data(partial_object(index, part.text, part.tokens) | probabilities)
+        finally:
+            await pieces.aclose()
+
+    async def _final(self, result: Result, index: int, *, has_tokens: bool) -> dict[str, Any]:
+        request, client = self._generation.requests[index], self._generation.client
+        card = await self._context.queues.card(client.queue)
+        return final_object(result, index, request=request, card=card, model=self._model, has_tokens=has_tokens)
+
+    async def _probabilities(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Return the field `completion_probabilities` of some tokens, if the request asked for it."""
+        if not logprobs:
+            return {}
+        pieces = await self._context.pieces.of(self._generation.client, tokens_of(tokens, logprobs))
+        pairs = zip(tokens, logprobs, strict=True)
+        return {"completion_probabilities": [token_object(token, each, pieces) for token, each in pairs]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
@@ -15,6 +16,7 @@ from llamaq.common.protocol.snapshots import SlotSnapshot, Worker
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
+from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import props_object, slot_object
 from llamaq.gateway.permissions import queue_for
 from llamaq.producer import AsyncClient
@@ -62,27 +64,19 @@ async def props(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Return the sums over all live workers, under the names of llama-server. `llamaq metrics` has many more."""
+    """Return the sums over all queues and live workers, under the names of llama-server."""
     queues = context_of(request).queues
-    workers = [worker for served in (await queues.served()).values() for worker in served]
-    totals = [worker.totals for worker in workers]
-    waiting = {worker.card.queue: worker.last_tick.queue_depth for worker in workers if worker.last_tick is not None}
-    values = [
-        ("prompt_tokens_total", "counter", "Prompt tokens computed.", sum(each.prefill_tokens for each in totals)),
-        ("tokens_predicted_total", "counter", "Tokens generated.", sum(each.decode_tokens for each in totals)),
-        ("n_decode_total", "counter", "Calls of llama_decode.", sum(worker.ticks for worker in workers)),
-        ("requests_processing", "gauge", "Jobs in slots.", sum(_n_busy(worker) for worker in workers)),
-        ("requests_deferred", "gauge", "Jobs that wait, at the last tick of each queue.", sum(waiting.values())),
-    ]
-    lines = [
-        f"# HELP llamacpp:{name} {text}\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value}\n"
-        for name, kind, text, value in values
-    ]
-    return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
-
-
-def _n_busy(worker: Worker) -> int:
-    return sum(slot.job_id is not None for slot in worker.slots)
+    served = await queues.served(is_fresh=True)
+    counts: Counter[str] = Counter()
+    for queue in served:
+        counts.update(await queues.job_counters(queue))
+    workers = [worker for each in served.values() for worker in each]
+    started_ms = min((worker.card.started_ms for worker in workers), default=0)
+    return PlainTextResponse(
+        metrics_text(counts, workers),
+        media_type="text/plain; version=0.0.4",
+        headers={"Process-Start-Time-Unix": str(started_ms // 1000)},
+    )
 
 
 def _numbered(workers: Sequence[Worker]) -> list[tuple[Worker, SlotSnapshot]]:
@@ -97,7 +91,7 @@ async def _queue_of(request: Request) -> tuple[AsyncClient, tuple[Worker, ...]]:
         NoWorker: The queue has no live worker.
     """
     client = await queue_for(request, request.query_params.get("model"))
-    workers = (await context_of(request).queues.served()).get(client.queue)
+    workers = (await context_of(request).queues.served(is_fresh=True)).get(client.queue)
     if not workers:
         raise NoWorker(client.queue)
     return client, workers

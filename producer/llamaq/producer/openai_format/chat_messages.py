@@ -29,11 +29,37 @@ def read_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("tool_choice") == "none":
         body = {**body, "tools": None}
     chat |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
+    if kwargs := with_effort(body.get("chat_template_kwargs"), body.get("reasoning_effort")):
+        chat["chat_template_kwargs"] = kwargs
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        if "continue_final_message" not in chat and [each["role"] for each in messages[-2:]] == ["assistant"] * 2:
+            raise InvalidRequest("messages: the last two are the assistant's; join them, or set continue_final_message")
         chat.setdefault("continue_final_message", "add_generation_prompt" not in chat)
     if chat.get("continue_final_message"):
+        if chat.get("add_generation_prompt"):
+            raise InvalidRequest("add_generation_prompt: it excludes continue_final_message; set one of them")
         chat["add_generation_prompt"] = False
     return chat
+
+
+def with_effort(kwargs: Any, effort: Any) -> dict[str, Any]:
+    """Return the variables of a chat template with the effort of the reasoning. Those of the request come first.
+
+    Args:
+        kwargs: The variables of the request. None: it has none.
+        effort: The effort of OpenAI's API: `none`, `low`, `medium` or another. None: the model's default.
+
+    Raises:
+        InvalidRequest: One of both has another type.
+    """
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidRequest("chat_template_kwargs: an object is required")
+    if effort is None:
+        return dict(kwargs or {})
+    if not isinstance(effort, str):
+        raise InvalidRequest("reasoning_effort: a text is required, such as low")
+    by_effort: dict[str, Any] = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return by_effort | dict(kwargs or {})
 
 
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

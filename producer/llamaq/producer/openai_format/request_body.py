@@ -36,12 +36,10 @@ RESERVED = frozenset(
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "dry_multiplier": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "image_data": ([],),
     "lora": ([],),
-    "mirostat": (0,),
     "prompt_logprobs": (0,),
     "reasoning_budget_tokens": (-1,),
     "stop_token_ids": ([],),
@@ -104,10 +102,10 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
     n = _read_count(body.get("n"))
     if n * len(prompts) > MAX_CHOICES:
         raise InvalidRequest(f"n: {n * len(prompts)} answers are more than {MAX_CHOICES}")
-    model, stream_options = body.get("model"), body.get("stream_options")
+    stream_options = body.get("stream_options")
     return GenerationBody(
         endpoint,
-        model if isinstance(model, str) and model else None,
+        read_model(body),
         tuple(_with_seed({**prompt, **options}, number) for prompt in prompts for number in range(n)),
         n=n,
         tool_choice=read_tools(body) if endpoint is Endpoint.CHAT else ToolChoice(),
@@ -116,6 +114,12 @@ def read_body(endpoint: Endpoint, body: Mapping[str, Any]) -> GenerationBody:
         is_stored=read_flag(body, "store"),
         is_echoed=read_flag(body, "echo"),
     )
+
+
+def read_model(body: Mapping[str, Any]) -> str | None:
+    """Return the name of the model in a body. None: the body names none."""
+    model = body.get("model")
+    return model if isinstance(model, str) and model else None
 
 
 def refuse_unsupported(body: Mapping[str, Any]) -> None:

@@ -92,6 +92,8 @@ def timings_object(stats: JobStats) -> dict[str, Any]:
     computed = max(stats.prompt_tokens - stats.prefix_cache_tokens, 0)
     prompt_ms = stats.ttft_ms if stats.ttft_ms is not None else stats.duration_ms
     generated, generated_ms = stats.generated_tokens, max(stats.duration_ms - prompt_ms, 0.0)
+    # The first token comes from the prompt, so it needs no step of its own.
+    n_steps = max(generated - 1, 0)
     return {
         "cache_n": stats.prefix_cache_tokens,
         "prompt_n": computed,
@@ -100,8 +102,8 @@ def timings_object(stats: JobStats) -> dict[str, Any]:
         "prompt_per_second": stats.prompt_eval_rate or 0.0,
         "predicted_n": generated,
         "predicted_ms": generated_ms,
-        "predicted_per_token_ms": generated_ms / generated if generated else 0.0,
-        "predicted_per_second": stats.generation_rate or 0.0,
+        "predicted_per_token_ms": generated_ms / n_steps if n_steps else 0.0,
+        "predicted_per_second": 1000 * n_steps / generated_ms if n_steps and generated_ms else 0.0,
         "queue_ms": stats.queue_ms,
     }
 

@@ -23,7 +23,7 @@ class StreamChunks:
 
     def first(self, index: int) -> dict[str, Any]:
         """Return the chunk that begins a choice of a chat."""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+        return self._chunk(index, {"delta": {"role": "assistant", "content": None}})
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the chunk with the next text of a choice."""
@@ -43,7 +43,8 @@ class StreamChunks:
 
     def usage(self, results: Sequence[Result], n: int) -> dict[str, Any]:
         """Return the chunk after the last choice, which has the usage of all choices, `n` for each prompt."""
-        return self._frame([]) | {"usage": usage_object(*(result.stats for result in results), n=n)}
+        usage = usage_object(*(result.stats for result in results), n=n)
+        return self._frame([]) | {"usage": usage, "timings": timings_object(results[0].stats)}
 
     def _chunk(
         self,

@@ -89,8 +89,7 @@ class MetricsReader:
 
 async def _read_queue(connection: QueueConnection, queue: str, partitions: int, now_ms: int) -> Samples:
     samples, redis, keys = Samples(), connection.redis, connection.keys
-    hashes = [await _read_counters(redis, keys, queue, partition) for partition in range(partitions)]
-    add_job_counters(samples, queue, sum_partitions(hashes))
+    add_job_counters(samples, queue, await read_job_counters(redis, keys, queue, partitions))
     summary = await summarize(connection, queue, partitions)
     samples.set(f.WAITING_JOBS, (queue,), summary.waiting)
     samples.set(f.RUNNING_JOBS, (queue,), summary.running)
@@ -103,6 +102,12 @@ async def _read_queue(connection: QueueConnection, queue: str, partitions: int, 
     for worker in await read_workers(redis, keys, queue):
         add_worker(samples, worker, now_ms)
     return samples
+
+
+async def read_job_counters(redis: Redis, keys: Keys, queue: str, partitions: int) -> dict[str, int]:
+    """Return the counters of the jobs of a queue, with the names of `_metrics.lua`."""
+    hashes = [await _read_counters(redis, keys, queue, partition) for partition in range(partitions)]
+    return sum_partitions(hashes)
 
 
 async def _read_counters(redis: Redis, keys: Keys, queue: str, partition: int) -> dict[bytes, bytes]:
