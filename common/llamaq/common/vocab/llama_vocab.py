@@ -131,12 +131,12 @@ class Vocab:
         n_before = 1 if self.bos is not None and frame[:1] == [self.bos] else 0
         return [*frame[:n_before], *self.encode_part(text, parse_special=True), *frame[n_before:]]
 
-    def encode_part(self, text: str, *, parse_special: bool, max_tokens: int | None = None) -> list[int]:
-        """Return the tokens of a part of a text: no special token is added.
+    def encode_part(self, text: str, *, parse_special: bool = False, max_tokens: int | None = None) -> list[int]:
+        """Return the tokens of a part of a longer text: no special token is added.
 
         Args:
             text: The text.
-            parse_special: Whether the texts of special tokens become these tokens.
+            parse_special: Whether the texts of special tokens become these tokens. Otherwise they stay text.
             max_tokens: As in `encode`.
 
         Raises:
@@ -144,10 +144,6 @@ class Vocab:
         """
         self._check_length(text, max_tokens)
         return self._tokenize(text, add_special=False, parse_special=parse_special)
-
-    def encode_part(self, text: str) -> list[int]:
-        """Return the tokens of a part of a longer text: without BOS; the text of a special token stays text."""
-        return self._tokenize(text, add_special=False, parse_special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, as a job streams it. Bytes that are not UTF-8 become U+FFFD."""
