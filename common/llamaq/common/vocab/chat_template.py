@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
@@ -41,11 +42,21 @@ class ChatTemplate:
         formatter = self._with_prompt if options.add_generation_prompt and not continues else self._without_prompt
         dicts: Any = [message_for_template(message) for message in messages]
         try:
-            variables = {"messages": dicts, "tools": json.loads(options.tools), **json.loads(options.kwargs)}
+            given = {"messages": dicts, "tools": json.loads(options.tools), **json.loads(options.kwargs)}
+            variables = default_variables(datetime.now()) | given  # noqa: DTZ005  # the model is told the local date
             rendered = str(formatter(**variables).prompt)
         except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, f"the model's chat template refuses the chat: {exc}") from exc
         return _cut_after(rendered, messages[-1].content) if continues else rendered
+
+
+def default_variables(now: datetime) -> dict[str, Any]:
+    """Return the variables that llama.cpp gives to every template: the date in two forms, and that models reason."""
+    return {
+        "date_string": now.strftime("%d %b %Y"),
+        "datetime": now.strftime("%b %d %Y %H:%M:%S"),
+        "enable_thinking": True,
+    }
 
 
 def _cut_after(rendered: str, content: str) -> str:
