@@ -3,8 +3,8 @@
     make conformance                     # about 10 minutes
     make conformance TESTS=test_basic.py
 
-The tests are in the source distribution of llama-cpp-python. They are unpacked outside the repository. Exits with 1 if a
-test fails that `left_out.toml` does not name, or if one passes that it names.
+The tests are in the source distribution of llama-cpp-python. They are unpacked outside the repository. Exits with 1 if
+a test fails that `left_out.toml` does not name, or if one passes that it names.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def run(python: Path, folder: Path, arguments: list[str], scratch: Path) -> list
     shim = scratch / "llama-server"
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "{HERE / "shim.py"}" "$@"\n')
     shim.chmod(0o755)
+    tempfile.tempdir = str(scratch)  # for the files that the stacks write
     outcomes = scratch / "outcomes.jsonl"
     outcomes.touch()
     variables = {

@@ -42,7 +42,7 @@ def read_flags(flags: Sequence[str], folder: Path) -> StackSettings:
         folder: The working folder of the test, to which file names are relative.
     """
     given, _ = _parser().parse_known_args(list(flags))
-    queue = sorted((given.alias or DEFAULT_ALIAS).split(","))[0]
+    queue = min((given.alias or DEFAULT_ALIAS).split(","))
     serve = {
         "http_port": given.port,
         "cors_origins": given.cors_origins or "*",
@@ -71,18 +71,23 @@ def _worker_settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "cache_dir": given.slot_save_path and folder / given.slot_save_path,
         "chat_template_file": _chat_template_file(given, folder),
         "cell_margin": 1,
+        "embeddings": given.embedding or given.reranking or None,
+        "pooling": "rank" if given.reranking else given.pooling,
         "log_level": "info",
     }
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _chat_template_file(given: argparse.Namespace, folder: Path) -> Path | None:
+    """Return the file of the chat template that the flags name. None: that of the model."""
+    text = CHAT_TEMPLATES.get(given.chat_template or "", given.chat_template)
     if given.chat_template_file:
-        return folder / str(given.chat_template_file)
-    if not given.chat_template:
+        text = (folder / str(given.chat_template_file)).read_text()
+    if text is None:
         return None
     with tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False) as file:
-        file.write(CHAT_TEMPLATES.get(given.chat_template, given.chat_template))
+        # A worker has no setting for this: a request decides, or the template.
+        file.write("{%- set enable_thinking = false -%}" * (given.reasoning == "off") + text)
     return Path(file.name)
 
 
@@ -92,7 +97,16 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--temp", type=float)
     parser.add_argument("--host", default="127.0.0.1")
-    texts = ("alias", "api-key", "slot-save-path", "chat-template", "chat-template-file", "pooling", "cors-origins")
+    texts = (
+        "alias",
+        "api-key",
+        "slot-save-path",
+        "chat-template",
+        "chat-template-file",
+        "pooling",
+        "cors-origins",
+        "reasoning",
+    )
     for name in texts:
         parser.add_argument(f"--{name}")
     for name in ("kv-unified", "embedding", "reranking", "verbose"):

@@ -23,11 +23,11 @@ def main() -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, ask_to_stop)
-        request = {"flags": sys.argv[1:], "folder": os.getcwd()}
+        request = {"flags": sys.argv[1:], "folder": os.getcwd()}  # noqa: PTH109  # pathlib is slow to import
         connection.sendall(json.dumps(request).encode() + b"\n")
         answer = connection.recv(4096)  # nothing: the server has ended
         if answer:
-            print(answer.decode(), file=sys.stderr)
+            sys.stderr.write(answer.decode() + "\n")
     return 1 if answer else 0
 
 

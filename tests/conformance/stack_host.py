@@ -16,7 +16,6 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import redis
 from tests.conformance.server_flags import StackSettings, read_flags
@@ -110,7 +109,7 @@ def _fork_worker(redis_url: str, chosen: StackSettings) -> int:
 async def _serve(connection: socket.socket, redis_url: str, chosen: StackSettings, worker: int) -> None:
     """Serve until the shim closes its side of the connection."""
     settings = serve_settings(
-        **_known(chosen.serve),
+        **chosen.serve,
         http_host=chosen.hosts[0],
         redis_url=redis_url,
         queue=chosen.queue,
@@ -121,7 +120,7 @@ async def _serve(connection: socket.socket, redis_url: str, chosen: StackSetting
     sockets = [bind(settings.model_copy(update={"http_host": host})) for host in chosen.hosts]
     server = build_server(settings)
     loop = asyncio.get_running_loop()
-    connection.setblocking(False)  # noqa: FBT003  # the only parameter of the method
+    connection.settimeout(0)
 
     def stop() -> None:
         loop.remove_reader(connection)
@@ -131,10 +130,8 @@ async def _serve(connection: socket.socket, redis_url: str, chosen: StackSetting
     await server.serve(sockets)
 
 
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    from llamaq.gateway.settings import ServeSettings
-
-    return {name: value for name, value in values.items() if name in ServeSettings.model_fields}
+def _has_ended(pid: int) -> bool:
+    return bool(os.waitpid(pid, os.WNOHANG)[0])
 
 
 async def _wait_for_worker(redis_url: str, queue: str, worker: int) -> None:
@@ -142,7 +139,7 @@ async def _wait_for_worker(redis_url: str, queue: str, worker: int) -> None:
         client = AsyncClient(redis_url, queue=queue)
         try:
             while not await read_workers(client.redis, client.keys, queue):
-                if os.waitpid(worker, os.WNOHANG)[0]:
+                if _has_ended(worker):
                     raise RuntimeError("the worker has not started: the log has its reason")
                 await asyncio.sleep(POLL_S)
         finally:
