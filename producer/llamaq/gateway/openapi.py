@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from llamaq.common.protocol.job_request import JobParams
+from llamaq.producer.openai_format.endpoints import Endpoint
 
 MODEL = Field(None, description="Name of the queue, or of the model that its workers serve.")
 STREAM = Field(False, description="Send the answer as server-sent events.")
@@ -122,6 +123,25 @@ class RerankRequest(Body):
     return_text: bool = Field(False, description="Return the `texts` too.")
 
 
+class FileUpload(Body):
+    """A file of requests, as a form."""
+
+    file: str = Field(description="The file: one request in each line.", json_schema_extra={"format": "binary"})
+    purpose: Literal["batch"] = Field(description="What the file is for.")
+
+
+class NewBatch(Body):
+    """A request to compute the lines of a file."""
+
+    input_file_id: str = Field(description="The file, uploaded before.")
+    endpoint: Endpoint = Field(description="The endpoint that all lines are for.")
+    completion_window: str = Field("24h", description="Longest duration: a number and `m`, `h` or `d`.")
+    metadata: dict[str, str] | None = Field(None, description="Texts that the batch shows again.")
+    output_expires_after: dict[str, JsonValue] | None = Field(
+        None, description="`anchor` `created_at` and `seconds`: how long the output is stored."
+    )
+
+
 class TokenizeRequest(Body):
     """A text to tokenize: `content`, `prompt` or `messages`."""
 
@@ -158,10 +178,14 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/reranking": RerankRequest,
     "/rerank": RerankRequest,
     "/reranking": RerankRequest,
+    "/v1/files": FileUpload,
+    "/v1/batches": NewBatch,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 """Maps the path of an endpoint to the model of its body."""
+FORMS = frozenset({"/v1/files"})
+"""Endpoints whose body is a form."""
 WITH_JOB_OPTIONS = (ChatRequest, CompletionRequest, ResponseRequest)
 
 
@@ -218,5 +242,6 @@ def _operation(path: str, endpoint: Callable[..., Any], method: str) -> dict[str
         ]
     if path in BODIES and method == "POST":
         schema = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        kind = "multipart/form-data" if path in FORMS else "application/json"
+        operation["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
     return operation
