@@ -14,40 +14,103 @@ from llamaq.common.protocol.keys import Keys
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.responses.event_sequence import EventSequence
 from llamaq.gateway.responses.record import ResponseRecord, ResponseStore
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, AnswerFormat
+from llamaq.producer.openai_format.tools import call_id
 
-RECORD = ResponseRecord(model="m", created_s=0, messages=[], n_new=0, shown={})
 JOB_ID = "q.0." + "0" * 32
+HERMES = AnswerForm(format=AnswerFormat.HERMES, has_tools=True, reasoning_open="<think>", reasoning_close="</think>")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b}"}}\n</tool_call>'
+ANSWERS = [
+    (CONTENT_ALONE, "Hello <think>you</think>"),
+    (CONTENT_ALONE, ""),
+    (HERMES, "Hello"),
+    (HERMES, " \n"),
+    (HERMES, f"<think>\nWell, </think>\n\nI look. {CALL}\n{CALL}"),
+    (HERMES.after("<think>"), f"Well</think>\n\n{CALL}"),
+    (HERMES, CALL[:40]),
+]
 
 
-def events_of(pieces: list[str], starting_after: int = -1) -> list[dict[str, Any]]:
-    sequence = EventSequence(JOB_ID, RECORD, starting_after)
+def events_of(form: AnswerForm, pieces: list[str], starting_after: int = -1) -> list[dict[str, Any]]:
+    record = ResponseRecord(model="m", created_s=0, messages=[], n_new=0, shown={}, form=form)
+    sequence = EventSequence(JOB_ID, record, starting_after)
     result = Result(
         job_id=JOB_ID, text="".join(pieces), tokens=(), finish_reason=FinishReason.STOP, stats=JobStats(), seed=1
     )
+    first = list(sequence.first())
     texts = [event for piece in pieces for event in sequence.text(piece)]
-    return [*sequence.first(), *texts, *sequence.end(result)]
+    return [*first, *texts, *sequence.end(result)]
 
 
-def text_of(events: list[dict[str, Any]]) -> str:
-    return "".join(event.get("delta", "") for event in events)
+def text_of(events: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Return what the deltas add to each item of the output, character by character."""
+    return [(event["output_index"], each) for event in events for each in event.get("delta", "")]
 
 
-@given(st.lists(st.text(max_size=5)), st.lists(st.text(max_size=5)), st.data())
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[first:last] for first, last in pairwise(places)]
+
+
+@given(st.sampled_from(ANSWERS), st.lists(st.integers(0)), st.lists(st.integers(0)), st.data())
 def test_a_stream_resumed_after_any_event_has_exactly_the_rest(
-    pieces: list[str], cuts: list[str], data: st.DataObject
+    answer: tuple[AnswerForm, str], cuts: list[int], other_cuts: list[int], data: st.DataObject
 ) -> None:
-    events = events_of(pieces)
+    form, text = answer
+    events = events_of(form, pieces_of(text, cuts))
     numbers = [event["sequence_number"] for event in events]
     assert all(first < second for first, second in pairwise(numbers))
     seen = data.draw(st.sampled_from(range(len(events))))
-    text, other_pieces = "".join(pieces), []
-    for cut in cuts:  # the other server has the same text in other pieces
-        other_pieces.append(text[: len(cut)])
-        text = text[len(cut) :]
-    rest = events_of([*other_pieces, text], numbers[seen])
-    assert text_of(events[: seen + 1]) + text_of(rest) == "".join(pieces)
-    kinds = [event["type"] for event in events[seen + 1 :] if "delta" not in event]
-    assert [event["type"] for event in rest if "delta" not in event] == kinds
+    rest = events_of(form, pieces_of(text, other_cuts), numbers[seen])  # the other server has other pieces
+    assert text_of(events[: seen + 1]) + text_of(rest) == text_of(events)
+    others = [event for event in events[seen + 1 :] if "delta" not in event]
+    assert [event for event in rest if "delta" not in event] == others
+
+
+def test_the_events_of_reasoning_content_and_calls() -> None:
+    events = events_of(HERMES, ["<think>Well</think>", "\n\nI look. ", CALL])
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    assert output[0]["content"] == [{"type": "reasoning_text", "text": "Well"}]
+    assert output[1]["content"][0]["text"] == "I look. "
+    assert output[2] == {
+        "id": f"fc_{JOB_ID}_2",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call_id(JOB_ID, 0),
+        "name": "f",
+        "arguments": '{"a": "b}"}',
+    }
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == output
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, f"\n\n{CALL}", ["function_call"]),  # white space before a call is no message
+        (HERMES, "\n", ["message"]),
+        (HERMES, "", ["message"]),
+        (HERMES, "\nHello", ["message"]),
+        (HERMES, "<think>Well</think>\n\n", ["reasoning"]),
+    ],
+)
+def test_white_space_is_a_message_only_if_there_is_nothing_else(
+    form: AnswerForm, text: str, expected: list[str]
+) -> None:
+    output = events_of(form, list(text))[-1]["response"]["output"]
+    assert [item["type"] for item in output] == expected
+    if expected == ["message"]:
+        assert output[0]["content"][0]["text"] == text
 
 
 @pytest.mark.parametrize("response_id", ["", "resp_", "resp_x", JOB_ID, "resp_../../x", "resp_" + "9" * 5000])

@@ -38,12 +38,14 @@ class AnswerForms:
         Args:
             client: The client of the queue.
             job: The arguments of `submit`.
-            may_reason: Whether reasoning is a part of its own. False: it is content.
+            may_reason: Whether reasoning is a part of its own. False: it is content, as in an answer whose constraint
+                has no room for it.
         """
-        if has_free_constraint(job):
+        has_tools, is_free = bool(job.get("tools")), has_free_constraint(job)
+        if is_free and not has_tools:
             return CONTENT_ALONE
         template = await self._queues.chat_template(client.queue)
-        form = form_of(template, has_tools=bool(job.get("tools")), may_reason=may_reason)
+        form = form_of(template, has_tools=has_tools, may_reason=may_reason and not is_free)
         if not form.reasoning_open:
             return form
         if job.get("continue_final_message"):

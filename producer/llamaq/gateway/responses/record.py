@@ -11,6 +11,7 @@ from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm
 
 ID_PREFIX = "resp_"
 LONGEST_JOB_S = 7 * 24 * 3600
@@ -27,6 +28,8 @@ class ResponseRecord(WireModel):
     is_background: bool = Field(False, description="Whether the request was answered before the job ended.")
     messages: list[dict[str, Any]] = Field(description="The conversation before the answer, without instructions.")
     n_new: int = Field(description="Number of the last messages that came with this request.")
+    form: AnswerForm = Field(CONTENT_ALONE, description="How the answer is split into reasoning, content and calls.")
+    has_logprobs: bool = Field(False, description="Whether the response shows the probabilities of its tokens.")
     shown: dict[str, JsonValue] = Field(description="Fields of the request that the response shows again.")
 
     @property

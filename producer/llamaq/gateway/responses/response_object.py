@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llamaq.common.errors import JobFailed
@@ -21,11 +22,25 @@ def open_response(job_id: str, record: ResponseRecord, state: JobState = JobStat
     return _response(job_id, record, "queued" if state is JobState.QUEUED else "in_progress")
 
 
-def ended_response(job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
-    """Return a response whose job has ended."""
+def is_complete(result: Result) -> bool:
+    """Return whether the model has ended its answer."""
+    return STATUSES[result.finish_reason] == "completed"
+
+
+def ended_response(
+    job_id: str, record: ResponseRecord, result: Result, output: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a response whose job has ended.
+
+    Args:
+        job_id: The job.
+        record: What is stored about the response.
+        result: The result of the job.
+        output: The items of its output.
+    """
     status = STATUSES[result.finish_reason]
     return _response(job_id, record, status) | {
-        "output": [message_item(job_id, result.text, "completed" if status == "completed" else "incomplete")],
+        "output": list(output),
         "usage": usage_object(result.stats),
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
     }
@@ -35,22 +50,6 @@ def failed_response(job_id: str, record: ResponseRecord, error: JobFailed) -> di
     """Return a response whose job has failed."""
     code = "invalid_prompt" if error.http_status < 500 else "server_error"
     return _response(job_id, record, "failed") | {"error": {"code": code, "message": f"{error.code}: {error.message}"}}
-
-
-def message_item(job_id: str, text: str, status: str) -> dict[str, Any]:
-    """Return the item of the output that has the text."""
-    content = [] if status == "in_progress" else [text_part(text)]
-    return {"id": item_id(job_id), "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def item_id(job_id: str) -> str:
-    """Return the id of the item that has the text."""
-    return f"msg_{job_id}"
-
-
-def text_part(text: str) -> dict[str, Any]:
-    """Return the part of an item that has the text."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def usage_object(stats: JobStats) -> dict[str, Any]:
@@ -76,8 +75,5 @@ def _response(job_id: str, record: ResponseRecord, status: str) -> dict[str, Any
         "error": None,
         "incomplete_details": None,
         "usage": None,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
         **record.shown,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,18 +20,22 @@ from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.permissions import api_key_of, generation_for, queue_for
+from llamaq.gateway.responses.answer_reader import AnswerReader, answer_message, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
+from llamaq.gateway.responses.input_items import Messages, input_items, read_input, read_instructions
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseStore, missing
-from llamaq.gateway.responses.request_body import (
-    ResponseBody,
-    input_items,
-    read_input,
-    read_instructions,
-    read_response_body,
-)
-from llamaq.gateway.responses.response_object import ended_response, failed_response, open_response
-from llamaq.producer import AsyncJob, Chunk
+from llamaq.gateway.responses.request_body import ResponseBody, read_response_body
+from llamaq.gateway.responses.response_object import failed_response, open_response
+from llamaq.gateway.responses.tool_fields import read_response_tools
+from llamaq.gateway.responses.truncation import newest_that_fit
+from llamaq.producer import AsyncClient, AsyncJob, Chunk
+from llamaq.producer.answer_parts.answer_format import AnswerForm
+from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS
+from llamaq.producer.openai_format.tools import form_options
 from llamaq.producer.queries import text_commands
+
+ANSWER_SHARE = 0.25
+"""Share of the context that a shortened conversation leaves for an answer without `max_output_tokens`."""
 
 
 async def create(request: Request) -> Response:
@@ -39,8 +43,11 @@ async def create(request: Request) -> Response:
     body = read_response_body(await read_object(request))
     history = await _history(request, body.previous_id)
     client = await queue_for(request, body.model, is_kept=body.is_stored)
-    record = _record_of(request, body, body.model or client.queue, history)
-    values = {"messages": [*body.instructions, *record.messages], **body.options}
+    values = {**body.options, "messages": [*history, *body.messages]}
+    form = await context_of(request).forms.of(client, values)
+    record = _record_of(request, body, body.model or client.queue, values["messages"], form)
+    values["messages"] = await _prompt_of(request, client, body, values["messages"])
+    values |= form_options(form, body.tool_choice, values)
     generation = generation_for(request, client, [values], is_kept=body.is_stored)
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
@@ -51,10 +58,10 @@ async def create(request: Request) -> Response:
             return await _stream(request, job, record, _pieces_of(generation))
         if body.is_background:
             await generation.aclose()
-            return json_response(await _current(job.id, record, job))
+            return json_response(await _current(request, job.id, record, job))
         async for _, piece in generation.pieces():
             if isinstance(piece, Result):
-                return json_response(ended_response(job.id, record, piece))
+                return json_response(await read_response(context_of(request), job.id, record, piece))
         raise JobNotFound(job.id)
     except BaseException:
         await generation.aclose()
@@ -66,14 +73,14 @@ async def retrieve(request: Request) -> Response:
     job_id, record, job = await _find(request)
     if request.query_params.get("stream") == "true":
         return await _stream(request, job, record, _pieces_from(job), _starting_after(request))
-    return json_response(await _current(job_id, record, job))
+    return json_response(await _current(request, job_id, record, job))
 
 
 async def cancel(request: Request) -> Response:
     """Cancel a response."""
     job_id, record, job = await _find(request)
     await job.cancel()
-    response = await _current(job_id, record, job)
+    response = await _current(request, job_id, record, job)
     # A running job ends within a few ticks.
     return json_response(response if response["usage"] or response["error"] else response | {"status": "cancelled"})
 
@@ -103,8 +110,9 @@ async def count_input_tokens(request: Request) -> Response:
     model, previous = body.get("model"), body.get("previous_response_id")
     history = await _history(request, previous if isinstance(previous, str) else None)
     client = await queue_for(request, model if isinstance(model, str) else None)
+    tools = {"tools": list(choice.tools)} if (choice := read_response_tools(body)).tools else {}
     messages = [*read_instructions(body), *history, *read_input(body.get("input"))]
-    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=messages)
+    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=messages, **tools)
     return json_response({"object": "response.input_tokens", "input_tokens": len(reply.tokens)})
 
 
@@ -140,31 +148,51 @@ async def _history(request: Request, previous_id: str | None) -> list[dict[str, 
     try:
         if (await job.status()).state is not JobState.FINISHED:
             raise InvalidRequest("previous_response_id: that response has not ended, or has failed")
-        text = (await job.result()).text
+        return [*record.messages, answer_message(job_id, record, await job.result())]
     except JobNotFound as exc:
         raise missing(previous_id) from exc
-    return [*record.messages, {"role": "assistant", "content": text}]
 
 
-def _record_of(request: Request, body: ResponseBody, model: str, history: list[dict[str, Any]]) -> ResponseRecord:
+async def _prompt_of(request: Request, client: AsyncClient, body: ResponseBody, messages: Messages) -> Messages:
+    """Return the messages of the job: the instructions, and the conversation or, if it is too long, its newest part."""
+    workers = (await context_of(request).queues.served()).get(client.queue)
+    if not body.is_truncated or not workers:
+        return [*body.instructions, *messages]
+    context = min(min(worker.card.n_ctx, worker.card.n_ctx_train) for worker in workers)
+    template = {name: body.options[name] for name in TEMPLATE_FIELDS & body.options.keys()}
+
+    async def count_tokens(newest: Sequence[dict[str, Any]]) -> int:
+        chat = [*body.instructions, *newest]
+        reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=chat, **template)
+        return len(reply.tokens)
+
+    n_answer = body.options.get("max_tokens") or int(context * ANSWER_SHARE)
+    return [*body.instructions, *await newest_that_fit(messages, max(context - n_answer, 1), count_tokens)]
+
+
+def _record_of(
+    request: Request, body: ResponseBody, model: str, messages: Messages, form: AnswerForm
+) -> ResponseRecord:
     return ResponseRecord(
         model=model,
         created_s=int(time.time()),
         owner=_owner_of(request),
         is_background=body.is_background,
-        messages=[*history, *body.messages],
+        messages=messages,
         n_new=len(body.messages),
+        form=form,
+        has_logprobs="logprobs" in body.options,
         shown=body.shown,
     )
 
 
-async def _current(job_id: str, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
+async def _current(request: Request, job_id: str, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
     """Return the response as it is now."""
     status = await job.status()
     if status.state in (JobState.QUEUED, JobState.RUNNING):
         return open_response(job_id, record, status.state)
     try:
-        return ended_response(job_id, record, await job.result())
+        return await read_response(context_of(request), job_id, record, await job.result())
     except JobFailed as exc:
         return failed_response(job_id, record, exc)
 
@@ -209,22 +237,28 @@ async def _stream(
     def format_error(exc: Exception) -> bytes:
         return _encode({"type": "error", **error_fields(exc), "sequence_number": sequence.last_number + 1})
 
+    reader = AnswerReader(context_of(request), job.id, record)
     return await EventStream.open(
-        _events(sequence, pieces),
+        _events(sequence, reader, pieces),
         comment=partial(describe_wait, job),
         ping_s=context_of(request).settings.ping_s,
         format_error=format_error,
     )
 
 
-async def _events(sequence: EventSequence, pieces: AsyncGenerator[Chunk | Result, None]) -> Events:
+async def _events(
+    sequence: EventSequence, reader: AnswerReader, pieces: AsyncGenerator[Chunk | Result, None]
+) -> Events:
     try:
         for event in sequence.first():
             yield _encode(event)
         async for piece in pieces:
-            events = sequence.end(piece) if isinstance(piece, Result) else sequence.text(piece.text)
-            for event in events:
-                yield _encode(event)
+            for text, logprobs in await reader.read(piece):
+                for event in sequence.text(text, logprobs):
+                    yield _encode(event)
+            if isinstance(piece, Result):
+                for event in sequence.end(piece):
+                    yield _encode(event)
     except JobFailed as exc:
         for event in sequence.failure(exc):
             yield _encode(event)

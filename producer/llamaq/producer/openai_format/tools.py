@@ -61,11 +61,11 @@ def _name_of(number: int, tool: Any) -> str:
 
 
 FREE_CONSTRAINTS = ("grammar", "regex", "choice", "lark")
-"""Constraints of the whole answer, which leave no room for reasoning or calls."""
+"""Constraints of the whole answer, which leave no room for reasoning."""
 
 
 def has_free_constraint(job: Mapping[str, Any]) -> bool:
-    """Return whether a constraint of the request describes the whole answer, so that it is content alone."""
+    """Return whether a constraint of the request describes the whole answer."""
     return any(job.get(name) for name in FREE_CONSTRAINTS)
 
 

@@ -1,0 +1,66 @@
+"""Reads the answer of a response from its job: as text with probabilities, as items of the output, or as a message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llamaq.common.protocol.job_outcome import Result
+from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.gateway.context import Context
+from llamaq.gateway.responses.output_items import OutputItems
+from llamaq.gateway.responses.record import ResponseRecord
+from llamaq.gateway.responses.response_object import ended_response, is_complete
+from llamaq.gateway.responses.token_cuts import Cut, TokenCuts
+from llamaq.producer import Chunk
+from llamaq.producer.openai_format.logprobs import tokens_of
+from llamaq.producer.openai_format.tools import message_of
+
+
+class AnswerReader:
+    """Cuts the text of one answer at its tokens, if the response shows their probabilities."""
+
+    def __init__(self, context: Context, job_id: str, record: ResponseRecord) -> None:
+        self._context = context
+        self._queue = JobId.parse(job_id).queue
+        self._cuts = TokenCuts() if record.has_logprobs else None
+
+    async def read(self, piece: Chunk | Result) -> list[Cut]:
+        """Return the texts of the next chunk, with their probabilities. A result is the end of the chunks."""
+        if isinstance(piece, Result):
+            return [] if self._cuts is None else list(self._cuts.finish())
+        return await self._cut(piece.text, piece.tokens, piece.logprobs)
+
+    async def read_whole(self, result: Result) -> list[Cut]:
+        """Return all texts of an answer with their probabilities."""
+        return [*await self._cut(result.text, result.tokens, result.logprobs or ()), *await self.read(result)]
+
+    async def _cut(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Cut]:
+        if self._cuts is None:
+            return [(text, [])]
+        if not logprobs:
+            tokens = ()
+        client = await self._context.queues.find(self._queue)
+        pieces = await self._context.pieces.of(client, tokens_of(tokens, logprobs))
+        return list(self._cuts.feed(text, tokens, logprobs, pieces))
+
+
+async def read_response(context: Context, job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
+    """Return the response of a job that has ended."""
+    reader, output = AnswerReader(context, job_id, record), OutputItems(job_id, record.form)
+    for text, logprobs in await reader.read_whole(result):
+        for _ in output.feed(text, logprobs):
+            pass
+    for _ in output.finish(is_complete=is_complete(result)):
+        pass
+    return ended_response(job_id, record, result, output.items)
+
+
+def answer_message(job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
+    """Return the answer as the message of the assistant that a conversation continues."""
+    splitter = record.form.splitter()
+    if splitter is None:
+        return {"role": "assistant", "content": result.text}
+    message = message_of([*splitter.feed(result.text), *splitter.finish()], job_id)
+    return message | {"content": message["content"] or ""}

@@ -1,0 +1,131 @@
+"""Builds the items of a response's output from the parts of its answer, and the events that tell about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from llamaq.producer.answer_parts.answer_format import AnswerForm
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
+from llamaq.producer.openai_format.tools import call_id
+
+Event = dict[str, Any]
+Kind = Literal["message", "reasoning", "function_call"]
+
+PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+PARTS: dict[Kind, str] = {"message": "output_text", "reasoning": "reasoning_text"}
+"""The type of the only part of an item. Its events have the same name."""
+
+
+class OutputItems:
+    """The output of one response: reasoning, messages and calls, in the order of the answer.
+
+    Args:
+        job_id: The job of the response.
+        form: The form of its answer.
+    """
+
+    def __init__(self, job_id: str, form: AnswerForm) -> None:
+        self.items: list[dict[str, Any]] = []
+        """The items so far. The last one may be open."""
+        self._job_id = job_id
+        self._splitter = form.splitter()
+        self._holds_space = form.has_tools
+        """Whether white space before content is held back: before a call it is no message."""
+        self._space = ""
+        self._open: Kind | None = None
+        self._logprobs: list[dict[str, Any]] = []
+        """Probabilities of the tokens that have given no part yet. They belong to the next part."""
+
+    def feed(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+        """Take the next text of the answer, and yield the events for it.
+
+        Args:
+            text: The text.
+            logprobs: The probabilities of its tokens.
+        """
+        self._logprobs += logprobs
+        parts = self._splitter.feed(text) if self._splitter else [Content(text)] if text else []
+        for part in parts:
+            yield from self._take(part)
+            self._logprobs = []
+
+    def finish(self, *, is_complete: bool) -> Iterator[Event]:
+        """End the answer, and yield the last events."""
+        for part in self._splitter.finish() if self._splitter else []:
+            yield from self._take(part)
+        if not self.items:
+            self._holds_space = False
+            yield from self._take(Content(self._space))
+        yield from self._close("completed" if is_complete else "incomplete")
+
+    def _take(self, part: Part) -> Iterator[Event]:
+        match part:
+            case Reasoning(text):
+                yield from self._write("reasoning", text)
+            case Content(text):
+                if self._holds_space and self._open != "message":
+                    self._space += text
+                    if not self._space.strip():
+                        return
+                    text, self._space = self._space, ""
+                yield from self._write("message", text)
+            case CallStarted(index, name):
+                self._space = ""
+                call = {"call_id": call_id(self._job_id, index), "name": name, "arguments": ""}
+                yield from self._begin("function_call", call)
+            case CallArguments(_, text):
+                yield from self._write("function_call", text)
+
+    def _write(self, kind: Kind, text: str) -> Iterator[Event]:
+        if self._open != kind:
+            yield from self._begin(kind, {"summary": []} if kind == "reasoning" else {"role": "assistant"})
+        if kind == "function_call":
+            self.items[-1]["arguments"] += text
+            yield self._event("response.function_call_arguments.delta", delta=text)
+            return
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        more = {}
+        if kind == "message":
+            part["logprobs"] += self._logprobs
+            more = {"logprobs": self._logprobs}
+        if text:
+            yield self._event(f"response.{PARTS[kind]}.delta", content_index=0, delta=text, **more)
+
+    def _begin(self, kind: Kind, fields: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close("completed")
+        self._open = kind
+        number = len(self.items)
+        item = {"id": f"{PREFIXES[kind]}_{self._job_id}_{number}", "type": kind, "status": "in_progress", **fields}
+        empty: dict[str, Any] = {} if kind == "function_call" else {"content": []}
+        self.items.append(item | empty)
+        yield {"type": "response.output_item.added", "output_index": number, "item": item | empty}
+        if kind in PARTS:
+            self.items[-1]["content"] = [_empty_part(kind)]
+            yield self._event("response.content_part.added", content_index=0, part=_empty_part(kind))
+
+    def _close(self, status: str) -> Iterator[Event]:
+        """End the open item, if there is one."""
+        kind, self._open = self._open, None
+        if kind is None:
+            return
+        item = self.items[-1]
+        item["status"] = status
+        if kind == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("response.function_call_arguments.done", **done)
+        else:
+            (part,) = item["content"]
+            shown = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._event(f"response.{PARTS[kind]}.done", content_index=0, **shown)
+            yield self._event("response.content_part.done", content_index=0, part=part)
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+
+def _empty_part(kind: Kind) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    return {"type": PARTS[kind], "text": "", **more}
