@@ -82,7 +82,7 @@ def test_the_events_of_reasoning_content_and_calls() -> None:
     output = events[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
     assert output[0]["content"] == [{"type": "reasoning_text", "text": "Well"}]
-    assert output[1]["content"][0]["text"] == "I look. "
+    assert output[1]["content"][0]["text"] == "I look."
     assert output[2] == {
         "id": f"fc_{JOB_ID}_2",
         "type": "function_call",

@@ -59,6 +59,13 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
     "reasoning": (QWEN, "<think>\nWell</think>\n\nYes", [("reasoning", "\nWell"), ("content", "Yes")]),
     "reasoning that the prompt opened": (R1, "Well</think>\n\nYes", [("reasoning", "Well"), ("content", "Yes")]),
     "hermes": (QWEN, f"Wait.<tool_call>\n{OWN}\n</tool_call>", [("content", "Wait."), CALL]),
+    "hermes, white space": (QWEN, f" Wait. \n\n<tool_call>{OWN}</tool_call> \n", [("content", " Wait."), CALL]),
+    "hermes, white space alone": (QWEN, " \n", [("content", " \n")]),
+    "hermes, white space and no call": (
+        QWEN,
+        " \n<tool_call>x </tool_call> ",
+        [("content", " \n<tool_call>x </tool_call> ")],
+    ),
     "hermes, two": (QWEN, f"<tool_call>{OWN}</tool_call>\n<tool_call>{OWN}</tool_call>", [CALL, CALL]),
     "hermes, cut off": (QWEN, f"<tool_call>{OWN[:40]}", [("call", "weather", OWN[33:40])]),
     "hermes, no object": (QWEN, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),

@@ -30,9 +30,6 @@ class OutputItems:
         """The items so far. The last one may be open."""
         self._job_id = job_id
         self._splitter = form.splitter()
-        self._holds_space = form.has_tools
-        """Whether white space before content is held back: before a call it is no message."""
-        self._space = ""
         self._open: Kind | None = None
         self._logprobs: list[dict[str, Any]] = []
         """Probabilities of the tokens that have given no part yet. They belong to the next part."""
@@ -55,8 +52,7 @@ class OutputItems:
         for part in self._splitter.finish() if self._splitter else []:
             yield from self._take(part)
         if not self.items:
-            self._holds_space = False
-            yield from self._take(Content(self._space))
+            yield from self._take(Content(""))
         yield from self._close("completed" if is_complete else "incomplete")
 
     def _take(self, part: Part) -> Iterator[Event]:
@@ -64,14 +60,8 @@ class OutputItems:
             case Reasoning(text):
                 yield from self._write("reasoning", text)
             case Content(text):
-                if self._holds_space and self._open != "message":
-                    self._space += text
-                    if not self._space.strip():
-                        return
-                    text, self._space = self._space, ""
                 yield from self._write("message", text)
             case CallStarted(index, name):
-                self._space = ""
                 call = {"call_id": call_id(self._job_id, index), "name": name, "arguments": ""}
                 yield from self._begin("function_call", call)
             case CallArguments(_, text):

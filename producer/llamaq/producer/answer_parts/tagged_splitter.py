@@ -1,4 +1,7 @@
-"""Splits answers in which tags enclose reasoning and tool calls: the formats of Hermes, Qwen, Llama 3 and Mistral."""
+"""Splits answers in which tags enclose reasoning and tool calls: the formats of Hermes, Qwen, Llama 3 and Mistral.
+
+White space before a call only separates it from the content, so it is left out.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class TaggedSplitter:
         self._state: State = "reasoning" if starts_in_reasoning else "content"
         self._call: JsonCall | None = None
         self._opened_by = ""
-        """The tag before the call. Empty: the answer began with the call."""
+        """The white space and the tag before the call. Empty: the answer began with the call."""
+        self._space = ""
+        """White space at the end of the content so far, which may come before a call."""
         self._n_calls = 0
         self._name = ""
         self._has_begun = False
@@ -67,7 +72,9 @@ class TaggedSplitter:
         """Return the last parts. A call that is not complete keeps what it has; what is no call is content."""
         parts = self._take(self._scanner.finish())
         if self._state == "name" and self._name.strip():
-            parts.append(Content(self._tags.call_open + self._name))
+            parts.append(Content(self._opened_by + self._name))
+        elif self._state == "content" and self._space:
+            parts.append(Content(self._space))
         return parts + self._end_call()
 
     def _awaited(self) -> list[str]:
@@ -87,12 +94,13 @@ class TaggedSplitter:
         if self._call is not None and not self._call.has_ended:
             return self._take(tag)  # the text of an argument
         if tag == tags.reasoning_open:
-            self._state = "reasoning"
+            self._state, self._space = "reasoning", ""
         elif tag == tags.reasoning_close:
             self._state, self._skips_space = "content", True
         elif tag == tags.call_open:
             parts = self._end_call()
-            self._state, self._name, self._opened_by = ("name" if tags.arguments_open else "call"), "", tag
+            self._state, self._name = ("name" if tags.arguments_open else "call"), ""
+            self._opened_by, self._space = self._space + tag, ""
             return parts
         elif tag == tags.arguments_open:
             self._state = "arguments"
@@ -127,7 +135,11 @@ class TaggedSplitter:
             if self._tags.starts_with_call and text.lstrip().startswith("{"):
                 self._state = "call"
                 return self._take_call(text)
-        return [Content(text)]
+        if self._tags.call_open:
+            text = self._space + text
+            self._space = text[len(text.rstrip()) :]
+            text = text[: len(text) - len(self._space)]
+        return [Content(text)] if text else []
 
     def _take_name(self, text: str) -> list[Part]:
         """Read the name of a call. An object or a list in its place is a call in the older form."""
