@@ -49,8 +49,14 @@ def read_flags(flags: Sequence[str], folder: Path) -> StackSettings:
         "accept_any_model": True,
         "max_tokens": given.n_predict if given.n_predict and given.n_predict > 0 else None,
         "log_level": "debug" if given.verbose else "warning",
+        "disabled_endpoints": _disabled_endpoints(given),
     }
     return StackSettings(_worker_settings(given, folder), serve, queue, tuple(given.host.split(",")), given.api_key)
+
+
+def _disabled_endpoints(given: argparse.Namespace) -> tuple[str, ...]:
+    flags = {"page": given.no_ui, "slots": given.no_slots, "metrics": not given.metrics}
+    return tuple(name for name, is_disabled in flags.items() if is_disabled)
 
 
 def _worker_settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -109,6 +115,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name in texts:
         parser.add_argument(f"--{name}")
-    for name in ("kv-unified", "embedding", "reranking", "verbose"):
+    for name in ("kv-unified", "embedding", "reranking", "verbose", "no-ui", "no-slots", "metrics"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser

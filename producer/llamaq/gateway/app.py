@@ -26,6 +26,7 @@ from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.openapi import describe
+from llamaq.gateway.optional_endpoints import enabled_routes
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.routes import (
     batches,
@@ -117,7 +118,7 @@ def build_app(settings: ServeSettings) -> Starlette:
 
     errors = (LlamaqError, RedisError, OSError, HTTPException, Exception)
     return Starlette(
-        routes=ROUTES,
+        routes=enabled_routes(ROUTES, settings.disabled_endpoints),
         middleware=_middleware(settings),
         exception_handlers=dict.fromkeys(errors, respond_to_error),
         lifespan=lifespan,

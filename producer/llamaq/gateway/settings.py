@@ -96,6 +96,11 @@ class ServeSettings(ClientSettings):
         description="Origins whose web pages may call this server, separated by commas, such as "
         "`https://chat.example.org`. `localhost`: all pages on this machine, at any port. `*`: all.",
     )
+    disabled_endpoints: Annotated[tuple[Literal["page", "metrics", "props", "slots"], ...], NoDecode] = Field(
+        (),
+        description="Endpoints that this server does not offer, separated by commas: `page` (the chat page), "
+        "`metrics`, `props` and `slots`. The last one tells every client about the jobs of others.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."
     )
@@ -107,7 +112,7 @@ class ServeSettings(ClientSettings):
     )
     tls_key: Path | None = Field(None, description="PEM file with the private key of `tls_cert`.")
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("cors_origins", "disabled_endpoints", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value

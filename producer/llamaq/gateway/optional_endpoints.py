@@ -1,0 +1,29 @@
+"""Leaves out the endpoints that the setting `disabled_endpoints` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from llamaq.gateway.http.errors import RequestRefused
+
+PATHS = {"page": ("/",), "metrics": ("/metrics",), "props": ("/props",), "slots": ("/slots", "/slots/{slot:int}")}
+"""Maps a name in the setting to the paths of its endpoints."""
+
+
+def enabled_routes(routes: Sequence[Route], disabled: Sequence[str]) -> list[Route]:
+    """Return the routes of a server. Its disabled endpoints answer 501, as with llama-server, and the page 404."""
+    paths = {path for name in disabled for path in PATHS[name]}
+    kept = [route for route in routes if route.path not in paths]
+    return kept + [Route(path, _refuse, methods=["GET", "POST"]) for path in sorted(paths - {"/"})]
+
+
+async def _refuse(request: Request) -> Response:
+    path = request.url.path
+    raise RequestRefused(
+        HTTPStatus.NOT_IMPLEMENTED, f"this server runs without {path} (its setting disabled_endpoints)", code="disabled"
+    )
