@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf import PoolingType
 from hypothesis import HealthCheck, settings
 from tests.support.distribution import distribute
 from tests.support.quick import guard_quick_test, install_audit_hook, is_quick
@@ -20,6 +21,7 @@ from tests.support.quick import guard_quick_test, install_audit_hook, is_quick
 import llamaq.worker
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.tools.random_gguf import CHATML, MEMORY_KINDS, PLAIN, write_model
+from llamaq.tools.random_gguf.bert_model import write_bert
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
@@ -124,6 +126,18 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """The path of a random-weight model. The test runs once for each memory kind of llama.cpp."""
     kind: str = request.param
     return write_model(tmp_path_factory.mktemp("kinds") / f"{kind}.gguf", MEMORY_KINDS[kind], seed=3)
+
+
+@pytest.fixture(scope="session")
+def bert_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of a random model for embeddings, which reads texts in both directions. Its pooling is `cls`."""
+    return write_bert(tmp_path_factory.mktemp("bert") / "bert.gguf", n_ctx=64)
+
+
+@pytest.fixture(scope="session")
+def rerank_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of a random model for reranking."""
+    return write_bert(tmp_path_factory.mktemp("bert") / "rerank.gguf", pooling=PoolingType.RANK, has_head=True)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ STARTING_FOLDERS = (
     *("tests/common/vocab/test_llama_vocab.py", "tests/worker/engine/", "tests/worker/kv_cache/test_cache_on_llama.py"),
     "tests/worker/slot_files/test_slots_on_llama.py",
 )
-STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "chat_model", "any_model"})
+STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "bert_model", "rerank_model", "chat_model", "any_model"})
 """Fixtures that start a Redis or return a model file for llama.cpp."""
 STARTING_EVENTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"})
 """Audit events that the interpreter raises when it starts a process: https://docs.python.org/3/library/audit_events.html"""
