@@ -1,0 +1,155 @@
+"""Embeddings and rankings through real workers: the Python client, the openai package, the HTTP server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from tests.support.http_server import serving_http
+from tests.support.lazy_import import lazy_import
+
+from llamaq.common.errors import OtherKindOfQueue
+from llamaq.producer import Client, JobFailed, JobKind, JobState, Pooling
+
+if TYPE_CHECKING:
+    import openai
+    from tests.e2e.conftest import Await, ServedQueue, StartWorker
+else:
+    openai = lazy_import("openai")
+
+TEXTS = ["A cat sleeps on the sofa.", "The sun is hot.", "A kitten sleeps on the couch."]
+
+
+@pytest.fixture(scope="module")
+def embedder(start_worker: StartWorker, demo_model: Path) -> ServedQueue:
+    """A worker with the demo model that computes embeddings."""
+    return start_worker("embedder", demo_model, embeddings=True, pooling=Pooling.MEAN, n_batch=256)
+
+
+@pytest.fixture(scope="module")
+def reranker(start_worker: StartWorker, rerank_model: Path) -> ServedQueue:
+    """A worker that scores documents."""
+    return start_worker("reranker", rerank_model, embeddings=True)
+
+
+@asynccontextmanager
+async def connected(served: ServedQueue, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        serving_http(served.url, served.queue, **settings) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        yield http
+
+
+def test_the_client_gets_one_scaled_embedding_for_each_text(embedder: ServedQueue) -> None:
+    with embedder.client() as client:
+        many = client.embed([*TEXTS, *[f"text {number}" for number in range(40)]])  # of two jobs
+        alone = client.embed(TEXTS[2])
+        card = client.workers()[0].card
+    assert len(many) == 43
+    assert (card.kind, card.pooling, card.n_embd) == (JobKind.EMBEDDING, Pooling.MEAN, len(many[0].vector))
+    assert all(math.hypot(*each.vector) == pytest.approx(1, abs=1e-5) for each in many)
+    assert alone[0].vector == pytest.approx(many[2].vector, abs=1e-4)
+    assert alone[0].n_tokens == many[2].n_tokens > 5
+
+
+def test_a_job_of_another_kind_is_refused_at_the_submit(embedder: ServedQueue, demo: ServedQueue) -> None:
+    with embedder.client() as client:
+        with pytest.raises(OtherKindOfQueue, match=r"'embedder' is for embedding jobs.*without --embeddings"):
+            client.generate("Hello")
+        with pytest.raises(OtherKindOfQueue, match="--pooling rank"):
+            client.rerank("Hello", TEXTS)
+        with pytest.raises(JobFailed, match=r"inputs\[1\]: .*too large.*--n-batch"):
+            client.embed(["short", "long " * 300])
+    with demo.client() as client, pytest.raises(OtherKindOfQueue, match="with --embeddings"):
+        client.embed(TEXTS)
+
+
+def test_documents_are_sorted_by_their_scores(reranker: ServedQueue) -> None:
+    with reranker.client() as client:
+        ranking = client.rerank("hello world", ["the cat", "paris", "i believe", "machine learning"])
+        best = client.rerank("hello world", ["the cat", "paris", "i believe", "machine learning"], top_n=2)
+    assert sorted(document.index for document in ranking) == [0, 1, 2, 3]
+    scores = [document.score for document in ranking]
+    assert scores == sorted(scores, reverse=True)
+    assert len(set(scores)) == 4
+    assert [document.index for document in best] == [document.index for document in ranking[:2]]
+
+
+async def test_the_openai_package_gets_the_embeddings_of_the_client(embedder: ServedQueue) -> None:
+    async with connected(embedder) as http:
+        api = openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
+        answer = await api.embeddings.create(model="embedder", input=TEXTS)
+        tokens: Any = [[1, 5, 6], [1, 7]]
+        of_tokens = await api.embeddings.create(model="embedder", input=tokens, dimensions=8)
+        floats = await http.post("/v1/embeddings", json={"input": TEXTS[0]})
+        native = (await http.post("/embedding", json={"content": TEXTS[0]})).json()
+        raw = (await http.post("/embeddings", json={"input": TEXTS[0], "embd_normalize": -1})).json()
+        mixed = await http.post("/v1/embeddings", json={"input": [1, "cat", 5]})
+        models = (await http.get("/v1/models")).json()
+        await api.close()
+    with embedder.client() as client:
+        expected = client.embed(TEXTS)
+    for one, other in zip(answer.data, expected, strict=True):
+        assert one.embedding == pytest.approx(other.vector, abs=1e-4)
+    assert answer.usage.prompt_tokens == sum(each.n_tokens for each in expected)
+    assert [len(each.embedding) for each in of_tokens.data] == [8, 8]
+    assert of_tokens.usage.prompt_tokens == 5
+    assert floats.json()["data"][0]["embedding"] == pytest.approx(expected[0].vector, abs=1e-4)
+    assert native[0]["embedding"][0] == pytest.approx(expected[0].vector, abs=1e-4)
+    assert math.hypot(*raw[0]["embedding"][0]) > 1.5
+    assert mixed.json()["usage"]["prompt_tokens"] > 2
+    assert next(each for each in models["data"] if each["id"] == "embedder")["capabilities"] == ["embedding"]
+
+
+async def test_documents_are_ranked_over_http_in_both_forms(reranker: ServedQueue, embedder: ServedQueue) -> None:
+    body = {"query": "hello world", "documents": ["the cat", "paris", "i believe"], "top_n": 2}
+    async with connected(embedder) as http:  # the default queue computes embeddings, so the other queue is meant
+        ranked = (await http.post("/v1/rerank", json=body)).json()
+        tei = (await http.post("/rerank", json={"query": body["query"], "texts": body["documents"]})).json()
+    with reranker.client() as client:
+        expected = client.rerank("hello world", ["the cat", "paris", "i believe"])
+    assert [one["index"] for one in ranked["results"]] == [one.index for one in expected[:2]]
+    assert [one["relevance_score"] for one in ranked["results"]] == pytest.approx([one.score for one in expected[:2]])
+    assert ranked["usage"]["prompt_tokens"] == sum(one.n_tokens for one in expected)
+    assert [one["index"] for one in tei] == [one.index for one in expected]
+
+
+async def test_a_queue_of_another_kind_is_a_501_and_a_long_text_a_400(demo: ServedQueue, embedder: ServedQueue) -> None:
+    async with connected(embedder) as http:
+        refused = await http.post("/v1/embeddings", json={"input": "a", "model": demo.queue})
+        chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+        long = await http.post("/v1/embeddings", json={"input": "This is a test " * 512})
+        wrong = await http.post("/v1/embeddings", json={"input": ["a", 1.5]})
+    assert refused.status_code == chat.status_code == 501
+    assert "--embeddings" in refused.json()["error"]["message"]
+    assert (long.status_code, wrong.status_code) == (400, 400)
+    assert "too large" in long.json()["error"]["message"]
+
+
+def test_jobs_of_a_killed_worker_are_computed_by_another_one(
+    start_worker: StartWorker, embedder: ServedQueue, demo_model: Path, redis_url: str, wait_for: Await
+) -> None:
+    settings: Any = {"embeddings": True, "pooling": Pooling.MEAN, "lease_s": 1.0, "n_parallel": 2, "n_batch": 24}
+    texts = [f"The cat number {number} sleeps on the sofa, and the sun is hot." for number in range(80)]
+    first = start_worker("killed-embedder", demo_model, **settings)
+    with Client(redis_url, "killed-embedder", timeout_s=60) as client:
+        requests: Any = [{"embed": {"inputs": texts[start : start + 20]}} for start in range(0, 80, 20)]
+        jobs = client.submit_many(requests)
+        wait_for(lambda: any(job.status().state is JobState.RUNNING for job in jobs))
+        first.process.kill()
+        attempts = [job.status().attempt for job in jobs]
+        start_worker("killed-embedder", demo_model, **settings)
+        results = [job.result() for job in jobs]
+        assert max(job.status().attempt for job in jobs) > max(attempts)
+    with embedder.client() as client:
+        expected = client.embed(texts)
+    vectors = [each.vector for result in results for each in result.embeddings or ()]
+    assert len(vectors) == len(expected)
+    for vector, other in zip(vectors, expected, strict=True):
+        assert vector == pytest.approx(other.vector, abs=1e-4)
