@@ -47,7 +47,7 @@ def read_flags(flags: Sequence[str], folder: Path) -> StackSettings:
         "http_port": given.port,
         "cors_origins": given.cors_origins or "*",
         "accept_any_model": True,
-        "max_tokens": given.n_predict if given.n_predict and given.n_predict > 0 else None,
+        "default_max_tokens": given.n_predict if given.n_predict and given.n_predict > 0 else None,
         "log_level": "debug" if given.verbose else "warning",
         "disabled_endpoints": _disabled_endpoints(given),
     }

@@ -37,7 +37,7 @@ class Generation:
             idempotency_key: The key of the request. A repeated request gets the same jobs, so they are never cancelled.
                 None: the jobs belong to this request alone. They are cancelled when it ends, and by their worker when
                 this server is killed.
-            max_tokens: Largest number of tokens that a job may generate. None: no limit but that of the worker.
+            max_tokens: The `max_tokens` of jobs that have none. None: they end at the end of the context.
         """
         self.client = client
         self._jobs = [{**job, **_ownership(idempotency_key, number)} for number, job in enumerate(jobs)]
@@ -129,10 +129,8 @@ async def describe_wait(job: AsyncJob) -> str:
 
 
 def limited(request: JobRequest, max_tokens: int | None) -> JobRequest:
-    """Return a request that generates at most `max_tokens` tokens. None: the request as it is."""
-    if max_tokens is None or request.embed is not None:
-        return request
-    if request.max_tokens is not None and request.max_tokens <= max_tokens:
+    """Return a request that has `max_tokens`, if the request itself has none."""
+    if request.max_tokens is not None or max_tokens is None:
         return request
     return request.model_copy(update={"max_tokens": max_tokens})
 

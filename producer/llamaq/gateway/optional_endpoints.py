@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from llamaq.gateway.http.errors import RequestRefused
 
-PATHS = {"page": ("/",), "metrics": ("/metrics",), "props": ("/props",), "slots": ("/slots", "/slots/{slot:int}")}
+PATHS = {"page": ("/",), "metrics": ("/metrics",), "props": ("/props",), "slots": ("/slots",)}
 """Maps a name in the setting to the paths of its endpoints."""
 
 

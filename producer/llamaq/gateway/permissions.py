@@ -95,7 +95,7 @@ def generation_for(
     key, trace = api_key_of(request), _trace_of(request)
     allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
     own_key = _idempotency_key(request, key, is_kept=is_kept)
-    return Generation(client, allowed, own_key, max_tokens=context_of(request).settings.max_tokens)
+    return Generation(client, allowed, own_key, max_tokens=context_of(request).settings.default_max_tokens)
 
 
 def _trace_of(request: Request) -> dict[str, str]:

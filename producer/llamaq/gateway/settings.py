@@ -35,12 +35,12 @@ class ServeSettings(ClientSettings):
         description="Whether a request for an unknown model uses the queue of the setting `queue`. Otherwise it gets "
         "the status 404. Programs such as Claude Code ask for models by names of their own.",
     )
-    max_tokens: int | None = Field(
+    default_max_tokens: int | None = Field(
         None,
         ge=1,
         le=MAX_GENERATED_TOKENS,
-        description="Largest number of tokens of an answer. Requests without `max_tokens`, or with a larger one, use "
-        "this number. If not set: an answer ends at the end of the context.",
+        description="Largest number of tokens of the answers to requests without `max_tokens`. If not set: they end at "
+        "the end of the context.",
     )
     ping_s: float = Field(
         15.0,
@@ -99,7 +99,7 @@ class ServeSettings(ClientSettings):
     disabled_endpoints: Annotated[tuple[Literal["page", "metrics", "props", "slots"], ...], NoDecode] = Field(
         (),
         description="Endpoints that this server does not offer, separated by commas: `page` (the chat page), "
-        "`metrics`, `props` and `slots`. The last one tells every client about the jobs of others.",
+        "`metrics`, `props` and `slots` (the list of slots, which shows the jobs of all clients).",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level of log messages: `debug`, `info`, `warning` or `error`."

@@ -100,6 +100,7 @@ class FakeWorker:
             model="fake",
             n_ctx=512,
             n_ctx_train=512,
+            context_limit=512,
             n_vocab=256,
             n_parallel=4,
             quantization="F32",
