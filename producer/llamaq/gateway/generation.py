@@ -129,8 +129,8 @@ async def describe_wait(job: AsyncJob) -> str:
 
 
 def limited(request: JobRequest, max_tokens: int | None) -> JobRequest:
-    """Return a request that has `max_tokens`, if the request itself has none."""
-    if request.max_tokens is not None or max_tokens is None:
+    """Return a request that has `max_tokens`, if the request itself has none and generates text."""
+    if request.max_tokens is not None or max_tokens is None or request.embed is not None:
         return request
     return request.model_copy(update={"max_tokens": max_tokens})
 
