@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
+from typing import Any
 
+import pytest
 from tests.gateway.test_disconnects import CHAT, STREAMED, gateway
 from tests.support.http_server import post_of, sending
+
+from llamaq.gateway.http import event_stream
+from llamaq.gateway.http.event_stream import error_event
 
 STREAM = post_of(CHAT, STREAMED)
 
@@ -40,3 +47,30 @@ async def test_an_error_after_the_first_event_is_an_event(redis_url: str, queue:
         fields = json.loads(b'{"error"' + (await reader.readuntil(b"\n\n")).strip())["error"]
         assert fields == {"message": "the reason", "type": "server_error", "code": "decode_failed", "param": None}
         assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"0\r\n\r\n")
+
+
+async def test_a_stream_whose_job_still_waits_after_its_first_event_tells_so_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_stream, "FIRST_PING_S", 0.01)
+    sent: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"created"
+        await asyncio.Event().wait()
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("a response receives nothing")
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await sent.put(message["body"])
+
+    async def comment() -> str:
+        return "queued, 3 ahead"
+
+    stream = await event_stream.EventStream.open(events(), comment=comment, ping_s=3600, format_error=error_event)
+    sending_it = asyncio.create_task(stream({}, receive, send))
+    assert [await sent.get(), await sent.get()] == [b"created", b": queued, 3 ahead\n\n"]
+    sending_it.cancel()
+    await asyncio.wait([sending_it])

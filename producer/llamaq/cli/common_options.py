@@ -39,6 +39,26 @@ RequireWorker = Annotated[
         ),
     ),
 ]
+Server = Annotated[
+    str | None,
+    typer.Option(
+        "--server",
+        metavar="URL",
+        help="URL of an HTTP server such as `llamaq serve`, which answers instead of the queue in Redis. --queue names "
+        "the model. --json prints the server's answer.",
+        rich_help_panel="HTTP server",
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar=f"{ENV_PREFIX}API_KEY",
+        show_envvar=True,
+        help="API key for the HTTP server.",
+        rich_help_panel="HTTP server",
+    ),
+]
 OfPriority = Annotated[Priority | None, typer.Option("--priority", help="Only jobs of this priority.")]
 OlderThan = Annotated[
     float | None, typer.Option("--older-than-s", min=0, help="Only jobs that were submitted longer ago, in seconds.")

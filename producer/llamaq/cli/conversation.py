@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import typer
 
 from llamaq.cli import views
-from llamaq.producer import Client, ErrorCode, FinishReason, JobFailed, LlamaqError
+from llamaq.cli.answers import Answers, Messages, Options
+from llamaq.producer import ErrorCode, FinishReason, JobFailed, LlamaqError
 
 PROMPT = "> "
 ENDS = {**views.UNFINISHED, FinishReason.LENGTH: "the answer has reached max_tokens, or the end of the context"}
 """For each finish reason that cuts an answer: the notice."""
-
-Messages = list[dict[str, str]]
 
 
 class Conversation:
@@ -24,15 +21,15 @@ class Conversation:
     user and its answer.
     """
 
-    def __init__(self, client: Client, messages: Messages, options: dict[str, Any]) -> None:
+    def __init__(self, answers: Answers, messages: Messages, options: Options) -> None:
         """Create the conversation; `run` starts it.
 
         Args:
-            client: The client of the model's queue.
+            answers: Answers the requests.
             messages: The messages before the first message of the user.
             options: The job options of every request.
         """
-        self._client = client
+        self._answers = answers
         self._messages = messages
         self._options = options
 
@@ -75,14 +72,14 @@ class Conversation:
         """Print the answer as it is generated, and return it. Ctrl-C ends it early."""
         answer = ""
         try:
-            with self._client.stream_chat(sent, **self._options) as chunks:
-                for chunk in chunks:
+            with self._answers.stream_chat(sent, self._options) as pieces:
+                for piece in pieces:
                     if n_dropped and not answer:
                         _note_dropped(n_dropped)
                         n_dropped = 0
-                    answer += chunk.text
-                    typer.echo(chunk.text, nl=False)
-                reason = chunks.job.status().finish_reason
+                    answer += piece
+                    typer.echo(piece, nl=False)
+                reason = pieces.finish_reason()
         except KeyboardInterrupt:
             reason = None  # leaving the `with` block has cancelled the job
         typer.echo()

@@ -7,6 +7,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
+from llamaq.cli.server_errors import ServerRefused, ServerUnreachable
 from llamaq.common.errors import (
     BulkRunRefused,
     EmbeddedRedisError,
@@ -28,6 +29,7 @@ _CODES: dict[type[LlamaqError], int] = {
     EmbeddedRedisError: EXIT_NO_REDIS,
     RedisFull: EXIT_NO_REDIS,
     NotDurable: EXIT_NO_REDIS,
+    ServerUnreachable: EXIT_NO_REDIS,
     NoWorker: EXIT_NO_ANSWER,
     QueueFull: EXIT_NO_ANSWER,
     QueueDraining: EXIT_NO_ANSWER,
@@ -39,6 +41,8 @@ def exit_code_of(error: LlamaqError | RedisError) -> int:
     """Return the exit code of a command that this error ended."""
     if isinstance(error, RedisError):
         return EXIT_NO_REDIS
+    if isinstance(error, ServerRefused):
+        return error.exit_code
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), EXIT_FAILED)
 
 

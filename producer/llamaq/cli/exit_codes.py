@@ -8,7 +8,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 """An argument, an option, a setting or a parameter of a job is not valid."""
 EXIT_NO_REDIS = 3
-"""Redis does not answer, or refuses the command, or too few of its replicas confirmed a submit."""
+"""Redis or the HTTP server does not answer, or Redis refuses the command, or too few replicas confirmed a submit."""
 EXIT_NO_ANSWER = 4
 """No worker serves the queue, the queue is full or draining, or the timeout was reached. A later call may succeed."""
 EXIT_INTERRUPTED = 130

@@ -8,12 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from llamaq.cli import views
-from llamaq.cli.common_options import AsJson, Queue, RedisUrl, RequireWorker, WaitForJob
+from llamaq.cli.answers import Answers, AnswerStream, QueueAnswers, WholeAnswer
+from llamaq.cli.common_options import ApiKey, AsJson, Queue, RedisUrl, RequireWorker, Server, WaitForJob
 from llamaq.cli.conversation import Conversation
 from llamaq.cli.exit_codes import EXIT_FAILED
 from llamaq.cli.job_options import with_job_options
 from llamaq.cli.line_history import line_editing
+from llamaq.common.errors import InvalidRequest, MissingExtra
 from llamaq.common.protocol.keys import JobId
+from llamaq.common.settings import ClientSettings
 from llamaq.producer import Client, FinishReason, Job, JobState, NoWorker, Priority, Result
 
 PromptArgument = Annotated[str, typer.Argument(help="The text to continue. `-` reads it from standard input.")]
@@ -35,20 +38,19 @@ def generate(
     queue: Queue = None,
     wait_s: WaitForJob = None,
     require_worker: RequireWorker = None,
+    server: Server = None,
+    api_key: ApiKey = None,
     as_json: AsJson = False,
     *,
     options: dict[str, Any],
 ) -> None:
     """Continue a text and print the new text as it is generated. With --json, print the result when it is complete."""
     text = _read_text(prompt)
-    with Client(redis_url, queue, timeout_s=wait_s, require_worker=require_worker) as client:
-        check_worker(client)
+    with open_answers(redis_url, queue, wait_s, require_worker, server, api_key) as answers:
         if as_json:
-            _show_result(client.generate(text, **options), as_json=True)
-            return
-        chunks = client.stream(text, **options)
-        views.show_stream(chunks)
-        _check_end(chunks.job)
+            _show_whole(answers.whole_text(text, options))
+        else:
+            _show_pieces(answers.stream_text(text, options))
 
 
 def chat(
@@ -63,6 +65,8 @@ def chat(
     queue: Queue = None,
     wait_s: WaitForJob = None,
     require_worker: RequireWorker = None,
+    server: Server = None,
+    api_key: ApiKey = None,
     history: Annotated[
         bool,
         typer.Option(
@@ -78,19 +82,16 @@ def chat(
     In a conversation, Ctrl-C ends the answer, and at the prompt it ends the conversation.
     """
     messages = [{"role": "system", "content": system}] if system else []
-    with Client(redis_url, queue, timeout_s=wait_s, require_worker=require_worker) as client:
-        check_worker(client)
+    with open_answers(redis_url, queue, wait_s, require_worker, server, api_key) as answers:
         if message is None and sys.stdin.isatty():
             with line_editing(keeps_history=history):
-                Conversation(client, messages, options).run()
+                Conversation(answers, messages, options).run()
             return
         messages.append({"role": "user", "content": _read_text("-" if message is None else message)})
         if as_json:
-            _show_result(client.chat(messages, **options), as_json=True)
-            return
-        chunks = client.stream_chat(messages, **options)
-        views.show_stream(chunks)
-        _check_end(chunks.job)
+            _show_whole(answers.whole_chat(messages, options))
+        else:
+            _show_pieces(answers.stream_chat(messages, options))
 
 
 def submit(
@@ -171,6 +172,35 @@ def status(job_id: JobArgument, redis_url: RedisUrl = None, as_json: AsJson = Fa
             views.show_status(found)
 
 
+def open_answers(
+    redis_url: str | None,
+    queue: str | None,
+    wait_s: float | None,
+    require_worker: bool | None,
+    server: str | None,
+    api_key: str | None,
+) -> Answers:
+    """Return the answers of the queue, or those of the HTTP server if its URL is given.
+
+    Raises:
+        InvalidRequest: An option for Redis is given together with `--server`.
+        MissingExtra: httpx is not installed, which `--server` needs.
+        NoWorker: No worker serves the queue, and `require_worker` is set.
+    """
+    if server is None:
+        client = Client(redis_url, queue, timeout_s=wait_s, require_worker=require_worker)
+        check_worker(client)
+        return QueueAnswers(client)
+    if redis_url is not None or require_worker is not None:
+        raise InvalidRequest("--server: leave out --redis-url and --require-worker; the server has its own settings")
+    try:
+        from llamaq.cli.server_answers import ServerAnswers
+    except ModuleNotFoundError as exc:
+        raise MissingExtra("--server", "http") from exc
+    default_s: float = ClientSettings.model_fields["timeout_s"].default
+    return ServerAnswers(server, api_key, queue, default_s if wait_s is None else wait_s)
+
+
 def check_worker(client: Client) -> None:
     """Print a notice if no worker serves the client's queue.
 
@@ -202,6 +232,20 @@ def _show_result(found: Result, *, as_json: bool) -> None:
     else:
         typer.echo(found.text)
     _check_reason(found.finish_reason)
+
+
+def _show_whole(answer: WholeAnswer) -> None:
+    typer.echo(answer.json)
+    _check_reason(answer.finish_reason)
+
+
+def _show_pieces(stream: AnswerStream) -> None:
+    """Print each piece as it arrives. Ctrl-C cancels the job."""
+    with stream:
+        for piece in stream:
+            typer.echo(piece, nl=False)
+        typer.echo()
+        _check_reason(stream.finish_reason())
 
 
 def _check_end(job: Job) -> None:

@@ -133,14 +133,16 @@ class EventStream(Response):
             pass
 
     async def _ping(self, send: Send, *, is_waiting: bool) -> None:
-        """Send comments while there is silence, the first one at once if the first event is not there yet."""
+        """Send comments while there is silence: the first one soon, at once if the first event is not there yet."""
         loop = asyncio.get_running_loop()
-        self._sent_s = self._sent_s or loop.time() - (self._ping_s if is_waiting else 0)
+        self._sent_s = self._sent_s or loop.time()
+        limit_s = 0.0 if is_waiting else min(FIRST_PING_S, self._ping_s)
         while True:
             silent_s = loop.time() - self._sent_s
-            if silent_s < self._ping_s:
-                await asyncio.sleep(self._ping_s - silent_s)
+            if silent_s < limit_s:
+                await asyncio.sleep(limit_s - silent_s)
                 continue
+            limit_s = self._ping_s
             text = "waiting"
             with suppress(LlamaqError, RedisError, OSError):
                 text = await self._comment()

@@ -118,7 +118,8 @@ function setBusy(isBusy) {
 async function send() {
   const text = byId("text").value.trim();
   if (!text || reading) return;
-  if (!byId("model").value) { showNotice("No model can chat yet: your message is kept."); return; }
+  if (!byId("model").value) await refreshModels();
+  if (!byId("model").value || reading) return; // the notice says why; the message is kept
   byId("text").value = "";
   fitText();
   conversation.ask(text, byId("model").value);

@@ -1,0 +1,123 @@
+"""`llamaq generate` and `llamaq chat` with an HTTP server instead of a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from tests.gateway.test_disconnects import emit_until_cancelled, gateway
+from tests.support.command_line import failing, llamaq
+from tests.support.http_server import serving_http
+
+from llamaq.cli.exit_codes import EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
+from llamaq.cli.server_answers import ServerAnswers
+from llamaq.common.errors import JobFailed, ResultTimeout
+from llamaq.producer import ErrorCode, FinishReason
+
+Run = Callable[..., Any]
+
+
+@asynccontextmanager
+async def served_by_http(redis_url: str, queue: str, **settings: Any) -> AsyncIterator[tuple[str, Run]]:
+    """Yield the URL of a server, and a function that runs a blocking call beside it."""
+    async with serving_http(redis_url, queue, **settings) as url:
+        yield url, asyncio.to_thread
+
+
+@pytest.fixture
+def no_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands know no Redis that answers."""
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", "redis://127.0.0.1:1")
+
+
+async def test_texts_and_chats_are_printed_as_with_a_queue(served: str, redis_url: str, no_redis: None) -> None:
+    async with served_by_http(redis_url, served) as (url, run):
+        assert await run(llamaq, "generate", "one two", "--server", url) == "one two \n"
+        assert await run(llamaq, "chat", "hi", "--system", "be brief", "--server", f"{url}/v1/") == (
+            "system: be brief\nuser: hi\n\n"
+        )
+        printed = await run(llamaq, "generate", "one two", "--json", "--server", url, "--queue", served)
+        assert json.loads(printed)["choices"][0]["text"] == "one two "
+        printed = await run(llamaq, "chat", "hi", "--json", "--server", url, "--priority", "bulk", "--seed", "3")
+        assert json.loads(printed)["choices"][0]["message"]["content"] == "user: hi\n"
+
+
+async def test_errors_name_the_way_out(
+    served: str, redis_url: str, no_redis: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*arguments: str, code: int) -> str:
+        return failing(monkeypatch, capsys, "generate", "x", *arguments, code=code)
+
+    async with served_by_http(redis_url, served) as (url, run):
+        unknown = await run(error, "--server", url, "--queue", "other", code=EXIT_USAGE)
+        assert "'other'" in unknown
+        assert "--queue names the model" in unknown
+        assert "temperature" in await run(error, "--server", url, "--temperature", "-1", code=EXIT_USAGE)
+        both = await run(error, "--server", url, "--redis-url", redis_url, code=EXIT_USAGE)
+        assert "leave out --redis-url" in both
+    assert f"{url} does not answer" in error("--server", url, code=EXIT_NO_REDIS)
+    async with served_by_http(redis_url, served, require_key=True) as (url, run):
+        assert "--api-key (LLAMAQ_API_KEY)" in await run(error, "--server", url, code=EXIT_USAGE)
+    async with served_by_http(redis_url, f"{served}-idle", wait_for_worker=False) as (url, run):
+        await run(error, "--server", url, code=EXIT_NO_ANSWER)
+
+
+async def test_leaving_a_stream_cancels_its_job(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, _):
+
+        def read_one_piece() -> str:
+            with ServerAnswers(url, None, None, 60) as answers, answers.stream_chat([CHAT], {}) as stream:
+                return next(iter(stream))
+
+        reading = asyncio.create_task(asyncio.to_thread(read_one_piece))
+        attempt = await worker.start_next()
+        await emit_until_cancelled(attempt)
+        assert await reading == "word "
+
+
+CHAT = {"role": "user", "content": "hi"}
+
+
+def answers_with(*lines: str, status: int = 200, **options: Any) -> ServerAnswers:
+    """Return the answers of a server that gives every request the same answer."""
+    answers = ServerAnswers("http://test", None, None, options.get("timeout_s", 60))
+    body = "".join(f"{line}\n\n" for line in lines)
+    answers._http = httpx.Client(
+        base_url="http://test/v1/", transport=httpx.MockTransport(lambda _: httpx.Response(status, text=body))
+    )
+    return answers
+
+
+def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
+    return "data: " + json.dumps({"choices": [{"delta": delta, "finish_reason": reason}]})
+
+
+def test_the_end_of_a_stream_tells_why_it_ended() -> None:
+    stream = answers_with(chunk({"content": "a"}), chunk({}, "length"), "data: [DONE]").stream_chat([CHAT], {})
+    assert list(stream) == ["a"]
+    assert stream.finish_reason() is FinishReason.LENGTH
+
+
+def test_a_cut_stream_an_error_in_it_and_a_long_silence_are_errors() -> None:
+    with pytest.raises(Exception, match="closed the connection before the end"):
+        list(answers_with(chunk({"content": "a"})).stream_chat([CHAT], {}))
+    failed = 'data: {"error": {"message": "too long", "code": "prompt_too_long"}}'
+    with pytest.raises(JobFailed) as caught:
+        list(answers_with(failed).stream_chat([CHAT], {}))
+    assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
+    with pytest.raises(ResultTimeout):
+        list(answers_with(": queued, 1 ahead", timeout_s=0).stream_chat([CHAT], {}))
+
+
+def test_an_answer_that_is_no_json_names_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Exception, match="--server needs the URL"):
+        answers_with("<html>").whole_text("a", {})
+    with pytest.raises(Exception, match="status 502"):
+        answers_with("<html>", status=502).stream_text("a", {})
