@@ -2,6 +2,7 @@
 
 - `match_regex` accepts every text, because the expressions contain words of another model.
 - The numbers of prompt tokens in parameters equal every number, because they belong to the vocabulary of that model.
+- The names of headers are compared without their case, as HTTP demands.
 - The presets are not downloaded before the tests.
 - Each outcome is written as one line of JSON to the file that `LLAMAQ_CONFORMANCE_OUTCOMES` names.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 MAX_REASON_CHARS = 200
 TOKEN_COUNTS = ("n_prompt", "n_tokens")
@@ -35,6 +37,14 @@ def pytest_configure() -> None:
     utils: Any = importlib.import_module("utils")
     utils.match_regex = lambda *_: True
     utils.ServerPreset.load_all = staticmethod(lambda: None)
+    make_request = utils.ServerProcess.make_request
+
+    def make_request_with_http_headers(*args: Any, **kwargs: Any) -> Any:
+        response = make_request(*args, **kwargs)
+        response.headers = requests.structures.CaseInsensitiveDict(response.headers)
+        return response
+
+    utils.ServerProcess.make_request = make_request_with_http_headers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
