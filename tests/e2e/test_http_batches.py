@@ -53,11 +53,11 @@ async def test_a_batch_from_the_upload_to_its_answers(demo: ServedQueue, client:
             metadata={"job": "nightly"},
             output_expires_after={"anchor": "created_at", "seconds": 7200},
         )
-        assert batch.status == "validating"
+        begun = batch.status
         while batch.status not in ("completed", "failed"):
             await asyncio.sleep(0.05)
             batch = await api.batches.retrieve(batch.id)
-        assert batch.status == "completed"
+        assert (begun, batch.status) == ("validating", "completed")
         assert batch.output_file_id is not None
         assert batch.error_file_id is not None
         answers = [json.loads(line) for line in (await api.files.content(batch.output_file_id)).text.splitlines()]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,12 +14,15 @@ import pytest
 from tests.support.command_line import failing, llamaq
 from tests.support.http_server import post_of, sending, serving_http
 
+from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
+from llamaq.gateway.app import build_app
 from llamaq.gateway.keys import key_store as key_store_module
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of
 from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.gateway.settings import serve_settings
 from llamaq.producer.testing import FakeWorker
 
 CHAT = "/v1/chat/completions"
@@ -137,6 +141,33 @@ def test_the_command_adds_lists_and_revokes_keys(
     llamaq("keys", "revoke", "alice")
     assert "no key 'alice'" in failing(monkeypatch, capsys, "keys", "revoke", "alice", code=2)
     assert llamaq("keys", "list") == "no keys\n"
+
+
+async def test_a_server_knows_the_keys_of_a_file_and_reads_it_again(
+    redis_url: str, queue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.json"
+    alice = llamaq("keys", "add", "alice", "--file", str(file)).strip()
+    assert alice not in file.read_text()
+    assert "has a key 'alice'" in failing(monkeypatch, capsys, "keys", "add", "alice", "--file", str(file), code=2)
+    settings = {"key_prefix": queue, "require_key": True, "keys_file": file}
+    async with serving_http(redis_url, queue, **settings) as url, httpx.AsyncClient(base_url=url) as http:
+
+        async def status_of(secret: str) -> int:
+            return (await http.get("/v1/models", headers=bearer(secret))).status_code
+
+        assert [await status_of(alice), await status_of("x")] == [200, 401]
+        bob = llamaq("keys", "add", "bob", "--file", str(file)).strip()
+        assert [await status_of(alice), await status_of(bob)] == [200, 200]
+        file.write_text("damaged")
+        assert await status_of(bob) == 200
+        file.write_text("{}")
+        assert await status_of(bob) == 401
+    with pytest.raises(InvalidSettings, match="keys_file: without require_key"):
+        serve_settings(keys_file=file)
+    file.write_text("damaged")
+    with pytest.raises(InvalidSettings, match=r"was not written by `llamaq keys add --file`"):
+        build_app(serve_settings(keys_file=file, require_key=True))
 
 
 def test_the_stored_hash_does_not_contain_the_key() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -17,12 +17,16 @@ from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.settings import ENV_PREFIX, QueueSettings, client_settings
+from llamaq.gateway.keys.key_check import OPEN_PATHS
+from llamaq.gateway.settings import ServeSettings, serve_settings
 from llamaq.producer import AsyncClient
 from llamaq.tools.chart.keda_schema import errors_in, is_of_keda
 from llamaq.tools.chart.rendered import CHART, RENDERED, header, manifests, values_files
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
 
+LOADERS: dict[str, Callable[[], Any]] = {"worker": load_settings, "server": serve_settings}
+"""The functions that read the settings of a container. Other containers have those of a client."""
 NAMES = [path.name for path in values_files()]
 Manifest = dict[str, Any]
 
@@ -69,6 +73,8 @@ def test_the_values_repeat_the_defaults_of_the_settings() -> None:
     found = values()
     for setting, value in found["worker"]["settings"].items():
         assert value == WorkerSettings.model_fields[setting].default, setting
+    for setting, value in found["server"]["settings"].items():
+        assert setting == "require_key" or value == ServeSettings.model_fields[setting].default, setting
     for name, setting in (("queue", "queue"), ("keyPrefix", "key_prefix"), ("partitions", "partitions")):
         assert found[name] == QueueSettings.model_fields[setting].default, name
 
@@ -78,13 +84,14 @@ def test_every_environment_variable_is_a_setting_with_a_valid_value(name: str, m
     for _, container in pods(name):
         for variable in container["env"]:
             monkeypatch.setenv(variable["name"], variable.get("value", "redis://redis:6379/0"))
-        load = load_settings if container["args"] == ["worker"] else client_settings
+        load: Callable[[], Any] = LOADERS.get(container["name"], client_settings)
         settings = load()
+        in_values = values_of(name).get(container["name"], {}).get("env", [])
         for variable in container["env"]:
             if variable["name"].startswith(ENV_PREFIX):
                 assert hasattr(settings, variable["name"].removeprefix(ENV_PREFIX).lower()), variable["name"]
             else:
-                assert variable in values_of(name)["worker"]["env"]
+                assert variable in in_values
 
 
 def values_of(name: str) -> Manifest:
@@ -95,11 +102,11 @@ def values_of(name: str) -> Manifest:
 
 def test_every_container_runs_a_command_of_llamaq() -> None:
     commands = {tuple(container["args"]) for name in NAMES for _, container in pods(name)}
-    assert {command[0] for command in commands} == {"worker", "metrics", "depth"}
-    assert ("worker",) in commands, "its settings are environment variables"
+    assert {command[0] for command in commands} == {"worker", "serve", "metrics", "depth"}
+    assert {("worker",), ("serve",)} <= commands, "their settings are environment variables"
     app: Any = typer.main.get_command(build_app())
     context = app.make_context("llamaq", [], resilient_parsing=True)
-    for command, *arguments in commands - {("worker",)}:
+    for command, *arguments in commands - {("worker",), ("serve",)}:
         app.get_command(context, command).make_context(command, arguments)
 
 
@@ -119,9 +126,46 @@ def test_a_worker_has_time_to_drain_and_is_ready_when_its_queue_is_served(name: 
     assert pod["terminationGracePeriodSeconds"] > drain_s + Supervisor.REQUEUE_S + Supervisor.KILL_AFTER_S
     assert worker["readinessProbe"]["exec"]["command"] == ["llamaq", "health"]
     assert environment["LLAMAQ_QUEUE"] == values_of(name).get("queue", "default")
-    (budget,) = of_kind(name, "PodDisruptionBudget")
-    labels = next(one for one in of_kind(name, "Deployment") if one["metadata"]["name"].endswith("-worker"))
-    assert budget["spec"]["selector"] == labels["spec"]["selector"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_workers_and_servers_have_a_budget_of_disruptions(name: str) -> None:
+    selectors = {one["metadata"]["name"]: one["spec"]["selector"] for one in of_kind(name, "Deployment")}
+    budgets = {one["metadata"]["name"]: one["spec"]["selector"] for one in of_kind(name, "PodDisruptionBudget")}
+    assert budgets == {each: selector for each, selector in selectors.items() if each.endswith(("-worker", "-server"))}
+
+
+@pytest.mark.parametrize("name", ["plain.yaml", "server.yaml"])
+def test_a_server_requires_keys_and_its_service_reaches_it(name: str) -> None:
+    pod, server = next((pod, container) for pod, container in pods(name) if container["name"] == "server")
+    environment = {variable["name"]: variable.get("value", "") for variable in server["env"]}
+    assert environment["LLAMAQ_REQUIRE_KEY"] == "true"
+    assert str(server["ports"][0]["containerPort"]) == environment["LLAMAQ_HTTP_PORT"]
+    pause_s = server["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] > pause_s + int(environment["LLAMAQ_SHUTDOWN_S"])
+    assert server["readinessProbe"]["httpGet"]["path"] in OPEN_PATHS
+    service = next(one for one in of_kind(name, "Service") if one["metadata"]["name"].endswith("-server"))
+    deployment = next(one for one in of_kind(name, "Deployment") if one["metadata"]["name"].endswith("-server"))
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert service["spec"]["ports"][0]["targetPort"] == server["ports"][0]["name"]
+
+
+def test_the_secrets_of_a_server_are_mounted_where_its_settings_read_them() -> None:
+    pod, server = next((pod, container) for pod, container in pods("server.yaml") if container["name"] == "server")
+    folders = {mount["mountPath"] for mount in server["volumeMounts"]}
+    files = [
+        variable["value"]
+        for variable in server["env"]
+        if variable["name"] in ("LLAMAQ_KEYS_FILE", "LLAMAQ_TLS_CERT", "LLAMAQ_TLS_KEY")
+    ]
+    assert len(files) == 3
+    assert {file.rpartition("/")[0] for file in files} <= folders
+    secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+    assert secrets == {"llamaq-keys", "llamaq-server-tls", "redis-ca"}
+    assert server["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    (ingress,) = of_kind("server.yaml", "Ingress")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"]["name"] in {one["metadata"]["name"] for one in of_kind("server.yaml", "Service")}
 
 
 def test_a_gpu_is_a_limit_of_the_worker() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
@@ -13,6 +14,7 @@ from llamaq.cli import views
 from llamaq.cli.columns import show_rows
 from llamaq.cli.common_options import AsJson, RedisUrl
 from llamaq.common.errors import InvalidRequest
+from llamaq.gateway.keys.key_file import add_key
 from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.producer import AsyncClient, Priority
@@ -32,9 +34,12 @@ def add(
     requests_per_minute: Annotated[int | None, typer.Option(help=_FIELDS["requests_per_minute"].description)] = None,
     max_open: Annotated[int | None, typer.Option(help=_FIELDS["max_open"].description)] = None,
     cache_salt: Annotated[str | None, typer.Option(help=_FIELDS["cache_salt"].description)] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="File to write the key to instead of Redis, for `llamaq serve --keys-file`.")
+    ] = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Add an API key and print it. It is shown only now, because Redis stores its hash."""
+    """Add an API key and print it. It is shown only now, because its hash alone is stored."""
     fields = {
         "name": name,
         "queues": tuple(queue.strip() for queue in queues.split(",") if queue.strip()),
@@ -43,7 +48,7 @@ def add(
         "max_open": max_open,
         "cache_salt": cache_salt,
     }
-    typer.echo(_with_store(redis_url, lambda store: store.add(**fields)))
+    typer.echo(_with_store(redis_url, lambda store: store.add(**fields)) if file is None else add_key(file, **fields))
 
 
 def list_keys(redis_url: RedisUrl = None, as_json: AsJson = False) -> None:

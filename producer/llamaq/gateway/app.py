@@ -24,6 +24,7 @@ from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.request_ids import RequestIds
 from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
+from llamaq.gateway.keys.key_file import KeyFile
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.openapi import describe
 from llamaq.gateway.optional_endpoints import enabled_routes
@@ -101,12 +102,17 @@ ROUTES += [Route("/openapi.json", openapi), Route("/", chat_page)]
 
 
 def build_app(settings: ServeSettings) -> Starlette:
-    """Return the application. It connects to Redis when its lifespan begins."""
+    """Return the application. It connects to Redis when its lifespan begins.
+
+    Raises:
+        InvalidSettings: The file with the API keys cannot be read.
+    """
+    key_file = None if settings.keys_file is None else KeyFile(settings.keys_file)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
-        keys = KeyStore(queues.default.redis, queues.default.keys)
+        keys = KeyStore(queues.default.redis, queues.default.keys, key_file)
         runner = BatchRunner(settings, queues, keys)
         app.state.context = Context(settings, queues, keys, TokenPieces(queues), AnswerForms(queues), runner)
         runner.start()

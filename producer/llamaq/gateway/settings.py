@@ -91,6 +91,11 @@ class ServeSettings(ClientSettings):
     require_key: bool = Field(
         False, description="Whether requests need an API key of `llamaq keys add`. `/` and `/health` need none."
     )
+    keys_file: Path | None = Field(
+        None,
+        description="File with API keys, besides those in Redis, that `llamaq keys add --file` has written. It is read "
+        "again when it changes. Needs `require_key`.",
+    )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Origins whose web pages may call this server, separated by commas, such as "
@@ -118,9 +123,11 @@ class ServeSettings(ClientSettings):
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
+    def _check_pairs(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together: give both or none")
+        if self.keys_file is not None and not self.require_key:
+            raise ValueError("keys_file: without require_key, requests need no key: set require_key too")
         return self
 
 

@@ -83,3 +83,11 @@ capabilities:
 {{- define "llamaq.jobsPerWorker" -}}
 {{ .Values.keda.jobsPerWorker | default .Values.worker.settings.n_parallel }}
 {{- end }}
+
+{{/* Settings by their names as environment variables. toJson: Helm would write a million as 1e+06. */}}
+{{- define "llamaq.settings" -}}
+{{- range $name, $value := . }}
+- name: LLAMAQ_{{ upper $name }}
+  value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}
+{{- end }}
+{{- end }}

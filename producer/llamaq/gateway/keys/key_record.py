@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import MAX_SALT_CHARS, QUEUE_PATTERN, Priority
 from llamaq.common.protocol.wire_model import StrictModel
 
@@ -59,9 +62,20 @@ class KeyRecord(StrictModel):
         return {**options, **decided}
 
 
-def new_secret(name: str) -> str:
-    """Return a new API key. The name in it tells people which key it is."""
-    return f"llamaq-{name}-{secrets.token_urlsafe(SECRET_BYTES)}"
+def new_key(**fields: Any) -> tuple[str, KeyRecord]:
+    """Return a new API key and its record. The name in the key tells people which key it is.
+
+    Args:
+        **fields: Fields of `KeyRecord`.
+
+    Raises:
+        InvalidRequest: A field is not valid.
+    """
+    try:
+        record = KeyRecord(created_ms=time.time_ns() // 1_000_000, **fields)
+    except ValidationError as exc:
+        raise InvalidRequest(codec.explain(exc)) from exc
+    return f"llamaq-{record.name}-{secrets.token_urlsafe(SECRET_BYTES)}", record
 
 
 def hash_of(secret: str) -> str:

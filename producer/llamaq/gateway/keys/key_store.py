@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
-from llamaq.gateway.keys.key_record import KeyRecord, hash_of, new_secret
+from llamaq.gateway.keys.key_file import KeyFile
+from llamaq.gateway.keys.key_record import KeyRecord, hash_of, new_key
 
 FRESH_S = 2.0
 """A key that was read more recently is not read again: a revoked key works for so long."""
@@ -23,11 +22,12 @@ OPEN_LEASE_MS = 60_000
 
 
 class KeyStore:
-    """The API keys of a Redis server."""
+    """The API keys of a Redis server, and those of a file."""
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: Redis, keys: Keys, file: KeyFile | None = None) -> None:
         self._redis = redis
         self._keys = keys
+        self._file = file
         self._known: dict[str, tuple[float, KeyRecord | None]] = {}
         """Maps the hash of a key to the time when it was read, and its record. None: there is no such key."""
         self._admit = redis.register_script(files(__package__).joinpath("admit.lua").read_text())
@@ -44,18 +44,14 @@ class KeyStore:
         Raises:
             InvalidRequest: A field is not valid, or there is a key of this name.
         """
-        try:
-            record = KeyRecord(created_ms=time.time_ns() // 1_000_000, **fields)
-        except ValidationError as exc:
-            raise InvalidRequest(codec.explain(exc)) from exc
+        secret, record = new_key(**fields)
         if any(each.name == record.name for each in await self.list()):
             raise InvalidRequest(f"name: there is a key {record.name!r}; revoke it first, or use another name")
-        secret = new_secret(record.name)
         await self._redis.hset(self._keys.http_keys(), hash_of(secret), record.model_dump_json())
         return secret
 
     async def list(self) -> Sequence[KeyRecord]:
-        """Return all keys, sorted by name."""
+        """Return all keys of Redis, sorted by name."""
         stored: Any = await self._redis.hgetall(self._keys.http_keys())
         return sorted((KeyRecord.model_validate_json(value) for value in stored.values()), key=lambda each: each.name)
 
@@ -71,11 +67,14 @@ class KeyStore:
 
     async def named(self, name: str) -> KeyRecord | None:
         """Return the record of a key by its name. None: there is no such key."""
-        return next((record for record in await self.list() if record.name == name), None)
+        of_file = [] if self._file is None else self._file.records().values()
+        return next((record for record in (*of_file, *await self.list()) if record.name == name), None)
 
     async def find(self, secret: str) -> KeyRecord | None:
         """Return the record of a key. None: there is no such key."""
         digest, now_s = hash_of(secret), time.monotonic()
+        if self._file is not None and (record := self._file.records().get(digest)) is not None:
+            return record
         read_s, record = self._known.get(digest, (float("-inf"), None))
         if now_s - read_s > FRESH_S:
             if len(self._known) >= MAX_REMEMBERED:  # a client tries many keys
