@@ -35,6 +35,17 @@ AWAIT_TIMEOUT_S = 60.0
 POLL_S = 0.02
 LOG_TAIL_CHARS = 4000
 
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined %}<think>\n{{ '' if enable_thinking else '\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
+)
+"""A chat template of a model that reasons, and calls tools in the format of Hermes, as Qwen's models do."""
+
 HOOK = """
 import json
 
@@ -229,6 +240,13 @@ def slow(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) ->
     spec = ModelSpec(Architecture.LLAMA, n_layers=4, n_embd=256, n_ff=512, n_heads=8, n_kv_heads=2, n_ctx=32_768)
     model = write_model(tmp_path_factory.mktemp("models") / "slow.gguf", spec, seed=2)
     return start_worker("slow", model, n_ctx=32_768, chunk_size=8, disconnect_s=0.8, heartbeat_s=0.2, lease_s=2.0)
+
+
+@pytest.fixture(scope="session")
+def caller(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+    """A worker on a random-weight model whose chat template has tools and reasoning."""
+    spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=TOOL_TEMPLATE)
+    return start_worker("caller", write_model(tmp_path_factory.mktemp("models") / "caller.gguf", spec, seed=1))
 
 
 @pytest.fixture(scope="session")

@@ -81,3 +81,10 @@ def test_requests_are_immutable() -> None:
     request = JobRequest(prompt="x")
     with pytest.raises(ValidationError):
         request.prompt = "y"  # type: ignore[misc]
+
+
+def test_a_message_may_be_empty() -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    messages: Any = [{"role": "assistant", "content": ""}, {"role": "assistant", "tool_calls": [call]}]
+    request = JobRequest(messages=messages)
+    assert codec.decode_request(codec.encode_request(request, 10_000), 10_000) == request

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, model_validator
+from pydantic import BaseModel, Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from llamaq.common.protocol.wire_model import StrictModel
 
@@ -67,6 +67,12 @@ class Message(StrictModel):
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("content: a text is required")
         return self
+
+    @model_serializer(mode="wrap")
+    def _keep_content(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keep an empty content, which is the default: a message without one would be refused."""
+        values: dict[str, Any] = handler(self)
+        return values | ({"content": self.content} if "content" in self.model_fields_set else {})
 
 
 @dataclass(frozen=True, slots=True)
