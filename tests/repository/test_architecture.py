@@ -61,7 +61,7 @@ BREACHES = {
         "import redis",
     ),
     "What runs in the engine thread knows no Redis and no event loop": (
-        "worker/llamaq/worker/generation/numpy_sampler.py",
+        "worker/llamaq/worker/generation/sampling/logit_sampler.py",
         "import asyncio",
     ),
     "llamaq top: what the view shows is decided without Redis and without a screen": (
@@ -72,7 +72,7 @@ BREACHES = {
     "Only the codec imports msgpack": ("producer/llamaq/producer/job.py", "import msgpack"),
     "Few modules import llama.cpp": ("worker/llamaq/worker/engine/engine.py", "import llama_cpp"),
     "Only the grammar package imports llguidance": (
-        "worker/llamaq/worker/generation/numpy_sampler.py",
+        "worker/llamaq/worker/generation/sampling/logit_sampler.py",
         "import llguidance",
     ),
     "One module imports prometheus_client, and one OpenTelemetry": (

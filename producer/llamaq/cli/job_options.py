@@ -19,6 +19,7 @@ from llamaq.common.protocol.sampling import SamplingParams
 _JSON = ("json_schema", "logit_bias", "metadata", "tools", "chat_template_kwargs")
 _FORMS = {
     "stop": "May be given several times.",
+    "dry_sequence_breakers": "May be given several times.",
     "choice": "May be given several times.",
     "grammar": "The grammar itself, or @FILE.",
     "regex": "The expression itself, or @FILE.",
@@ -60,7 +61,7 @@ def _help(name: str) -> str:
 
 def _option_type(name: str) -> Any:
     """Return the type that the option is parsed as. Pydantic checks the value later."""
-    if name in ("stop", "choice"):
+    if name in ("stop", "choice", "dry_sequence_breakers"):
         return list[str]
     if name == "run_at":
         return str

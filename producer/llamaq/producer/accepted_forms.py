@@ -18,6 +18,8 @@ SYNONYMS = {
     "id_slot": "slot",
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
+    "mirostat_ent": "mirostat_tau",
+    "mirostat_lr": "mirostat_eta",
     "n_predict": "max_tokens",
     "penalty_freq": "frequency_penalty",
     "penalty_present": "presence_penalty",

@@ -88,8 +88,7 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 0}, {"n": 200}, {"functions": [{}]}, {"tools": [{}]}, {"tools": 5}, {"mirostat": 2},
-        {"dry_multiplier": 0.5},
+        {"n": 0}, {"n": 200}, {"functions": [{}]}, {"tools": [{}]}, {"tools": 5},
         {"response_format": {"type": "json_object"}, "grammar": "root ::= 1"}, {"structured_outputs": {"sql": "x"}},
         {"stream": "yes"}, {"store": 1}, {"priority": "high"}, {"top_logprobs": "many"}, {"logit_bias": {"word": 1}},
         {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -33,6 +33,11 @@ class Tokens(WireModel):
     logprobs: tuple[TokenLogprobs, ...] = Field(
         (), description="For each token, its `logprob` and the list `top`, if the job asked for `logprobs`."
     )
+    draws: tuple[float, ...] = Field(
+        (),
+        description="For each token, its probability in the draw, if later draws depend on it (Mirostat, adaptive-p). "
+        "A worker that resumes the job needs them.",
+    )
 
 
 class TokenSpan(NamedTuple):
@@ -46,6 +51,7 @@ class TokenSpan(NamedTuple):
     text_offset: int
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    draws: tuple[float, ...] = ()
 
 
 class Finished(WireModel):

@@ -1,18 +1,35 @@
 """The sampling parameters. Meaning and bounds are declared once, for the jobs and for the defaults of a worker.
 
-Meaning and order follow llama.cpp's default sampler chain: logit bias, penalties, grammar, top-n-sigma, top-k,
-typical-p, top-p, min-p, XTC, temperature.
+Meanings, names and the default order of the samplers are those of llama.cpp.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_settings import NoDecode
 
+from llamaq.common.protocol.sampler_names import DEFAULT_SAMPLERS, Sampler, read_samplers
 from llamaq.common.protocol.wire_model import StrictModel
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_SAMPLERS = 32
+MAX_BREAKERS = 64
+MAX_BREAKER_CHARS = 40
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+
+
+def _read_breakers(value: Any) -> Any:
+    """Return the sequence breakers of a setting, whose text is a JSON list; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError("a JSON list of texts is required") from None
+
 
 _TEMPERATURE = Field(
     ge=0,
@@ -75,6 +92,56 @@ _PENALTY_LAST_N = Field(
     description="Number of the most recent tokens, of prompt and output together, that the three penalties count. "
     "-1 counts all, 0 turns the penalties off.",
 )
+_DRY_MULTIPLIER = Field(
+    ge=0,
+    le=100,
+    description="DRY (do not repeat yourself): a token that would extend a repetition of n tokens is lowered by "
+    "`dry_multiplier` * `dry_base` ** (n - `dry_allowed_length`). 0 turns it off.",
+)
+_DRY_BASE = Field(ge=1, le=100, description="DRY: factor of the penalty for each further token of a repetition.")
+_DRY_ALLOWED_LENGTH = Field(
+    ge=0, le=MAX_TOKEN_ID, description="DRY: repetitions of fewer tokens than this are not penalized."
+)
+_DRY_PENALTY_LAST_N = Field(
+    ge=-1,
+    le=MAX_TOKEN_ID,
+    description="DRY: number of the most recent tokens, of prompt and output together, that are searched for "
+    "repetitions. -1 searches all, 0 turns DRY off.",
+)
+_DRY_SEQUENCE_BREAKERS = Field(
+    description="DRY: texts at which a repetition ends, at most 64 of at most 40 characters.",
+)
+_MIROSTAT = Field(
+    ge=0,
+    le=2,
+    description="Mirostat, version 1 or 2: keeps the surprise of the drawn tokens near `mirostat_tau`. It replaces all "
+    "samplers but the temperature. 0 turns it off.",
+)
+_MIROSTAT_TAU = Field(ge=0, le=100, description="Mirostat: the surprise to reach, in bits for each token.")
+_MIROSTAT_ETA = Field(ge=0, le=10, description="Mirostat: learning rate.")
+_ADAPTIVE_TARGET = Field(
+    ge=-1,
+    le=1,
+    description="Adaptive-p: prefers tokens near this probability, so that the average over the drawn tokens reaches "
+    "it. A negative number turns it off.",
+)
+_ADAPTIVE_DECAY = Field(
+    ge=0, le=0.99, description="Adaptive-p: decay of the average, which reaches back about 1 / (1 - decay) tokens."
+)
+_MIN_KEEP = Field(
+    ge=0,
+    le=MAX_TOKEN_ID,
+    description="Top-p, min-p, typical-p and XTC leave at least this many tokens. 0 and 1 set no bound.",
+)
+_SAMPLERS = Field(
+    description="The samplers in the order in which they are applied; a sampler that is not named is not applied. A "
+    "list of names, a text of names with `;` between them, or a text of llama.cpp's letters, such as `edskypmxta`.",
+)
+
+Breakers = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)], ...], Field(max_length=MAX_BREAKERS)
+]
+Samplers = Annotated[tuple[Sampler, ...], Field(max_length=MAX_SAMPLERS)]
 
 
 class SamplingParams(StrictModel):
@@ -94,6 +161,18 @@ class SamplingParams(StrictModel):
     frequency_penalty: Annotated[float | None, _FREQUENCY_PENALTY] = None
     presence_penalty: Annotated[float | None, _PRESENCE_PENALTY] = None
     penalty_last_n: Annotated[int | None, _PENALTY_LAST_N] = None
+    dry_multiplier: Annotated[float | None, _DRY_MULTIPLIER] = None
+    dry_base: Annotated[float | None, _DRY_BASE] = None
+    dry_allowed_length: Annotated[int | None, _DRY_ALLOWED_LENGTH] = None
+    dry_penalty_last_n: Annotated[int | None, _DRY_PENALTY_LAST_N] = None
+    dry_sequence_breakers: Annotated[Breakers | None, _DRY_SEQUENCE_BREAKERS] = None
+    mirostat: Annotated[int | None, _MIROSTAT] = None
+    mirostat_tau: Annotated[float | None, _MIROSTAT_TAU] = None
+    mirostat_eta: Annotated[float | None, _MIROSTAT_ETA] = None
+    adaptive_target: Annotated[float | None, _ADAPTIVE_TARGET] = None
+    adaptive_decay: Annotated[float | None, _ADAPTIVE_DECAY] = None
+    min_keep: Annotated[int | None, _MIN_KEEP] = None
+    samplers: Annotated[Samplers | None, BeforeValidator(read_samplers), _SAMPLERS] = None
 
 
 class SamplingDefaults(BaseModel):
@@ -115,6 +194,20 @@ class SamplingDefaults(BaseModel):
     frequency_penalty: Annotated[float, _FREQUENCY_PENALTY] = 0.0
     presence_penalty: Annotated[float, _PRESENCE_PENALTY] = 0.0
     penalty_last_n: Annotated[int, _PENALTY_LAST_N] = 64
+    dry_multiplier: Annotated[float, _DRY_MULTIPLIER] = 0.0
+    dry_base: Annotated[float, _DRY_BASE] = 1.75
+    dry_allowed_length: Annotated[int, _DRY_ALLOWED_LENGTH] = 2
+    dry_penalty_last_n: Annotated[int, _DRY_PENALTY_LAST_N] = 64
+    dry_sequence_breakers: Annotated[Breakers, NoDecode, BeforeValidator(_read_breakers), _DRY_SEQUENCE_BREAKERS] = (
+        DEFAULT_BREAKERS
+    )
+    mirostat: Annotated[int, _MIROSTAT] = 0
+    mirostat_tau: Annotated[float, _MIROSTAT_TAU] = 5.0
+    mirostat_eta: Annotated[float, _MIROSTAT_ETA] = 0.1
+    adaptive_target: Annotated[float, _ADAPTIVE_TARGET] = -1.0
+    adaptive_decay: Annotated[float, _ADAPTIVE_DECAY] = 0.9
+    min_keep: Annotated[int, _MIN_KEEP] = 0
+    samplers: Annotated[Samplers, NoDecode, BeforeValidator(read_samplers), _SAMPLERS] = DEFAULT_SAMPLERS
 
     def resolve(self, params: SamplingParams) -> SamplingDefaults:
         """Return these defaults, replaced by the values that the job itself sets."""

@@ -145,6 +145,9 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     options |= read_constraint(body) | _read_logit_bias(body.get("logit_bias"))
     if options.get("top_p") == 0:  # OpenAI's API allows it. Ours keeps the smallest set that reaches the probability.
         options["top_p"] = 1e-9
+    base = options.get("dry_base")
+    if isinstance(base, int | float) and base < 1:  # llama-server takes its default for such a base
+        del options["dry_base"]
     if "stop" in options and not options["stop"]:
         del options["stop"]
     limit_ms = body.get("t_max_predict_ms")

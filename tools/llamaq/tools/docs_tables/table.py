@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,9 @@ def render_default(model: type[BaseModel], name: str, field: Schema, is_required
         return "empty"
     if name.endswith("_bytes"):
         return _bytes(default)
-    return f"`{default}`" if isinstance(default, str) else _value(default).replace(",", "")
+    if isinstance(default, str):
+        return f"`{default}`"
+    return _value(default) if isinstance(default, list) else _value(default).replace(",", "")
 
 
 def _variants(field: Schema, schema: Schema) -> list[Schema]:
@@ -100,7 +103,10 @@ def _bounds_of(variant: Schema, show: Callable[[Any], str]) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a number or a boolean as text. Large numbers of the form 2^n - 1 are written as a power."""
+    """Return a number, a boolean or a list as text. Large numbers of the form 2^n - 1 are written as a power."""
+    if isinstance(value, list | tuple):
+        is_names = all(str(each).isidentifier() for each in value)
+        return f"`{';'.join(value) if is_names else json.dumps(value)}`"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and value >= 2**31 - 1 and (value + 1).bit_count() == 1:

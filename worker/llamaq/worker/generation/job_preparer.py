@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import takewhile
 
@@ -14,25 +14,17 @@ from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import JobDefaults, JobRequest
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.job import Job, Lease
+from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import common_prefix, pack
 from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
-from llamaq.worker.generation.numpy_sampler import LogitSampler
+from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
+from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, SequenceBreakers
 
 SYSTEM_PREFIX_CACHE_SIZE = 32
 """Number of system messages whose tokens are cached."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedJob:
-    """A job that can be admitted, and the text of its resumed tokens."""
-
-    job: Job
-    texts: list[str]
-    """The text that the detokenizer released for each resumed token."""
 
 
 class JobPreparer:
@@ -61,6 +53,7 @@ class JobPreparer:
         self._vocab = vocab
         self._grammar_sandbox = grammar_sandbox
         self._constraint_tokenizer = ConstraintTokenizer(vocab)
+        self._breaker_finder = BreakerFinder(vocab)
         self._defaults = defaults
         self._context_limit = context_limit
         self._max_request_bytes = max_request_bytes
@@ -83,6 +76,11 @@ class JobPreparer:
             request = self._defaults.complete(codec.decode_request(payload, self._max_request_bytes))
         except InvalidRequest as exc:
             raise JobRejected(ErrorCode.INVALID_REQUEST, str(exc)) from exc
+        if request.embed is not None:
+            raise JobRejected(
+                ErrorCode.INVALID_REQUEST,
+                f"embed: this worker generates text; a job for {request.kind} needs a worker with --embeddings",
+            )
         if request.priority is not lease.priority:  # `set_priority` was called
             request = request.model_copy(update={"priority": lease.priority})
         if request.seed is None:
@@ -97,10 +95,11 @@ class JobPreparer:
             lease=lease,
             request=request,
             prompt=prompt,
-            sampler=self._sampler(request),
+            sampler=self._sampler(request, published.draws),
             detokenizer=detokenizer,
             resumed=list(published.tokens),
             resumed_logprobs=list(published.logprobs),
+            resumed_draws=list(published.draws),
             times=times,
             context_limit=self._context_limit,
             scope=Scope(request.cache_salt, public),
@@ -145,15 +144,19 @@ class JobPreparer:
                 message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
 
-    def _sampler(self, request: JobRequest) -> LogitSampler:
-        grammar = None
+    def _sampler(self, request: JobRequest, draws: Sequence[float]) -> LogitSampler:
+        grammar, breakers, params = None, SequenceBreakers(), self._defaults.resolve(request)
+        if params.dry_multiplier:
+            breakers = self._breaker_finder.breakers(params.dry_sequence_breakers)
         if request.constraints:
             grammar = self._constraint_tokenizer.compile(self._grammar_sandbox.compile(request))
         return LogitSampler(
-            self._defaults.resolve(request),
+            params,
             seed=request.seed or 0,
             logit_bias=request.logit_bias,
             masked_tokens=self._vocab.suppressed_tokens | (self._vocab.end_tokens if request.ignore_eos else set()),
             grammar=grammar,
             n_logprobs=request.logprobs,
+            breakers=breakers,
+            draws=draws,
         )

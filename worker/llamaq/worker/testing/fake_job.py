@@ -49,6 +49,7 @@ class GreedySampler:
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
         self.logprobs: TokenLogprobs | None = None
+        self.draw_probability: float | None = None
         self.closed = 0
         """Number of calls of `close`."""
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.worker.generation.logprobs import token_logprobs
-from llamaq.worker.generation.numpy_sampler import LogitSampler
+from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
+from llamaq.worker.generation.sampling.logprobs import token_logprobs
 
 LOGITS = np.array([1.0, 3.0, -2.0, 3.0, 0.5], np.float32)
 EXPECTED = np.log(np.exp(LOGITS.astype(np.float64)) / np.exp(LOGITS.astype(np.float64)).sum())

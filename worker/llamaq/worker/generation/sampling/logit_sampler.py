@@ -1,0 +1,178 @@
+"""Draws tokens from logits: the sampler chain of llama.cpp in numpy, with reproducible draws.
+
+Logit bias and grammar come first, then the samplers in the order of the job (common/sampling.cpp). Only the draws
+differ from llama.cpp: the random number is a hash of the seed and the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf, isnan
+
+import numpy as np
+
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
+from llamaq.worker.generation.sampling.candidates import Candidates, Logits
+from llamaq.worker.generation.sampling.draw_feedback import draw_feedback
+from llamaq.worker.generation.sampling.logprobs import token_logprobs
+from llamaq.worker.generation.sampling.sampler_chain import build_chain, is_greedy
+from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
+from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers
+
+FEW_ALLOWED = 1 / 8
+"""If a grammar allows at most this share of the vocabulary, only the logits of the allowed tokens are read."""
+NO_TOKEN_LEFT = "no token of the vocabulary is allowed here"
+NO_BREAKERS = SequenceBreakers()
+
+
+class LogitSampler:
+    """The sampler of one job; implements `core.job.Sampler`.
+
+    Args:
+        params: The sampling parameters.
+        seed: The seed of the draws.
+        logit_bias: Maps token ids to the values that are added to their logits.
+        masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`.
+        grammar: Restricts the tokens.
+        n_logprobs: Number of alternatives in `logprobs`. None: `logprobs` is always None.
+        breakers: The sequence breakers of DRY.
+        draws: `draw_probability` of each token that earlier attempts generated.
+    """
+
+    def __init__(
+        self,
+        params: SamplingDefaults,
+        *,
+        seed: int,
+        logit_bias: Mapping[int, float] | None = None,
+        masked_tokens: Iterable[int] = (),
+        grammar: TokenConstraint | None = None,
+        n_logprobs: int | None = None,
+        breakers: SequenceBreakers = NO_BREAKERS,
+        draws: Sequence[float] = (),
+    ) -> None:
+        self.logprobs: TokenLogprobs | None = None
+        self.draw_probability: float | None = None
+        self._n_logprobs = n_logprobs
+        self._uniform = UniformNumbers(seed)
+        self._bias_tokens = np.fromiter(logit_bias or (), np.int64)
+        self._bias = np.fromiter((logit_bias or {}).values(), np.float32)
+        self._masked = np.fromiter(masked_tokens, np.int64)
+        self._grammar = grammar
+        self._is_greedy = is_greedy(params)
+        self._feedback = None if self._is_greedy else draw_feedback(params, draws)
+        chain = build_chain(params, self._uniform, breakers)
+        n_first = next((index for index, step in enumerate(chain) if not step.is_penalty), len(chain))
+        self._penalties = [step.apply for step in chain[:n_first]]
+        """The samplers that get all logits, also those of masked tokens."""
+        starts_with_top_k = n_first < len(chain) and chain[n_first].name == "top_k"
+        self._reduce = chain[n_first].apply if starts_with_top_k else _drop_masked
+        """The step after which no token is masked."""
+        self._filters = [step.apply for step in chain[n_first + starts_with_top_k :]]
+
+    def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
+        """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
+        if self._n_logprobs is None:
+            return self._sample(logits, history, n_prompt)
+        computed = logits.copy()
+        token = self._sample(logits, history, n_prompt)
+        self.logprobs = token_logprobs(computed, token, self._n_logprobs)
+        return token
+
+    def close(self) -> None:
+        """Free the memory of the grammar. May be called twice."""
+        self._grammar = None
+
+    def _sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
+        n_vocab, position = logits.size, len(history) - n_prompt
+        candidates = self._penalized(logits, history, n_prompt)
+        if self._is_greedy:
+            return _best_token(candidates)
+        return self._draw(self._filtered(candidates, history, position), position, n_vocab)
+
+    def _penalized(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
+        """Apply bias, masks, grammar, and the penalties at the beginning of the chain. Changes `logits`."""
+        self._adjust(logits)
+        candidates = self._allowed(logits, history, n_prompt)
+        for penalize in self._penalties:
+            candidates = penalize(candidates, history, len(history) - n_prompt)
+        return candidates
+
+    def _filtered(self, candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
+        """Apply the rest of the chain."""
+        candidates = self._reduce(candidates, history, position)
+        _check(candidates)
+        for apply in self._filters:
+            candidates = apply(candidates, history, position)
+        return candidates
+
+    def _adjust(self, logits: Logits) -> None:
+        """Apply bias and mask to the logits, in place: copying logits takes longer than sampling."""
+        if self._bias_tokens.size:
+            if self._bias_tokens.max() >= logits.size:
+                message = f"logit_bias has token {self._bias_tokens.max()}, but the vocabulary has {logits.size} tokens"
+                raise JobRejected(ErrorCode.INVALID_TOKEN, message)
+            logits[self._bias_tokens] += self._bias
+        if self._masked.size:
+            logits[self._masked] = -np.inf
+
+    def _allowed(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
+        """Return the tokens that the grammar allows, or many of those that it does not allow masked."""
+        if self._grammar is None:
+            return Candidates(logits)
+        self._grammar.accept(history[n_prompt:])
+        mask = self._grammar.allowed_mask()
+        tokens = np.flatnonzero(mask)
+        if len(tokens) > FEW_ALLOWED * logits.size:
+            np.copyto(logits, -np.inf, where=~mask)
+            return Candidates(logits)
+        return Candidates(logits[tokens], tokens)
+
+    def _draw(self, candidates: Candidates, position: int, n_vocab: int) -> int:
+        """Draw a candidate by inverse transform sampling.
+
+        The first candidate with cumulative weight > u * total weight is drawn, where u is the random number of this
+        position.
+        """
+        probabilities = None
+        if self._feedback is not None:
+            candidates, probabilities = self._feedback.shape(candidates, position, n_vocab)
+        cumulative = candidates.weights().cumsum(dtype=np.float64)
+        index = int(cumulative.searchsorted(self._uniform.at(position) * cumulative[-1], side="right"))
+        index = min(index, len(candidates) - 1)  # rounding can make the product equal to the total
+        if self._feedback is not None and probabilities is not None:
+            self.draw_probability = float(probabilities[index])
+            self._feedback.record(self.draw_probability)
+        return candidates.token_at(index)
+
+
+def _drop_masked(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
+    return candidates.without_masked()
+
+
+def _best_token(candidates: Candidates) -> int:
+    """Return the token with the largest logit."""
+    if not len(candidates):
+        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
+    index = int(candidates.logits.argmax())
+    largest = float(candidates.logits[index])
+    _check_finite(largest)
+    if largest == -inf:
+        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
+    return candidates.token_at(index)
+
+
+def _check(candidates: Candidates) -> None:
+    """Raise `JobRejected` if there is no candidate, or if the largest logit is not a finite number."""
+    if not len(candidates):
+        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
+    _check_finite(float(candidates.max_logit))
+
+
+def _check_finite(largest: float) -> None:
+    """Raise `JobRejected` if the largest logit is plus infinity or NaN. It is NaN if any logit is NaN."""
+    if isnan(largest) or largest == inf:
+        raise JobRejected(ErrorCode.DECODE_FAILED, "the model computed logits that are not finite numbers")

@@ -1,0 +1,160 @@
+"""Builds the chain of samplers that the parameters of a job ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from llamaq.common.protocol.sampler_names import Sampler
+from llamaq.common.protocol.sampling import SamplingDefaults
+from llamaq.worker.generation.sampling.candidate_filters import (
+    MAX_XTC_THRESHOLD,
+    dynamic_temperature,
+    exclude_top_choices,
+    top_k,
+    top_n_sigma,
+    top_p_min_p,
+    typical_p,
+)
+from llamaq.worker.generation.sampling.candidates import Candidates
+from llamaq.worker.generation.sampling.dry import Dry
+from llamaq.worker.generation.sampling.recent_tokens import RecentTokens
+from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
+from llamaq.worker.generation.sampling.uniform_numbers import XTC, UniformNumbers
+
+GREEDY_BELOW = 1e-6
+"""Temperatures below this value mean greedy decoding. Logits divided by such a temperature can exceed the range of
+float32."""
+
+Apply: TypeAlias = Callable[[Candidates, Sequence[int], int], Candidates]
+"""A function of the candidates, the history and the position of the draw in the output."""
+
+
+class Step(NamedTuple):
+    """A sampler of a chain."""
+
+    name: Sampler
+    apply: Apply
+
+    @property
+    def is_penalty(self) -> bool:
+        """Whether the step only lowers logits. Such a step also accepts logits that are minus infinity."""
+        return self.name in ("penalties", "dry")
+
+
+def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: SequenceBreakers) -> list[Step]:
+    """Return the samplers that change something, in the order of the job.
+
+    Mirostat replaces all samplers but the temperature, as in llama.cpp. Greedy decoding needs only the penalties.
+
+    Args:
+        params: The sampling parameters.
+        uniform: The random numbers of the job.
+        breakers: The sequence breakers of DRY.
+    """
+    order: Sequence[Sampler] = ("temperature",) if params.mirostat else params.samplers
+    makers: dict[Sampler, Callable[[], Apply | None]] = {
+        "penalties": lambda: _penalties(params),
+        "dry": lambda: _dry(params, breakers),
+        "xtc": lambda: _xtc(params, uniform),
+        "temperature": lambda: _temperature(params),
+    }
+    steps = [(name, makers[name]() if name in makers else _filter(name, params)) for name in order]
+    chain = [Step(name, apply) for name, apply in steps if apply is not None]
+    if is_greedy(params):
+        return [step for step in chain if step.is_penalty]
+    return _join_top_p_min_p(chain, params)
+
+
+def is_greedy(params: SamplingDefaults) -> bool:
+    """Return whether always the most probable token is drawn."""
+    return params.temperature < GREEDY_BELOW and (params.mirostat > 0 or "temperature" in params.samplers)
+
+
+def _filter(name: Sampler, params: SamplingDefaults) -> Apply | None:
+    """Return a sampler that depends on nothing but the candidates. None: it would change nothing."""
+    min_keep = params.min_keep
+    if name == "top_n_sigma" and params.top_n_sigma > 0:
+        return lambda candidates, *_: top_n_sigma(candidates, params.top_n_sigma)
+    if name == "top_k" and params.top_k > 0:
+        return lambda candidates, *_: top_k(candidates, params.top_k)
+    if name == "typ_p" and params.typical_p < 1:
+        return lambda candidates, *_: typical_p(candidates, params.typical_p, min_keep)
+    if name == "top_p" and params.top_p < 1:
+        return lambda candidates, *_: top_p_min_p(candidates, params.top_p, 0, min_keep)
+    if name == "min_p" and params.min_p > 0:
+        return lambda candidates, *_: top_p_min_p(candidates, 1, params.min_p, min_keep)
+    return None
+
+
+def _join_top_p_min_p(chain: list[Step], params: SamplingDefaults) -> list[Step]:
+    """Return the chain with one step for top-p with min-p after it, which takes less time than two."""
+    joined: list[Step] = []
+    for step in chain:
+        if step.name == "min_p" and joined and joined[-1].name == "top_p":
+            joined[-1] = Step(
+                "min_p",
+                lambda candidates, *_: top_p_min_p(candidates, params.top_p, params.min_p, params.min_keep),
+            )
+        else:
+            joined.append(step)
+    return joined
+
+
+def _penalties(params: SamplingDefaults) -> Apply | None:
+    """Return the penalties for tokens that occur in the last `penalty_last_n` tokens of the history.
+
+    new_logit_i = scaled_i - count_i * frequency_penalty - presence_penalty, where count_i is the number of occurrences
+    of token i, and scaled_i is logit_i * repeat_penalty if logit_i <= 0, otherwise logit_i / repeat_penalty. Source:
+    llama_sampler_penalties_apply.
+    """
+    repeat, presence = np.float32(params.repeat_penalty), np.float32(params.presence_penalty)
+    frequency = np.float32(params.frequency_penalty)
+    if params.penalty_last_n == 0 or (repeat == 1 and frequency == 0 and presence == 0):
+        return None
+    recent = RecentTokens(params.penalty_last_n)
+
+    def apply(candidates: Candidates, history: Sequence[int], _position: int) -> Candidates:
+        tokens, counts = recent.counts(history)
+        given, own = candidates.find(tokens)
+        logits = candidates.logits[own]
+        scaled = np.where(logits <= 0, logits * repeat, logits / repeat)
+        candidates.logits[own] = scaled - (counts[given] * frequency + presence)
+        return candidates.with_logits(candidates.logits)
+
+    return apply
+
+
+def _dry(params: SamplingDefaults, breakers: SequenceBreakers) -> Apply | None:
+    if params.dry_multiplier == 0 or params.dry_penalty_last_n == 0:
+        return None
+    dry = Dry(params, breakers)
+    return lambda candidates, history, _position: dry.penalize(candidates, history)
+
+
+def _xtc(params: SamplingDefaults, uniform: UniformNumbers) -> Apply | None:
+    if params.xtc_probability == 0 or params.xtc_threshold > MAX_XTC_THRESHOLD:
+        return None
+
+    def apply(candidates: Candidates, _history: Sequence[int], position: int) -> Candidates:
+        if uniform.at(position, XTC) >= params.xtc_probability:
+            return candidates
+        return exclude_top_choices(candidates, params.xtc_threshold, params.min_keep)
+
+    return apply
+
+
+def _temperature(params: SamplingDefaults) -> Apply | None:
+    fixed, spread, exponent = params.temperature, params.dynatemp_range, params.dynatemp_exponent
+    is_fixed = spread == 0 or params.mirostat > 0
+    if is_fixed and fixed == 1:
+        return None
+
+    def apply(candidates: Candidates, _history: Sequence[int], _position: int) -> Candidates:
+        temperature = fixed if is_fixed else dynamic_temperature(candidates, fixed, spread, exponent)
+        logits = candidates.logits / np.float32(max(temperature, GREEDY_BELOW))
+        return candidates.with_logits(logits, is_sorted=candidates.is_sorted)
+
+    return apply
