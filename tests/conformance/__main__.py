@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ def run(python: Path, folder: Path, arguments: list[str], scratch: Path) -> list
         "LLAMA_SERVER_BIN_PATH": str(shim),
         "LLAMAQ_CONFORMANCE_SOCKET": str(scratch / "host.sock"),
         "LLAMAQ_CONFORMANCE_OUTCOMES": str(outcomes),
+        "PORT": str(_free_port()),
         "PYTHONPATH": os.pathsep.join([str(folder), str(HERE)]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
@@ -68,10 +70,21 @@ def run(python: Path, folder: Path, arguments: list[str], scratch: Path) -> list
         host = StackHost(scratch / "host.sock", redis.url)
         os.dup2(output.fileno(), sys.stderr.fileno())  # the log of the stacks
         testing = subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=output)
-        while testing.poll() is None:
-            host.poll(POLL_S)
+        try:
+            while testing.poll() is None:
+                host.poll(POLL_S)
+        finally:
+            testing.kill()
+            host.close()
     shutil.copy(outcomes, ROOT / "build" / "conformance.jsonl")
     return read_outcomes(outcomes)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 if __name__ == "__main__":

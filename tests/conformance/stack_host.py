@@ -16,6 +16,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import redis
 from tests.conformance.server_flags import StackSettings, read_flags
@@ -45,6 +46,7 @@ class StackHost:
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(path))
         self._listening.listen()
+        self._stacks: set[int] = set()
 
     def poll(self, timeout_s: float) -> None:
         """Start a stack if a shim asks for one, and reap those that have ended."""
@@ -52,18 +54,23 @@ class StackHost:
         if readable:
             connection, _ = self._listening.accept()
             with connection:
-                if os.fork() == 0:
+                if (pid := os.fork()) == 0:
                     self._listening.close()
                     _run_stack(connection, self._redis_url)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+                self._stacks.add(pid)
+        self._stacks = {pid for pid in self._stacks if not _has_ended(pid)}
+
+    def close(self) -> None:
+        """End the stacks of shims that were not stopped."""
+        for pid in self._stacks:
+            os.kill(pid, signal.SIGTERM)
 
 
 def _run_stack(connection: socket.socket, redis_url: str) -> None:
     """Serve one shim, and end this process. If the stack does not start, the shim gets the reason."""
     worker = 0
     try:
+        signal.signal(signal.SIGTERM, _interrupt)
         with connection.makefile("rb") as lines:
             request = json.loads(lines.readline(MAX_REQUEST_BYTES))
         chosen = read_flags(request["flags"], Path(request["folder"]))
@@ -81,6 +88,10 @@ def _run_stack(connection: socket.socket, redis_url: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
         os._exit(0)
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _prepare_redis(redis_url: str, chosen: StackSettings) -> None:
