@@ -16,6 +16,7 @@ from llamaq.common.errors import (
     LlamaqError,
     NotDurable,
     NoWorker,
+    OtherKindOfQueue,
     QueueDraining,
     QueueFull,
     RedisFull,
@@ -25,6 +26,7 @@ from llamaq.common.errors import (
 _CODES: dict[type[LlamaqError], int] = {
     InvalidRequest: EXIT_USAGE,
     InvalidSettings: EXIT_USAGE,
+    OtherKindOfQueue: EXIT_USAGE,
     BulkRunRefused: EXIT_USAGE,
     EmbeddedRedisError: EXIT_NO_REDIS,
     RedisFull: EXIT_NO_REDIS,

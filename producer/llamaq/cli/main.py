@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from llamaq.cli import (
     bulk_commands,
     dead_letter_commands,
+    embed_commands,
     job_commands,
     key_commands,
     metrics_command,
@@ -76,6 +77,7 @@ def build_app(called: str | None = None) -> typer.Typer:
     )
     app.callback()(_read_options)
     job_commands.register(app)
+    embed_commands.register(app)
     queue_commands.register(app)
     queue_mode_commands.register(app)
     top_command.register(app)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
+from llamaq.common.protocol.embedding import EmbeddingTask
 from llamaq.common.protocol.job_events import Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
@@ -35,7 +36,7 @@ from llamaq.worker.model_settings import DeviceSettings, ModelSettings, RopeSett
 from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, WorkerSettings
 
 _CHAT = (Message, ToolCall, FunctionCall, TemplateParams)
-_JOB = (*_CHAT, SamplingParams, JobParams, JobRequest, JobStats, Result, MappedResult, JobStatus)
+_JOB = (*_CHAT, SamplingParams, JobParams, JobRequest, JobStats, Result, MappedResult, JobStatus, EmbeddingTask)
 _EVENTS = (Started, Tokens, Finished, Failed, Retried)
 _SNAPSHOTS = (
     QueueDepth,
