@@ -74,3 +74,12 @@ async def test_a_stream_whose_job_still_waits_after_its_first_event_tells_so_soo
     assert [await sent.get(), await sent.get()] == [b"created", b": queued, 3 ahead\n\n"]
     sending_it.cancel()
     await asyncio.wait([sending_it])
+
+
+async def test_an_error_in_the_stream_of_a_response_is_an_event_of_the_type_error(redis_url: str, queue: str) -> None:
+    request = post_of("/v1/responses", {"input": "hi", "stream": True})
+    async with gateway(redis_url, queue, timeout_s=0.1) as (url, _, _), sending(url, request) as (reader, _):
+        await reader.readuntil(b"event: error\ndata: ")
+        error = json.loads(await reader.readline())
+        assert error["type"] == "error"
+        assert "0.1" in error["message"]

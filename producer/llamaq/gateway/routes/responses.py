@@ -235,7 +235,7 @@ async def _stream(
     sequence = EventSequence(job.id, record, starting_after)
 
     def format_error(exc: Exception) -> bytes:
-        return _encode({"type": "error", **error_fields(exc), "sequence_number": sequence.last_number + 1})
+        return _encode({**error_fields(exc), "type": "error", "sequence_number": sequence.last_number + 1})
 
     reader = AnswerReader(context_of(request), job.id, record)
     return await EventStream.open(
