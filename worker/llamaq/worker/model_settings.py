@@ -30,6 +30,11 @@ class ModelSettings(BaseModel):
     chat_template_file: Path | None = Field(
         None, description="File with a chat template in Jinja, which replaces the template of the model."
     )
+    model_sampling: bool = Field(
+        True,
+        description="Whether the sampling parameters that the model's file recommends (`general.sampling.*`) are "
+        "defaults of jobs. Settings that are given have precedence.",
+    )
     n_ctx: int = Field(
         8192, ge=64, description="Number of KV cells. All slots share them; each token of a job needs one."
     )

@@ -67,6 +67,7 @@ class ModelSpec:
     Attributes:
         n_ctx: Training context in tokens.
         n_swa: Sliding window of `GEMMA3` in tokens; 0 for all other architectures.
+        sampling: Recommended sampling parameters: keys after `general.sampling.`, and values.
 
     Raises:
         ValueError: The sizes do not fit together.
@@ -84,6 +85,7 @@ class ModelSpec:
     n_swa: int = 0
     weights: Weights = Weights.F32
     chat_template: str | None = None
+    sampling: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.n_embd % 32 or self.n_ff % 32 or self.head_dim % 32:

@@ -121,6 +121,8 @@ def _add_vocabulary(writer: GGUFWriter, spec: ModelSpec, vocabulary: Vocabulary)
     writer.add_eot_token_id(vocabulary.id_of(TURN_END))
     writer.add_pad_token_id(vocabulary.id_of(EOS))
     writer.add_add_bos_token(True)
+    for key, value in spec.sampling:
+        writer.add_string(f"general.sampling.{key}", value)
     if spec.chat_template is not None:
         writer.add_chat_template(spec.chat_template)
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 LLAMA_CPP_PYTHON_VERSION = str(llama_cpp.__version__)
 """Version of llama-cpp-python, which determines the version of llama.cpp."""
+METADATA_BYTES = 512
+"""Longest value of the metadata that is read."""
 MAX_SEQUENCES = 256
 """LLAMA_MAX_SEQ of llama.cpp."""
 _POOLING_OF = {
@@ -119,6 +121,12 @@ class Model:
         """Weight format of most tensors, such as "Q4_K - Medium"."""
         name: bytes | None = llama_cpp.llama_ftype_name(llama_cpp.llama_model_ftype(self.pointer))
         return name.decode() if name else "unknown"
+
+    def metadata(self, key: str) -> str | None:
+        """Return the value of a key of the model's file as text. None: it has no such key."""
+        buffer = ctypes.create_string_buffer(METADATA_BYTES)
+        n_bytes = llama_cpp.llama_model_meta_val_str(self.pointer, key.encode(), buffer, METADATA_BYTES)
+        return buffer.value.decode(errors="replace") if n_bytes >= 0 else None
 
     def close(self) -> None:
         """Free the model. Its contexts must be closed first. May be called twice."""

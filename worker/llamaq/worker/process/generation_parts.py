@@ -21,6 +21,7 @@ from llamaq.worker.process.cache_factory import (
     make_saved_slot_files,
 )
 from llamaq.worker.process.engine_options import context_options, load_model
+from llamaq.worker.process.model_sampling import job_defaults_for_model
 from llamaq.worker.scheduling.batch_strategy import BatchStrategy
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
@@ -52,6 +53,7 @@ class GenerationParts:
         self._path = path
         self._settings = settings
         self.engine = load_engine(path, settings)
+        self._job_defaults = job_defaults_for_model(settings, self.engine.model.metadata)
         self._grammar_sandbox = GrammarSandbox(vocab_blob)
         self._offload = make_offload(settings, self.engine, path)
         self._memory = self._make_memory()
@@ -94,7 +96,7 @@ class GenerationParts:
         return {
             "n_ctx": self.engine.context.n_ctx,
             "context_limit": self._context_limit(),
-            "job_defaults": self._settings.job_defaults,
+            "job_defaults": self._job_defaults,
         }
 
     def close(self) -> None:
@@ -111,7 +113,7 @@ class GenerationParts:
         return n_cells if self._settings.extends_context else min(n_cells, self.engine.model.n_ctx_train)
 
     def _check_default_grammar(self) -> None:
-        defaults = self._settings.job_defaults
+        defaults = self._job_defaults
         if defaults.grammar:
             try:
                 self._grammar_sandbox.compile(JobParams(grammar=defaults.grammar, grammar_root=defaults.grammar_root))
@@ -124,7 +126,7 @@ class GenerationParts:
         return JobPreparer(
             engine.vocab,
             self._grammar_sandbox,
-            self._settings.job_defaults,
+            self._job_defaults,
             context_limit=self._context_limit(),
             max_request_bytes=self._settings.max_request_bytes,
             counts_system_tokens=not engine.sequences.can_cut,

@@ -83,7 +83,7 @@ class Child:
         self._started_s = time.monotonic()
         if self._process.stdin is None:
             raise RuntimeError("a child without a standard input")
-        self._process.stdin.write(self.settings.model_dump_json().encode() + b"\n")
+        self._process.stdin.write(self.settings.model_dump_json(exclude_unset=True).encode() + b"\n")
         self._process.stdin.flush()
         log.info("child.started pid=%d device=%s", self._process.pid, self.settings.device)
 
