@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.forked_scripts import ForkedProcess, fork_server
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, Failed, Finished, Tokens
@@ -67,7 +68,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = TIMEO
 class Command:
     """A running command and the file with its output."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     file: Path
 
     @property
@@ -117,11 +118,20 @@ class Environment:
 
     def start(self, *arguments: str, **variables: str) -> Command:
         """Run `llamaq` with these arguments. `variables` are added to its environment variables."""
-        return self.run([str(LLAMAQ), *arguments], **variables)
+        server = fork_server()
+        if server is None:
+            return self.run([str(LLAMAQ), *arguments], **variables)
+        file = self._next_output
+        with file.open("wb") as output:
+            process = server.start(
+                [str(LLAMAQ), *arguments], cwd=self.folder, variables=self.process_variables(variables), output=output
+            )
+        self.commands.append(Command(process, file))
+        return self.commands[-1]
 
     def run(self, arguments: list[str], **variables: str) -> Command:
         """Start a program whose working directory is this environment's folder."""
-        file = self.folder / f"output-{len(self.commands)}.txt"
+        file = self._next_output
         with file.open("wb") as output:
             process = subprocess.Popen(
                 arguments,
@@ -134,6 +144,10 @@ class Environment:
             )
         self.commands.append(Command(process, file))
         return self.commands[-1]
+
+    @property
+    def _next_output(self) -> Path:
+        return self.folder / f"output-{len(self.commands)}.txt"
 
     def process_variables(self, variables: dict[str, str]) -> dict[str, str]:
         """Return the environment variables of a command: `variables`, and those of pytest except llamaq's settings.

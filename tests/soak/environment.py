@@ -17,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
+
+from tests.support.forked_scripts import ForkedProcess, fork_server
 
 from llamaq.producer import AsyncClient
 from llamaq.tools.random_gguf import PLAIN, write_model
@@ -49,7 +51,7 @@ async def wait_until(condition: Callable[[], Any], what: str, timeout_s: float =
 class WorkerProcess:
     """The process of a worker and the file with its log."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     log_file: Path
     faults: dict[str, Any]
     killed_from_outside: bool = False
@@ -158,15 +160,7 @@ class Environment:
         }
         log_file = self.folder / f"worker-{len(self.workers)}.log"
         with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(CHILD), json.dumps(faults or {})],
-                cwd=self.folder,
-                env={name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = self._start_child([str(CHILD), json.dumps(faults or {})], log)
         worker = WorkerProcess(process, log_file, faults or {})
         self.workers.append(worker)
         if process.stdin is None:
@@ -174,6 +168,20 @@ class Environment:
         process.stdin.write(WorkerSettings(**chosen).model_dump_json().encode() + b"\n")
         process.stdin.flush()
         return worker
+
+    def _start_child(self, arguments: list[str], log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedProcess:
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
+        if server := fork_server():
+            return server.start(arguments, cwd=self.folder, variables=variables, output=log, has_input=True)
+        return subprocess.Popen(
+            [sys.executable, "-P", *arguments],
+            cwd=self.folder,
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     async def start_ready(
         self, count: int = 1, faults: dict[str, Any] | None = None, **extra_settings: Any
