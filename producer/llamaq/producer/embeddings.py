@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
 from llamaq.common.errors import InvalidRequest, JobFailed
 from llamaq.common.protocol.embedding import Embedding
@@ -39,7 +40,8 @@ class EmbeddingOptions(TypedDict, total=False):
     metadata: dict[str, Any]
 
 
-class RankedDocument(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
     """A document and how well it answers the query."""
 
     index: int
@@ -58,7 +60,7 @@ def as_list(inputs: EmbeddingInputs) -> list[Any]:
     """
     if isinstance(inputs, str):
         return [inputs]
-    listed = list(inputs)
+    listed = list(inputs) if isinstance(inputs, Iterable) else []
     if not listed:
         raise InvalidRequest("inputs: at least one text is required")
     return [listed] if all(isinstance(each, int) for each in listed) else listed

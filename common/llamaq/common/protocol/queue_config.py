@@ -57,9 +57,14 @@ class QueueConfig:
         partitions, max_queue, lease_ms, model, model_name, kind = values
         if partitions is None:
             return None
-        text = ((value or b"").decode() for value in (model, model_name))
-        known = JobKind(kind.decode()) if kind else JobKind.GENERATION
-        return cls(int(partitions), int(max_queue or 0), int(lease_ms or 0), *text, kind=known)
+        return cls(
+            int(partitions),
+            int(max_queue or 0),
+            int(lease_ms or 0),
+            (model or b"").decode(),
+            (model_name or b"").decode(),
+            JobKind(kind.decode()) if kind else JobKind.GENERATION,
+        )
 
     def fields(self) -> dict[str, str]:
         """Return the fields of the hash."""
