@@ -22,9 +22,9 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 @asynccontextmanager
-async def connected(demo: ServedQueue) -> AsyncIterator[httpx.AsyncClient]:
+async def connected(demo: ServedQueue, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        serving_http(demo.url, demo.queue) as url,
+        serving_http(demo.url, demo.queue, **settings) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         yield http
@@ -54,6 +54,68 @@ async def test_completion_has_the_fields_of_llama_server(demo: ServedQueue, clie
     assert [each["index"] for each in several] == [0, 1]
     assert several[0]["content"] == expected.text
     assert (word["stop_type"], word["stopping_word"]) == ("word", expected.text[3:5])
+
+
+async def test_prompts_and_biases_may_mix_texts_and_tokens(demo: ServedQueue, client: Client) -> None:
+    tokens = client.tokenize(PROMPT)
+    expected = client.generate(PROMPT, max_tokens=8, temperature=0)
+    common = {"n_predict": 8, "temperature": 0}
+    async with connected(demo) as http:
+
+        async def text_of(prompt: Any, **more: Any) -> str:
+            answer = await http.post("/completion", json={"prompt": prompt, **common, **more})
+            assert answer.status_code == 200, answer.text
+            text: str = answer.json()["content"]
+            return text
+
+        prompts = [{"prompt_string": PROMPT}, ["Once", *client.tokenize(" upon a time")[-3:]], tokens]
+        texts = [await text_of(prompt) for prompt in prompts]
+        several = (await http.post("/completion", json={"prompt": [tokens, PROMPT], **common})).json()
+        banned = [await text_of(PROMPT, logit_bias=bias) for bias in ([[expected.text, -100]], {expected.text: -100})]
+        image = {"prompt_string": PROMPT, "multimodal_data": ["eA=="]}
+        refused = await http.post("/completion", json={"prompt": image})
+        echoed = await http.post("/v1/completions", json={"prompt": {"prompt_string": PROMPT}, "max_tokens": 1})
+    assert texts[0] == texts[2] == expected.text
+    assert [each["content"] for each in several] == [expected.text] * 2
+    assert not {expected.text[:1], *banned} & {expected.text}
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt.multimodal_data")
+    assert echoed.json()["usage"]["completion_tokens"] == 1
+
+
+async def test_an_answer_tells_what_the_request_asked_for(demo: ServedQueue) -> None:
+    chat = {"messages": MESSAGES, "max_tokens": 2, "temperature": 0}
+    asked = {"prompt": PROMPT, "response_fields": ["content", "generation_settings/n_predict"]}
+    long_chat = [{"role": "user", "content": "word " * 3000}]
+    async with connected(demo, default_max_tokens=3) as http:
+        fields = (await http.post("/completion", json=asked)).json()
+        verbose = (await http.post("/v1/chat/completions", json={**chat, "verbose": True})).json()
+        plain = (await http.post("/v1/chat/completions", json=chat)).json()
+        rendered = (await http.post("/apply-template", json={"messages": MESSAGES})).json()
+        too_long = [
+            await http.post("/v1/chat/completions", json={"messages": long_chat, "stream": stream})
+            for stream in (False, True)
+        ]
+        probabilities = await http.post(
+            "/completion", json={"prompt": PROMPT, "n_predict": 4, "n_probs": 2, "stream": True}
+        )
+        props = (await http.get("/props")).json()
+        both = {**chat, "messages": [*MESSAGES, {"role": "assistant", "content": "I"}]}
+        excluded = await http.post(
+            "/v1/chat/completions", json={**both, "add_generation_prompt": True, "continue_final_message": True}
+        )
+    assert fields.keys() == {"content", "generation_settings/n_predict"}
+    assert fields["generation_settings/n_predict"] == 3
+    assert verbose["__verbose"]["prompt"] == rendered["prompt"]
+    assert verbose["__verbose"]["generation_settings"]["n_predict"] == 2
+    assert "__verbose" not in plain
+    for each in too_long:
+        error = each.json()["error"]
+        assert (each.status_code, error["type"]) == (400, "exceed_context_size_error")
+        assert error["n_prompt_tokens"] > error["n_ctx"] == props["default_generation_settings"]["n_ctx"] > 0
+    tokens = [event["completion_probabilities"] for event in events_of(probabilities) if not event["stop"]]
+    assert [len(each) for each in tokens] == [1] * 4
+    assert [len(each[0]["top_logprobs"]) for each in tokens] == [2] * 4
+    assert (excluded.status_code, excluded.json()["error"]["param"]) == (400, "add_generation_prompt")
 
 
 async def test_texts_become_tokens_and_tokens_texts(demo: ServedQueue, client: Client) -> None:
