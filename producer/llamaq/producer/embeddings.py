@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -60,7 +60,7 @@ def as_list(inputs: EmbeddingInputs) -> list[Any]:
     """
     if isinstance(inputs, str):
         return [inputs]
-    listed = list(inputs) if isinstance(inputs, Iterable) else []
+    listed = list(inputs)
     if not listed:
         raise InvalidRequest("inputs: at least one text is required")
     return [listed] if all(isinstance(each, int) for each in listed) else listed
