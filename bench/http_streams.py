@@ -88,7 +88,9 @@ def _request(prompt: list[int], n_out: int) -> bytes:
 async def connected(url: str, count: int) -> AsyncIterator[list[StreamConnection]]:
     """Open connections to a server, and close them at the end."""
     address, loop = urlsplit(url), asyncio.get_running_loop()
-    opened = [await loop.create_connection(StreamConnection, address.hostname, address.port) for _ in range(count)]
+    opened = [
+        await loop.create_connection(StreamConnection, address.hostname or "", address.port or 80) for _ in range(count)
+    ]
     try:
         yield [protocol for _, protocol in opened]
     finally:

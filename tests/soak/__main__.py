@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tests.soak.checker import Verdict
 from tests.soak.report import ROOT, Outcome, ProgressReport, write_report
+from tests.soak.scenarios.attack import attack
 from tests.soak.scenarios.cancels import cancels
 from tests.soak.scenarios.closings import closings
 from tests.soak.scenarios.full import full
@@ -73,6 +74,7 @@ SCENARIOS = {
     "row_kills": Scenario(row_kills, {"n_rows": 2000, "n_kills": 10}, 200),
     "rq_kills": Scenario(rq_kills, {"n_rows": 2000, "n_kills": 10}, 300),
     "closings": Scenario(closings, {"n_stops": 40}, 60),
+    "attack": Scenario(attack, {"n_attacks": 10_000, "n_examples": 30}, 120),
 }
 
 
