@@ -212,4 +212,6 @@ test("the oldest exchanges are left out of requests until only the last message 
   assert.deepEqual(plain(conversation.running.body.input.map((message) => message.content)), ["b", "answer b", "c"]);
   assert.ok(conversation.forgetOldest());
   assert.ok(!conversation.forgetOldest());
+  assert.equal(conversation.withdraw(), "c");
+  assert.deepEqual([conversation.messages.length, conversation.first, conversation.running], [4, 0, null]);
 });

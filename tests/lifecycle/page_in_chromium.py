@@ -162,8 +162,9 @@ def test_a_waiting_question_has_its_place_and_an_error_its_way_out(
             job.cancel()
     answered(page)
     ask(page, "word " * 400)
-    answered(page, 2)
-    expect(page.get_by_text("send a shorter one")).to_be_visible()
+    expect(page.get_by_role("alert")).to_contain_text("send a shorter one")
+    expect(page.get_by_label("Message")).to_have_value(re.compile("word word"))
+    expect(page.locator("article")).to_have_count(2)
     shoot(page, "too-long")
     worker.signal(signal.SIGTERM)
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import httpx
 import pytest
 import typer
 from starlette.requests import Request
 from tests.support.http_server import serving_http
+from tests.support.node import run_node
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import Result
@@ -31,11 +34,12 @@ from llamaq.worker.settings import WorkerSettings
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 START_TIMEOUT_S = 60.0
+T = TypeVar("T")
 
 
-def block(name: str) -> str:
-    """Return the Python block that follows the comment `<!-- test: NAME -->`."""
-    (found,) = re.findall(rf"<!-- test: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
+def block(name: str, language: str = "python") -> str:
+    """Return the block that follows the comment `<!-- test: NAME -->`."""
+    (found,) = re.findall(rf"<!-- test: {name} -->\n```{language}\n(.*?)```", README, re.DOTALL)
     return str(found)
 
 
@@ -84,7 +88,7 @@ def await_worker(url: str, queue: str) -> None:
 
 def test_every_python_block_has_a_test() -> None:
     named = re.findall(r"<!-- test: (\w+) -->\n```python", README)
-    assert named == ["backend", "sync", "attach", "openai", "strategy", "cache"]
+    assert named == ["backend", "sync", "attach", "openai", "langchain", "background", "strategy", "cache"]
     assert README.count("```python") == len(named)
 
 
@@ -124,14 +128,51 @@ def test_the_example_of_attaching_prints_all_of_a_job(capsys: pytest.CaptureFixt
     assert "." not in printed, "the stop string"
 
 
-def test_the_example_of_the_openai_package_prints_a_story(environment: str, capsys: pytest.CaptureFixture[str]) -> None:
-    async def use() -> None:
-        async with serving_http(environment, "default") as url:
-            example = block("openai").replace("http://localhost:8080", url)
-            await asyncio.to_thread(exec, compile(example, "README.md, openai", "exec"), {})
+def run_beside_a_server(run: Callable[[str], T], redis_url: str, example: str) -> T:
+    """Run an example with the URL of a server, and return what `run` returns."""
 
-    asyncio.run(use())
+    async def use() -> T:
+        async with serving_http(redis_url, "default") as url:
+            return await asyncio.to_thread(run, example.replace("http://localhost:8080", url))
+
+    return asyncio.run(use())
+
+
+@pytest.mark.parametrize("name", ["openai", "langchain", "background"])
+def test_the_examples_of_python_packages_print_a_story(
+    environment: str, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def run(example: str) -> None:
+        exec(compile(example, f"README.md, {name}", "exec"), {})
+
+    run_beside_a_server(run, environment, block(name))
     assert len(capsys.readouterr().out) > 40
+
+
+def test_the_example_of_curl_prints_the_events_of_a_stream(environment: str) -> None:
+    printed = run_beside_a_server(run_as_curl, environment, block("curl", "bash"))
+    chunks = [json.loads(line.removeprefix("data: ")) for line in printed.splitlines() if line.startswith("data: {")]
+    assert len(chunks) > 3
+    assert printed.rstrip().endswith("data: [DONE]")
+
+
+def run_as_curl(command: str) -> str:
+    """Return what the command receives. No curl is needed: the options -N, -H and -d are read here."""
+    program, *arguments = shlex.split(command)
+    assert program == "curl"
+    arguments.remove("-N")
+    options = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    name, value = options.pop("-H").split(": ")
+    answer = httpx.post(arguments[0], headers={name: value}, content=options.pop("-d"), timeout=60)
+    assert not options
+    return answer.raise_for_status().text
+
+
+def test_the_example_of_javascript_prints_a_story(environment: str) -> None:
+    def run(example: str) -> str:
+        return run_node("--input-type=module", "--eval", example)
+
+    assert len(run_beside_a_server(run, environment, block("javascript", "javascript"))) > 40
 
 
 @pytest.mark.usefixtures("environment")

@@ -33,8 +33,9 @@ function sleep(seconds, signal) {
 
 // ---- what the page shows
 
-function showNotice(text) {
+function showNotice(text, {isError = true} = {}) {
   byId("notice").textContent = text;
+  byId("notice").className = isError ? "error" : "";
   byId("notice").hidden = !text;
   scrollDown();
 }
@@ -167,17 +168,28 @@ async function follow() {
 
 async function finish(answer, note) {
   const isTooLong = /prompt_too_long|exceeds? the context/.test(note) && !answer.text;
-  if (isTooLong && conversation.forgetOldest()) {
+  if (isTooLong && conversation.forgetOldest()) { // and try again with the rest
     conversation.request(conversation.running.body.model);
     showAll();
     await follow();
     return;
   }
-  conversation.finish(answer, isTooLong ? "Your message is longer than the model's context: send a shorter one" : note);
+  if (isTooLong) takeMessageBack();
+  else conversation.finish(answer, note);
   setBusy(false);
   showAll();
   byId("announcement").textContent = note || "The answer is complete";
-  if (conversation.first) showNotice("The conversation is longer than the model's context: its oldest messages are not sent any more.");
+  if (isTooLong) showNotice("Your message is longer than the model's context: send a shorter one.");
+  else if (conversation.first) {
+    showNotice("The conversation is longer than the model's context: its oldest messages are not sent.", {isError: false});
+  }
+}
+
+// Puts the last message back into the field, so that the user can shorten it.
+function takeMessageBack() {
+  byId("text").value = conversation.withdraw();
+  fitText();
+  byId("text").focus();
 }
 
 function explain(error) {

@@ -54,6 +54,15 @@ class Conversation {
     if (this.messages.at(-1)?.role === "assistant") this.messages.pop();
   }
 
+  // Removes the last message of the user, and returns its text. Further requests have all messages again.
+  withdraw() {
+    this.first = 0;
+    this.running = null;
+    const {text} = this.messages.pop();
+    this.save();
+    return text;
+  }
+
   // Leaves the oldest exchange out of further requests. Returns false if only the last message is left.
   forgetOldest() {
     const next = this.messages.findIndex((message, index) => index > this.first && message.role === "user");
