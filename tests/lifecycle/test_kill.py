@@ -83,8 +83,9 @@ def test_another_worker_continues_the_streams_of_a_killed_worker_at_the_next_tok
     with environment.client() as client:
         readers = [read(job) for job in submit_stories(client)]
         drawn = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True))
+        steered = read(client.submit(PROMPTS[0], max_tokens=MAX_TOKENS, seed=11, ignore_eos=True, mirostat=2))
         constrained = read(client.submit("Count:", max_tokens=60, grammar=COUNTING, temperature=2))
-        for reader in (*readers, drawn, constrained):
+        for reader in (*readers, drawn, steered, constrained):
             reader.await_tokens(8)
         kill_process(first)
         second = environment.start_worker("--n-parallel", "8")
@@ -92,9 +93,12 @@ def test_another_worker_continues_the_streams_of_a_killed_worker_at_the_next_tok
         results = [reader.finish() for reader in readers]
         assert time.monotonic() - ready_s < LEASE_S + SLACK_S
         assert len(drawn.finish().tokens) == MAX_TOKENS
+        assert len(steered.finish().tokens) == MAX_TOKENS
+        stored = [event for event in environment.events_of(steered.job) if isinstance(event, Tokens)]
+        assert sum(len(event.draws) for event in stored) == MAX_TOKENS, "the second worker did not get the state"
         counted = constrained.finish()
 
-        for reader in (*readers, drawn, constrained):
+        for reader in (*readers, drawn, steered, constrained):
             attempts = attempts_of(environment, reader.job)
             assert (attempts[0], attempts[-1]) == (first.worker_id, second.worker_id)
         assert counted.text.startswith("one two three one two three one")

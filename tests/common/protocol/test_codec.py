@@ -151,6 +151,16 @@ def test_logprobs_are_decoded_as_they_were_encoded(probabilities: list[TokenLogp
     )
 
 
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=4))
+def test_probabilities_of_draws_are_decoded_as_they_were_encoded(draws: list[float]) -> None:
+    tokens = list(range(len(draws)))
+    data = codec.encode_tokens(3, tokens, 5, "x", draws=draws)
+    assert codec.decode_streamed(data) == TokenSpan(3, tuple(tokens), 5, "x", draws=tuple(draws))
+    event = codec.decode_event(data)
+    assert isinstance(event, Tokens)
+    assert event.draws == tuple(draws)
+
+
 started = st.builds(Started, attempt=st.integers(1, 9), worker=st.text())
 failed = st.builds(Failed, code=st.text(), message=st.text())
 
@@ -169,7 +179,7 @@ def test_other_streamed_events_are_models(event: Any) -> None:
         {"tokens": None}, {"tokens": 5}, {"tokens": [1, "2"]}, {"tokens": [-1]}, {"tokens": [2**31]},
         {"tokens": [True]}, {"text": None}, {"text": b"x"}, {"text": ["x"]},
         {"logprobs": 5}, {"logprobs": [[-1.0]]}, {"logprobs": [["x", []]]}, {"logprobs": [[-1.0, [5]]]},
-        {"logprobs": [[-1.0, []]] * 2},
+        {"logprobs": [[-1.0, []]] * 2}, {"draws": 5}, {"draws": [0.5, 0.5]}, {"draws": ["x"]}, {"draws": [True]},
     ],
 )  # fmt: skip
 def test_a_streamed_tokens_event_with_a_wrong_field_is_refused(wrong: dict[str, Any]) -> None:

@@ -148,7 +148,7 @@ async def test_stored_tokens_are_read_back_over_several_pages(redis_url: str, qu
             for number in range(n_tokens):
                 pipe.xadd(
                     client.keys.of_job(job.id).events,
-                    {"e": codec.encode_tokens(number, [number], number, "a", [of(number)])},
+                    {"e": codec.encode_tokens(number, [number], number, "a", [of(number)], [1 / (1 + number)])},
                 )
             pipe.hset(client.keys.of_job(job.id).job, "generated", n_tokens)
             await pipe.execute()
@@ -156,3 +156,4 @@ async def test_stored_tokens_are_read_back_over_several_pages(redis_url: str, qu
         assert claimed is not None
         assert claimed.published.tokens == tuple(range(n_tokens))
         assert claimed.published.logprobs == tuple(map(of, range(n_tokens)))
+        assert claimed.published.draws == tuple(1 / (1 + number) for number in range(n_tokens))

@@ -19,13 +19,18 @@ from llamaq.worker.generation.job_preparer import JobPreparer
 from llamaq.worker.settings import WorkerSettings
 
 
-def prepare(vocab: Vocab, request: JobRequest, priority: Priority = Priority.INTERACTIVE) -> Job:
+NO_OUTPUT = TokenSpan(0, (), 0, "")
+
+
+def prepare(
+    vocab: Vocab, request: JobRequest, priority: Priority = Priority.INTERACTIVE, published: TokenSpan = NO_OUTPUT
+) -> Job:
     sandbox = Mock(spec=GrammarSandbox)  # a job without a grammar does not need it
     defaults = WorkerSettings().job_defaults
     preparer = JobPreparer(vocab, sandbox, defaults, context_limit=512, max_request_bytes=10_000)
     lease = Lease("q.0." + "0" * 32, 0, Keys().jobs("q", 0, priority), "1-0", 1)
     payload = codec.encode_request(request, 10_000)
-    job = preparer.prepare(payload, lease, TokenSpan(0, (), 0, ""), JobTimes(0.0)).job
+    job = preparer.prepare(payload, lease, published, JobTimes(0.0)).job
     assert isinstance(job, Job)
     return job
 
@@ -34,6 +39,30 @@ def test_a_job_has_the_priority_of_its_stream(vocab: Vocab) -> None:
     for priority in Priority:
         job = prepare(vocab, JobRequest(prompt="x", seed=1, priority=Priority.INTERACTIVE), priority)
         assert job.request.priority is priority
+
+
+def test_a_resumed_job_draws_as_if_it_had_not_been_interrupted(vocab: Vocab) -> None:
+    request = JobRequest(prompt="x", seed=1, mirostat=2, mirostat_tau=1, mirostat_eta=0.9)
+    logits = np.random.default_rng(1).normal(size=vocab.n_tokens).astype(np.float32) * 3
+    first, history, draws = prepare(vocab, request).sampler, [1], list[float]()
+    for _ in range(8):
+        history.append(first.sample(logits.copy(), history, 1))
+        draws.append(first.draw_probability or 0)
+    resumed = prepare(vocab, request, published=TokenSpan(0, tuple(history[1:6]), 0, "", draws=tuple(draws[:5])))
+    assert resumed.resumed_draws == draws[:5]
+    for n in range(6, 9):
+        assert resumed.sampler.sample(logits.copy(), history[:n], 1) == history[n]
+        assert resumed.sampler.draw_probability == draws[n - 1]
+
+
+def test_sequence_breakers_of_dry_end_repetitions(vocab: Vocab) -> None:
+    tokens = vocab.encode("a b c a b")[1:]
+    logits = np.zeros(vocab.n_tokens, np.float32)
+    logits[tokens[2]] = 1  # " c", which would extend a repetition
+    request = JobRequest(prompt="x", seed=1, temperature=0, dry_multiplier=5, dry_allowed_length=1)
+    assert prepare(vocab, request).sampler.sample(logits.copy(), tokens, 1) != tokens[2]
+    broken = request.model_copy(update={"dry_sequence_breakers": ("b",)})
+    assert prepare(vocab, broken).sampler.sample(logits.copy(), tokens, 1) == tokens[2]
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
