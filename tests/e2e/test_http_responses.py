@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +12,8 @@ from pydantic import BaseModel
 from tests.support.http_server import serving_http
 from tests.support.lazy_import import lazy_import
 
+from llamaq.common.errors import InvalidRequest
+from llamaq.gateway.responses.request_body import read_response_body
 from llamaq.producer import Client
 
 if TYPE_CHECKING:
@@ -122,3 +125,126 @@ async def test_parse_returns_an_object_of_the_given_class(demo: ServedQueue) -> 
     async with connected(demo) as api:
         parsed = await api.responses.parse(model=demo.queue, input="Hello", text_format=Choice, temperature=0)
     assert isinstance(parsed.output_parsed, Choice)
+
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"unit": {"enum": ["C", "F"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>'
+WRITES_CALL: Any = {"lark": f"start: {json.dumps(CALL)}"}
+"""A grammar that stands for a model that decides by itself to write a text and a call."""
+
+
+async def test_a_function_is_called_and_its_output_answered(caller: ServedQueue) -> None:
+    options: Any = {
+        "model": caller.queue,
+        "tools": [WEATHER],
+        "reasoning": {"effort": "none"},
+        "parallel_tool_calls": False,
+    }
+    async with connected(caller) as api, connected(caller) as other:
+        async with api.responses.stream(input="Hello", **options, extra_body=WRITES_CALL) as stream:
+            events = [event async for event in stream]
+            first = await stream.get_final_response()
+        retrieved = await other.responses.retrieve(first.id)
+        message, call = first.output
+        output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "20"}  # type: ignore[union-attr]
+        forced = {"tool_choice": {"type": "function", "name": "weather"}}
+        stored = await other.responses.create(input=[output], previous_response_id=first.id, **options, **forced)
+        before: Any = [item.model_dump(exclude_none=True) for item in retrieved.output]
+        whole: Any = [{"role": "user", "content": "Hello"}, *before, output]
+        stateless = await api.responses.create(input=whole, store=False, **options, **forced)
+        items = [item.model_dump() async for item in other.responses.input_items.list(stored.id)]
+        counted = await api.responses.input_tokens.count(input=[output], previous_response_id=first.id, **options)
+        resumed = await other.responses.retrieve(first.id, stream=True, starting_after=events[-4].sequence_number)
+        rest = [event async for event in resumed]
+    assert [item.to_dict() for item in retrieved.output] == [done.item.to_dict() for done in finished(events)]
+    assert message.type == "message"
+    assert call.type == "function_call"
+    assert (first.output_text, call.name, call.arguments) == ("I look.", "weather", '{"unit": "C"}')
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments
+    assert [event.type for event in rest] == [event.type for event in events[-3:]]
+    for answer in (stored, stateless):
+        (again,) = answer.output
+        assert again.type == "function_call"
+        assert json.loads(again.arguments)["unit"] in ("C", "F")
+        assert answer.usage is not None
+        assert answer.usage.input_tokens == counted.input_tokens
+    assert stored.tools[0].model_dump(exclude_none=True) == WEATHER
+    assert [(item["type"], item["output"]) for item in items] == [("function_call_output", "20")]
+
+
+def finished(events: Iterable[Any]) -> list[Any]:
+    return [event for event in events if event.type == "response.output_item.done"]
+
+
+async def test_reasoning_is_an_item_of_its_own(caller: ServedQueue) -> None:
+    thinking: Any = {"chat_template_kwargs": {"enable_thinking": True}}
+    options: Any = {"model": caller.queue, "input": "Hello", **GREEDY}
+    async with connected(caller) as api:
+        stream = await api.responses.create(stream=True, extra_body=thinking, **options)
+        events = [event async for event in stream]
+        effortless = await api.responses.create(reasoning={"effort": "none"}, **options)
+        response: Any = events[-1].response
+        followed = await api.responses.create(previous_response_id=response.id, **options)
+    (item,) = response.output
+    assert (item.type, response.status) == ("reasoning", "incomplete")
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert item.content[0].text == "".join(deltas) != ""
+    assert [item.type for item in effortless.output] == ["message"]
+    assert followed.usage is not None
+    assert followed.usage.input_tokens > response.usage.input_tokens
+
+
+async def test_probabilities_belong_to_the_text(demo: ServedQueue) -> None:
+    options: Any = {"model": demo.queue, "input": "Hello", "include": ["message.output_text.logprobs"], **GREEDY}
+    async with connected(demo) as api, connected(demo) as other:
+        stream = await api.responses.create(**options, top_logprobs=2, stream=True)
+        events = [event async for event in stream]
+        response: Any = events[-1].response
+        assert await other.responses.retrieve(response.id) == response
+    (part,) = response.output[0].content
+    assert len(part.logprobs) == 12
+    assert "".join(each.token for each in part.logprobs) == part.text
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert all("".join(each.token for each in event.logprobs) == event.delta for event in deltas)
+    assert sum(len(event.logprobs) for event in deltas) == 12
+
+
+async def test_a_conversation_that_is_too_long_is_shortened_if_the_request_says_so(demo: ServedQueue) -> None:
+    turns: Any = [{"role": role, "content": "word " * 400} for role in ["user", "assistant"] * 4] + HELLO
+    async with connected(demo) as api:
+        with pytest.raises(openai.BadRequestError) as too_long:
+            await api.responses.create(model=demo.queue, input=turns, **GREEDY)
+        answer = await api.responses.create(model=demo.queue, input=turns, truncation="auto", **GREEDY)
+    assert too_long.value.code == "prompt_too_long"
+    assert answer.usage is not None
+    assert answer.usage.input_tokens > 400
+    assert answer.truncation == "auto"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": [{"type": "web_search"}]}, r"tools\.0\.type: llamaq supports function"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, r"tool_choice\.type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\.0\.type: llamaq supports items"),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, r"input\.0: the texts call_id, name and arguments"),
+        ({"input": [{"type": "reasoning", "content": ["x"]}]}, r"input\.0\.content"),
+        ({"truncation": "last"}, "truncation: auto or disabled"),
+        ({"reasoning": {"effort": 1}}, "reasoning_effort: a text"),
+    ],
+)
+def test_a_body_that_cannot_be_read_names_its_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        read_response_body({"input": "Hello", **fields})

@@ -91,6 +91,9 @@ def test_reasoning_comes_before_a_demanded_call(sandbox: GrammarSandbox, chat_vo
     opened = answer_grammar(REASONING.after("<think>\n"), TOOLS)
     assert allows(sandbox, chat_vocab, opened, f"Well</think>\n\n{CALL}")
     assert not allows(sandbox, chat_vocab, opened, CALL)
+    closed = answer_grammar(REASONING.after("<think>\n\n</think>\n\n"), TOOLS)
+    assert allows(sandbox, chat_vocab, closed, CALL)
+    assert not allows(sandbox, chat_vocab, closed, f"<think>Well</think>{CALL}")
 
 
 def test_content_of_a_schema_may_be_a_call_instead(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:

@@ -22,11 +22,10 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.permissions import api_key_of, generation_for, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, answer_message, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
-from llamaq.gateway.responses.input_items import Messages, input_items, read_input, read_instructions
+from llamaq.gateway.responses.input_items import Messages, input_items
 from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseStore, missing
 from llamaq.gateway.responses.request_body import ResponseBody, read_response_body
 from llamaq.gateway.responses.response_object import failed_response, open_response
-from llamaq.gateway.responses.tool_fields import read_response_tools
 from llamaq.gateway.responses.truncation import newest_that_fit
 from llamaq.producer import AsyncClient, AsyncJob, Chunk
 from llamaq.producer.answer_parts.answer_format import AnswerForm
@@ -106,14 +105,11 @@ async def list_input_items(request: Request) -> Response:
 
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a response would have."""
-    body = await read_object(request)
-    model, previous = body.get("model"), body.get("previous_response_id")
-    history = await _history(request, previous if isinstance(previous, str) else None)
-    client = await queue_for(request, model if isinstance(model, str) else None)
-    tools = {"tools": list(choice.tools)} if (choice := read_response_tools(body)).tools else {}
-    messages = [*read_instructions(body), *history, *read_input(body.get("input"))]
-    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=messages, **tools)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(reply.tokens)})
+    body = read_response_body(await read_object(request))
+    history = await _history(request, body.previous_id)
+    client = await queue_for(request, body.model)
+    n_tokens = await _count_tokens(client, body, [*history, *body.messages])
+    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 def _store_of(request: Request) -> ResponseStore:
@@ -159,15 +155,18 @@ async def _prompt_of(request: Request, client: AsyncClient, body: ResponseBody, 
     if not body.is_truncated or not workers:
         return [*body.instructions, *messages]
     context = min(min(worker.card.n_ctx, worker.card.n_ctx_train) for worker in workers)
-    template = {name: body.options[name] for name in TEMPLATE_FIELDS & body.options.keys()}
-
-    async def count_tokens(newest: Sequence[dict[str, Any]]) -> int:
-        chat = [*body.instructions, *newest]
-        reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=chat, **template)
-        return len(reply.tokens)
-
     n_answer = body.options.get("max_tokens") or int(context * ANSWER_SHARE)
-    return [*body.instructions, *await newest_that_fit(messages, max(context - n_answer, 1), count_tokens)]
+    return [
+        *body.instructions,
+        *await newest_that_fit(messages, max(context - n_answer, 1), partial(_count_tokens, client, body)),
+    ]
+
+
+async def _count_tokens(client: AsyncClient, body: ResponseBody, messages: Sequence[dict[str, Any]]) -> int:
+    template = {name: body.options[name] for name in TEMPLATE_FIELDS & body.options.keys()}
+    chat = [*body.instructions, *messages]
+    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=chat, **template)
+    return len(reply.tokens)
 
 
 def _record_of(

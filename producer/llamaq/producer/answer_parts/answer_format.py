@@ -63,7 +63,8 @@ class AnswerForm(WireModel):
     has_tools: bool = Field(False, description="Whether the answer may call tools.")
     reasoning_open: str = Field("", description="Tag before reasoning. Empty: reasoning is no part of its own.")
     reasoning_close: str = Field("", description="Tag after reasoning.")
-    starts_in_reasoning: bool = Field(False, description="Whether the prompt ends with `reasoning_open`.")
+    starts_in_reasoning: bool = Field(False, description="Whether the prompt has begun the reasoning.")
+    has_reasoned: bool = Field(False, description="Whether the prompt has ended the reasoning.")
 
     @property
     def is_split(self) -> bool:
@@ -84,9 +85,11 @@ class AnswerForm(WireModel):
         return TaggedSplitter(tags, starts_in_reasoning=self.starts_in_reasoning)
 
     def after(self, prompt: str) -> AnswerForm:
-        """Return the form of an answer that follows this end of a prompt, which may have opened the reasoning."""
+        """Return the form of an answer that follows this end of a prompt, which may have begun the reasoning."""
         _, opened, rest = prompt.rpartition(self.reasoning_open) if self.reasoning_open else ("", "", "")
-        return self.model_copy(update={"starts_in_reasoning": bool(opened) and self.reasoning_close not in rest})
+        is_closed = bool(self.reasoning_close) and self.reasoning_close in rest
+        begun = {"starts_in_reasoning": bool(opened) and not is_closed, "has_reasoned": bool(opened) and is_closed}
+        return self.model_copy(update=begun)
 
 
 CONTENT_ALONE = AnswerForm()

@@ -41,7 +41,7 @@ def answer_grammar(
 
 def _reasoning(form: AnswerForm, rest: str) -> list[str]:
     """Return the first rules of a grammar: reasoning, if there may be any, and the rest."""
-    if not form.reasoning_open:
+    if not form.reasoning_open or form.has_reasoned:
         return [f"start: {rest}"]
     reasoning = "reasoning" if form.starts_in_reasoning else f"({json.dumps(form.reasoning_open)} reasoning)?"
     return [
