@@ -29,6 +29,7 @@ from tests.soak.scenarios.moves import moves
 from tests.soak.scenarios.outages import cuts, restarts
 from tests.soak.scenarios.poison import poison
 from tests.soak.scenarios.rows import many_rows, row_kills, rq_kills
+from tests.soak.scenarios.serve import serve
 from tests.soak.scenarios.shares import shares
 from tests.soak.scenarios.subscribers import subscribers
 from tests.soak.scenarios.takeover import stopped, takeover
@@ -74,6 +75,7 @@ SCENARIOS = {
     "row_kills": Scenario(row_kills, {"n_rows": 2000, "n_kills": 10}, 200),
     "rq_kills": Scenario(rq_kills, {"n_rows": 2000, "n_kills": 10}, 300),
     "closings": Scenario(closings, {"n_stops": 40}, 60),
+    "serve": Scenario(serve, {"n_rounds": 50}, 200),
     "attack": Scenario(attack, {"n_attacks": 10_000, "n_examples": 30}, 120),
 }
 

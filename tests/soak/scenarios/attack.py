@@ -25,7 +25,8 @@ WIDTH = 40
 WARM_UP = 0.25
 """Share of the attacks after which the memory is measured first."""
 MAX_GROWTH_MB = 40.0
-SETTINGS: dict[str, Any] = {"n_parallel": 8, "n_ctx": 4096}
+SETTINGS: dict[str, Any] = {"n_parallel": 8, "n_ctx": 512}
+"""A small context ends the answers of requests without `max_tokens` soon."""
 SERVER: dict[str, Any] = {
     "max_body_bytes": MAX_BODY_BYTES,
     "header_timeout_s": SLOW_S,
@@ -103,7 +104,7 @@ async def _run_schemathesis(
     log = ROOT / "build" / "schemathesis.txt"
     log.parent.mkdir(exist_ok=True)
     arguments = ["run", f"{server.url}/openapi.json", "--checks", CHECKS, "--max-examples", str(n_examples)]
-    arguments += ["--phases", "fuzzing", "--request-timeout", "60", "--seed", str(seed), "--no-color"]
+    arguments += ["--phases", "fuzzing", "--workers", "4", "--request-timeout", "30", "--seed", str(seed), "--no-color"]
     with log.open("wb") as output:
         running = await asyncio.create_subprocess_exec(
             program, *arguments, cwd=environment.folder, stdout=output, stderr=output
