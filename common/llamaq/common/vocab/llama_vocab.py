@@ -219,8 +219,9 @@ class Vocab:
         found_special = False
         hidden: list[Message] = []
         for message in messages:
-            for name, value in message.model_dump(exclude={"role", "content"}, exclude_none=True).items():
-                self._refuse_special_texts(f"messages: {name}", value)
+            for name, value in message.model_dump(exclude_none=True).items():
+                if name not in ("role", "content"):
+                    self._refuse_special_texts(f"messages: {name}", value)
             spans = self.special_tokens.find(message.content)
             found_special |= bool(spans)
             hidden.append(self._hide(message, spans, placeholders))
