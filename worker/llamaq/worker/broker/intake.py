@@ -107,7 +107,8 @@ class Intake:
         self._is_alive = is_alive
         self._clock = asyncio.get_running_loop().time
         self._n_slots = n_slots
-        self._reclaimed_s = -BLOCK_S
+        self._reclaimed_s = dict.fromkeys(Priority, -BLOCK_S)
+        """When this worker has last looked for jobs of each priority to reclaim, and taken all that it found."""
         self._moved_s = -BLOCK_S
         self._suspect_deadline_s: float | None = None
         """Time at which the running jobs are requeued, so that a waiting suspect can start. It is set when the first
@@ -161,21 +162,18 @@ class Intake:
 
     async def _read(self) -> list[Claim]:
         """Return entries whose jobs can be claimed now: those of other workers first, then new ones."""
-        if self._clock() >= self._reclaimed_s + BLOCK_S:
-            reclaimed = await self._reclaim()
-            self._reclaimed_s = self._clock()
-            if reclaimed:
-                return await self._select_startable(reclaimed)
+        if reclaimed := await self._reclaim():
+            return await self._select_startable(reclaimed)
         if self.room <= 0:
             return await self._read_although_full()
         claims = await self._job_claims.read(self.room)
         if not claims and not await self._move_jobs():
-            await self._job_claims.wait(self._time_to_reclaim_s)
+            await self._job_claims.wait(self._time_to_reclaim_s(tuple(Priority)))
         return claims
 
-    @property
-    def _time_to_reclaim_s(self) -> float:
-        return max(self._reclaimed_s + BLOCK_S - self._clock(), MIN_BLOCK_S)
+    def _time_to_reclaim_s(self, priorities: Sequence[Priority]) -> float:
+        due_s = min(self._reclaimed_s[priority] for priority in priorities) + BLOCK_S
+        return max(due_s - self._clock(), MIN_BLOCK_S)
 
     async def _move_jobs(self) -> bool:
         """Claim jobs that wait for a slot in other workers, if this worker has free slots. Returns whether it did."""
@@ -189,15 +187,17 @@ class Intake:
         return bool(found)
 
     async def _reclaim(self) -> list[Claim]:
-        """Take entries that were requeued or whose lease has expired.
+        """Take entries that were requeued or whose lease has expired, of priorities for which it is time to look.
 
-        A worker that is full of bulk jobs takes those of interactive jobs, which do not wait for its bulk jobs. A
-        worker that is full of interactive jobs takes those of the bulk share.
+        A priority without room is looked at as soon as there is room: the next free slot is for such an entry.
         """
-        if self.room > 0:
-            return await self._job_claims.reclaim(self.room)
-        for priority, room in self._room_although_full():
-            if claims := await self._job_claims.reclaim(room, [priority]):
+        for priority, room in self._rooms():
+            if self._clock() < self._reclaimed_s[priority] + BLOCK_S:
+                continue
+            claims = await self._job_claims.reclaim(room, [priority])
+            if len(claims) < room:
+                self._reclaimed_s[priority] = self._clock()
+            if claims:
                 return claims
         return []
 
@@ -207,17 +207,23 @@ class Intake:
         Without such an entry, wait for one, or until a slot becomes free.
         """
         self._outbox.room_freed.clear()
-        rooms = self._room_although_full()
+        rooms = self._rooms()
         for priority, room in rooms:
             if claims := await self._job_claims.read(room, [priority]):
                 return claims
-        await self._wait_for_room_or_job([priority for priority, _ in rooms])
+        if rooms:
+            await self._wait_for_room_or_job([priority for priority, _ in rooms])
         return []
 
-    def _room_although_full(self) -> list[tuple[Priority, int]]:
-        """Return the priorities of which jobs may be claimed although `room` is 0, and how many."""
-        rooms = [(Priority.INTERACTIVE, self.interactive_room), (Priority.BULK, self.bulk_room)]
-        return [(priority, room) for priority, room in rooms if room > 0]
+    def _rooms(self) -> list[tuple[Priority, int]]:
+        """Return the priorities of which jobs may be claimed now, and how many.
+
+        A worker that is full of bulk jobs claims interactive jobs, which do not wait for its bulk jobs. A worker that
+        is full of interactive jobs claims the bulk jobs of their share.
+        """
+        full_rooms = {Priority.INTERACTIVE: self.interactive_room, Priority.BULK: self.bulk_room}
+        rooms = full_rooms if self.room <= 0 else dict.fromkeys(Priority, self.room)
+        return [(priority, rooms[priority]) for priority in Priority if rooms[priority] > 0]
 
     async def _wait_for_room(self, timeout_s: float) -> None:
         """Wait until `Outbox.room_freed` is set, at most `timeout_s` seconds."""
@@ -229,7 +235,7 @@ class Intake:
     async def _wait_for_room_or_job(self, priorities: Sequence[Priority]) -> None:
         """Wait until `Outbox.room_freed` is set or a job of these priorities is new, or until the next reclaim."""
         room = asyncio.create_task(self._outbox.room_freed.wait())
-        job = asyncio.create_task(self._job_claims.wait(self._time_to_reclaim_s, priorities))
+        job = asyncio.create_task(self._job_claims.wait(self._time_to_reclaim_s(priorities), priorities))
         try:
             await asyncio.wait((room, job), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -251,7 +257,7 @@ class Intake:
         for claim in (*suspects[1:], *others):
             await self._job_claims.requeue(claim)
         await self._run_alone(suspects[0])
-        self._reclaimed_s = -BLOCK_S  # reclaim the next suspect at once
+        self._reclaimed_s = dict.fromkeys(Priority, -BLOCK_S)  # reclaim the next suspect at once
         return []
 
     async def _run_alone(self, suspect: Claim) -> None:
