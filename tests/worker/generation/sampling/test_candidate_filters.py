@@ -133,4 +133,4 @@ def test_masked_logits_are_no_candidates() -> None:
 def test_a_search_for_tokens_finds_the_candidates_among_them() -> None:
     candidates = Candidates(np.array([1, 2, 3], np.float32), np.array([9, 4, 7]))
     given, own = candidates.find(np.array([7, 5, 9]))
-    assert dict(zip(given.tolist(), own.tolist(), strict=True)) == {0: 2, 2: 0}
+    assert dict(zip(np.arange(3)[given].tolist(), own.tolist(), strict=True)) == {0: 2, 2: 0}

@@ -146,23 +146,17 @@ def dynamic_temperature(candidates: Candidates, temperature: float, spread: floa
 
 
 def _top_k_superset(logits: Logits, k: int) -> Indices:
-    """Return the indices of the `k` largest logits, and possibly more, in ascending order. NaN counts as the largest.
+    """Return the indices of the `k` largest logits, and possibly more, in ascending order.
 
     The logits are divided into blocks. The result has the logits that are at least the k-th largest block maximum:
     these are at least `k` logits, and usually only a few more.
     """
-    block = min(MAX_BLOCK, logits.size // (4 * k))  # clearly more than `k` blocks
-    if block < 2:
-        return np.flatnonzero(~(logits < np.partition(logits, logits.size - k)[logits.size - k]))
-    n_blocks = logits.size // block
+    n_blocks = logits.size // min(MAX_BLOCK, max(1, logits.size // (4 * k)))  # clearly more than `k` blocks
     # Each block is a column, because numpy computes maxima along the first axis much faster than the last.
-    blocks = logits[: n_blocks * block].reshape(block, n_blocks)
-    maxima = blocks.max(axis=0)
-    bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
-    columns = np.flatnonzero(~(maxima < bound))
-    rows, column_indices = np.divmod(np.flatnonzero(~(blocks.take(columns, axis=1) < bound)), len(columns))
-    rest = np.flatnonzero(~(logits[n_blocks * block :] < bound)) + n_blocks * block
-    return np.concatenate((rows * n_blocks + columns[column_indices], rest))
+    maxima = logits[: logits.size - logits.size % n_blocks].reshape(-1, n_blocks).max(axis=0)
+    maxima.partition(n_blocks - k)
+    indices: Indices = (logits >= maxima[n_blocks - k]).nonzero()[0]
+    return indices
 
 
 def _nearest_with_mass(distance: npt.NDArray[np.floating], weights: npt.NDArray[np.floating], mass: float) -> Indices:

@@ -61,7 +61,7 @@ class Candidates:
         """Return the candidates in descending order of logits. Among equal logits, the order stays the same."""
         if self.is_sorted:
             return self
-        order = np.argsort(-self.logits, kind="stable")
+        order = (-self.logits).argsort(kind="stable")
         tokens = order if self.tokens is None else self.tokens[order]
         return Candidates(self.logits[order], tokens, is_sorted=True)
 
@@ -74,13 +74,13 @@ class Candidates:
         unmasked = self.logits != -np.inf
         return self if unmasked.all() else self.take(np.flatnonzero(unmasked))
 
-    def find(self, tokens: TokenIds) -> tuple[Indices, Indices]:
-        """Return which of these tokens are candidates, as indices of `tokens`, and their indices among the candidates.
+    def find(self, tokens: TokenIds) -> tuple[Indices | slice, Indices]:
+        """Return which of these tokens are candidates, as places in `tokens`, and their indices among the candidates.
 
         Each token occurs at most once in `tokens`.
         """
         if self.tokens is None:
-            return np.arange(len(tokens)), tokens
+            return slice(None), tokens
         _, own, given = np.intersect1d(self.tokens, tokens, assume_unique=True, return_indices=True)
         return given, own
 
