@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from tests.worker.broker.test_suspects import until, working
 
@@ -32,7 +33,7 @@ async def test_the_next_free_slot_is_for_a_requeued_job_although_new_jobs_wait(r
             await until(lambda: len(worker.admitted) == CAPACITY)
             assert requeued.id in worker.admitted
             worker.end(requeued)
-            await until(lambda new=new: new.id in worker.admitted)
+            await until(partial(worker.admitted.__contains__, new.id))
             worker.end(new)
             await client.submit("running")
             await until(lambda: len(worker.admitted) == CAPACITY)
