@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TESTS = Path("vendor/llama.cpp/tools/server/tests")
 POLL_S = 0.2
-TEST_TIMEOUT_S = 60
+TEST_TIMEOUT_S = 180
 
 
 def main() -> int:

@@ -78,10 +78,17 @@ def _worker_settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "chat_template_file": _chat_template_file(given, folder),
         "cell_margin": 1,
         "embeddings": given.embedding or given.reranking or None,
-        "pooling": "rank" if given.reranking else given.pooling,
+        "pooling": _pooling(given),
         "log_level": "info",
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _pooling(given: argparse.Namespace) -> str | None:
+    """Return how the vectors of tokens become an embedding. The models of the tests have a pooling, ours has none."""
+    if given.reranking:
+        return "rank"
+    return given.pooling or ("mean" if given.embedding else None)
 
 
 def _chat_template_file(given: argparse.Namespace, folder: Path) -> Path | None:
