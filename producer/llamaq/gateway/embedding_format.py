@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.embedding import Embedding, Normalization
-from llamaq.gateway.http.errors import invalid
 from llamaq.producer.embeddings import RankedDocument
 
 MAX_INPUTS = 2048
@@ -39,20 +39,20 @@ def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
     """Return what a request for embeddings asks for.
 
     Raises:
-        RequestRefused: A field is wrong. It is named.
+        InvalidRequest: A field is wrong. The message names it.
     """
     name = "input" if "input" in body else "content"
     if name not in body:
-        raise invalid("input: a text, token ids, or a list of these is required", "input")
+        raise InvalidRequest("input: a text, token ids, or a list of these is required")
     encoding = body.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):
-        raise invalid("encoding_format: float or base64 is required", "encoding_format")
+        raise InvalidRequest("encoding_format: float or base64 is required")
     dimensions = body.get("dimensions")
     if dimensions is not None and (not _is_int(dimensions) or dimensions < 1):
-        raise invalid("dimensions: a number of at least 1 is required", "dimensions")
+        raise InvalidRequest("dimensions: a number of at least 1 is required")
     how = body.get("embd_normalize", 2)
     if not _is_int(how) or how not in NORMALIZATIONS:
-        raise invalid("embd_normalize: -1, 0, 1 or 2 is required", "embd_normalize")
+        raise InvalidRequest("embd_normalize: -1, 0, 1 or 2 is required")
     inputs = _listed(body[name], name)
     return EmbeddingBody(inputs, name == "content", dimensions, NORMALIZATIONS[how], encoding == "base64")
 
@@ -62,36 +62,34 @@ def _listed(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list) or any(_is_int(each) for each in value):
         return [_input(value, name)]
     if not 1 <= len(value) <= MAX_INPUTS:
-        raise invalid(f"{name}: 1 to {MAX_INPUTS} texts are required", name)
+        raise InvalidRequest(f"{name}: 1 to {MAX_INPUTS} texts are required")
     return [_input(each, f"{name}.{index}") for index, each in enumerate(value)]
 
 
 def _input(value: Any, place: str) -> Any:
     """Return one input. A list of content parts becomes a text."""
-    name = place.partition(".")[0]
     if isinstance(value, Mapping) and "content" in value:
         return _joined(value["content"], f"{place}.content")
     if isinstance(value, Mapping) and isinstance(value.get("prompt_string"), str) and "multimodal_data" not in value:
         return value["prompt_string"]
-    if isinstance(value, str):
+    if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_text_or_token, value))):
         return value
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(each, str) or (_is_int(each) and each >= 0) for each in value)
-    ):
-        return value
-    raise invalid(f"{place}: a text or a list of token ids is required", name)
+    raise InvalidRequest(f"{place}: a text or a list of token ids is required")
 
 
 def _joined(parts: Any, place: str) -> str:
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
-    is_text = isinstance(parts, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in parts
-    )
-    if not parts or not is_text or not all(isinstance(text, str) for text in texts):
-        raise invalid(f"{place}: parts of the form {{'type': 'text', 'text': …}} are required", place.partition(".")[0])
-    return "".join(map(str, texts))
+    """Return the text of content parts."""
+    if not isinstance(parts, list) or not parts or not all(map(_is_text_part, parts)):
+        raise InvalidRequest(f"{place}: parts of the form {{'type': 'text', 'text': …}} are required")
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_text_or_token(value: Any) -> bool:
+    return isinstance(value, str) or (_is_int(value) and value >= 0)
 
 
 def _is_int(value: Any) -> bool:
@@ -137,20 +135,20 @@ def read_ranking_body(body: Mapping[str, Any]) -> RankingBody:
     """Return what a request for a ranking asks for.
 
     Raises:
-        RequestRefused: A field is wrong. It is named.
+        InvalidRequest: A field is wrong. The message names it.
     """
     query = body.get("query")
     if not isinstance(query, str):
-        raise invalid("query: a text is required", "query")
+        raise InvalidRequest("query: a text is required")
     is_tei = "texts" in body
     name = "texts" if is_tei else "documents"
     given = body.get(name)
     documents = [_document(each) for each in given] if isinstance(given, list) else []
     if not 1 <= len(documents) <= MAX_INPUTS or None in documents:
-        raise invalid(f"{name}: a list of 1 to {MAX_INPUTS} texts is required", name)
+        raise InvalidRequest(f"{name}: a list of 1 to {MAX_INPUTS} texts is required")
     top_n = body.get("top_n")
     if top_n is not None and (not _is_int(top_n) or top_n < 1):
-        raise invalid("top_n: a number of at least 1 is required", "top_n")
+        raise InvalidRequest("top_n: a number of at least 1 is required")
     returns_text = bool(body.get("return_text" if is_tei else "return_documents"))
     return RankingBody(query, [each for each in documents if each is not None], is_tei, top_n, returns_text)
 
