@@ -34,6 +34,8 @@ class Greedy:
     The gaps are in standard deviations of the logits.
     """
 
+    takes_best = False
+
     def __init__(self) -> None:
         self.gaps: list[float] = []
 
@@ -209,6 +211,15 @@ def test_a_failing_sampler_fails_only_its_own_job(engine: Engine, caplog: pytest
     assert "oops" in errors[2].message
     assert "ZeroDivisionError" in caplog.text
     assert_equal_output(slots[0], generate_alone(engine, prompt(9, seed=1), 6))
+
+
+def test_a_sampler_that_takes_the_best_token_is_not_called(engine: Engine) -> None:
+    called, spared = Greedy(), Greedy()
+    spared.takes_best = True
+    slots = [prefill_slot(0, prompt(9, seed=1), spared), prefill_slot(1, prompt(9, seed=1), called)]
+    assert generate(engine, slots, 6) == {}
+    assert slots[0].active.tokens[:11] == slots[1].active.tokens[:11], "later tokens may differ by the shape of a batch"
+    assert (len(spared.gaps), len(called.gaps)) == (0, 6)
 
 
 @pytest.mark.parametrize("n_not_numbers", [1, 500])

@@ -222,6 +222,18 @@ def test_draws_follow_the_distribution() -> None:
     assert {token: drawn.count(token) / len(drawn) for token in range(4)} == pytest.approx(expected, abs=0.025)
 
 
+def test_only_a_sampler_that_changes_no_logits_takes_the_best_token() -> None:
+    def takes_best(arguments: dict[str, Any], **params: Any) -> bool:
+        return LogitSampler(SamplingDefaults(**{"temperature": 0} | params), seed=1, **arguments).takes_best
+
+    assert takes_best({})
+    assert takes_best({}, top_p=0.1, mirostat=1, samplers="kt")
+    for arguments in ({"logit_bias": {1: 1.0}}, {"masked_tokens": [2]}, {"n_logprobs": 0}):
+        assert not takes_best(arguments)
+    for params in ({"temperature": 0.1}, {"repeat_penalty": 1.1}, {"dry_multiplier": 0.5}, {"samplers": "k"}):
+        assert not takes_best({}, **params)
+
+
 def test_masked_tokens_are_never_drawn() -> None:
     logits = np.array([9.0, 1.0, 8.0, 0.0], np.float32)
     for temperature in (0, 1):

@@ -26,6 +26,8 @@ class Sampler(Protocol):
 
     logprobs: TokenLogprobs | None
     """The probabilities of the token that was drawn last. None: the job did not ask for them."""
+    takes_best: bool
+    """Whether `sample` would always return the token with the largest logit. Then it need not be called."""
     draw_probability: float | None
     """The probability of the token that was drawn last, if later draws depend on it (Mirostat, adaptive-p)."""
 

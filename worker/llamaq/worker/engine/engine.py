@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
 from llamaq.common.vocab.llama_vocab import Vocab
@@ -25,10 +28,11 @@ from llamaq.worker.engine.load_options import ContextOptions
 logger = logging.getLogger(__name__)
 
 Part = DecodeToken | PrefillChunk
+Logits: TypeAlias = npt.NDArray[np.float32]
 
 NOT_NUMBERS = (
-    "the model computed logits that are not numbers (NaN), so no token can be drawn: its file may be damaged, or its "
-    "values are too large for this device (try --flash-attn off, or another quantization)"
+    "the model computed logits that are not numbers, or infinite: no token can be drawn. Its file may be damaged, or "
+    "its values may be too large for this device (try --flash-attn off, or another quantization)"
 )
 
 
@@ -166,20 +170,22 @@ class Engine:
         ordered = [part for part in parts if isinstance(part, DecodeToken)]
         ordered += [part for part in parts if isinstance(part, PrefillChunk)]  # type: ignore[misc]
         n_rows = sum(_ends_history(part) for part in ordered)
-        rows = iter(self.context.logits(n_rows) if n_rows else ())
+        rows = iter(_with_best(self.context.logits(n_rows)) if n_rows else ())
         return [
-            self._sample(part, next(rows)) if _ends_history(part) else SlotResult(part.slot, _n_past_after(part))
+            self._sample(part, *next(rows)) if _ends_history(part) else SlotResult(part.slot, _n_past_after(part))
             for part in ordered
         ]
 
-    def _sample(self, part: Part, logits: Any) -> SlotResult:
+    def _sample(self, part: Part, logits: Logits, best: int, largest: float) -> SlotResult:
+        """Draw a token from the logits of a part, where the token `best` has the largest logit."""
         run = part.slot.active
         n_past = _n_past_after(part)
-        if math.isnan(logits.min()):  # one NaN makes the minimum NaN; takes 10 µs with 151,936 logits
+        if not math.isfinite(largest):
             logger.error("engine.logits_not_numbers id=%s n_past=%d", run.job.id, n_past)
             return SlotResult(part.slot, n_past, error=JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS))
         try:
-            token = run.job.sampler.sample(logits, run.tokens, run.n_prompt)
+            sampler = run.job.sampler
+            token = best if sampler.takes_best else sampler.sample(logits, run.tokens, run.n_prompt)
         except JobRejected as exc:
             return SlotResult(part.slot, n_past, error=exc)
         except Exception as exc:  # an error in one sampler must not end other jobs
@@ -195,6 +201,15 @@ class Engine:
         bad = next(token for token in tokens if not 0 <= token < self._n_vocab)
         message = f"token {bad} is not in the vocabulary of {self._n_vocab} tokens"
         return SlotResult(part.slot, run.n_past, error=JobRejected(ErrorCode.INVALID_TOKEN, message))
+
+
+def _with_best(rows: Logits) -> Iterator[tuple[Logits, int, float]]:
+    """Return for each row of logits the row, its best token, and the logit of this token, NaN if any logit is NaN.
+
+    One call for all rows takes much less time than a call for each.
+    """
+    best = rows.argmax(axis=1)
+    return zip(rows, best.tolist(), rows[np.arange(len(rows)), best].tolist(), strict=True)
 
 
 def _seq_id(part: Part) -> int:

@@ -50,6 +50,7 @@ class GreedySampler:
         self.fails_at = fails_at
         self.logprobs: TokenLogprobs | None = None
         self.draw_probability: float | None = None
+        self.takes_best = False
         self.closed = 0
         """Number of calls of `close`."""
 

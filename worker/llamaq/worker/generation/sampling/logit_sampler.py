@@ -72,6 +72,8 @@ class LogitSampler:
         self._reduce = chain[n_first].apply if starts_with_top_k else _drop_masked
         """The step after which no token is masked."""
         self._filters = [step.apply for step in chain[n_first + starts_with_top_k :]]
+        is_changed = self._bias.size or self._masked.size or grammar is not None or self._penalties
+        self.takes_best = self._is_greedy and not is_changed and n_logprobs is None
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
