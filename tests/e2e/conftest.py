@@ -20,12 +20,14 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from tests.support.forked_scripts import ForkedProcess, fork_server
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.producer import Client, InvalidRequest, JobNotFound
 from llamaq.tools.random_gguf import CHATML, Architecture, ModelSpec, write_model
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
+from llamaq.worker.process import child_main
 from llamaq.worker.settings import WorkerSettings
 
 DEMO_MODEL = Path(__file__).parents[2] / "worker" / "llamaq" / "worker" / "model" / "llamaq-demo.gguf"
@@ -62,7 +64,7 @@ class ServedQueue:
     """A queue and the worker process that serves it."""
 
     settings: WorkerSettings
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     folder: Path
     """The worker's working directory."""
 
@@ -167,17 +169,21 @@ def start_worker(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathF
         _stop(served)
 
 
-def _spawn(settings: WorkerSettings, folder: Path) -> subprocess.Popen[bytes]:
+def _spawn(settings: WorkerSettings, folder: Path) -> subprocess.Popen[bytes] | ForkedProcess:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMAQ_")}
+    process: subprocess.Popen[bytes] | ForkedProcess
     with (folder / "worker.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "llamaq.worker.process.child_main"],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-        )
+        if server := fork_server():
+            process = server.start([child_main.__file__], cwd=folder, variables=environment, output=log, has_input=True)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "llamaq.worker.process.child_main"],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
     assert process.stdin is not None
     process.stdin.write(settings.model_dump_json().encode() + b"\n")
     process.stdin.flush()
