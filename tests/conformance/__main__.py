@@ -18,13 +18,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.conformance.outcomes import Outcome, compare, print_table, read_left_out, read_outcomes
+from tests.conformance.outcomes import Outcome, compare, print_table, read_left_out, read_not_run, read_outcomes
 from tests.conformance.stack_host import StackHost
 
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+LEFT_OUT = HERE / "left_out.toml"
 TESTS = Path("vendor/llama.cpp/tools/server/tests")
 POLL_S = 0.2
 TEST_TIMEOUT_S = 180
@@ -39,7 +40,7 @@ def main() -> int:
     source = next(given.folder.glob("llama_cpp_python-*/"))
     with tempfile.TemporaryDirectory(prefix="llamaq-conformance-") as scratch:
         outcomes = run(given.folder / "venv" / "bin" / "python", source / TESTS, given.tests, Path(scratch))
-    unexpected = compare(outcomes, read_left_out(HERE / "left_out.toml"), is_whole=not given.tests)
+    unexpected = compare(outcomes, read_left_out(LEFT_OUT), is_whole=not given.tests)
     print_table(outcomes, unexpected)
     return 1 if unexpected else 0
 
@@ -63,7 +64,8 @@ def run(python: Path, folder: Path, arguments: list[str], scratch: Path) -> list
         "PYTHONPATH": os.pathsep.join([str(folder), str(HERE)]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    chosen = [f"unit/{each}" for each in arguments] or ["unit"]
+    chosen = [f"unit/{each}" for each in arguments]
+    chosen = chosen or ["unit", *(f"--ignore=unit/{file}" for file in read_not_run(LEFT_OUT))]
     command = [str(python), "-m", "pytest", "-p", "pytest_plugin", "-p", "no:cacheprovider", "-m", "not slow", "-q"]
     command += [f"--timeout={TEST_TIMEOUT_S}", "--tb=short", "--show-capture=stdout", *chosen]
     with log.open("wb") as output, EmbeddedRedis() as redis:
