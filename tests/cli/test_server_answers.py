@@ -58,8 +58,10 @@ async def test_errors_name_the_way_out(
         assert "'other'" in unknown
         assert "--queue names the model" in unknown
         assert "temperature" in await run(error, "--server", url, "--temperature", "-1", code=EXIT_USAGE)
+        assert "no endpoint" in await run(error, "--server", f"{url}/x", code=EXIT_USAGE)
         both = await run(error, "--server", url, "--redis-url", redis_url, code=EXIT_USAGE)
         assert "leave out --redis-url" in both
+    assert "such as http://localhost:8080" in error("--server", "localhost:8080", code=EXIT_USAGE)
     assert f"{url} does not answer" in error("--server", url, code=EXIT_NO_REDIS)
     async with served_by_http(redis_url, served, require_key=True) as (url, run):
         assert "--api-key (LLAMAQ_API_KEY)" in await run(error, "--server", url, code=EXIT_USAGE)

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 from tests.gateway.test_disconnects import CHAT, STREAMED, gateway
 from tests.support.http_server import post_of, sending
@@ -74,6 +75,19 @@ async def test_a_stream_whose_job_still_waits_after_its_first_event_tells_so_soo
     assert [await sent.get(), await sent.get()] == [b"created", b": queued, 3 ahead\n\n"]
     sending_it.cancel()
     await asyncio.wait([sending_it])
+
+
+async def test_a_response_whose_end_the_reader_has_is_a_stream_without_events(redis_url: str, queue: str) -> None:
+    async with gateway(redis_url, queue) as (url, worker, _), httpx.AsyncClient(base_url=url) as http:
+        creating = asyncio.create_task(http.post("/v1/responses", json={"input": "hi"}))
+        attempt = await worker.start_next()
+        await attempt.emit([1], "hello")
+        await attempt.finish()
+        path = f"/v1/responses/{(await creating).json()['id']}?stream=true"
+        last = json.loads((await http.get(path)).text.strip().rpartition("data: ")[2])["sequence_number"]
+        assert (await http.get(f"{path}&starting_after={last - 1}")).text.count("event: ") == 1
+        answer = await http.get(f"{path}&starting_after={last}")
+        assert (answer.status_code, answer.text) == (200, "")
 
 
 async def test_an_error_in_the_stream_of_a_response_is_an_event_of_the_type_error(redis_url: str, queue: str) -> None:

@@ -14,7 +14,7 @@ import httpx
 from llamaq.cli.answers import AnswerStream, Messages, Options, WholeAnswer
 from llamaq.cli.server_errors import ServerRefused, ServerUnreachable
 from llamaq.cli.views import notice
-from llamaq.common.errors import ErrorCode, JobFailed, LlamaqError, ResultTimeout
+from llamaq.common.errors import ErrorCode, InvalidRequest, JobFailed, LlamaqError, ResultTimeout
 from llamaq.common.protocol.job_request import JobParams, Priority
 from llamaq.producer import FinishReason
 
@@ -22,10 +22,10 @@ CONNECT_TIMEOUT_S = 10.0
 CHAT = "chat/completions"
 TEXT = "completions"
 _WAYS_OUT = {
-    HTTPStatus.UNAUTHORIZED: "Give a valid key: --api-key (LLAMAQ_API_KEY)",
-    HTTPStatus.NOT_FOUND: "--queue names the model",
+    "invalid_api_key": "Give one: --api-key (LLAMAQ_API_KEY)",
+    "model_not_found": "--queue names the model",
 }
-"""For each status: what the user can do, if the message of the server does not say it."""
+"""For each code of an error: what the user of the command can do."""
 
 
 class ServerAnswers:
@@ -39,7 +39,12 @@ class ServerAnswers:
             api_key: The key that the server requires, or None.
             model: The `model` of the requests. None: the server decides.
             timeout_s: Longest wait for an answer, or for its next piece.
+
+        Raises:
+            InvalidRequest: The URL is not one.
         """
+        if not url.startswith(("http://", "https://")):
+            raise InvalidRequest(f"--server: {url[:100]!r} is not a URL such as http://localhost:8080")
         self._model = {} if model is None else {"model": model}
         self._timeout_s = timeout_s
         self._http = httpx.Client(
@@ -164,7 +169,7 @@ def _error_of(body: dict[str, Any], status: int) -> LlamaqError:
     message, code = str(error.get("message") or f"the server answered with the status {status}"), error.get("code")
     if code in set(ErrorCode):
         return JobFailed(code, message)
-    way_out = _WAYS_OUT.get(HTTPStatus(status)) if status in set(HTTPStatus) else None
+    way_out = _WAYS_OUT.get(str(code))
     return ServerRefused(status, f"{message.rstrip('.')}. {way_out}" if way_out else message)
 
 

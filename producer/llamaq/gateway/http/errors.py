@@ -49,6 +49,13 @@ MESSAGE_TYPES = {
 """The `type` of errors by their status, as Anthropic names it."""
 
 
+_OF_PATHS = {
+    HTTPStatus.NOT_FOUND: "there is no endpoint with this path; GET /openapi.json describes all",
+    HTTPStatus.METHOD_NOT_ALLOWED: "this endpoint does not accept this method; GET /openapi.json describes all",
+}
+"""The messages of Starlette's errors, which only name the status."""
+
+
 class RequestRefused(LlamaqError):
     """The server refuses a request.
 
@@ -142,7 +149,7 @@ def message_of(exc: Exception) -> str:
     if isinstance(exc, JobFailed):
         return exc.message
     if isinstance(exc, HTTPException):
-        return exc.detail
+        return _OF_PATHS.get(exc.status_code, exc.detail)
     return str(exc) if isinstance(exc, LlamaqError) else "a defect of the server: its log has the details"
 
 

@@ -98,7 +98,7 @@ class EventStream(Response):
         first = asyncio.ensure_future(anext(events))
         try:
             await asyncio.wait([first], timeout=min(FIRST_PING_S, ping_s))
-            if first.done():
+            if first.done() and not isinstance(first.exception(), StopAsyncIteration):  # no event at all is no error
                 first.result()
         except BaseException:
             await _close(events, first)
