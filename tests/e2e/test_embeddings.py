@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
@@ -170,3 +171,41 @@ def test_jobs_of_a_killed_worker_are_computed_by_another_one(
     assert len(vectors) == len(expected)
     for vector, other in zip(vectors, expected, strict=True):
         assert vector == pytest.approx(other.vector, abs=NOISE)
+
+
+async def test_a_batch_has_the_embeddings_of_each_line(embedder: ServedQueue, demo: ServedQueue) -> None:
+    bodies: list[dict[str, Any]] = [{"input": TEXTS}, {"input": TEXTS[0], "dimensions": 4}, {"input": ["x"] * 33}]
+    lines = [
+        {"custom_id": str(number), "url": "/v1/embeddings", "body": {"model": embedder.queue, **body}}
+        for number, body in enumerate(bodies)
+    ]
+    other = {**lines[0], "body": {**bodies[0], "model": demo.queue}}
+    async with connected(embedder) as http:
+        alone = (await http.post("/v1/embeddings", json=lines[0]["body"])).json()
+        batches = []
+        for content in (lines, [other]):
+            files = {"file": ("in.jsonl", "".join(json.dumps(line) + "\n" for line in content).encode())}
+            file = (await http.post("/v1/files", files=files, data={"purpose": "batch"})).json()
+            asked = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+            batch = (await http.post("/v1/batches", json=asked)).json()
+            while batch["status"] not in ("completed", "failed"):
+                await asyncio.sleep(0.02)
+                batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+            batches.append(batch)
+        done, refused = batches
+        output = (await http.get(f"/v1/files/{done['output_file_id']}/content")).text
+        errors = (await http.get(f"/v1/files/{done['error_file_id']}/content")).text
+    bodies = [each["response"]["body"] for each in sorted(map(json.loads, output.splitlines()), key=custom_id_of)]
+    vectors = [[each["embedding"] for each in body["data"]] for body in bodies]
+    assert [len(each) for each in vectors] == [3, 1]
+    for vector, expected in zip(vectors[0], alone["data"], strict=True):
+        assert vector == pytest.approx(expected["embedding"], abs=NOISE)
+    assert len(vectors[1][0]) == 4
+    assert bodies[0]["usage"] == alone["usage"]
+    assert "at most 32 texts" in errors
+    assert (refused["status"], refused["errors"]["data"][0]["code"]) == ("failed", "wrong_model")
+
+
+def custom_id_of(line: dict[str, Any]) -> str:
+    """Return the id that the client gave a line."""
+    return str(line["custom_id"])

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.gateway.batches.record import BatchEndpoint
 
 MODEL = Field(None, description="Name of the queue, or of the model that its workers serve.")
 STREAM = Field(False, description="Send the answer as server-sent events.")
@@ -146,7 +146,7 @@ class NewBatch(Body):
     """A request to compute the lines of a file."""
 
     input_file_id: str = Field(description="The file, uploaded before.")
-    endpoint: Endpoint = Field(description="The endpoint that all lines are for.")
+    endpoint: BatchEndpoint = Field(description="The endpoint that all lines are for.")
     completion_window: str = Field("24h", description="Longest duration: a number and `m`, `h` or `d`.")
     metadata: dict[str, str] | None = Field(None, description="Texts that the batch shows again.")
     output_expires_after: dict[str, JsonValue] | None = Field(

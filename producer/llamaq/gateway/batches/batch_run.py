@@ -7,14 +7,17 @@ import json
 import logging
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import BulkRunRefused, InvalidSettings
+from llamaq.common.protocol.embedding import JobKind
+from llamaq.gateway.batches.embedding_rows import read_embedding_row
 from llamaq.gateway.batches.input_check import check_input
 from llamaq.gateway.batches.outputs import finish_files, write_unfinished
-from llamaq.gateway.batches.record import Batch, BatchStatus
+from llamaq.gateway.batches.record import Batch, BatchEndpoint, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.batches.stored_rows import StoredRows
 from llamaq.gateway.files.blocks import read_blocks
@@ -24,7 +27,9 @@ from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkState
 from llamaq.producer.bulk.bulk_run import RunParameters
-from llamaq.producer.bulk.execution import Execution
+from llamaq.producer.bulk.execution import Execution, ReadRow
+from llamaq.producer.bulk.row import read_row
+from llamaq.producer.openai_format.endpoints import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +116,13 @@ class BatchRun:
         rows = await StoredRows.open(self._store, self._batch, self._runner)
         parameters = self._parameters()
         decide = None if self._key is None else self._key.job_options
-        execution = Execution(parameters, client, rows, decide=decide, keeps_jobs=True)
+        read: ReadRow = read_row
+        if self._request.endpoint is BatchEndpoint.EMBEDDINGS:
+            read = partial(read_embedding_row, client.queue)
+        execution = Execution(parameters, client, rows, read=read, decide=decide, keeps_jobs=True)
         end = ENDS[await execution.run_until_end(_ignore, self.stop)]
         if end is BatchStatus.EXPIRED:
-            await write_unfinished(parameters, rows, 4 * client.settings.max_request_bytes)
+            await write_unfinished(parameters, read, rows, 4 * client.settings.max_request_bytes)
         return end
 
     async def _check(self) -> None:
@@ -129,6 +137,11 @@ class BatchRun:
         if found.errors:
             raise BatchFailed(*found.errors)
         client = await self._client(found.model)
+        card, kind = await self._queues.card(client.queue), self._request.endpoint.kind
+        if card is not None and card.kind is not kind:
+            raise failure(
+                "wrong_model", f"model: the workers of the queue {client.queue!r} run {card.kind} jobs, not {kind} jobs"
+            )
         await self._store.advance(
             self._request,
             self._runner,
@@ -164,10 +177,13 @@ class BatchRun:
     def _parameters(self) -> RunParameters:
         """Return the parameters of the run. The limits of an API key are those of its batch too."""
         per_minute = None if self._key is None else self._key.requests_per_minute
+        generates = self._request.endpoint.kind is JobKind.GENERATION
+        limit = {"max_tokens": self._request.max_tokens} if generates and self._request.max_tokens else {}
         return RunParameters(
             run_id=self._request.id.removeprefix("batch_"),
             form="openai",
-            endpoint=self._request.endpoint,
+            endpoint=Endpoint(self._request.endpoint.value) if generates else None,
+            options=dict(limit),
             window=None if self._key is None or self._key.max_open is None else min(self._key.max_open, 100_000),
             deadline=datetime.fromtimestamp(self._request.expires_s, UTC),
             rate=None if per_minute is None else per_minute / 60,

@@ -9,8 +9,8 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.gateway.batches.input_lines import read_lines
+from llamaq.gateway.batches.record import BatchEndpoint
 from llamaq.producer.bulk.input_file import decode_line
-from llamaq.producer.openai_format.endpoints import Endpoint
 
 MAX_LINES = 200_000
 MAX_ERRORS = 50
@@ -35,7 +35,7 @@ class CheckedInput:
             self.errors.append({"code": code, "message": message, "line": line, "param": param})
 
 
-async def check_input(blocks: AsyncIterator[bytes], endpoint: Endpoint, max_line_bytes: int) -> CheckedInput:
+async def check_input(blocks: AsyncIterator[bytes], endpoint: BatchEndpoint, max_line_bytes: int) -> CheckedInput:
     """Check all lines. Wrong job options are not errors of the batch: such a line fails alone.
 
     Args:
@@ -65,7 +65,7 @@ async def check_input(blocks: AsyncIterator[bytes], endpoint: Endpoint, max_line
 
 
 def _check_record(
-    found: CheckedInput, ids: set[int], number: int, record: Mapping[str, Any], endpoint: Endpoint
+    found: CheckedInput, ids: set[int], number: int, record: Mapping[str, Any], endpoint: BatchEndpoint
 ) -> None:
     custom_id, body = record.get("custom_id"), record.get("body")
     if not isinstance(custom_id, str) or not custom_id:

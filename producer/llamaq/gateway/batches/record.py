@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import Field
 
+from llamaq.common.protocol.embedding import JobKind
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
-from llamaq.producer.openai_format.endpoints import Endpoint
 
 TOKEN_COUNTERS = ("input_tokens", "cached_tokens", "output_tokens")
 
@@ -35,16 +35,32 @@ class BatchStatus(StrEnum):
         return self in (BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED)
 
 
+class BatchEndpoint(StrEnum):
+    """The endpoints that the lines of a batch may be for. The value is the path of the URL."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    EMBEDDINGS = "/v1/embeddings"
+
+    @property
+    def kind(self) -> JobKind:
+        """What the jobs of the lines compute."""
+        return JobKind.EMBEDDING if self is BatchEndpoint.EMBEDDINGS else JobKind.GENERATION
+
+
 class BatchRequest(WireModel):
     """What a batch is asked to compute. It does not change."""
 
     id: str = Field(description="The id.")
     owner: str | None = Field(None, description="Name of the API key. None: the server requires none.")
-    endpoint: Endpoint = Field(description="The endpoint that all lines are for.")
+    endpoint: BatchEndpoint = Field(description="The endpoint that all lines are for.")
     input_file_id: str = Field(description="The file with the requests.")
     completion_window: str = Field(description="Longest duration, such as `24h`.")
     created_ms: int = Field(description="Time of the request, in milliseconds since the epoch.")
     expires_s: int = Field(description="Time when the batch ends if it is not complete, in seconds since the epoch.")
+    max_tokens: int | None = Field(
+        None, description="Largest number of generated tokens of a line without `max_tokens`. None: no limit."
+    )
     output_ttl_s: int = Field(description="How long the output is stored, in seconds.")
     metadata: dict[str, str] = Field(default_factory=dict, description="What the client wants to be shown again.")
 

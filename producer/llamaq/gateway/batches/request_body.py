@@ -8,10 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from llamaq.gateway.batches.record import BatchRequest
+from llamaq.gateway.batches.record import BatchEndpoint, BatchRequest
 from llamaq.gateway.files.record import read_expiry
 from llamaq.gateway.http.errors import invalid
-from llamaq.producer.openai_format.endpoints import Endpoint
 
 MAX_WINDOW_S = 30 * 24 * 3600
 MAX_METADATA = 16
@@ -19,13 +18,17 @@ MAX_NAME_CHARS, MAX_VALUE_CHARS = 64, 512
 _UNITS_S = {"m": 60, "h": 3600, "d": 24 * 3600}
 
 
-def read_batch_request(body: Mapping[str, Any], *, owner: str | None, file_ttl_s: float) -> BatchRequest:
+def read_batch_request(
+    body: Mapping[str, Any], *, owner: str | None, file_ttl_s: float, max_tokens: int | None = None
+) -> BatchRequest:
     """Return the batch that a body asks for.
 
     Args:
         body: The decoded JSON object.
         owner: Name of the API key. None: the server requires none.
         file_ttl_s: How long the output is stored if the body does not say it.
+        max_tokens: Largest number of generated tokens of a line without `max_tokens`. None: no limit. It is stored,
+            because all servers must compute a line in the same way.
 
     Raises:
         RequestRefused: A field is missing or not valid.
@@ -34,9 +37,9 @@ def read_batch_request(body: Mapping[str, Any], *, owner: str | None, file_ttl_s
     if not isinstance(file_id, str) or not file_id:
         raise invalid("input_file_id: the id of an uploaded file is required", "input_file_id")
     try:
-        endpoint = Endpoint(str(body.get("endpoint")))
+        endpoint = BatchEndpoint(str(body.get("endpoint")))
     except ValueError as exc:
-        raise invalid(f"endpoint: one of {', '.join(Endpoint)} is required", "endpoint") from exc
+        raise invalid(f"endpoint: one of {', '.join(BatchEndpoint)} is required", "endpoint") from exc
     created_ms = time.time_ns() // 1_000_000
     return BatchRequest(
         id=f"batch_{secrets.token_hex(16)}",
@@ -47,6 +50,7 @@ def read_batch_request(body: Mapping[str, Any], *, owner: str | None, file_ttl_s
         created_ms=created_ms,
         expires_s=created_ms // 1000 + _seconds_of(window),
         output_ttl_s=read_expiry(body.get("output_expires_after"), "output_expires_after", file_ttl_s),
+        max_tokens=max_tokens,
         metadata=_read_metadata(body.get("metadata")),
     )
 

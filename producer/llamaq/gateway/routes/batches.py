@@ -24,7 +24,12 @@ async def create(request: Request) -> Response:
     """Begin to compute the requests of a file."""
     context = context_of(request)
     body = await read_object(request)
-    asked = read_batch_request(body, owner=_owner_of(request), file_ttl_s=context.settings.file_ttl_s)
+    asked = read_batch_request(
+        body,
+        owner=_owner_of(request),
+        file_ttl_s=context.settings.file_ttl_s,
+        max_tokens=context.settings.default_max_tokens,
+    )
     files = files_of(request)
     record = await files.find(asked.input_file_id, param="input_file_id")
     if record.purpose != UPLOAD_PURPOSE:

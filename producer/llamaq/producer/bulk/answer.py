@@ -47,12 +47,17 @@ def answer_line(run: RunParameters, row: Row, result: Result, *, queue: str, now
         now_s: The time in seconds since the epoch.
     """
     if row.form == "openai":
-        body = completion_object(row.endpoint, result, model=row.model or queue, created_s=now_s)
+        if row.body_of is not None:
+            body = row.body_of(result)
+        else:
+            body = completion_object(row.endpoint, result, model=row.model or queue, created_s=now_s)
         response = {"status_code": int(HTTPStatus.OK), "request_id": result.job_id, "body": body}
         return _encode({**_batch_start(run, row), "response": response, "error": None})
     answer: dict[str, Any] = {"line": row.number, "id": row.row_id, "text": result.text}
     if "tokens" in row.values:
         answer["tokens"] = list(result.tokens)
+    if result.embeddings is not None:
+        answer["embeddings"] = [each.vectors if each.n_rows > 1 else each.vector for each in result.embeddings]
     answer |= {"finish_reason": result.finish_reason.value, "usage": usage_object(result.stats), "seed": result.seed}
     if result.metadata:
         answer["metadata"] = result.metadata

@@ -37,6 +37,7 @@ ROWS_PER_YIELD = 50
 """After this many rows were read, other tasks of the event loop run."""
 
 OnProgress = Callable[[BulkProgress], object]
+ReadRow = Callable[[RunParameters, int, object], Row]
 Decide = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -49,6 +50,7 @@ class Execution:
         client: AsyncClient,
         rows: RowStore,
         *,
+        read: ReadRow = read_row,
         decide: Decide | None = None,
         keeps_jobs: bool = False,
     ) -> None:
@@ -58,6 +60,7 @@ class Execution:
             run: The parameters of the run.
             client: The client of the queue.
             rows: The rows of the run.
+            read: Returns the row of a record.
             decide: Returns the job options of a row, from those that the row and the run ask for. None: these.
             keeps_jobs: Whether jobs continue if the execution is interrupted, because another process continues the
                 run. Otherwise they are cancelled. The jobs of a run that has stopped are always cancelled.
@@ -65,6 +68,7 @@ class Execution:
         self._run = run
         self._client = client
         self._rows = rows
+        self._read = read
         self._decide = decide
         self._keeps_jobs = keeps_jobs
         self._meter = Meter(run.run_id, time.monotonic, rows_total=rows.n_rows, rows_before=len(rows.finished))
@@ -180,7 +184,7 @@ class Execution:
     def _row_of(self, number: int, record: object) -> Row:
         if isinstance(record, InvalidRequest):
             return Row(number, form=self._run.form_of("plain"), error=record)
-        return read_row(self._run, number, record)
+        return self._read(self._run, number, record)
 
     async def _build_request(self, row: Row) -> JobRequest:
         """Return the request of a row. A row without a seed has one that depends on the run and the row alone.

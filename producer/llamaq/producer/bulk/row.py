@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_outcome import Result
 from llamaq.producer.bulk.bulk_run import RESERVED_OPTIONS, Form, RunParameters
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_body
@@ -28,6 +29,8 @@ class Row:
     """The model that the row names. None: it names none."""
     values: dict[str, Any] = field(default_factory=dict)
     """The arguments of `submit`: the prompt and the job options of the row."""
+    body_of: Callable[[Result], dict[str, Any]] | None = None
+    """Returns the body of the answer in OpenAI's form. None: it is a completion of `endpoint`."""
     error: InvalidRequest | None = None
     """Why the row has no request. None: it has one."""
 
