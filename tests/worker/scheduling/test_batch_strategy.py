@@ -14,6 +14,7 @@ from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Slot, SlotState
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.plugins import BUILT_IN, load_strategy
+from llamaq.worker.scheduling import guarded_strategy
 from llamaq.worker.scheduling.batch_strategy import (
     Balanced,
     BatchStrategy,
@@ -240,6 +241,19 @@ def test_a_chunk_ends_at_the_next_checkpoint() -> None:
     for n_past, n_tokens in ((0, 3), (3, 2), (5, 8), (18, 2)):
         slots[0].active.n_past = n_past
         assert guarded.plan(slots, 0).n_tokens == n_tokens
+
+
+def test_only_the_plans_of_built_in_strategies_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Derived(DecodeMaximal):
+        """A strategy of a user."""
+
+    checked: list[Batch] = []
+    monkeypatch.setattr(guarded_strategy, "check_plan", lambda batch, *_: checked.append(batch))
+    slots = slots_of(0, 20)
+    for strategy in (DecodeMaximal(), PrefillPriority(), Balanced()):
+        assert GuardedStrategy(strategy, LIMITS).plan(slots, 0)
+    assert not checked
+    assert [GuardedStrategy(Derived(), LIMITS).plan(slots, 0)] == checked
 
 
 def test_a_strategy_that_raises_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

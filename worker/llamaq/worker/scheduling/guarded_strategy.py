@@ -12,9 +12,13 @@ from typing import Any
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
-from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.batch_strategy import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
 
 log = logging.getLogger(__name__)
+
+
+TRUSTED = (DecodeMaximal, PrefillPriority, Balanced)
+"""The built-in strategies. Their batches obey all rules, so they are not checked in every tick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ def _check_part(part: DecodeToken | PrefillChunk, known: frozenset[Slot]) -> Pla
 class GuardedStrategy:
     """Gets each tick's batch from a strategy. If the batch breaks a rule, logs this and uses `DecodeMaximal` instead.
 
+    Built-in strategies are not checked.
+
     Args:
         strategy: The strategy of the worker.
         limits: Upper bounds on the tokens of one tick.
@@ -108,6 +114,7 @@ class GuardedStrategy:
         self.faults: Counter[PlanFault] = Counter()
         """Number of refused batches for each broken rule. Only the first refused batch for each rule is logged."""
         self._strategy = strategy
+        self._is_trusted = type(strategy) in TRUSTED
         self._fallback = DecodeMaximal()
 
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
@@ -115,11 +122,13 @@ class GuardedStrategy:
         return _end_chunks_at_checkpoints(self._checked_plan(slots, queue_depth))
 
     def _checked_plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
+        budget, chunk_size = self.limits.budget, self.limits.chunk_size
+        if self._is_trusted:
+            return self._strategy.build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
         before = [_SlotCopy(slot) for slot in slots]
         batch = Batch()
         fault: PlanFault | None = None
         cause: Exception | None = None
-        budget, chunk_size = self.limits.budget, self.limits.chunk_size
         try:
             batch = self._strategy.build_batch(slots, budget, chunk_size, queue_depth=queue_depth)
         except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything
