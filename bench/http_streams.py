@@ -32,6 +32,7 @@ class StreamConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self._received = bytearray()
         self._timeline = Timeline(0.0)
+        self._begun: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
 
@@ -45,25 +46,40 @@ class StreamConnection(asyncio.Protocol):
         if TEXT in data:
             self._timeline.arrivals_s.append(time.perf_counter())
             self._timeline.counts.append(0)
+            if self._begun is not None and not self._begun.done():
+                self._begun.set_result(None)
         if self._ended is not None and not self._ended.done() and LAST_EVENT in self._received[-len(data) - 64 :]:
             self._timeline.ended_s = time.perf_counter()
             self._ended.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the wait for the answer."""
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(exc or ConnectionError("the server closed the connection"))
+        """End the waits for the answer."""
+        for waiting in (self._begun, self._ended):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(exc or ConnectionError("the server closed the connection"))
+                waiting.exception()  # a closed benchmark waits for it no more
 
-    async def complete(self, prompt: list[int], n_out: int) -> Timeline:
-        """Send a request and read its answer of `n_out` tokens to the end."""
+    async def begin(self, prompt: list[int], n_out: int) -> Timeline:
+        """Send a request and return when the first text of its answer is there."""
         if self._transport is None:
             raise RuntimeError("the connection is not open")
         request = _request(prompt, n_out)
         self._received.clear()
-        self._ended = asyncio.get_running_loop().create_future()
-        self._timeline = timeline = Timeline(time.perf_counter())
+        self._begun, self._ended = (asyncio.get_running_loop().create_future() for _ in range(2))
+        self._timeline = Timeline(time.perf_counter())
         self._transport.write(request)
-        await self._ended
+        await self._begun
+        return self._timeline
+
+    async def end(self) -> None:
+        """Return when the whole answer is there."""
+        if self._ended is not None:
+            await self._ended
+
+    async def complete(self, prompt: list[int], n_out: int) -> Timeline:
+        """Send a request and read its answer of `n_out` tokens to the end."""
+        timeline = await self.begin(prompt, n_out)
+        await self.end()
         found = N_TOKENS.findall(bytes(self._received))
         if not found or int(found[-1]) != n_out or not timeline.arrivals_s:
             raise LlamaqError(f"not an answer of {n_out} tokens: {bytes(self._received[:1000])!r}")

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.gateway.app import ROUTES, build_app
+from llamaq.gateway.request_parameters import QUERY
 from llamaq.gateway.settings import serve_settings
 
 
@@ -37,6 +38,17 @@ def test_every_endpoint_is_described_and_every_reference_leads_to_a_schema() -> 
     assert references(description) <= schemas
     fields = description["components"]["schemas"]["ChatRequest"]["properties"]
     assert set(JobParams.model_fields) <= set(fields)
+
+
+def test_parameters_and_errors_are_described_as_the_endpoints_have_them() -> None:
+    description = get("/openapi.json").json()
+    operation = description["paths"]["/slots/{slot}"]["post"]
+    assert [each["name"] for each in operation["parameters"]] == ["slot", "action", "model"]
+    assert operation["parameters"][0]["schema"] == {"type": "integer", "minimum": 0}
+    messages = description["paths"]["/v1/messages"]["post"]["responses"]["default"]["content"]["application/json"]
+    assert messages["schema"]["$ref"].endswith("/MessageErrorBody")
+    described = {(method, path) for path, one in description["paths"].items() for method in one}
+    assert {(method.lower(), path) for method, path in QUERY} <= described
 
 
 def test_the_chat_page_loads_nothing_from_elsewhere_and_parses_no_text_as_html() -> None:

@@ -130,7 +130,9 @@ class Attacker:
         """Return the method, the path and a body without mistakes for one operation."""
         method, path, schema = self.rng.choice(self._operations)
         path = re.sub(
-            r"\{(\w+)\}", lambda _: quote(str(self.rng.choice(["0", "x", "resp_x", "é", "a/b", "resp_q.0.1"]))), path
+            r"\{(\w+)\}",
+            lambda _: quote(str(self.rng.choice(["0", "x", "resp_x", "é", "a/b", "resp_q.0.1", 10**30]))),
+            path,
         )
         properties = (schema or {}).get("properties", {})
         body: dict[str, Any] = next((dict(one) for name, one in SKELETONS.items() if name in properties), {})

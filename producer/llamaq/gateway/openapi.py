@@ -13,7 +13,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from llamaq.common.protocol.job_request import JobParams
-from llamaq.gateway.request_schemas import BODIES, FORMS, WITH_JOB_OPTIONS, ErrorBody
+from llamaq.gateway.request_parameters import parameters_of
+from llamaq.gateway.request_schemas import BODIES, FORMS, WITH_JOB_OPTIONS, ErrorBody, MessageErrorBody
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
 @cache
 def _schemas() -> dict[str, Any]:
     """Return the schemas of all bodies. Those that take job options have the properties of a job too."""
-    models: list[type[BaseModel]] = [*dict.fromkeys(BODIES.values()), ErrorBody, JobParams]
+    models: list[type[BaseModel]] = [*dict.fromkeys(BODIES.values()), ErrorBody, MessageErrorBody, JobParams]
     _, top = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
@@ -51,7 +52,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def _operation(path: str, endpoint: Callable[..., Any], method: str) -> dict[str, Any]:
-    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    error = MessageErrorBody if path.startswith("/v1/messages") else ErrorBody
     operation: dict[str, Any] = {
         "summary": (inspect.getdoc(endpoint) or "").partition("\n")[0],
         "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
@@ -59,14 +60,12 @@ def _operation(path: str, endpoint: Callable[..., Any], method: str) -> dict[str
             "200": {"description": "The answer."},
             "default": {
                 "description": "An error.",
-                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
+                "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error.__name__}"}}},
             },
         },
     }
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    if parameters := parameters_of(method, path):
+        operation["parameters"] = parameters
     if path in BODIES and method == "POST":
         schema = {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}
         kind = "multipart/form-data" if path in FORMS else "application/json"

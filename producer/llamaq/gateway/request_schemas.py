@@ -33,6 +33,20 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
+class MessageErrorFields(BaseModel):
+    """Why a request of Anthropic's API was refused."""
+
+    type: str = Field(description="Kind of the error, which belongs to the status.")
+    message: str = Field(description="The error in words.")
+
+
+class MessageErrorBody(BaseModel):
+    """The body of a response of Anthropic's API with a status from 400 on."""
+
+    type: Literal["error"]
+    error: MessageErrorFields
+
+
 class ChatRequest(Body):
     """A request for the answer to a chat. It may also have the options of a job."""
 
