@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.forked_scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100
@@ -18,11 +19,11 @@ TIMEOUT_S = 100
 
 def run_quickly(name: str) -> dict[str, Any]:
     """Run `bench/<name>.py --quick`, and return the figures of the JSON in its last line."""
-    command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), "--quick"]
+    script = [str(ROOT / "bench" / f"{name}.py"), "--quick"]
     alone = {name: value for name, value in os.environ.items() if name != "LLAMAQ_BENCH_PEER"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=alone)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    code, output = run_script(script, cwd=ROOT, variables=alone, timeout_s=TIMEOUT_S)
+    assert code == 0, output[-3000:]
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     assert result["benchmark"] == name
     assert result["quick"] is True
     assert {"date", "hardware", "versions", "commit", "seed", "n_threads", "figures"} <= result.keys()

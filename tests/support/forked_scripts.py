@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -117,3 +118,26 @@ def fork_server() -> ForkServer | None:
     server = ForkServer()
     atexit.register(server.close)
     return server
+
+
+def run_script(arguments: Sequence[str], *, cwd: Path, variables: dict[str, str], timeout_s: float) -> tuple[int, str]:
+    """Run a script to its end, and return its exit code and its output. A script that takes longer is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: The script has not ended within `timeout_s` seconds.
+    """
+    with tempfile.TemporaryFile() as output:
+        server = fork_server()
+        if server is None:
+            command = [sys.executable, *arguments]
+            code = subprocess.run(
+                command, cwd=cwd, env=variables, stdout=output, stderr=output, timeout=timeout_s, check=False
+            ).returncode
+        else:
+            process = server.start(arguments, cwd=cwd, variables=variables, output=output)
+            try:
+                code = process.wait(timeout_s)
+            finally:
+                process.kill()
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
