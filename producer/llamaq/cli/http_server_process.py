@@ -37,7 +37,7 @@ class HttpServerProcess:
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._restart_s = 0.0
         self.state = "not started"
-        """The URL of the server, or why it does not run."""
+        """The URLs of the server, or why it does not run."""
 
     def __repr__(self) -> str:
         return f"<HttpServerProcess {self.state}>"
@@ -55,7 +55,8 @@ class HttpServerProcess:
         except OSError as exc:
             self.state = f"not started: {exc.strerror} (--http-host, --http-port)"
             return self
-        self.state = url_of(self._settings, self._socket)
+        url = url_of(self._settings, self._socket)
+        self.state = f"{url} (a chat page; clients of OpenAI's API: {url}/v1)"
         self._start(self._socket)
         return self
 
