@@ -11,6 +11,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.exceptions import OutOfMemoryError
 from tests.support.http_server import sending, serving_http
 
 from llamaq.common.errors import ProtocolError
@@ -20,7 +21,7 @@ from llamaq.gateway.batches.input_lines import read_lines
 from llamaq.gateway.files import store as store_module
 from llamaq.gateway.files.blocks import BLOCK_BYTES, compress, decompress
 from llamaq.gateway.files.form_parts import FormParts
-from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http.errors import RequestRefused, error_fields, status_of
 
 
 async def upload(http: httpx.AsyncClient, content: bytes, **fields: str) -> httpx.Response:
@@ -120,6 +121,13 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
     assert [each.status_code for each in accepted] == [200, 413, 200, 413]
     assert accepted[1].json()["error"]["code"] == "file_quota_exceeded"
     assert len(contents) == 2
+
+
+def test_a_full_redis_is_named() -> None:
+    error = OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+    fields = error_fields(error)
+    assert (status_of(error), fields["code"]) == (503, "redis_full")
+    assert "maxmemory" in fields["message"]
 
 
 @given(st.binary(max_size=300), st.integers(1, 40))

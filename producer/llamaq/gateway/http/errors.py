@@ -24,6 +24,7 @@ from llamaq.common.errors import (
     RedisFull,
     SlotCommandRefused,
 )
+from llamaq.common.redis.redis_errors import is_full
 
 RETRY_AFTER_S = 5
 """The value of `Retry-After` where no better one is known."""
@@ -121,6 +122,8 @@ def code_of(exc: Exception) -> str | None:
     """Return the `code` of an error, for programs."""
     if isinstance(exc, JobFailed | RequestRefused):
         return exc.code
+    if is_full(exc):
+        return "redis_full"
     kinds = {
         QueueFull: "queue_full",
         QueueDraining: "queue_draining",
@@ -144,6 +147,8 @@ def headers_of(exc: Exception) -> dict[str, str]:
 
 def message_of(exc: Exception) -> str:
     """Return an error in words. The errors of Redis are not told: they name hosts of the operator."""
+    if is_full(exc):
+        return "Redis is full; try again later, or give it more memory (maxmemory)"
     if isinstance(exc, RedisError | OSError) and not isinstance(exc, LlamaqError):
         return "Redis cannot be reached; try again later"
     if isinstance(exc, JobFailed):
