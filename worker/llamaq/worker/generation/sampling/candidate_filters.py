@@ -71,11 +71,12 @@ def top_p_min_p(candidates: Candidates, p: float, min_p: float, min_keep: int) -
     if not candidates.is_sorted:
         kept = _top_p_min_p_of_many(candidates, p, min_p)
         return kept if len(kept) >= min_keep else top_k(candidates, min_keep)
-    n_kept = len(candidates)
+    weights = candidates.weights()
+    n_kept = len(weights)
     if min_p > 0:
-        n_kept = int(np.count_nonzero(candidates.logits >= _min_p_bound(candidates, min_p)))
+        n_kept -= int(weights[::-1].searchsorted(min_p))
     if p < 1:
-        reached = candidates.weights().cumsum(dtype=np.float64)
+        reached = weights.cumsum(dtype=np.float64)
         n_kept = min(n_kept, int(reached.searchsorted(p * reached[-1])) + 1)
     return candidates.head(max(n_kept, min_keep))
 
@@ -84,16 +85,11 @@ def _top_p_min_p_of_many(candidates: Candidates, p: float, min_p: float) -> Cand
     max_logit, weights = candidates.max_logit, candidates.weights() if p < 1 else candidates.logits
     mass = p * float(weights.sum(dtype=np.float64))
     if min_p > 0:
-        kept = np.flatnonzero(candidates.logits >= _min_p_bound(candidates, min_p))
+        kept = np.flatnonzero(candidates.logits >= max_logit + np.float32(log(min_p)))
         candidates, weights = candidates.take(kept), weights[kept]
     if p == 1:
         return candidates
     return candidates.take(_nearest_with_mass(max_logit - candidates.logits, weights, mass))
-
-
-def _min_p_bound(candidates: Candidates, min_p: float) -> np.float32:
-    """Return the smallest logit that min-p keeps."""
-    return candidates.max_logit + np.float32(log(min_p))
 
 
 def typical_p(candidates: Candidates, p: float, min_keep: int) -> Candidates:
