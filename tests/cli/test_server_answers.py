@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -123,3 +124,12 @@ def test_an_answer_that_is_no_json_names_the_option(
         answers_with("<html>").whole_text("a", {})
     with pytest.raises(Exception, match="status 502"):
         answers_with("<html>", status=502).stream_text("a", {})
+
+
+def test_without_httpx_the_option_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "llamaq.cli.server_answers")
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    error = failing(monkeypatch, capsys, "generate", "x", "--server", "http://localhost:8080")
+    assert "pip install 'llamaq[http]'" in error

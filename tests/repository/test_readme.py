@@ -88,7 +88,7 @@ def await_worker(url: str, queue: str) -> None:
 
 def test_every_python_block_has_a_test() -> None:
     named = re.findall(r"<!-- test: (\w+) -->\n```python", README)
-    assert named == ["backend", "sync", "attach", "openai", "langchain", "background", "strategy", "cache"]
+    assert named == ["openai", "langchain", "backend", "sync", "attach", "background", "strategy", "cache"]
     assert README.count("```python") == len(named)
 
 

@@ -196,6 +196,8 @@ def open_answers(
     try:
         from llamaq.cli.server_answers import ServerAnswers
     except ModuleNotFoundError as exc:
+        if exc.name != "httpx":
+            raise
         raise MissingExtra("--server", "http") from exc
     default_s: float = ClientSettings.model_fields["timeout_s"].default
     return ServerAnswers(server, api_key, queue, default_s if wait_s is None else wait_s)
