@@ -157,7 +157,7 @@ async def test_a_function_is_called_and_its_output_answered(caller: ServedQueue)
         retrieved = await other.responses.retrieve(first.id)
         message, call = first.output
         output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "20"}  # type: ignore[union-attr]
-        forced = {"tool_choice": {"type": "function", "name": "weather"}}
+        forced: Any = {"tool_choice": {"type": "function", "name": "weather"}}
         stored = await other.responses.create(input=[output], previous_response_id=first.id, **options, **forced)
         before: Any = [item.model_dump(exclude_none=True) for item in retrieved.output]
         whole: Any = [{"role": "user", "content": "Hello"}, *before, output]

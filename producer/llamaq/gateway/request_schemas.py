@@ -97,25 +97,54 @@ class NativeRequest(CompletionRequest):
 
 
 class MessagesRequest(Body):
-    """A request of Anthropic's API."""
+    """A request of Anthropic's API. It may also have the options of a job."""
 
     model: str = Field(description="Name of the queue, or of the model that its workers serve.")
     messages: list[dict[str, JsonValue]] = Field(description="The chat: objects with `role` and `content`.")
     max_tokens: int | None = Field(None, description="Largest number of generated tokens.")
     system: str | list[dict[str, JsonValue]] | None = Field(None, description="The system prompt.")
     stop_sequences: list[str] | None = Field(None, description="Strings that end the answer.")
+    tools: list[dict[str, JsonValue]] | None = Field(
+        None, description="Tools that the model may use: objects with `name`, `description` and `input_schema`."
+    )
+    tool_choice: dict[str, JsonValue] | None = Field(
+        None, description="`type`: `auto`, `any`, `none`, or `tool` with a `name`; `disable_parallel_tool_use`."
+    )
+    thinking: dict[str, JsonValue] | None = Field(
+        None, description="`type`: `enabled` or `adaptive` let the model reason, `disabled` does not."
+    )
+    output_config: dict[str, JsonValue] | None = Field(
+        None, description="`format`: a JSON schema of the answer; `effort`: of the reasoning, for the chat template."
+    )
+    metadata: dict[str, JsonValue] | None = Field(None, description="`user_id`: the tenant of the job.")
     stream: bool = STREAM
 
 
 class ResponseRequest(Body):
     """A request of the Responses API. It may also have the options of a job."""
 
-    input: str | list[dict[str, JsonValue]] = Field(description="A text, or items of the type message.")
+    input: str | list[dict[str, JsonValue]] = Field(
+        description="A text, or items of the types message, reasoning, function_call and function_call_output."
+    )
     model: str | None = MODEL
     instructions: str | None = Field(None, description="The system prompt of this request alone.")
     previous_response_id: str | None = Field(None, description="The response that the conversation continues.")
     max_output_tokens: int | None = Field(None, description="Largest number of generated tokens.")
     text: dict[str, JsonValue] | None = Field(None, description="`format`: how the output is constrained.")
+    tools: list[dict[str, JsonValue]] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, JsonValue] | None = Field(
+        None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Whether an answer may have several calls.")
+    reasoning: dict[str, JsonValue] | None = Field(
+        None, description="`effort`: of the reasoning, for the chat template. `none`: no reasoning."
+    )
+    include: list[str] | None = Field(None, description="`message.output_text.logprobs`: probabilities of the tokens.")
+    top_logprobs: int | None = Field(None, description="Number of alternatives for each token.")
+    truncation: str | None = Field(
+        None,
+        description="`auto`: leave out the oldest turns of a conversation that is too long.",
+    )
     background: bool = Field(False, description="Return the response before it has ended.")
     store: bool = Field(True, description="Store the response.")
     stream: bool = STREAM
@@ -212,4 +241,4 @@ BODIES: dict[str, type[BaseModel]] = {
 """Maps the path of an endpoint to the model of its body."""
 FORMS = frozenset({"/v1/files"})
 """Endpoints whose body is a form."""
-WITH_JOB_OPTIONS = (ChatRequest, CompletionRequest, NativeRequest, ResponseRequest)
+WITH_JOB_OPTIONS = (ChatRequest, CompletionRequest, MessagesRequest, NativeRequest, ResponseRequest)

@@ -76,7 +76,7 @@ def _may_think(body: Mapping[str, Any]) -> bool:
 def _read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     user = _object(body, "metadata").get("user_id")
     output = _object(body, "output_config").get("format") or body.get("output_format")
-    renamed = {"user": user, **body, "stop": body.get("stop_sequences"), "response_format": output}
+    renamed = {"user": user, **body, "response_format": output}
     return read_options({name: value for name, value in renamed.items() if name != "metadata"})
 
 

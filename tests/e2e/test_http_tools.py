@@ -1,0 +1,83 @@
+"""Chats with tools and reasoning through `llamaq serve`, with the openai package as the client.
+
+The model has random weights, so grammars stand for what a trained model decides by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+from tests.support.http_server import serving_http
+from tests.support.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import openai
+    from tests.e2e.conftest import ServedQueue
+else:
+    openai = lazy_import("openai")
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>'
+THINKING: Any = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+class weather(BaseModel):  # noqa: N801  # the name of the tool
+    model_config = ConfigDict(extra="forbid")
+
+    unit: Literal["C", "F"]
+
+
+@asynccontextmanager
+async def connected(served: ServedQueue) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serving_http(served.url, served.queue) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api,
+    ):
+        yield api
+
+
+async def test_the_model_may_call_tools_by_itself(caller: ServedQueue) -> None:
+    answer = f"I look. \n{CALL}\n{CALL}"
+    options: Any = {
+        "model": caller.queue,
+        "messages": HELLO,
+        "tools": [openai.pydantic_function_tool(weather)],
+        "extra_body": {"lark": f"start: {json.dumps(answer)}"},
+    }
+    async with connected(caller) as api:
+        whole = await api.chat.completions.parse(**options)
+        async with api.chat.completions.stream(**options) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_completion()
+    for completion in (whole, streamed):
+        (choice,) = completion.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        calls = choice.message.tool_calls or []
+        assert [call.function.parsed_arguments for call in calls] == [weather(unit="C")] * 2
+        assert len({call.id for call in calls}) == 2
+    pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(pieces) > 2
+
+
+async def test_reasoning_comes_before_objects_and_calls(caller: ServedQueue) -> None:
+    options: Any = {"model": caller.queue, "messages": HELLO, "response_format": weather}
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": weather.model_json_schema()}}]
+    async with connected(caller) as api:
+        parsed = await api.chat.completions.parse(**options, max_tokens=60, reasoning_effort="none")
+        either = await api.chat.completions.create(
+            **options | {"response_format": {"type": "json_object"}}, tools=tools, max_completion_tokens=1,
+            extra_body=THINKING,
+        )  # fmt: skip
+        cut = await api.chat.completions.create(
+            model=caller.queue, messages=HELLO, max_tokens=6, tools=tools, tool_choice="required", extra_body=THINKING
+        )
+    assert isinstance(parsed.choices[0].message.parsed, weather)
+    assert either.choices[0].message.content == ""
+    message = cut.choices[0].message
+    assert (message.content, message.tool_calls) == ("", None)
+    assert message.model_dump()["reasoning_content"]
