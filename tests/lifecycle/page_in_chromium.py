@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from llamaq.producer import Client
+
 if TYPE_CHECKING:
     from tests.lifecycle.conftest import Command, Environment
 
@@ -167,6 +169,24 @@ def test_a_waiting_question_has_its_place_and_an_error_its_way_out(
     expect(page.locator("article")).to_have_count(2)
     shoot(page, "too-long")
     worker.signal(signal.SIGTERM)
+
+
+def test_the_chosen_model_answers_and_is_still_chosen_after_a_reload(
+    environment: Environment, context: BrowserContext
+) -> None:
+    environment.start_worker()
+    other = f"{environment.queue}-other"
+    environment.start_worker(LLAMAQ_QUEUE=other)
+    _, url = start_server(environment)
+    page, problems = open_page(context, url)
+    page.get_by_label("Model").select_option(other)
+    ask(page, "Hello")
+    answered(page)
+    page.reload()
+    expect(page.get_by_label("Model")).to_have_value(other)
+    with Client(environment.redis_url, other) as client:
+        assert len(client.stats().recent) == 1
+    assert problems == []
 
 
 def test_the_page_asks_for_an_api_key(environment: Environment, context: BrowserContext) -> None:
