@@ -101,7 +101,7 @@ types: $(VENV)/dev.stamp ## mypy, strict
 # The prefix cache is compared with llama-server, which the wheel of xllamacpp contains. That wheel has another llama.cpp,
 # so it is installed in a separate environment outside the checkout.
 CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
-BENCHES := bulk single_generate worker_concurrent strategies tokenize_overhead long_prompt client_cost serve_overhead $(CACHE_BENCHES)
+BENCHES := bulk single_generate worker_concurrent strategies tokenize_overhead long_prompt client_cost serve_overhead open_streams $(CACHE_BENCHES)
 BENCH_ARGS ?=
 PEER := xllamacpp==2026.10.11549
 LLAMAQ_PEER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/peers

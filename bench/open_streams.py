@@ -1,5 +1,5 @@
 """What do 2,000 open streams cost one process of `llamaq serve`? No model runs: a fake worker writes a token of each
-stream every second.
+stream every five seconds.
 
 `kb_per_stream`: memory of the server for each stream. `core_percent`: share of one core while the streams stand open.
 `health_ms` and `ttft_ms`: time of health requests, and of new streams to their first text, meanwhile.
@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,14 @@ N_STREAMS, QUICK_N_STREAMS = 2000, 20
 N_PROBES, QUICK_N_PROBES = 40, 3
 AT_ONCE = 50
 """Number of streams that are opened together, and of tokens that the fake worker writes in one command."""
-PERIOD_S = 1.0
+PERIOD_S = 5.0
 WATCH_S, QUICK_WATCH_S = 10.0, 0.5
 PROMPT, N_OUT = [1, 2, 3], 1000
 READY = b"ready\n"
 
 
 async def be_worker(url: str) -> None:
-    """Start every job that arrives, and write one token of each a second."""
+    """Start every job that arrives, and write one token of each every `PERIOD_S` seconds."""
     async with FakeWorker(url, "default") as worker:
         await worker.announce()
         print(READY.decode().strip(), flush=True)
@@ -90,9 +90,10 @@ async def measure_round(redis_url: str, server_url: str, pid: int, plan: Plan) -
     async with working(redis_url), connected(server_url, 1) as (probe,):
         await probe.begin(PROMPT, N_OUT)
         before_kb = resident_kb(pid)
-        async with connected(server_url, n_streams) as streams:
-            for begin in range(0, n_streams, AT_ONCE):
-                await asyncio.gather(*(each.begin(PROMPT, N_OUT) for each in streams[begin : begin + AT_ONCE]))
+        async with AsyncExitStack() as open_:
+            for _ in range(0, n_streams, AT_ONCE):
+                streams = await open_.enter_async_context(connected(server_url, min(AT_ONCE, n_streams)))
+                await asyncio.gather(*(each.begin(PROMPT, N_OUT) for each in streams))
             grown_kb, used_s = resident_kb(pid) - before_kb, cpu_s(pid)
             await asyncio.sleep(watch_s)
             used_s = cpu_s(pid) - used_s

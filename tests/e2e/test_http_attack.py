@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 import httpx
-from tests.support.http_attack import MAX_BODY_BYTES, Attacker, complaint_about, run_attack
+from tests.support.http_attack import MAX_BODY_BYTES, PATIENCE_S, Attacker, complaint_about, run_attack
 from tests.support.http_server import serving_http
 
 from llamaq.producer import AsyncClient
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import ServedQueue
 
 N_ATTACKS, WIDTH = 150, 15
-PATIENT = {"header_timeout_s": 10, "body_timeout_s": 10}
-"""A busy machine must not cut the requests that are well formed."""
+LIMITS = {"max_body_bytes": MAX_BODY_BYTES, "header_timeout_s": PATIENCE_S, "body_timeout_s": PATIENCE_S}
 
 
 async def test_bad_requests_show_no_defect_and_leave_no_task_and_no_job(demo: ServedQueue) -> None:
     async with (
-        serving_http(demo.url, demo.queue, max_body_bytes=MAX_BODY_BYTES, **PATIENT) as url,
+        serving_http(demo.url, demo.queue, **LIMITS) as url,
         AsyncClient(demo.url, demo.queue) as client,
     ):
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:

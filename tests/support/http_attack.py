@@ -20,7 +20,9 @@ from tests.support.bad_requests import BAD_HTTP, HEADERS, JUNK
 MAX_BODY_BYTES = 32 * 1024
 """The setting `max_body_bytes` of an attacked server."""
 SLOW_S = 0.5
-"""The settings `header_timeout_s` and `body_timeout_s` of an attacked server."""
+"""Longest pause of a slow client between two parts of its request."""
+PATIENCE_S = 5.0
+"""The settings `header_timeout_s` and `body_timeout_s` of an attacked server. A busy machine must not exceed them."""
 ANSWER_S = 60.0
 """Longest time in which every request that is read to its end must be answered."""
 ENDINGS = ("read", "half_close", "reset", "leave", "never_read")

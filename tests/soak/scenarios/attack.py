@@ -15,7 +15,7 @@ from tests.soak.checker import Verdict
 from tests.soak.environment import Environment, wait_until
 from tests.soak.http_process import HttpProcess, start_http
 from tests.soak.report import ROOT, Outcome, ProgressReport
-from tests.support.http_attack import MAX_BODY_BYTES, SLOW_S, Attacker, complaint_about, run_attack, statuses_of
+from tests.support.http_attack import MAX_BODY_BYTES, PATIENCE_S, Attacker, complaint_about, run_attack, statuses_of
 
 from llamaq.producer import AsyncClient
 from llamaq.tools.random_gguf import CHATML, PLAIN, write_model
@@ -29,8 +29,8 @@ SETTINGS: dict[str, Any] = {"n_parallel": 8, "n_ctx": 512}
 """A small context ends the answers of requests without `max_tokens` soon."""
 SERVER: dict[str, Any] = {
     "max_body_bytes": MAX_BODY_BYTES,
-    "header_timeout_s": SLOW_S,
-    "body_timeout_s": SLOW_S,
+    "header_timeout_s": PATIENCE_S,
+    "body_timeout_s": PATIENCE_S,
     "response_ttl_s": 600.0,
 }
 SCHEMATHESIS = "LLAMAQ_SCHEMATHESIS"
