@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gguf import PoolingType
+
+from llamaq.tools.random_gguf.bert_model import write_bert
+
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
@@ -78,17 +82,20 @@ def _worker_settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "chat_template_file": _chat_template_file(given, folder),
         "cell_margin": 1,
         "embeddings": given.embedding or given.reranking or None,
-        "pooling": _pooling(given),
+        "model": _embedding_model(given),
+        "pooling": given.pooling,
         "log_level": "info",
     }
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _pooling(given: argparse.Namespace) -> str | None:
-    """Return how the vectors of tokens become an embedding. The models of the tests have a pooling, ours has none."""
-    if given.reranking:
-        return "rank"
-    return given.pooling or ("mean" if given.embedding else None)
+def _embedding_model(given: argparse.Namespace) -> str | None:
+    """Return a random model for embeddings or reranking, of the architecture and the pooling of the tests' models."""
+    if not (given.embedding or given.reranking):
+        return None
+    with tempfile.NamedTemporaryFile("w", suffix=".gguf", delete=False) as file:
+        pooling = PoolingType.RANK if given.reranking else PoolingType.CLS
+        return str(write_bert(Path(file.name), pooling=pooling, has_head=given.reranking))
 
 
 def _chat_template_file(given: argparse.Namespace, folder: Path) -> Path | None:
