@@ -37,6 +37,8 @@ class QueueDirectory:
         self._default = self._new_client(settings.queue, settings.partitions)
         self._served: Served = {}
         """The known queues and their live workers."""
+        self._templates: dict[str, str | None] = {}
+        """The chat templates of the queues that requests have named so far."""
         self._read_s = float("-inf")
         self._reading: asyncio.Task[Served] | None = None
 
@@ -124,9 +126,14 @@ class QueueDirectory:
         return workers[0].card if workers else None
 
     async def chat_template(self, queue: str) -> str | None:
-        """Return the chat template of a queue's model. None: it has none, or no live worker serves the queue."""
+        """Return the chat template of a queue's model. While no live worker serves the queue, it is the last one seen.
+
+        None: the model has none, or this server has seen no worker of the queue.
+        """
         card = await self.card(queue)
-        return None if card is None else card.chat_template
+        if card is not None:
+            self._templates[queue] = card.chat_template
+        return self._templates.get(queue)
 
     async def _client(self, queue: str, *, is_kept: bool) -> AsyncClient:
         """Return the client of a queue, with as many partitions as its workers have."""

@@ -32,7 +32,7 @@ class TokenCuts:
         self._text += text
         while self._tokens:
             expected, entry = self._tokens[0]
-            if len(self._text) < len(expected):
+            if len(self._text) < len(expected) and expected.startswith(self._text):
                 return
             self._tokens.popleft()
             # The text of a control token may be hidden.
