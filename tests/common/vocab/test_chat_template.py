@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -113,3 +114,16 @@ def test_the_tokens_of_a_chat_follow_the_options(chat_vocab: Vocab) -> None:
     assert len(chat_vocab.encode_chat(messages, request(add_generation_prompt=False))) < len(
         chat_vocab.encode_chat(messages)
     )
+
+
+def test_templates_have_the_variables_of_llama_cpp() -> None:
+    text = "{{ date_string }}|{{ datetime }}|{{ enable_thinking }}|{{ functions + '!' }}"
+    template = ChatTemplate(text, eos="", bos="")
+    user = [Message(role="user", content="x")]
+    date, now, thinking, functions = template.render(user, TemplateOptions()).split("|")
+    assert datetime.strptime(date, "%d %b %Y").replace(tzinfo=UTC)
+    assert datetime.strptime(now, "%b %d %Y %H:%M:%S").replace(tzinfo=UTC)
+    assert (thinking, functions) == ("True", "!")
+    chosen = TemplateOptions(tools='[{"a": 1}]', kwargs='{"enable_thinking": false, "date_string": "today"}')
+    date, _, thinking, functions = template.render(user, chosen).split("|")
+    assert (date, thinking, functions) == ("today", "False", '[\n  {\n    "a": 1\n  }\n]!')

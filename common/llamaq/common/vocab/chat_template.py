@@ -42,7 +42,10 @@ class ChatTemplate:
         formatter = self._with_prompt if options.add_generation_prompt and not continues else self._without_prompt
         dicts: Any = [message_for_template(message) for message in messages]
         try:
-            given = {"messages": dicts, "tools": json.loads(options.tools), **json.loads(options.kwargs)}
+            tools = json.loads(options.tools)
+            # Templates of firefunction concatenate a text of this name.
+            functions = json.dumps(tools, indent=2) if tools else ""
+            given = {"messages": dicts, "tools": tools, "functions": functions, **json.loads(options.kwargs)}
             variables = default_variables(datetime.now()) | given  # noqa: DTZ005  # the model is told the local date
             rendered = str(formatter(**variables).prompt)
         except Exception as exc:  # a template can raise any error; raise_exception() in it raises a ValueError

@@ -46,9 +46,13 @@ class AnswerBlocks:
         self._arguments = ""
         """The arguments of the open use of a tool, as JSON text."""
 
-    def first(self) -> Event:
-        """Return the event that begins the answer. The number of input tokens follows with the last event."""
-        usage = {"input_tokens": 0, "output_tokens": 0}
+    def first(self, n_input: int) -> Event:
+        """Return the event that begins the answer.
+
+        Args:
+            n_input: Number of tokens of the prompt. Which of them were cached follows with the last event.
+        """
+        usage = {"input_tokens": n_input, "output_tokens": 0}
         frame = {**self._frame(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return {"type": "message_start", "message": frame}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
@@ -17,10 +18,13 @@ from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.messages.answer_blocks import AnswerBlocks
 from llamaq.gateway.messages.request_body import read_messages_body
 from llamaq.gateway.permissions import generation_for, queue_for
-from llamaq.producer import Result
+from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.openai_format.tools import form_options
 from llamaq.producer.queries import text_commands
+
+COUNT_TIMEOUT_S = 1.0
+"""A stream does not wait longer for the number of its input tokens."""
 
 
 async def answer(request: Request) -> Response:
@@ -32,9 +36,10 @@ async def answer(request: Request) -> Response:
     form = await context.forms.of(client, values)
     generation = generation_for(request, client, [values | form_options(form, body.tool_choice, values)])
     if body.is_streamed:
+        n_input = await _count_input(client, body.prompt)
         await generation.start()
         return await EventStream.open(
-            _events(generation, form, body.model),
+            _events(generation, form, body.model, n_input),
             comment=generation.describe_wait,
             ping_s=context.settings.ping_s,
             format_error=lambda exc: _encode([message_error(exc)]),
@@ -51,10 +56,19 @@ async def count_tokens(request: Request) -> Response:
     return json_response({"input_tokens": len(reply.tokens)})
 
 
-async def _events(generation: Generation, form: AnswerForm, model: str) -> Events:
+async def _count_input(client: AsyncClient, prompt: Mapping[str, Any]) -> int:
+    """Return how many tokens a prompt has. 0: no worker has answered in time; the last event has the number too."""
+    try:
+        reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, COUNT_TIMEOUT_S, **prompt)
+    except LlamaqError:
+        return 0
+    return len(reply.tokens)
+
+
+async def _events(generation: Generation, form: AnswerForm, model: str, n_input: int) -> Events:
     blocks = AnswerBlocks(generation.streams[0].job.id, form, model)
     pieces = generation.pieces()
-    begun: list[dict[str, Any]] = [blocks.first()]
+    begun: list[dict[str, Any]] = [blocks.first(n_input)]
     try:
         async for _, piece in pieces:
             events = blocks.finish(piece) if isinstance(piece, Result) else blocks.feed(piece.text)
