@@ -21,6 +21,7 @@ from llamaq.gateway.batches.record import BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import compress
 from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 
 CHAT = "/v1/chat/completions"
@@ -214,6 +215,20 @@ async def test_a_server_that_stops_leaves_its_batch_to_another(redis_url: str, q
         "three",
         "two",
     ]
+
+
+async def test_a_line_is_computed_again_if_another_version_of_the_server_has_submitted_it_otherwise(
+    redis_url: str, queue: str
+) -> None:
+    async with serving_http(redis_url, queue, max_batches=0) as old, httpx.AsyncClient(base_url=old) as http:
+        batch = await begin(http, jsonl(line("a", "mine")))
+        async with AsyncClient(redis_url, queue) as client:
+            await client.submit("theirs", idempotency_key=f"{batch['id'].removeprefix('batch_')}:1")
+        assert (await http.get(f"/v1/batches/{batch['id']}")).json()["status"] == "validating"
+        async with answering(redis_url, queue), serving_http(redis_url, queue):
+            done = await end_of(http, batch)
+            (answer,) = await lines_of(http, done["output_file_id"])
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == "re: mine"
 
 
 async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_nothing(

@@ -63,7 +63,8 @@ class Execution:
             read: Returns the row of a record.
             decide: Returns the job options of a row, from those that the row and the run ask for. None: these.
             keeps_jobs: Whether jobs continue if the execution is interrupted, because another process continues the
-                run. Otherwise they are cancelled. The jobs of a run that has stopped are always cancelled.
+                run, also one of another version that submits other requests for the same rows. Otherwise they are
+                cancelled. The jobs of a run that has stopped are always cancelled.
         """
         self._run = run
         self._client = client
@@ -87,7 +88,9 @@ class Execution:
         """
         n_slots = sum(worker.card.n_parallel for worker in await self._client.workers())
         size = self._run.window or default_size(n_slots)
-        async with JobWindow[Row](self._client.connection, size=size, rate=self._run.rate) as window:
+        async with JobWindow[Row](
+            self._client.connection, size=size, rate=self._run.rate, replaces_conflicts=self._keeps_jobs
+        ) as window:
             reading, stopping = asyncio.create_task(self._read_rows(window)), asyncio.create_task(stop.wait())
             try:
                 return await self._write_until_end(window, reading, stopping, on_progress)

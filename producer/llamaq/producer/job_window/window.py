@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.errors import JobNotFound
+from llamaq.common.errors import IdempotencyConflict, JobNotFound
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer.job_window.end_collector import EndCollector
@@ -62,13 +62,17 @@ class JobWindow(Generic[T]):
     At the end of the context, jobs that have not ended are cancelled.
     """
 
-    def __init__(self, connection: QueueConnection, *, size: int, rate: float | None = None) -> None:
+    def __init__(
+        self, connection: QueueConnection, *, size: int, rate: float | None = None, replaces_conflicts: bool = False
+    ) -> None:
         """Create a window without requests.
 
         Args:
             connection: The client's connection.
             size: Largest number of jobs in the queue. As many requests more may wait here, to be sorted.
             rate: Largest number of jobs submitted per second. None: no limit.
+            replaces_conflicts: Whether a new job replaces one of an earlier process that has the idempotency key but
+                another request. Otherwise this is the outcome of the request.
         """
         self._connection = connection
         self._size = size
@@ -87,6 +91,7 @@ class JobWindow(Generic[T]):
         self._has_outcomes = asyncio.Event()
         self._has_room = asyncio.Event()
         self._submit_problem: str | None = None
+        self._replaces_conflicts = replaces_conflicts
         self._keeps_jobs = False
         self.n_held = 0
         """Number of requests that were added and not released."""
@@ -243,7 +248,7 @@ class JobWindow(Generic[T]):
             log.warning("window.job_lost id=%s: it is submitted again", job.job_id)
             job.forget()
             self._waiting.put_back([job])
-        elif job.must_replace(outcome):
+        elif job.must_replace(outcome) or (self._replaces_conflicts and isinstance(outcome, IdempotencyConflict)):
             job.replace()
             self._waiting.put_back([job])
         else:
