@@ -50,7 +50,7 @@ MESSAGE_TYPES = {
 """The `type` of errors by their status, as Anthropic names it."""
 
 
-_OF_PATHS = {
+_OF_PATHS: Mapping[int, str] = {
     HTTPStatus.NOT_FOUND: "there is no endpoint with this path; GET /openapi.json describes all",
     HTTPStatus.METHOD_NOT_ALLOWED: "this endpoint does not accept this method; GET /openapi.json describes all",
 }
