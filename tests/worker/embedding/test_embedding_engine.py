@@ -109,6 +109,14 @@ def test_embeddings_in_a_shared_batch_are_those_of_a_plain_decode(demo_model: Pa
     assert np.abs(rows_of(alone[0]) - rows_of(together[2])).max() < TOLERANCE
 
 
+def test_every_kind_of_memory_is_empty_before_each_batch(any_model: Path) -> None:
+    with opened(any_model, Pooling.MEAN) as engine:
+        run(engine, TEXTS[::-1])
+        results = run(engine, TEXTS, normalization=Normalization.NONE)
+    for tokens, result in zip(TEXTS[1:3], results[1:3], strict=True):
+        assert np.abs(rows_of(result) - plain_rows(any_model, Pooling.MEAN, tokens)).max() < TOLERANCE
+
+
 def test_a_model_without_memory_reads_texts_in_both_directions(bert_model: Path) -> None:
     with opened(bert_model) as engine:
         assert engine.pooling is Pooling.CLS  # of the file
