@@ -13,7 +13,16 @@ from tests.gateway.test_disconnects import CHAT, STREAMED, gateway
 from tests.support.http_server import post_of, sending
 
 from llamaq.gateway.http import event_stream
-from llamaq.gateway.http.event_stream import error_event
+from llamaq.gateway.http.event_stream import TextEvent, data, error_event
+
+
+@pytest.mark.parametrize("text", ["x", "\n", '"}],', "\u2028", "😀", "finish_reason", ""])
+def test_a_text_event_is_encoded_like_the_whole_event(text: str) -> None:
+    def event(text: str) -> dict[str, object]:
+        return {"model": "x", "choices": [{"delta": {"content": text}, "finish_reason": None}]}
+
+    assert TextEvent(event("x"), "x").encode(text) == data(event(text))
+
 
 STREAM = post_of(CHAT, STREAMED)
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.gateway.http.event_stream import TextEvent, data
 from llamaq.producer import Chunk, Result
 from llamaq.producer.answer_parts.answer_format import AnswerSplitter
 from llamaq.producer.answer_parts.parts import CallStarted, Part
@@ -44,14 +45,27 @@ class ChoiceStream:
         self._echoed = echoed
         self._splitter = splitter
         self._describe_logprobs = describe_logprobs
+        self._text_event: TextEvent | None = None
+        """The chunk that has text only, which is most of them."""
         self._has_begun = False
         self._n_chars = 0
         """Number of generated characters so far."""
         self._has_call = False
         """Whether the answer calls a tool."""
 
-    async def chunks_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:
-        """Return the chunks for the next piece of the job, or for its end."""
+    async def events_of(self, piece: Chunk | Result) -> bytes:
+        """Return the encoded chunks for the next piece of the job, or for its end."""
+        if self._has_begun and self._splitter is None and isinstance(piece, Chunk) and not piece.logprobs:
+            self._n_chars += len(piece.text)
+            return self._encode_text(piece.text) if piece.text else b""
+        return b"".join(map(data, await self._chunks_of(piece)))
+
+    def _encode_text(self, text: str) -> bytes:
+        if self._text_event is None:
+            self._text_event = TextEvent(self._chunks.text(self._index, text), text)
+        return self._text_event.encode(text)
+
+    async def _chunks_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:
         found = [] if self._has_begun else list(self._begin())
         self._has_begun = True
         if isinstance(piece, Result):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from llamaq.common.errors import JobFailed, JobNotFound, ResultTimeout
 from llamaq.producer.job import AsyncJob, Chunk
@@ -58,8 +58,8 @@ class AsyncStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Chunk:
-        return self._received.popleft() if self._received else await self._receive()
+    def __anext__(self) -> Coroutine[Any, Any, Chunk]:
+        return self._receive()
 
     async def started(self, is_gone: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Wait until the first chunk is there or the job has ended. The iteration then begins with that chunk.
@@ -94,6 +94,8 @@ class AsyncStream:
             self._received.append(await self._receive())
 
     async def _receive(self) -> Chunk:
+        if self._received:
+            return self._received.popleft()
         try:
             return await anext(self._chunks)
         except (StopAsyncIteration, JobFailed, JobNotFound):

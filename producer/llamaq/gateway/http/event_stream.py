@@ -35,6 +35,25 @@ def named(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
 
 
+class TextEvent:
+    """An event that is sent again and again with other texts. All but the text is encoded once.
+
+    Args:
+        value: The data of the event with any text, which is not empty and comes after all other texts of the event.
+        text: This text.
+    """
+
+    def __init__(self, value: Any, text: str) -> None:
+        self._before, _, self._after = data(value).rpartition(to_json(text))
+
+    def __repr__(self) -> str:
+        return f"<TextEvent {self._before!r} {self._after!r}>"
+
+    def encode(self, text: str) -> bytes:
+        """Return the event with a text."""
+        return b"".join((self._before, to_json(text), self._after))
+
+
 def comment_line(text: str) -> bytes:
     """Return a comment, which every client of events ignores."""
     return b": " + text.encode(errors="replace").replace(b"\n", b" ").replace(b"\r", b" ") + b"\n\n"

@@ -144,8 +144,8 @@ async def _events(
     pieces = generation.pieces()
     try:
         async for index, piece in pieces:
-            for chunk in await choices[index].chunks_of(piece):
-                yield data(chunk)
+            if events := await choices[index].events_of(piece):
+                yield events
             if isinstance(piece, Result):
                 results[index] = piece
     finally:
