@@ -8,8 +8,9 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer import Client
-from llamaq.producer.testing import serving
+from llamaq.producer import Client, InvalidRequest, JobFailed
+from llamaq.producer.embeddings import join_results
+from llamaq.producer.testing import fake_embedding, serving
 
 
 def test_a_fake_worker_that_cannot_start_raises_its_error_instead_of_waiting() -> None:
@@ -31,3 +32,21 @@ def test_the_error_of_an_answer_is_raised_at_the_end(redis_url: str, queue: str)
 
     with pytest.raises(ZeroDivisionError):
         use_worker()
+
+
+def test_a_fake_worker_embeds_texts_in_several_jobs(redis_url: str, queue: str) -> None:
+    texts = [f"text {number}" for number in range(70)]
+    with serving(redis_url, queue, lambda _: ["text"]), Client(redis_url, queue, timeout_s=60) as client:
+        found = client.embed(texts, idempotency_key="once", tenant="a", priority="bulk")
+        again = client.embed(texts, idempotency_key="once")
+        n_jobs = len(client.stats().recent)
+        ranking = client.rerank("query", texts[:5])
+        with pytest.raises(InvalidRequest, match="at least one text"):
+            client.embed([])
+        with pytest.raises(InvalidRequest, match="documents for a query must be texts"):
+            client.rerank("query", [[1, 2]])  # type: ignore[list-item]
+        with pytest.raises(JobFailed, match="ended with 'stop' before all its embeddings"):
+            join_results([client.generate("text")])
+    assert found == again == tuple(map(fake_embedding, texts))
+    assert n_jobs == 3
+    assert [one.score for one in ranking] == sorted((fake_embedding(each).score for each in texts[:5]), reverse=True)

@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -24,6 +26,7 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
+from llamaq.common.protocol.embedding import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
@@ -152,13 +155,18 @@ class FakeWorker:
     async def serve(self, answer: Answer) -> None:
         """Answer the jobs of the queue, one after the other, until this task is cancelled.
 
+        Each input of an embedding job has the embedding `fake_embedding`.
+
         Args:
-            answer: Called with the request of each job. It returns the pieces of text of the answer.
+            answer: Called with the request of each other job. It returns the pieces of text of the answer.
         """
         await self.announce()
         while True:
             attempt = await self.start_next()
-            await attempt.answer(answer(attempt.request))
+            if attempt.request.embed is not None:
+                await attempt.finish(embeddings=[fake_embedding(each) for each in attempt.request.embed.inputs])
+            else:
+                await attempt.answer(answer(attempt.request))
 
 
 class FakeAttempt:
@@ -211,7 +219,12 @@ class FakeAttempt:
         return reply
 
     async def finish(
-        self, reason: FinishReason = FinishReason.STOP, *, tokens: Sequence[int] = (), text: str = ""
+        self,
+        reason: FinishReason = FinishReason.STOP,
+        *,
+        tokens: Sequence[int] = (),
+        text: str = "",
+        embeddings: Sequence[Embedding] | None = None,
     ) -> bool:
         """Finish the job.
 
@@ -219,6 +232,7 @@ class FakeAttempt:
             reason: The finish reason.
             tokens: The last new token ids.
             text: The last new text.
+            embeddings: The result of an embedding job. None: the job generates text.
 
         Returns:
             Whether the job has ended now. False: another attempt has started, or the job had ended.
@@ -231,12 +245,16 @@ class FakeAttempt:
         stats = JobStats(
             generated_tokens=len(self.tokens),
             worker=self.worker.name,
-            mode="stream" if self.request.stream else "generate",
+            prompt_tokens=sum(each.n_tokens for each in embeddings or ()),
+            mode="embed" if embeddings is not None else "stream" if self.request.stream else "generate",
+        )
+        output = (
+            codec.encode_output(self.text, self.tokens) if embeddings is None else codec.encode_embeddings(embeddings)
         )
         fields: dict[str, bytes | str] = {
             "finish_reason": reason.value,
             "stats": codec.encode_model(stats),
-            "output": codec.encode_output(self.text, self.tokens),
+            "output": output,
             "generated": str(len(self.tokens)),
         }
         event = Finished(finish_reason=reason, stats=stats, text_length=len(self.text))
@@ -283,6 +301,13 @@ class FakeAttempt:
                 self.tokens.append(number)
                 self.text += piece
         await self.finish()
+
+
+def fake_embedding(given: str | Sequence[int]) -> Embedding:
+    """Return three numbers that depend on a text or its token ids alone. A word is one token."""
+    text = given if isinstance(given, str) else " ".join(map(str, given))
+    digest = hashlib.sha256(text.encode()).digest()
+    return Embedding(len(text.split()), 1, struct.pack("<3f", *(byte / 255 for byte in digest[:3])))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from llamaq.producer import (
     Client,
     DeadLetter,
     DeadLetterDetails,
+    Embedding,
     FinishReason,
     Job,
     JobFailed,
@@ -48,6 +49,10 @@ def blocking(client: Client) -> Iterator[str]:
         assert_type(exc.code, str)
     assert_type(client.generate_tokens([1, 2, 3]), Result)
     assert_type(client.chat([{"role": "user", "content": "hi"}]), Result)
+    assert_type(client.embed(["one", "two"], dimensions=8, priority="bulk"), tuple[Embedding, ...])
+    assert_type(client.embed([[1, 2], [3]], normalization="none"), tuple[Embedding, ...])
+    assert_type(client.embed("one")[0].vector, list[float])
+    assert_type(client.rerank("query", ["document"], top_n=1)[0].score, float)
     assert_type(client.stream_tokens([1, 2, 3]), Stream)
     assert_type(client.stream("x").text(), Generator[str, None, None])
     assert_type(client.stream("x").job.result(), Result)

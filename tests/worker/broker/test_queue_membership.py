@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from tests.worker.broker.test_suspects import FOREVER
 
 from llamaq.common.errors import InvalidSettings
+from llamaq.common.protocol.embedding import JobKind
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.queue_config import QueueConfig
@@ -57,6 +58,20 @@ async def test_a_worker_with_other_partitions_than_the_live_workers_is_refused(r
         with pytest.raises(InvalidSettings, match=r"LLAMAQ_PARTITIONS.*has 3.*have 2"):
             await other.join()
         assert await QueueConfig.read(redis, Keys(), queue, 0) == CONFIG
+
+
+async def test_a_worker_that_computes_embeddings_does_not_join_a_queue_that_generates_text(
+    redis_url: str, queue: str
+) -> None:
+    embedding = replace(CONFIG, kind=JobKind.EMBEDDING)
+    async with at(redis_url) as redis:
+        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await register(redis, queue, "one")
+        with pytest.raises(InvalidSettings, match=r"LLAMAQ_QUEUE.* run generation jobs.* runs embedding jobs"):
+            await QueueMembership(redis, Keys(), queue, "two", embedding).join()
+        await redis.zrem(Keys().workers(queue), "one")
+        await QueueMembership(redis, Keys(), queue, "two", embedding).join()
+        assert await QueueConfig.read(redis, Keys(), queue, 0) == embedding
 
 
 async def test_a_worker_takes_over_the_settings_of_a_queue_without_live_workers(
