@@ -21,6 +21,7 @@ from llamaq.gateway.batches.record import BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import compress
 from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.gateway.settings import serve_settings
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
 
@@ -194,10 +195,10 @@ async def test_a_batch_that_its_window_ends_has_an_error_for_each_open_line(
     ]
 
 
-async def test_a_server_that_stops_leaves_its_batch_to_another(redis_url: str, queue: str) -> None:
+async def test_a_server_that_stops_leaves_its_batch_to_another_with_another_queue(redis_url: str, queue: str) -> None:
     async with (
         FakeWorker(redis_url, queue) as worker,
-        serving_http(redis_url, queue, batch_lease_s=0.3) as second,
+        serving_http(redis_url, f"{queue}-other", batch_lease_s=0.3) as second,
         httpx.AsyncClient(base_url=second) as http,
     ):
         await worker.announce()
@@ -237,7 +238,7 @@ async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_no
     redis, keys = connect(redis_url, name="test"), Keys(queue)
     store = BatchStore(redis, keys)
     body = {"input_file_id": "file-x", "endpoint": CHAT}
-    request = request_body.read_batch_request(body, owner=None, file_ttl_s=3600)
+    request = request_body.read_batch_request(body, serve_settings(), None, is_revocable=False)
     await store.create(request)
     assert (await store.claim(request.id, "one", 30)).code == "mine"
     assert (await store.claim(request.id, "two", 30)).code == "held"

@@ -22,7 +22,6 @@ from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.batches.stored_rows import StoredRows
 from llamaq.gateway.files.blocks import read_blocks
 from llamaq.gateway.http.errors import RequestRefused, code_of, message_of
-from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkState
@@ -58,23 +57,20 @@ def failure(code: str, message: str) -> BatchFailed:
 class BatchRun:
     """One batch whose lease this server has."""
 
-    def __init__(
-        self, store: BatchStore, queues: QueueDirectory, batch: Batch, key: KeyRecord | None, runner: str
-    ) -> None:
+    def __init__(self, store: BatchStore, queues: QueueDirectory, batch: Batch, runner: str) -> None:
         """Prepare the run.
 
         Args:
             store: The batches.
             queues: The queues.
             batch: The batch.
-            key: The API key of the batch. None: the server that took the batch requires none.
             runner: The id of this server.
         """
         self._store = store
         self._queues = queues
         self._batch = batch
         self._request = batch.request
-        self._key = key
+        self._key = batch.request.key
         self._runner = runner
         self.stop = asyncio.Event()
         """Set when the batch is to be cancelled."""
@@ -136,7 +132,7 @@ class BatchRun:
         found = await check_input(blocks, self._request.endpoint, max_line_bytes)
         if found.errors:
             raise BatchFailed(*found.errors)
-        client = await self._client(found.model)
+        client = await self._client(found.model or self._request.queue)
         card, kind = await self._queues.card(client.queue), self._request.endpoint.kind
         if card is not None and card.kind is not kind:
             raise failure(
@@ -158,7 +154,7 @@ class BatchRun:
             raise LeaseLost(self._request.id)
         return batch
 
-    async def _client(self, model: str | None) -> AsyncClient:
+    async def _client(self, model: str) -> AsyncClient:
         """Return the client of the queue of a model.
 
         Raises:

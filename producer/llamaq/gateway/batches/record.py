@@ -13,6 +13,7 @@ from pydantic import Field
 from llamaq.common.protocol.embedding import JobKind
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
+from llamaq.gateway.keys.key_record import KeyRecord
 
 TOKEN_COUNTERS = ("input_tokens", "cached_tokens", "output_tokens")
 
@@ -52,7 +53,13 @@ class BatchRequest(WireModel):
     """What a batch is asked to compute. It does not change."""
 
     id: str = Field(description="The id.")
-    owner: str | None = Field(None, description="Name of the API key. None: the server requires none.")
+    key: KeyRecord | None = Field(
+        None, description="The API key as it was. None: the server requires none. All servers apply its rules."
+    )
+    is_revocable: bool = Field(
+        False, description="Whether the key is in Redis, so that every server can see that it was revoked."
+    )
+    queue: str = Field(description="The queue of lines without `model`.")
     endpoint: BatchEndpoint = Field(description="The endpoint that all lines are for.")
     input_file_id: str = Field(description="The file with the requests.")
     completion_window: str = Field(description="Longest duration, such as `24h`.")
@@ -63,6 +70,11 @@ class BatchRequest(WireModel):
     )
     output_ttl_s: int = Field(description="How long the output is stored, in seconds.")
     metadata: dict[str, str] = Field(default_factory=dict, description="What the client wants to be shown again.")
+
+    @property
+    def owner(self) -> str | None:
+        """Name of the API key. None: the server requires none."""
+        return None if self.key is None else self.key.name
 
     @property
     def output_file_id(self) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 from llamaq.gateway.batches.record import BatchEndpoint, BatchRequest
 from llamaq.gateway.files.record import read_expiry
 from llamaq.gateway.http.errors import invalid
+from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.gateway.settings import ServeSettings
 
 MAX_WINDOW_S = 30 * 24 * 3600
 MAX_METADATA = 16
@@ -19,16 +21,16 @@ _UNITS_S = {"m": 60, "h": 3600, "d": 24 * 3600}
 
 
 def read_batch_request(
-    body: Mapping[str, Any], *, owner: str | None, file_ttl_s: float, max_tokens: int | None = None
+    body: Mapping[str, Any], settings: ServeSettings, key: KeyRecord | None, *, is_revocable: bool
 ) -> BatchRequest:
     """Return the batch that a body asks for.
 
     Args:
         body: The decoded JSON object.
-        owner: Name of the API key. None: the server requires none.
-        file_ttl_s: How long the output is stored if the body does not say it.
-        max_tokens: Largest number of generated tokens of a line without `max_tokens`. None: no limit. It is stored,
-            because all servers must compute a line in the same way.
+        settings: The settings of this server. Those that matter are stored in the batch, because all servers must
+            compute a line in the same way.
+        key: The API key of the request. None: the server requires none.
+        is_revocable: Whether the key is in Redis.
 
     Raises:
         RequestRefused: A field is missing or not valid.
@@ -43,14 +45,16 @@ def read_batch_request(
     created_ms = time.time_ns() // 1_000_000
     return BatchRequest(
         id=f"batch_{secrets.token_hex(16)}",
-        owner=owner,
+        key=key,
+        is_revocable=is_revocable,
+        queue=settings.queue,
         endpoint=endpoint,
         input_file_id=file_id,
         completion_window=window,
         created_ms=created_ms,
         expires_s=created_ms // 1000 + _seconds_of(window),
-        output_ttl_s=read_expiry(body.get("output_expires_after"), "output_expires_after", file_ttl_s),
-        max_tokens=max_tokens,
+        output_ttl_s=read_expiry(body.get("output_expires_after"), "output_expires_after", settings.file_ttl_s),
+        max_tokens=settings.default_max_tokens,
         metadata=_read_metadata(body.get("metadata")),
     )
 

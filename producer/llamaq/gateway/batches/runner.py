@@ -14,7 +14,6 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.gateway.batches.batch_run import BatchRun, run_with_lease
 from llamaq.gateway.batches.record import Batch, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
-from llamaq.gateway.keys.key_record import KeyRecord
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import ServeSettings
@@ -111,23 +110,21 @@ class BatchRunner:
 
     async def _run_to_end(self, batch_id: str) -> bool:
         """Run a batch. Return False if it has to wait for another batch of its API key."""
-        batch = await self._read(batch_id)
-        key = await self._key_of(batch)
-        if key is None and batch.request.owner is not None:
-            batch = await self._read(batch_id)  # it is cancelled now
-        if not await self._takes_turn(batch, key):
+        await self._check_key(await self._read(batch_id))
+        batch = await self._read(batch_id)  # it may be cancelled now
+        if not await self._takes_turn(batch):
             return False
-        run = BatchRun(self.store, self._queues, batch, key, self._id)
+        run = BatchRun(self.store, self._queues, batch, self._id)
 
         async def renew() -> None:
             while True:
                 await asyncio.sleep(min(RENEW_S, self._settings.batch_lease_s / 3))
                 with suppress(RedisError, OSError):  # the lease may end, and then the next write tells
-                    await self._renew(run, batch, key)
+                    await self._renew(run, batch)
 
         await run_with_lease(run, renew)
-        if key is not None:
-            await self.store.release_turn(key.name, batch_id)
+        if batch.request.key is not None:
+            await self.store.release_turn(batch.request.key.name, batch_id)
         return True
 
     async def _read(self, batch_id: str) -> Batch:
@@ -136,30 +133,27 @@ class BatchRunner:
             raise LeaseLost(batch_id)
         return batch
 
-    async def _key_of(self, batch: Batch) -> KeyRecord | None:
-        """Return the API key of a batch. A batch whose key was revoked is cancelled."""
-        if batch.request.owner is None:
-            return None
-        key = await self._api_keys.named(batch.request.owner)
-        if key is None:
-            await self.store.cancel(batch.request.id)
-        return key
+    async def _check_key(self, batch: Batch) -> None:
+        """Cancel a batch whose API key was revoked."""
+        request = batch.request
+        if request.key is not None and request.is_revocable and await self._api_keys.named(request.key.name) is None:
+            await self.store.cancel(request.id)
 
-    async def _takes_turn(self, batch: Batch, key: KeyRecord | None) -> bool:
+    async def _takes_turn(self, batch: Batch) -> bool:
         """Return whether a batch may run now. Those of a key with limits run one after the other."""
+        key = batch.request.key
         if key is None or (key.max_open is None and key.requests_per_minute is None):
             return True
         return await self.store.take_turn(key.name, batch.request.id, self._settings.batch_lease_s)
 
-    async def _renew(self, run: BatchRun, batch: Batch, key: KeyRecord | None) -> None:
+    async def _renew(self, run: BatchRun, batch: Batch) -> None:
         claim = await self.store.claim(batch.request.id, self._id, self._settings.batch_lease_s)
         if claim.code == "held":
             raise LeaseLost(batch.request.id)
         if claim.status == BatchStatus.CANCELLING:
             run.stop.set()
-        if key is not None:
-            await self._key_of(batch)
-            await self._takes_turn(batch, key)
+        await self._check_key(batch)
+        await self._takes_turn(batch)
 
     async def _release(self, batch_id: str, delay_s: float) -> None:
         await self.store.claim(batch_id, self._id, 0)

@@ -66,9 +66,8 @@ class KeyStore:
         return bool(hashes) and bool(await self._redis.hdel(self._keys.http_keys(), *hashes))
 
     async def named(self, name: str) -> KeyRecord | None:
-        """Return the record of a key by its name. None: there is no such key."""
-        of_file = [] if self._file is None else self._file.records().values()
-        return next((record for record in (*of_file, *await self.list()) if record.name == name), None)
+        """Return the record of a key of Redis by its name. None: there is no such key."""
+        return next((record for record in await self.list() if record.name == name), None)
 
     async def find(self, secret: str) -> KeyRecord | None:
         """Return the record of a key. None: there is no such key."""

@@ -24,12 +24,9 @@ async def create(request: Request) -> Response:
     """Begin to compute the requests of a file."""
     context = context_of(request)
     body = await read_object(request)
-    asked = read_batch_request(
-        body,
-        owner=_owner_of(request),
-        file_ttl_s=context.settings.file_ttl_s,
-        max_tokens=context.settings.default_max_tokens,
-    )
+    key = api_key_of(request)
+    is_revocable = key is not None and await context.keys.named(key.name) is not None
+    asked = read_batch_request(body, context.settings, key, is_revocable=is_revocable)
     files = files_of(request)
     record = await files.find(asked.input_file_id, param="input_file_id")
     if record.purpose != UPLOAD_PURPOSE:
