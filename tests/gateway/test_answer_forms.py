@@ -9,7 +9,6 @@ import pytest
 
 from llamaq.common.errors import NoWorker
 from llamaq.common.protocol.text_commands import TextReply
-from llamaq.gateway import answer_forms
 from llamaq.gateway.answer_forms import PROBE, AnswerForms
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
@@ -47,7 +46,7 @@ async def test_a_worker_is_asked_once_how_a_template_begins_an_answer(
             raise NoWorker("q")
         return TextReply(text=f"<think> {PROBE} <think>\n" + ("" if chat_template_kwargs else "</think>"))
 
-    monkeypatch.setattr(answer_forms.text_commands, "ask", ask)
+    monkeypatch.setattr("llamaq.gateway.answer_forms.text_commands.ask", ask)
     forms = AnswerForms(directory)
     thinking = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
     found = [await forms.of(CLIENT, thinking) for _ in range(3)]
