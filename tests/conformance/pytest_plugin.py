@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         for name in TOKEN_COUNTS:
             if name in params:
-                params[name] = AnyNumber(params[name])
+                params[name] = AnyNumber(str(params[name]))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
