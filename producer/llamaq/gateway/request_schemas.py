@@ -225,6 +225,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": MessagesRequest,
     "/v1/responses": ResponseRequest,
+    "/responses": ResponseRequest,
     "/v1/responses/input_tokens": ResponseRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/embeddings": EmbeddingRequest,

@@ -63,6 +63,11 @@ async def props(request: Request) -> Response:
     return json_response(props_object(client.queue, workers))
 
 
+async def list_adapters(_: Request) -> Response:
+    """Return the adapters of the model: none, because workers load no adapters."""
+    return json_response([])
+
+
 async def metrics(request: Request) -> Response:
     """Return the sums over all queues and live workers, under the names of llama-server."""
     queues = context_of(request).queues
