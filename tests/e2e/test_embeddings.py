@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from redis import Redis
 from tests.support.http_server import serving_http
 from tests.support.lazy_import import lazy_import
 from typer.testing import CliRunner
 
 from llamaq.cli.main import build_app
 from llamaq.common.errors import OtherKindOfQueue
+from llamaq.common.protocol.keys import Keys
 from llamaq.producer import Client, JobFailed, JobKind, JobState, Pooling
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def test_the_client_gets_one_scaled_embedding_for_each_text(embedder: ServedQueu
         many = client.embed([*TEXTS, *[f"text {number}" for number in range(40)]])  # of two jobs
         alone = client.embed(TEXTS[2])
         card = client.workers()[0].card
+        last = client.stats().recent[0].job_id
+        with Redis.from_url(embedder.url) as redis:
+            assert 0 < redis.ttl(Keys().of_job(last).job) <= 120
     assert len(many) == 43
     assert (card.kind, card.pooling, card.n_embd) == (JobKind.EMBEDDING, Pooling.MEAN, len(many[0].vector))
     assert all(math.hypot(*each.vector) == pytest.approx(1, abs=1e-5) for each in many)

@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 10_000
 """Prompts of more token ids are validated and encoded in a thread, so that the event loop continues meanwhile."""
+EMBEDDINGS_TTL_S = 120.0
+"""How long Redis stores embeddings that a call waits for, in seconds: longer than the retries of the read take."""
 SEED_BITS = 53
 """A JSON number keeps integers of up to 53 bits exactly, in any language."""
 
@@ -144,7 +146,7 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
             job_id,
             request,
             submission.payload,
-            result_ttl_s=settings.result_ttl_s,
+            result_ttl_s=_result_ttl_s(connection, request),
             event_ttl_s=settings.event_ttl_s,
             partitions=settings.partitions if job_id.queue == settings.queue else 0,
         )
@@ -152,6 +154,16 @@ async def send(connection: QueueConnection, request: JobRequest, job_id: JobId) 
         outcome = exc
     wait_s = await estimate_queue_wait_s(connection, outcome.depth) if isinstance(outcome, SubmitRefused) else None
     return job_of(connection, submission, outcome, wait_s)
+
+
+def _result_ttl_s(connection: QueueConnection, request: JobRequest) -> float:
+    """Return how long Redis stores the result of a job, in seconds.
+
+    Embeddings are large. A call that waits for them (`stream=False`) reads them at once, and nothing reads them again.
+    """
+    ttl_s = connection.settings.result_ttl_s
+    is_read_once = request.embed is not None and not request.stream and request.idempotency_key is None
+    return min(ttl_s, EMBEDDINGS_TTL_S) if is_read_once else ttl_s
 
 
 def with_default_tenant(connection: QueueConnection, request: JobRequest) -> JobRequest:
