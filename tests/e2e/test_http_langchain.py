@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict
 from tests.support.http_server import serving_http
 from tests.support.lazy_import import lazy_import
+from tests.support.readme import block
 
 from llamaq.producer import Client
 
@@ -40,6 +42,13 @@ async def test_a_chat_is_answered_streamed_or_not(demo: ServedQueue, client: Cli
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["output_tokens"] == 8
     assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 8
+
+
+async def test_the_example_of_the_readme_prints_a_story(demo: ServedQueue, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving_http(demo.url, demo.queue) as url:
+        example = block("langchain").replace("http://localhost:8080", url).replace('"default"', repr(demo.queue))
+        await asyncio.to_thread(exec, compile(example, "README.md, langchain", "exec"), {})
+    assert len(capsys.readouterr().out) > 40
 
 
 @pytest.mark.parametrize("use_responses_api", [False, True])

@@ -21,6 +21,7 @@ import typer
 from starlette.requests import Request
 from tests.support.http_server import serving_http
 from tests.support.node import run_node
+from tests.support.readme import README, block
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import Result
@@ -32,15 +33,8 @@ from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
 START_TIMEOUT_S = 60.0
 T = TypeVar("T")
-
-
-def block(name: str, language: str = "python") -> str:
-    """Return the block that follows the comment `<!-- test: NAME -->`."""
-    (found,) = re.findall(rf"<!-- test: {name} -->\n```{language}\n(.*?)```", README, re.DOTALL)
-    return str(found)
 
 
 def run_block(name: str) -> dict[str, Any]:
@@ -138,10 +132,12 @@ def run_beside_a_server(run: Callable[[str], T], redis_url: str, example: str) -
     return asyncio.run(use())
 
 
-@pytest.mark.parametrize("name", ["openai", "langchain", "background"])
-def test_the_examples_of_python_packages_print_a_story(
+@pytest.mark.parametrize("name", ["openai", "background"])
+def test_the_examples_of_the_openai_package_print_a_story(
     environment: str, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
+    """tests/e2e/test_http_langchain.py runs the example of LangChain, whose import takes long."""
+
     def run(example: str) -> None:
         exec(compile(example, f"README.md, {name}", "exec"), {})
 
