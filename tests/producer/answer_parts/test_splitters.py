@@ -165,4 +165,4 @@ def test_every_call_has_an_id_of_its_own_that_every_server_computes() -> None:
     ids = [call_id("q.0.1", 0), call_id("q.0.1", 1), call_id("q.0.2", 0)]
     assert len(set(ids)) == 3
     assert ids[0] == call_id("q.0.1", 0)
-    assert all(each.startswith("call_") and len(each) == 29 for each in ids)
+    assert all(each.isalnum() and len(each) == 9 for each in ids), "Mistral's chat templates refuse other ids"

@@ -85,7 +85,7 @@ class AnswerBlocks:
             case Content(text):
                 yield from self._write("text", {"type": "text_delta", "text": text}, text)
             case CallStarted(index, name):
-                yield from self._begin("tool_use", {"id": use_id(self._job_id, index), "name": name})
+                yield from self._begin("tool_use", {"id": call_id(self._job_id, index), "name": name})
             case CallArguments(_, text):
                 self._arguments += text
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
@@ -131,11 +131,6 @@ class AnswerBlocks:
 def message_id(job_id: str) -> str:
     """Return the id of an answer, by the id of its job."""
     return f"msg_{job_id}"
-
-
-def use_id(job_id: str, index: int) -> str:
-    """Return the id of the use of a tool."""
-    return "toolu_" + call_id(job_id, index).removeprefix("call_")
 
 
 def usage_object(stats: JobStats) -> dict[str, int]:

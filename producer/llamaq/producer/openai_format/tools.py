@@ -88,8 +88,11 @@ def form_options(form: AnswerForm, choice: ToolChoice, job: Mapping[str, Any]) -
 
 
 def call_id(job_id: str, index: int) -> str:
-    """Return the id of a call of an answer. Every server computes the same one."""
-    return "call_" + hashlib.sha256(f"{job_id}/{index}".encode()).hexdigest()[:24]
+    """Return the id of a call of an answer. Every server computes the same one.
+
+    The chat templates of Mistral's models refuse ids that are not nine letters or digits.
+    """
+    return hashlib.sha256(f"{job_id}/{index}".encode()).hexdigest()[:9]
 
 
 def delta_of(part: Part, job_id: str) -> dict[str, Any]:
