@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.support.llama_samplers import LlamaSampler, llama_chain, llama_dry
+from tests.support.llama_samplers import LlamaSampler, llama_dry
 
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
@@ -27,9 +27,10 @@ def few_tokens(vocab: Vocab) -> list[int]:
     return sorted({token for word in WORDS for token in vocab.encode_part(word)})
 
 
-def penalties(dry: Dry, history: list[int], n_vocab: int) -> Logits:
-    logits = np.zeros(n_vocab, np.float32)
-    dry.penalize(Candidates(logits), history)
+def penalties(dry: Dry, history: list[int], tokens: list[int]) -> Logits:
+    """Return by how much DRY lowers the logits of these tokens."""
+    logits = np.zeros(len(tokens), np.float32)
+    dry.penalize(Candidates(logits, np.array(tokens)), history)
     lowered: Logits = -logits
     return lowered
 
@@ -60,13 +61,15 @@ def test_dry_lowers_logits_as_llama_cpp_does(
     history = [few_tokens[pick % variety % len(few_tokens)] for pick in picks]
     params = SamplingDefaults(dry_multiplier=0.8, dry_base=base, dry_allowed_length=allowed, dry_penalty_last_n=last_n)
     dry = Dry(params, finder.breakers(sorted(breakers)))
-    n_vocab = vocab.n_tokens
     for n in range(min(split, len(history)), len(history)):
-        penalties(dry, history[:n], n_vocab)  # the state grows token by token
+        penalties(dry, history[:n], few_tokens)  # the state grows token by token
     last = len(history) if last_n < 0 else last_n  # -1 is the size of the context in llama-server
-    chain = [llama_dry(vocab.pointer, 0.8, base, allowed, last, sorted(breakers))]
-    expected = -np.array(list(llama_chain(np.zeros(n_vocab, np.float32), chain, history).values()), np.float32)
-    found = penalties(dry, history, n_vocab)
+    llama = LlamaSampler(llama_dry(vocab.pointer, 0.8, base, allowed, last, sorted(breakers)))
+    llama.accept(history)
+    lowered, _ = llama.apply(dict.fromkeys(few_tokens, 0.0))
+    llama.close()
+    expected = -np.array([lowered[token] for token in few_tokens], np.float32)
+    found = penalties(dry, history, few_tokens)
     assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist()
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -90,9 +93,10 @@ def test_breakers_are_the_tokens_that_llama_cpp_finds(vocab: Vocab, finder: Brea
 
 def test_a_long_repetition_does_not_exceed_the_range_of_logits() -> None:
     params = SamplingDefaults(dry_multiplier=100, dry_base=100, dry_penalty_last_n=-1)
-    found = penalties(Dry(params, SequenceBreakers()), [1] * 3000, 3)
-    assert found[1] == pytest.approx(1e30)
-    assert found[[0, 2]].tolist() == [0, 0]
+    logits = np.zeros(3, np.float32)
+    Dry(params, SequenceBreakers()).penalize(Candidates(logits), [1] * 3000)
+    assert logits[1] == pytest.approx(-1e30)
+    assert logits[[0, 2]].tolist() == [0, 0]
 
 
 def test_dry_after_a_filter_lowers_only_its_candidates() -> None:
