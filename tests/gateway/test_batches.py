@@ -13,10 +13,10 @@ import pytest
 from tests.support.http_server import serving_http
 
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
-from llamaq.gateway.batches import request_body
+from llamaq.gateway.batches import request_body, runner
 from llamaq.gateway.batches.record import BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import compress
@@ -261,6 +261,31 @@ async def test_only_the_runner_of_a_batch_writes_and_a_repeated_write_changes_no
     assert batch is not None
     assert (batch.number("completed"), batch.status) == (1, "validating")
     await redis.aclose()
+
+
+async def test_the_batches_of_a_key_with_limits_run_one_after_the_other_within_them(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", 0.05)
+    async with (
+        key_store(redis_url, queue) as keys,
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True, batch_lease_s=0.3) as url,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+    ):
+        first = await begin(http, jsonl(*(line(str(number), "x") for number in range(4))))
+        attempt = await worker.start_next()
+        second = await begin(http, jsonl(line("a", "x")))
+        while (n_jobs := await worker.redis.xlen(worker.keys.jobs(queue, 0, Priority.BULK))) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert n_jobs == 2
+        assert (await http.get(f"/v1/batches/{second['id']}")).json()["status"] == "validating"
+        await attempt.answer(["ok"])
+        for _ in range(4):
+            await (await worker.start_next()).answer(["ok"])
+        ends = [await end_of(http, batch) for batch in (first, second)]
+    assert [each["request_counts"]["completed"] for each in ends] == [4, 1]
+    assert ends[0]["completed_at"] <= ends[1]["in_progress_at"]
 
 
 async def test_a_key_sees_its_own_files_and_batches_and_its_jobs_keep_its_rules(redis_url: str, queue: str) -> None:
