@@ -41,11 +41,11 @@ class AnswerForms:
             may_reason: Whether reasoning is a part of its own. False: it is content, as in an answer whose constraint
                 has no room for it.
         """
-        has_tools, is_free = bool(job.get("tools")), has_free_constraint(job)
-        if is_free and not has_tools:
+        tools, is_free = job.get("tools") or (), has_free_constraint(job)
+        if is_free and not tools:
             return CONTENT_ALONE
         template = await self._queues.chat_template(client.queue)
-        form = form_of(template, has_tools=has_tools, may_reason=may_reason and not is_free)
+        form = form_of(template, tools=tools, may_reason=may_reason and not is_free)
         if not form.reasoning_open:
             return form
         if job.get("continue_final_message"):

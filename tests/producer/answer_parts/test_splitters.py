@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat, detect_format, form_of
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
+from llamaq.producer.answer_parts.xml_call import text_parameters_of
 from llamaq.producer.openai_format.tools import call_id
 
 QWEN = "{% if tools %}<tool_call>{% endif %}</think>"
@@ -17,6 +18,26 @@ LLAMA3 = "<|start_header_id|>ipython<|end_header_id|><|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
 HARMONY = "<|channel|>analysis"
 PLAIN = "{{ messages }}"
+XML = "<tool_call>\n<function="
+XML_CALLS = """I look.
+<tool_call>
+<function=weather>
+<parameter=city>
+1 <b>
+2
+</parameter>
+<parameter=days>
+[1]
+</parameter>
+<parameter=unit>
+C
+</parameter>
+</function>
+</tool_call>
+<tool_call><function=stop></function></tool_call>"""
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}
+]
 R1 = "<think></think>"
 
 
@@ -41,7 +62,7 @@ def joined(parts: list[Part]) -> list[tuple[str, ...]]:
 
 
 def split(template: str, pieces: list[str], *, has_tools: bool = True) -> list[tuple[str, ...]]:
-    form = form_of(template, has_tools=has_tools)
+    form = form_of(template, tools=TOOLS if has_tools else ())
     splitter = form.after("<|Assistant|><think>\n" if template == R1 else "").splitter()
     if splitter is None:
         return [("content", "".join(pieces))]
@@ -90,6 +111,22 @@ CASES: dict[str, tuple[str, str, list[tuple[str, ...]]]] = {
         f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ULM}<|call|>",
         [CALL],
     ),
+    "xml": (
+        XML,
+        XML_CALLS,
+        [
+            ("content", "I look."),
+            ("call", "weather", '{"city": "1 <b>\\n2", "days": [1], "unit": "C"}'),
+            ("call", "stop", "{}"),
+        ],
+    ),
+    "xml, cut off": (
+        XML,
+        "<tool_call><function=weather><parameter=city>Ulm</parameter><parameter=da",
+        [("call", "weather", '{"city": "Ulm"}')],
+    ),
+    "xml, no call": (XML, "<tool_call>never</tool_call>", [("content", "<tool_call>never</tool_call>")]),
+    "xml, in JSON": (XML, f"<tool_call>\n{OWN}\n</tool_call>", [CALL]),
     "json": (PLAIN, OWN, [CALL]),
 }
 
@@ -113,7 +150,7 @@ def test_the_fields_of_a_call_may_have_another_order() -> None:
 
 
 def test_arguments_are_streamed_as_they_arrive() -> None:
-    splitter = form_of(QWEN, has_tools=True).splitter()
+    splitter = form_of(QWEN, tools=TOOLS).splitter()
     assert splitter is not None
     seen = splitter.feed('<tool_call>{"name": "f", "arguments": {"a": "long')
     assert joined(seen) == [("call", "f", '{"a": "long')]
@@ -126,8 +163,8 @@ def test_without_tools_a_call_is_content(template: str) -> None:
 
 
 def test_reasoning_can_stay_content() -> None:
-    assert form_of(QWEN, has_tools=False, may_reason=False).splitter() is None
-    splitter = form_of(QWEN, has_tools=True, may_reason=False).splitter()
+    assert form_of(QWEN, may_reason=False).splitter() is None
+    splitter = form_of(QWEN, tools=TOOLS, may_reason=False).splitter()
     assert splitter is not None
     assert splitter.feed("<think>a</think>b") == [Content("<think>a</think>b")]
 
@@ -142,7 +179,7 @@ def test_reasoning_can_stay_content() -> None:
     ],
 )
 def test_a_prompt_may_have_opened_the_reasoning(prompt: str, starts: bool) -> None:
-    assert form_of(QWEN, has_tools=False).after(prompt).starts_in_reasoning is starts
+    assert form_of(QWEN).after(prompt).starts_in_reasoning is starts
     assert CONTENT_ALONE.after(prompt) == CONTENT_ALONE
 
 
@@ -150,6 +187,7 @@ def test_a_prompt_may_have_opened_the_reasoning(prompt: str, starts: bool) -> No
     ("template", "expected"),
     [
         (QWEN, AnswerFormat.HERMES),
+        (XML, AnswerFormat.XML),
         (LLAMA3, AnswerFormat.LLAMA3),
         (MISTRAL, AnswerFormat.MISTRAL),
         (HARMONY, AnswerFormat.HARMONY),
@@ -159,6 +197,19 @@ def test_a_prompt_may_have_opened_the_reasoning(prompt: str, starts: bool) -> No
 )
 def test_the_format_is_that_of_the_chat_template(template: Any, expected: AnswerFormat) -> None:
     assert detect_format(template) is expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"properties": {"a": {"type": "string"}, "b": {"enum": ["x"]}, "c": {"type": "integer"}}}, ("a", "b")),
+        ({"properties": {"a": {"enum": ["x", 1]}, "b": True, "c": {"enum": []}}}, None),
+        ({"properties": [1]}, None),
+        (None, None),
+    ],
+)
+def test_a_schema_tells_which_values_are_texts(parameters: Any, expected: tuple[str, ...] | None) -> None:
+    assert text_parameters_of([{"function": {"name": "f", "parameters": parameters}}]).get("f") == expected
 
 
 def test_every_call_has_an_id_of_its_own_that_every_server_computes() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import Field
 
@@ -13,6 +14,7 @@ from llamaq.common.protocol.wire_model import WireModel
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.parts import Part
 from llamaq.producer.answer_parts.tagged_splitter import TaggedSplitter, Tags
+from llamaq.producer.answer_parts.xml_call import text_parameters_of
 
 
 class AnswerFormat(StrEnum):
@@ -20,6 +22,8 @@ class AnswerFormat(StrEnum):
 
     HERMES = "hermes"
     """`<tool_call>OBJECT</tool_call>`: Hermes, Qwen."""
+    XML = "xml"
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5."""
     LLAMA3 = "llama3"
     """The answer is an object, or follows `<|python_tag|>`: Llama 3."""
     MISTRAL = "mistral"
@@ -42,6 +46,7 @@ class AnswerSplitter(Protocol):
 
 _MARKS = {
     AnswerFormat.HARMONY: "<|channel|>",
+    AnswerFormat.XML: "<function=",
     AnswerFormat.HERMES: "<tool_call>",
     AnswerFormat.MISTRAL: "[TOOL_CALLS]",
     AnswerFormat.LLAMA3: "<|python_tag|>",
@@ -49,6 +54,7 @@ _MARKS = {
 _LLAMA3 = re.compile(r"<\|start_header_id\|>.*ipython|ipython.*<\|start_header_id\|>", re.DOTALL)
 _TAGS = {
     AnswerFormat.HERMES: Tags(call_open="<tool_call>", call_close="</tool_call>"),
+    AnswerFormat.XML: Tags(call_open="<tool_call>", call_close="</tool_call>", has_xml_calls=True),
     AnswerFormat.MISTRAL: Tags(call_open="[TOOL_CALLS]", arguments_open="[ARGS]", call_separators="[],"),
     AnswerFormat.LLAMA3: Tags(call_open="<|python_tag|>", call_separators=";", starts_with_call=True),
     AnswerFormat.JSON: Tags(call_separators="[],", starts_with_call=True),
@@ -61,6 +67,9 @@ class AnswerForm(WireModel):
 
     format: AnswerFormat = Field(AnswerFormat.JSON, description="How the model writes tool calls.")
     has_tools: bool = Field(False, description="Whether the answer may call tools.")
+    text_parameters: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="For calls in XML: the parameters of each tool whose values are texts."
+    )
     reasoning_open: str = Field("", description="Tag before reasoning. Empty: reasoning is no part of its own.")
     reasoning_close: str = Field("", description="Tag after reasoning.")
     starts_in_reasoning: bool = Field(False, description="Whether the prompt has begun the reasoning.")
@@ -79,6 +88,7 @@ class AnswerForm(WireModel):
             return HarmonySplitter()
         tags = replace(
             _TAGS[self.format] if self.has_tools else Tags(),
+            text_parameters=self.text_parameters,
             reasoning_open=self.reasoning_open,
             reasoning_close=self.reasoning_close,
         )
@@ -104,17 +114,24 @@ def detect_format(chat_template: str | None) -> AnswerFormat:
     return next((found for found, mark in _MARKS.items() if mark in template), AnswerFormat.JSON)
 
 
-def form_of(chat_template: str | None, *, has_tools: bool, may_reason: bool = True) -> AnswerForm:
+def form_of(
+    chat_template: str | None, *, tools: Sequence[Mapping[str, Any]] = (), may_reason: bool = True
+) -> AnswerForm:
     """Return the form of the answers of a model, after a prompt that opens no reasoning.
 
     Args:
         chat_template: The model's chat template.
-        has_tools: Whether the request has tools. Without tools, text in the form of a call is content.
+        tools: The tools of the request. Without tools, text in the form of a call is content.
         may_reason: Whether reasoning is a part of its own. False: it is content.
     """
     template = chat_template or ""
     pairs = [pair for pair in _REASONING if pair[1] in template] if may_reason else []
     opening, closing = pairs[0] if pairs else ("", "")
+    found = detect_format(template)
     return AnswerForm(
-        format=detect_format(template), has_tools=has_tools, reasoning_open=opening, reasoning_close=closing
+        format=found,
+        has_tools=bool(tools),
+        text_parameters=text_parameters_of(tools) if found is AnswerFormat.XML else {},
+        reasoning_open=opening,
+        reasoning_close=closing,
     )

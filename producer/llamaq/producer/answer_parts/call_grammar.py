@@ -53,7 +53,7 @@ def _reasoning(form: AnswerForm, rest: str) -> list[str]:
 
 def _calls(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, parallel: bool) -> list[str]:
     match answer_format:
-        case AnswerFormat.HERMES:
+        case AnswerFormat.HERMES | AnswerFormat.XML:
             more = ' ("\\n" call)*' if parallel else ""
             call = 'call: "<tool_call>\\n" object "\\n</tool_call>"'
             return [f"calls: call{more}", call, *_objects(answer_format, tools)]

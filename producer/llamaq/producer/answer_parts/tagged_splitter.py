@@ -5,12 +5,14 @@ White space before a call only separates it from the content, so it is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from llamaq.producer.answer_parts.json_call import JsonCall
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.tag_scanner import TagScanner
+from llamaq.producer.answer_parts.xml_call import XmlCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,10 @@ class Tags:
     """Characters around and between the objects of several calls."""
     starts_with_call: bool = False
     """Whether an answer that begins with an object is a call."""
+    has_xml_calls: bool = False
+    """Whether calls have tags for their parameters. A call in JSON is one all the same."""
+    text_parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """For calls in XML: the parameters of each tool whose values are texts."""
     reasoning_open: str = ""
     reasoning_close: str = ""
 
@@ -45,7 +51,7 @@ class TaggedSplitter:
         self._tags = tags
         self._scanner = TagScanner()
         self._state: State = "reasoning" if starts_in_reasoning else "content"
-        self._call: JsonCall | None = None
+        self._call: JsonCall | XmlCall | None = None
         self._opened_by = ""
         """The white space and the tag before the call. Empty: the answer began with the call."""
         self._space = ""
@@ -156,7 +162,8 @@ class TaggedSplitter:
                 text = text.lstrip(self._tags.call_separators + " \t\r\n")
                 if not text:
                     break
-                self._call = JsonCall(self._n_calls)
+                is_xml = self._tags.has_xml_calls and not text.startswith("{")
+                self._call = XmlCall(self._n_calls, self._tags.text_parameters) if is_xml else JsonCall(self._n_calls)
             new, text = self._call.feed(text)
             parts += new
             if self._call.has_ended and not self._tags.call_close:

@@ -1,0 +1,103 @@
+"""Reads a tool call in the format of Qwen3-Coder and Qwen3.5, which write parameters between tags.
+
+`<function=NAME>`, then for each parameter `<parameter=KEY>VALUE</parameter>`, then `</function>`. The value is the text
+of a string, or JSON. Only the schema of the tool tells which, so the arguments are complete when the call is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Part
+
+CLOSE = "</function>"
+_NAME = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
+_PARAMETER = re.compile(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+
+TextParameters = Mapping[str, Sequence[str]]
+"""Maps the name of a tool to its parameters whose values are texts."""
+
+
+class XmlCall:
+    """One call.
+
+    Args:
+        index: Number of the call in the answer.
+        text_parameters: The parameters of all tools whose values are texts.
+    """
+
+    def __init__(self, index: int, text_parameters: TextParameters) -> None:
+        self._index = index
+        self._text_parameters = text_parameters
+        self._buffer = ""
+        self._is_told = False
+        self.has_ended = False
+
+    @property
+    def text(self) -> str:
+        """The text of the call so far."""
+        return self._buffer
+
+    def feed(self, text: str) -> tuple[list[Part], str]:
+        """Return the parts that the text completed, and the text after the call."""
+        if self.has_ended:
+            return [], text
+        self._buffer += text
+        before, close, rest = self._buffer.partition(CLOSE)
+        if not close:
+            return [], ""
+        self._buffer, self.has_ended = before + close, True
+        parts = self._read()
+        self._is_told = parts is not None
+        return parts or [], rest
+
+    def finish(self) -> list[Part] | None:
+        """Return the parts of a call that was cut off. None: this is no call."""
+        return [] if self._is_told else self._read()
+
+    def _read(self) -> list[Part] | None:
+        found = _NAME.match(self._buffer)
+        if found is None:
+            return None
+        name = found["name"].strip()
+        texts = self._text_parameters.get(name, ())
+        arguments = {
+            match["key"].strip(): _value_of(match["value"], is_text=match["key"].strip() in texts)
+            for match in _PARAMETER.finditer(self._buffer, found.end())
+        }
+        return [CallStarted(self._index, name), CallArguments(self._index, json.dumps(arguments, ensure_ascii=False))]
+
+
+def _value_of(text: str, *, is_text: bool) -> Any:
+    if is_text:
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def text_parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the parameters whose values are texts, for tools in the form of the OpenAI API."""
+    found = {}
+    for tool in tools:
+        function = tool.get("function") or {}
+        properties = (function.get("parameters") or {}).get("properties")
+        if not isinstance(properties, Mapping):
+            continue
+        texts = tuple(key for key, schema in properties.items() if _is_text(schema))
+        if texts:
+            found[str(function.get("name"))] = texts
+    return found
+
+
+def _is_text(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    options = schema.get("enum")
+    return schema.get("type") == "string" or (
+        isinstance(options, list) and bool(options) and all(isinstance(option, str) for option in options)
+    )
