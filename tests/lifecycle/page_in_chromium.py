@@ -200,7 +200,9 @@ def test_the_page_asks_for_an_api_key(environment: Environment, context: Browser
     expect(page.get_by_label("requires an API key")).to_be_focused()
     shoot(page, "key")
     page.keyboard.type("wrong")
-    page.keyboard.press("Enter")
+    with page.expect_response("**/v1/models"):
+        page.keyboard.press("Enter")
+    expect(page.get_by_label("requires an API key")).to_be_visible()
     expect(page.get_by_label("requires an API key")).to_be_focused()
     page.keyboard.type(key)
     page.keyboard.press("Enter")

@@ -10,7 +10,7 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-SCRIPTS = ("event_stream.js", "answer.js", "conversation.js", "markdown.js", "elements.js", "chat.js")
+SCRIPTS = ("event_stream.js", "answer.js", "conversation.js", "markdown.js", "elements.js", "view.js", "chat.js")
 """The parts of the page's script, in their order."""
 POLICY = (
     "default-src 'none'; style-src '{style}'; script-src '{script}'; connect-src 'self'; img-src data:; "
