@@ -76,6 +76,10 @@ async def test_reasoning_comes_before_objects_and_calls(caller: ServedQueue) -> 
         cut = await api.chat.completions.create(
             model=caller.queue, messages=HELLO, max_tokens=6, tools=tools, tool_choice="required", extra_body=THINKING
         )
+        kept = await api.chat.completions.create(
+            model=caller.queue, messages=HELLO, max_tokens=6, extra_body={**THINKING, "reasoning_format": "none"}
+        )
+    assert kept.choices[0].message.content
     assert isinstance(parsed.choices[0].message.parsed, weather)
     assert either.choices[0].message.content == ""
     message = cut.choices[0].message

@@ -47,7 +47,9 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
     client = await queue_for(request, read_model(fields), is_kept=read_flag(fields, "store"))
     body = read_body(endpoint, await with_tokens(client, fields))
     echoed = await _read_echoed(client, body)
-    form = await context.forms.of(client, body.jobs[0]) if endpoint is Endpoint.CHAT else CONTENT_ALONE
+    form, may_reason = CONTENT_ALONE, fields.get("reasoning_format") != "none"
+    if endpoint is Endpoint.CHAT:
+        form = await context.forms.of(client, body.jobs[0], may_reason=may_reason)
     more = form_options(form, body.tool_choice, body.jobs[0])
     generation = generation_for(request, client, [job | more for job in body.jobs], is_kept=body.is_stored)
     splitters = [splitter for _ in body.jobs if (splitter := form.splitter()) is not None]
