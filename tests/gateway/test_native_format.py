@@ -10,6 +10,7 @@ from tests.support.top_readings import make_worker
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobRequest
+from llamaq.common.protocol.snapshots import QueueDepth
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.gateway.generation import limited
 from llamaq.gateway.llama_metrics import metrics_text
@@ -115,11 +116,12 @@ def test_metrics_are_sums_over_priorities_and_workers() -> None:
         "interactive:inter_token_ms:sum": 2000,
     }  # fmt: skip
     values: dict[str, Any] = {}
-    for line in metrics_text(counts, [make_worker(jobs={0: ("chat.0.1", 3)})]).splitlines():
+    depths = [QueueDepth(waiting=2, running=1), QueueDepth(waiting=3, running=0)]
+    for line in metrics_text(counts, depths, [make_worker()]).splitlines():
         name, _, value = line.partition(" ")
         if not line.startswith("#"):
             values[name.removeprefix("llamacpp:")] = float(value)
     assert (values["prompt_tokens_total"], values["prompt_tokens_cached_total"]) == (40, 5)
     assert (values["tokens_predicted_total"], values["predicted_tokens_seconds"]) == (20, 10)
     assert (values["prompt_seconds_total"], values["prompt_tokens_seconds"]) == (0.4, 100)
-    assert values["requests_processing"] == 1
+    assert (values["requests_processing"], values["requests_deferred"]) == (1, 5)

@@ -6,22 +6,23 @@ from collections.abc import Mapping, Sequence
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.protocol.snapshots import QueueDepth, Worker
 
 Line = tuple[str, str, str, float]
 """Name, type, help and value of a metric."""
 
 
-def metrics_text(counts: Mapping[str, int], workers: Sequence[Worker]) -> str:
+def metrics_text(counts: Mapping[str, int], depths: Sequence[QueueDepth], workers: Sequence[Worker]) -> str:
     """Return the metrics in the form of Prometheus.
 
     Args:
         counts: The counters of the jobs, with the names of `_metrics.lua`.
+        depths: The numbers of waiting and running jobs of each queue.
         workers: The live workers.
     """
     return "".join(
         f"# HELP llamacpp:{name} {text}\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value}\n"
-        for name, kind, text, value in [*_of_jobs(counts), *_of_workers(workers)]
+        for name, kind, text, value in [*_of_jobs(counts), *_of_queues(depths), *_of_workers(workers)]
     )
 
 
@@ -47,9 +48,14 @@ def _of_jobs(counts: Mapping[str, int]) -> list[Line]:
     ]
 
 
+def _of_queues(depths: Sequence[QueueDepth]) -> list[Line]:
+    return [
+        ("requests_processing", "gauge", "Jobs in slots.", sum(depth.running for depth in depths)),
+        ("requests_deferred", "gauge", "Jobs that wait.", sum(depth.waiting for depth in depths)),
+    ]
+
+
 def _of_workers(workers: Sequence[Worker]) -> list[Line]:
-    # Each worker of a queue reports the depth of the same queue.
-    waiting = {worker.card.queue: worker.last_tick.queue_depth for worker in workers if worker.last_tick is not None}
     slots = [slot for worker in workers for slot in worker.slots]
     n_ticks = sum(worker.ticks for worker in workers)
     n_decoded = sum(worker.totals.decode_tokens for worker in workers)
@@ -58,8 +64,6 @@ def _of_workers(workers: Sequence[Worker]) -> list[Line]:
         ("n_decode_total", "counter", "Calls of llama_decode.", n_ticks),
         # llama-server calls this a counter, and its dashboards expect it.
         ("n_tokens_max", "counter", "Largest number of tokens in a slot.", longest),
-        ("requests_processing", "gauge", "Jobs in slots.", sum(slot.job_id is not None for slot in slots)),
-        ("requests_deferred", "gauge", "Jobs that wait, at the last tick of each queue.", sum(waiting.values())),
         ("n_busy_slots_per_decode", "gauge", "Generating slots in a call of llama_decode.", _ratio(n_decoded, n_ticks)),
     ]
 

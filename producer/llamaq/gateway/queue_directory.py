@@ -9,7 +9,8 @@ from typing import Any
 
 from llamaq.common.errors import NoWorker
 from llamaq.common.protocol.queue_config import QueueConfig
-from llamaq.common.protocol.snapshots import Worker, WorkerCard
+from llamaq.common.protocol.queue_depth import queue_depth
+from llamaq.common.protocol.snapshots import QueueDepth, Worker, WorkerCard
 from llamaq.common.settings import ClientSettings
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.settings import ServeSettings
@@ -119,6 +120,11 @@ class QueueDirectory:
         """Return the counters of the jobs of a queue, with the names of `_metrics.lua`."""
         client = await self._client(queue, is_kept=False)
         return await read_job_counters(client.redis, client.keys, queue, client.connection.settings.partitions)
+
+    async def depth(self, queue: str) -> QueueDepth:
+        """Return the numbers of waiting and running jobs of a queue."""
+        client = await self._client(queue, is_kept=False)
+        return await queue_depth(client.redis, client.keys, queue, client.connection.settings.partitions)
 
     async def card(self, queue: str) -> WorkerCard | None:
         """Return the card of a worker of a queue. None: no live worker serves it."""

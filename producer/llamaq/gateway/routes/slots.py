@@ -75,10 +75,11 @@ async def metrics(request: Request) -> Response:
     counts: Counter[str] = Counter()
     for queue in served:
         counts.update(await queues.job_counters(queue))
+    depths = [await queues.depth(queue) for queue in served]
     workers = [worker for each in served.values() for worker in each]
     started_ms = min((worker.card.started_ms for worker in workers), default=0)
     return PlainTextResponse(
-        metrics_text(counts, workers),
+        metrics_text(counts, depths, workers),
         media_type="text/plain; version=0.0.4",
         headers={"Process-Start-Time-Unix": str(started_ms // 1000)},
     )
