@@ -52,6 +52,8 @@ def test_the_input_is_one_text_or_several(given: Any, inputs: list[Any]) -> None
         ({"input": [True]}, "input"),
         ({"input": [-1]}, "input"),
         ({"input": [[]]}, "input"),
+        ({"input": [10**12]}, "input"),
+        ({"input": "a", "dimensions": 10**12}, "dimensions"),
         ({"input": [["a", 1.5]]}, "input"),
         ({"input": ["a"] * 2049}, "input"),
         ({"input": {"content": "a"}}, "input"),

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.common.protocol.embedding import Embedding, Normalization
+from llamaq.common.protocol.embedding import MAX_DIMENSIONS, Embedding, Normalization
+from llamaq.common.protocol.sampling import MAX_TOKEN_ID
 from llamaq.producer.embeddings import RankedDocument
 
 MAX_INPUTS = 2048
@@ -48,8 +49,8 @@ def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
     if encoding not in ("float", "base64"):
         raise InvalidRequest("encoding_format: float or base64 is required")
     dimensions = body.get("dimensions")
-    if dimensions is not None and (not _is_int(dimensions) or dimensions < 1):
-        raise InvalidRequest("dimensions: a number of at least 1 is required")
+    if dimensions is not None and (not _is_int(dimensions) or not 1 <= dimensions <= MAX_DIMENSIONS):
+        raise InvalidRequest(f"dimensions: a number from 1 to {MAX_DIMENSIONS} is required")
     how = body.get("embd_normalize", 2)
     if not _is_int(how) or how not in NORMALIZATIONS:
         raise InvalidRequest("embd_normalize: -1, 0, 1 or 2 is required")
@@ -89,7 +90,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _is_text_or_token(value: Any) -> bool:
-    return isinstance(value, str) or (_is_int(value) and value >= 0)
+    return isinstance(value, str) or (_is_int(value) and 0 <= value <= MAX_TOKEN_ID)
 
 
 def _is_int(value: Any) -> bool:

@@ -18,7 +18,6 @@ from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
 from llamaq.worker.settings import WorkerSettings
 
-
 NO_OUTPUT = TokenSpan(0, (), 0, "")
 
 

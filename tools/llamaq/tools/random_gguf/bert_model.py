@@ -26,7 +26,12 @@ N_EMBD, N_FF, N_HEADS, N_LAYERS = 64, 128, 2, 2
 
 
 def write_bert(
-    path: Path, *, n_ctx: int = 512, pooling: PoolingType | None = PoolingType.CLS, has_head: bool = False, seed: int = 0
+    path: Path,
+    *,
+    n_ctx: int = 512,
+    pooling: PoolingType | None = PoolingType.CLS,
+    has_head: bool = False,
+    seed: int = 0,
 ) -> Path:
     """Write a model and return `path`. Equal arguments give equal bytes.
 
