@@ -159,10 +159,10 @@ def test_jobs_of_a_killed_worker_are_computed_by_another_one(
     start_worker: StartWorker, embedder: ServedQueue, demo_model: Path, redis_url: str, wait_for: Await
 ) -> None:
     settings: Any = {"embeddings": True, "pooling": Pooling.MEAN, "lease_s": 1.0, "n_parallel": 2, "n_batch": 24}
-    texts = [f"The cat number {number} sleeps on the sofa, and the sun is hot." for number in range(80)]
+    texts = [f"The cat number {number} sleeps on the sofa, and the sun is hot." for number in range(40)]
     first = start_worker("killed-embedder", demo_model, **settings)
     with Client(redis_url, "killed-embedder", timeout_s=60) as client:
-        requests: Any = [{"embed": {"inputs": texts[start : start + 20]}} for start in range(0, 80, 20)]
+        requests: Any = [{"embed": {"inputs": texts[start : start + 20]}} for start in range(0, 40, 20)]
         jobs = client.submit_many(requests)
         wait_for(lambda: any(job.status().state is JobState.RUNNING for job in jobs))
         first.process.kill()
