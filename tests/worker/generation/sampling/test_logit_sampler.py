@@ -214,6 +214,18 @@ def test_a_draw_depends_on_seed_and_position_but_not_on_previous_draws() -> None
     assert LogitSampler(hot, seed=43).sample(logits, [1, 2], 2) != drawn[0]
 
 
+@pytest.mark.parametrize("params", [{}, {"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.1}], ids=str)
+def test_a_rounding_error_hardly_changes_the_draws(params: dict[str, Any]) -> None:
+    logits = np.zeros(300, np.float32)
+    logits[100] = 1
+    noise = np.random.default_rng(1).normal(size=300).astype(np.float32) * np.float32(1e-5)
+    sampler = LogitSampler(SamplingDefaults(top_k=0, top_p=1, **params), seed=2)
+    drawn, again = (
+        [sampler.sample(each.copy(), [0] * n, 0) for n in range(1, 300)] for each in (logits + noise, logits - noise)
+    )
+    assert sum(one != other for one, other in zip(drawn, again, strict=True)) < 5
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = np.array([0.0, 1.0, 2.0, -1.0], np.float32)
     sampler = LogitSampler(SamplingDefaults(**OFF), seed=7)

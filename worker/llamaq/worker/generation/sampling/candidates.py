@@ -65,6 +65,13 @@ class Candidates:
         tokens = order if self.tokens is None else self.tokens[order]
         return Candidates(self.logits[order], tokens, is_sorted=True)
 
+    def by_token(self) -> Candidates:
+        """Return the candidates in ascending order of ids."""
+        if self.tokens is None:
+            return self
+        order = self.tokens.argsort()
+        return Candidates(self.logits[order], self.tokens[order])
+
     def with_logits(self, logits: Logits, *, is_sorted: bool = False) -> Candidates:
         """Return the same tokens with other logits."""
         return Candidates(logits, self.tokens, is_sorted=is_sorted)

@@ -121,7 +121,8 @@ class Mirostat1(Mirostat):
         ranks = np.arange(1, len(logits))
         steps = np.log((ranks + 1) / ranks)
         exponent = float(steps @ -np.diff(logits) / (steps @ steps))
-        return top_k(candidates, int(min(self.n_kept(exponent, n_vocab), len(candidates))))
+        n_kept = int(min(self.n_kept(exponent, n_vocab), len(candidates)))
+        return top_k(candidates, n_kept).by_token()
 
     def n_kept(self, exponent: float, n_vocab: int) -> float:
         """Return k = ((e - 1) * 2 ** mu / (1 - n_vocab ** (1 - e))) ** (1 / e), at least 1, for the exponent e."""

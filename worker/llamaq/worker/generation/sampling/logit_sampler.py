@@ -136,10 +136,11 @@ class LogitSampler:
     def _draw(self, candidates: Candidates, position: int, n_vocab: int) -> int:
         """Draw a candidate by inverse transform sampling.
 
-        The first candidate with cumulative weight > u * total weight is drawn, where u is the random number of this
-        position.
+        The first candidate in ascending order of ids with cumulative weight > u * total weight is drawn, where u is
+        the random number of this position. In the order of logits, a rounding error could exchange two tokens and thus
+        change the draw: logits change slightly when another worker resumes the job.
         """
-        probabilities = None
+        candidates, probabilities = candidates.by_token(), None
         if self._feedback is not None:
             candidates, probabilities = self._feedback.shape(candidates, position, n_vocab)
         cumulative = candidates.weights().cumsum(dtype=np.float64)
