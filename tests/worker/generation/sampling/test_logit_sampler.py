@@ -214,7 +214,11 @@ def test_a_draw_depends_on_seed_and_position_but_not_on_previous_draws() -> None
     assert LogitSampler(hot, seed=43).sample(logits, [1, 2], 2) != drawn[0]
 
 
-@pytest.mark.parametrize("params", [{}, {"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"mirostat": 1, "mirostat_tau": 9}, {"mirostat": 2, "mirostat_tau": 9}, {"adaptive_target": 0.1}],
+    ids=str,
+)
 def test_a_rounding_error_hardly_changes_the_draws(params: dict[str, Any]) -> None:
     logits = np.zeros(300, np.float32)
     logits[100] = 1
