@@ -13,11 +13,14 @@ import pytest
 from tests.support.http_server import serving_http
 
 from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.protocol.embedding import JobKind, Pooling
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.batches import request_body, runner
-from llamaq.gateway.batches.record import BatchStatus
+from llamaq.gateway.batches.batch_run import BatchFailed, check_kind
+from llamaq.gateway.batches.record import BatchEndpoint, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import compress
 from llamaq.gateway.keys.key_store import KeyStore
@@ -330,3 +333,24 @@ async def test_a_key_sees_its_own_files_and_batches_and_its_jobs_keep_its_rules(
     assert (refused["status"], refused["errors"]["data"][0]["code"]) == ("failed", "queue_not_allowed")
     assert stored is not None
     assert stored.status is BatchStatus.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling", "endpoint", "error"),
+    [
+        (JobKind.GENERATION, None, BatchEndpoint.CHAT, None),
+        (JobKind.EMBEDDING, Pooling.MEAN, BatchEndpoint.EMBEDDINGS, None),
+        (JobKind.EMBEDDING, Pooling.NONE, BatchEndpoint.EMBEDDINGS, "do not pool"),
+        (JobKind.EMBEDDING, Pooling.MEAN, BatchEndpoint.CHAT, "run embedding jobs, not generation jobs"),
+        (JobKind.GENERATION, None, BatchEndpoint.EMBEDDINGS, "run generation jobs, not embedding jobs"),
+    ],
+)
+def test_a_batch_needs_workers_that_compute_what_it_asks_for(
+    kind: JobKind, pooling: Pooling | None, endpoint: BatchEndpoint, error: str | None
+) -> None:
+    card = WorkerCard.model_construct(queue="q", kind=kind, pooling=pooling)
+    if error is None:
+        check_kind(card, endpoint)
+        return
+    with pytest.raises(BatchFailed, match=error):
+        check_kind(card, endpoint)

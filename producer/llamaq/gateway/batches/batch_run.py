@@ -13,7 +13,8 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import BulkRunRefused, InvalidSettings
-from llamaq.common.protocol.embedding import JobKind
+from llamaq.common.protocol.embedding import JobKind, Pooling
+from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.gateway.batches.embedding_rows import read_embedding_row
 from llamaq.gateway.batches.input_check import check_input
 from llamaq.gateway.batches.outputs import finish_files, write_unfinished
@@ -52,6 +53,26 @@ class BatchFailed(Exception):
 def failure(code: str, message: str) -> BatchFailed:
     """Return the end of a batch for one reason."""
     return BatchFailed({"code": code, "message": message, "line": None, "param": None})
+
+
+def check_kind(card: WorkerCard | None, endpoint: BatchEndpoint) -> None:
+    """Check that the workers of a queue compute what the lines of a batch ask for.
+
+    Args:
+        card: The card of a worker. None: no live worker serves the queue; then each line is checked at its submit.
+        endpoint: The endpoint of the lines.
+
+    Raises:
+        BatchFailed: They compute something else.
+    """
+    if card is None:
+        return
+    if card.kind is not endpoint.kind:
+        raise failure(
+            "wrong_model", f"model: the workers of {card.queue!r} run {card.kind} jobs, not {endpoint.kind} jobs"
+        )
+    if endpoint is BatchEndpoint.EMBEDDINGS and card.pooling is Pooling.NONE:
+        raise failure("wrong_model", f"model: the workers of {card.queue!r} do not pool (--pooling none)")
 
 
 class BatchRun:
@@ -133,11 +154,7 @@ class BatchRun:
         if found.errors:
             raise BatchFailed(*found.errors)
         client = await self._client(found.model or self._request.queue)
-        card, kind = await self._queues.card(client.queue), self._request.endpoint.kind
-        if card is not None and card.kind is not kind:
-            raise failure(
-                "wrong_model", f"model: the workers of the queue {client.queue!r} run {card.kind} jobs, not {kind} jobs"
-            )
+        check_kind(await self._queues.card(client.queue), self._request.endpoint)
         await self._store.advance(
             self._request,
             self._runner,
