@@ -32,6 +32,8 @@ from workload import Prompts, follow, follow_all, greedy
 
 N_STREAMS, QUICK_N_STREAMS = 64, 4
 N_IN, N_OUT, QUICK_N_OUT = 32, 128, 8
+N_CTX = 16_384
+"""Room for all streams at once, so that no job is preempted."""
 N_SINGLE, QUICK_N_SINGLE = 60, 3
 SINGLE_N_OUT = 4
 PAUSE_S = 0.02
@@ -141,7 +143,7 @@ async def _single(client: AsyncClient, connection: StreamConnection, name: str, 
 
 def measure(plan: Plan) -> Figures:
     """Return the medians over the rounds."""
-    settings = plan.settings(n_parallel=QUICK_N_STREAMS if plan.quick else N_STREAMS)
+    settings = plan.settings(n_parallel=QUICK_N_STREAMS if plan.quick else N_STREAMS, n_ctx=N_CTX)
     with ExitStack() as exits:
         stack = exits.enter_context(start_stack([settings]))
         serve = exits.enter_context(start_serve(stack.redis.url))
