@@ -222,15 +222,19 @@ async def test_probabilities_belong_to_the_text(demo: ServedQueue) -> None:
 
 
 async def test_a_conversation_that_is_too_long_is_shortened_if_the_request_says_so(demo: ServedQueue) -> None:
-    turns: Any = [{"role": role, "content": "word " * 400} for role in ["user", "assistant"] * 4] + HELLO
+    turns: Any = [{"role": role, "content": "word " * 50} for role in ["user", "assistant"] * 20] + HELLO
+    with demo.client() as client:
+        card = client.workers()[0].card
+    n_context = min(card.n_ctx, card.n_ctx_train)
+    options: Any = {"model": demo.queue, "input": turns, "max_output_tokens": n_context}
     async with connected(demo) as api:
         with pytest.raises(openai.BadRequestError) as too_long:
-            await api.responses.create(model=demo.queue, input=turns, **GREEDY)
-        answer = await api.responses.create(model=demo.queue, input=turns, truncation="auto", **GREEDY)
+            await api.responses.create(**options)
+        answer = await api.responses.create(**options, truncation="auto", extra_body={"choice": ["yes"]})
     assert too_long.value.code == "prompt_too_long"
     assert answer.usage is not None
-    assert answer.usage.input_tokens > 400
-    assert answer.truncation == "auto"
+    assert n_context // 4 < answer.usage.input_tokens <= n_context // 2
+    assert (answer.truncation, answer.output_text) == ("auto", "yes")
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS
 from llamaq.producer.openai_format.tools import form_options
 from llamaq.producer.queries import text_commands
 
-ANSWER_SHARE = 0.25
-"""Share of the context that a shortened conversation leaves for an answer without `max_output_tokens`."""
+ANSWER_SHARE = 0.5
+"""Largest share of the context that a shortened conversation leaves for the answer."""
 
 
 async def create(request: Request) -> Response:
@@ -155,10 +155,12 @@ async def _prompt_of(request: Request, client: AsyncClient, body: ResponseBody, 
     if not body.is_truncated or not workers:
         return [*body.instructions, *messages]
     context = min(min(worker.card.n_ctx, worker.card.n_ctx_train) for worker in workers)
-    n_answer = body.options.get("max_tokens") or int(context * ANSWER_SHARE)
+    n_answer = int(context * ANSWER_SHARE)
+    if isinstance(wanted := body.options.get("max_tokens"), int) and wanted > 0:
+        n_answer = min(wanted, n_answer)
     return [
         *body.instructions,
-        *await newest_that_fit(messages, max(context - n_answer, 1), partial(_count_tokens, client, body)),
+        *await newest_that_fit(messages, context - n_answer, partial(_count_tokens, client, body)),
     ]
 
 
