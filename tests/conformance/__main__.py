@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.conformance.generation_model import write_generation_model
 from tests.conformance.outcomes import Outcome, compare, print_table, read_left_out, read_not_run, read_outcomes
 from tests.conformance.stack_host import StackHost
 
@@ -69,7 +70,7 @@ def run(python: Path, folder: Path, arguments: list[str], scratch: Path) -> list
     command = [str(python), "-m", "pytest", "-p", "pytest_plugin", "-p", "no:cacheprovider", "-m", "not slow", "-q"]
     command += [f"--timeout={TEST_TIMEOUT_S}", "--tb=short", "--show-capture=stdout", *chosen]
     with log.open("wb") as output, EmbeddedRedis() as redis:
-        host = StackHost(scratch / "host.sock", redis.url)
+        host = StackHost(scratch / "host.sock", redis.url, write_generation_model(scratch / "model.gguf"))
         os.dup2(output.fileno(), sys.stderr.fileno())  # the log of the stacks
         testing = subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=output)
         try:

@@ -38,12 +38,13 @@ class StackSettings:
     api_key: str | None
 
 
-def read_flags(flags: Sequence[str], folder: Path) -> StackSettings:
+def read_flags(flags: Sequence[str], folder: Path, model: Path) -> StackSettings:
     """Return the settings that the flags of llama-server mean. Flags without a meaning for llamaq are ignored.
 
     Args:
         flags: The flags.
         folder: The working folder of the test, to which file names are relative.
+        model: The model that generates text.
     """
     given, _ = _parser().parse_known_args(list(flags))
     queue = min((given.alias or DEFAULT_ALIAS).split(","))
@@ -55,7 +56,9 @@ def read_flags(flags: Sequence[str], folder: Path) -> StackSettings:
         "log_level": "debug" if given.verbose else "warning",
         "disabled_endpoints": _disabled_endpoints(given),
     }
-    return StackSettings(_worker_settings(given, folder), serve, queue, tuple(given.host.split(",")), given.api_key)
+    return StackSettings(
+        _worker_settings(given, folder, model), serve, queue, tuple(given.host.split(",")), given.api_key
+    )
 
 
 def _disabled_endpoints(given: argparse.Namespace) -> tuple[str, ...]:
@@ -63,7 +66,7 @@ def _disabled_endpoints(given: argparse.Namespace) -> tuple[str, ...]:
     return tuple(name for name, is_disabled in flags.items() if is_disabled)
 
 
-def _worker_settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _worker_settings(given: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
     n_parallel = given.parallel or 4
     n_ctx = given.ctx_size or 4096
     n_batch = max(min(given.batch_size or 2048, n_ctx), n_parallel)
@@ -82,7 +85,7 @@ def _worker_settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "chat_template_file": _chat_template_file(given, folder),
         "cell_margin": 1,
         "embeddings": given.embedding or given.reranking or None,
-        "model": _embedding_model(given),
+        "model": _embedding_model(given) or str(model),
         "pooling": given.pooling,
         "log_level": "info",
     }
