@@ -53,7 +53,7 @@ MALFORMED = [
 ]  # fmt: skip
 WRONG_FIELDS: list[dict[str, Any]] = [
     {"n": 0}, {"n": "x"}, {"n": True}, {"n": 10**6}, {"n": 10**400}, {"stream": 1}, {"temperature": "hot"},
-    {"stop": [""]}, {"stop": 5}, {"seed": 10**400}, {"logit_bias": [1]}, {"logit_bias": {"a": 1}},
+    {"stop": [""]}, {"stop": 5}, {"seed": 10**400}, {"logit_bias": [1]},
     {"logit_bias": {"1": "b"}}, {"response_format": {"type": "xml"}}, {"response_format": "json"},
     {"structured_outputs": 1}, {"structured_outputs": {"sql": 1}}, {"metadata": "x"}, {"max_tokens": 0},
     {"max_tokens": 1, "n_predict": 2}, {"tools": [{"type": "function"}]}, {"priority": "high"},
