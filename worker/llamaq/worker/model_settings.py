@@ -47,8 +47,8 @@ class ModelSettings(BaseModel):
     n_ubatch: int | None = Field(
         None,
         ge=1,
-        description="Maximum number of tokens that llama.cpp computes in one step of a batch. If not set: 512, but with "
-        "`embeddings` the whole batch.",
+        description="Maximum number of tokens that llama.cpp computes in one step of a batch. If not set: 512, but "
+        "with `embeddings` the whole batch.",
     )
     embeddings: bool = Field(
         False,
@@ -58,9 +58,9 @@ class ModelSettings(BaseModel):
     )
     pooling: Pooling | None = Field(
         None,
-        description="With `embeddings`: how the vectors of a text's tokens become one: `none` (each token has its own), "
-        "`mean`, `cls` (the first), `last` or `rank` (a score, for models that rerank). If not set: as the model's file "
-        "says, otherwise `none`.",
+        description="With `embeddings`: how the vectors of a text's tokens become one: `none` (each token has its "
+        "own), `mean`, `cls` (the first), `last` or `rank` (a score, for models that rerank). If not set: as the "
+        "model's file says, otherwise `none`.",
     )
     n_threads: int = Field(
         default_factory=usable_cores,

@@ -108,4 +108,7 @@ def draw_batch(tokenizer: Tokenizer, mixture: Mixture, seed: str, rows: int, len
             yield encode(tokenizer, draw_document(Split.TRAIN, f"{seed}:{index}", mixture, length))
             index += 1
 
-    return pack(stream(), rows, length, tokenizer.token_to_id(PAD))
+    pad = tokenizer.token_to_id(PAD)
+    if pad is None:
+        raise ValueError(f"the tokenizer has no token {PAD}")
+    return pack(stream(), rows, length, pad)

@@ -21,7 +21,10 @@ from llamaq.tools.random_gguf.vocabulary import WORDS
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNKNOWN, BEGIN, SEPARATOR, MASK = range(len(SPECIAL_TOKENS))
 WORD_START = "\u2581"  # llama.cpp marks the first piece of a word with it
-MORE_WORDS = "hello world i believe meaning life test another write joke machine learning paris city".split()
+MORE_WORDS = (
+    *("hello", "world", "i", "believe", "meaning", "life", "test", "another", "write", "joke", "machine", "learning"),
+    *("paris", "city"),
+)
 N_EMBD, N_FF, N_HEADS, N_LAYERS = 64, 128, 2, 2
 
 

@@ -100,7 +100,8 @@ def _convert(request: dict[str, Any]) -> str:
             case "grammar":
                 return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"]))
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=SCHEMA_OPTIONS)
+                options: Any = SCHEMA_OPTIONS  # a typed dictionary of llguidance, which `common` does not import
+                return LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options)
             case "regex":
                 return LLMatcher.grammar_from_regex(value)
             case "choice":
