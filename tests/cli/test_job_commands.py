@@ -155,11 +155,12 @@ def test_a_command_that_waits_for_a_worker_prints_a_notice_and_goes_on(
         command(*given), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
     )
     assert process.stderr is not None
-    assert f"no worker serves queue '{unserved}'" in process.stderr.readline()
+    line = next(line for line in process.stderr if not line.startswith(SLOW_STEP))
+    assert f"no worker serves queue '{unserved}'" in line
     with serving(redis_url, unserved, lambda _: ["the ", "answer"]):
         output, errors = process.communicate(timeout=60)
     assert "the answer" in output
-    assert errors == ""
+    assert not [line for line in errors.splitlines() if not line.startswith(SLOW_STEP)]
     assert process.returncode == 0
 
 
@@ -177,6 +178,10 @@ def test_the_text_of_a_cancelled_job_is_incomplete_which_the_exit_code_says(
         main()
     assert caught.value.code == 1
     assert capsys.readouterr().err == "llamaq: the job was cancelled before its end\n"
+
+
+SLOW_STEP = "Executing <"
+"""Python's development mode reports steps of the event loop that take longer than 0.1 s."""
 
 
 def command(*args: str) -> list[str]:

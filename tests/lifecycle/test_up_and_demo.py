@@ -318,5 +318,5 @@ def test_a_demo_whose_model_cannot_be_loaded_prints_the_reason(environment: Envi
     assert demo.end() == 1
     printed = " ".join(demo.output.split())  # the console wraps long lines of the log at spaces
     assert "the worker cannot start; its log:" in printed
-    assert "llama.cpp cannot load broken.gguf" in printed
+    assert "broken.gguf is not a GGUF file" in printed
     assert not environment.running_processes()

