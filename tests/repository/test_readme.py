@@ -148,7 +148,7 @@ def test_the_examples_of_the_openai_package_print_a_story(
 def test_the_example_of_curl_prints_the_events_of_a_stream(environment: str) -> None:
     printed = run_beside_a_server(run_as_curl, environment, block("curl", "bash"))
     chunks = [json.loads(line.removeprefix("data: ")) for line in printed.splitlines() if line.startswith("data: {")]
-    assert len(chunks) > 3
+    assert len(chunks) > 1  # tokens that arrive together are one chunk
     assert printed.rstrip().endswith("data: [DONE]")
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import wait
 from typing import Any, Generic, Protocol, TypeVar
 
 from llamaq.common.cancel_tasks import cancel_tasks
@@ -63,11 +63,12 @@ class BlockingPortal:
         call = _Call(work)
         try:
             self._loop.call_soon_threadsafe(self._start, call)
-            return call.outcome.result()
-        except CancelledError:
+            call.unfinished.acquire()
+            return call.result()
+        except asyncio.CancelledError:
             raise RuntimeError("this client was closed during the call") from None
         except BaseException:
-            if not call.outcome.done():
+            if not call.has_finished:
                 self._abandon(call)
             raise
 
@@ -159,7 +160,13 @@ class _Call(Generic[T]):
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self.work = work
-        self.outcome: Future[T] = Future()
+        self.unfinished = threading.Lock()
+        """Locked until the coroutine has ended. From a wait for this lock, an exception of a signal handler surfaces as
+        itself. From a wait for a future it may surface as a RuntimeError about the lock of the future."""
+        self.unfinished.acquire()
+        self.has_finished = False
+        self.result: Callable[[], T]
+        """Returns the result or raises the error, when the coroutine has ended."""
         self.task: asyncio.Task[T] | None = None
         """Runs `work`. None: the loop has not started it yet."""
 
@@ -168,13 +175,12 @@ class _Call(Generic[T]):
         return await self.work()
 
     def finish(self, task: asyncio.Task[T]) -> None:
-        """Pass the outcome of the task to the waiting thread."""
-        if task.cancelled():
-            self.outcome.cancel()
-        elif (error := task.exception()) is not None:
-            self.outcome.set_exception(error)
-        else:
-            self.outcome.set_result(task.result())
+        """Wake the waiting thread."""
+        if not task.cancelled():
+            task.exception()  # if the waiting thread was interrupted, it does not ask for the error
+        self.result = task.result
+        self.has_finished = True
+        self.unfinished.release()
 
 
 async def next_or_none(items: AsyncIterator[T]) -> T | None:
