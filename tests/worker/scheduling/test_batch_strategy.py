@@ -28,14 +28,16 @@ from llamaq.worker.testing import make_job
 LIMITS = TickLimits(budget=10, chunk_size=8)
 
 
-def slots_of(*work: int, idle: int = 1) -> tuple[Slot, ...]:
+def slots_of(*work: int, idle: int = 1, bulk: Sequence[int] = ()) -> tuple[Slot, ...]:
     """Return one slot for each number, then `idle` idle slots.
 
-    For 0 the slot is in DECODE, for any other number it is in PREFILL with this number of pending tokens.
+    For 0 the slot is in DECODE, for any other number it is in PREFILL with this number of pending tokens. `bulk` are
+    the indexes of the slots with bulk jobs.
     """
     pool = SlotPool(len(work) + idle, 10**9, len(work) + idle)
     for at, pending in enumerate(work):
-        slot = pool.acquire(make_job([7] * (pending or 4), max_tokens=100), float(at))
+        priority = "bulk" if at in bulk else "interactive"
+        slot = pool.acquire(make_job([7] * (pending or 4), max_tokens=100, priority=priority), float(at))
         if pending == 0:
             slot.active.n_past = 4
             slot.active.tokens.append(1)
@@ -73,6 +75,16 @@ def test_balanced_gives_the_unused_part_of_one_half_to_the_other() -> None:
     assert planned(Balanced(), slots_of(0, 0, 0, 0, 100), 4, 64) == ([0, 1], {4: 2})
     assert planned(Balanced(), slots_of(0, 100, 100), 101, 64) == ([0], {1: 50, 2: 50})
     assert planned(Balanced(), slots_of(0, 0, 0, 1), 4, 64) == ([0, 1, 2], {3: 1})
+
+
+def test_bulk_prompts_wait_for_one_tick_that_completes_the_interactive_prompts() -> None:
+    strategy = DecodeMaximal()
+    slots = slots_of(0, 60, 4, 3, bulk=[1])
+    assert planned(strategy, slots, 512, 64) == ([0], {2: 4, 3: 3})
+    assert planned(strategy, slots, 512, 64) == ([0], {1: 57, 2: 4, 3: 3}), "they never wait twice in a row"
+    assert planned(strategy, slots, 512, 64) == ([0], {2: 4, 3: 3})
+    assert planned(DecodeMaximal(), slots_of(0, 60, 65, bulk=[1]), 512, 64) == ([0], {1: 32, 2: 32})
+    assert planned(DecodeMaximal(), slots_of(0, 60, bulk=[1]), 512, 64) == ([0], {1: 60})
 
 
 def test_streams_with_the_fewest_generated_tokens_come_first_when_the_budget_is_too_small() -> None:

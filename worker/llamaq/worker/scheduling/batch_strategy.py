@@ -8,6 +8,9 @@ Prompts in prefill get equal shares of a tick, and the unused part of a share go
 is therefore computed within one or two ticks, and a long prompt still progresses in every tick. If the oldest prompt
 were served first instead, all other prompts would wait behind one long prompt. The disadvantage of equal shares is that
 several long prompts finish at about the same time, and not one after another.
+
+Prompts of bulk jobs wait for a tick if it completes all prompts of interactive jobs, whose first tokens then come
+earlier. They never wait for two ticks in a row.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Slot, SlotState
 
@@ -42,6 +46,9 @@ class BatchStrategy(Protocol):
 class _BuiltIn(ABC):
     """Base of the built-in strategies. None of them depends on the queue depth."""
 
+    _have_waited = False
+    """Whether bulk prompts waited in the last tick."""
+
     def build_batch(
         self,
         slots: Sequence[Slot],
@@ -51,7 +58,9 @@ class _BuiltIn(ABC):
         queue_depth: int,  # noqa: ARG002 - part of the protocol
     ) -> Batch:
         """Return the batch of the next tick. See `BatchStrategy.build_batch`."""
-        return self._divide(slots, budget, chunk_size)
+        waiting = () if self._have_waited else bulk_prompts_to_delay(slots, chunk_size)
+        self._have_waited = bool(waiting)
+        return self._divide([slot for slot in slots if slot not in waiting], budget, chunk_size)
 
     @abstractmethod
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
@@ -96,6 +105,14 @@ class Balanced(_BuiltIn):
         wanted = _count(prefill_chunks(slots, budget, chunk_size))
         decode = decode_tokens(slots, max(budget - budget // 2, budget - wanted))
         return Batch(decode, prefill_chunks(slots, budget - len(decode), chunk_size))
+
+
+def bulk_prompts_to_delay(slots: Sequence[Slot], chunk_size: int) -> Sequence[Slot]:
+    """Return the bulk jobs in PREFILL, if one chunk completes the prompts of all interactive jobs in PREFILL."""
+    in_prefill = [slot for slot in slots if slot.state is SlotState.PREFILL]
+    bulk = [slot for slot in in_prefill if slot.priority is Priority.BULK]
+    n_interactive = sum(slot.n_pending for slot in in_prefill if slot.priority is Priority.INTERACTIVE)
+    return bulk if 0 < n_interactive <= chunk_size else ()
 
 
 def decode_tokens(slots: Sequence[Slot], limit: int) -> tuple[DecodeToken, ...]:
