@@ -21,7 +21,7 @@ from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
 
 logger = logging.getLogger(__name__)
 
-START_DELAY_S = 10.0
+START_DELAY_S = 30.0
 """The process starts so long after the worker has loaded its model, or earlier with the first grammar. So it takes no
 processor time while the worker starts."""
 START_TIMEOUT_S = 60.0
