@@ -20,6 +20,13 @@ LONG_GROUPS = ("tests/tools/test_demo_model.py", "tests/repository/test_packagin
 same time."""
 
 
+MEDIUM_GROUPS = (
+    *("tests/e2e/", "tests/cli/", "tests/worker/generation/", "tests/worker/scheduling/", "tests/worker/engine/"),
+    *("tests/producer/rq/", "tests/producer/streaming/", "tests/common/", "tests/repository/", "tests/gateway/"),
+)
+"""Prefixes of the names of groups that take seconds. They start before all others, none of which can delay the end."""
+
+
 def group_of(item: pytest.Item) -> str | None:
     """Return the name of the group of a test, or None if the test needs no group.
 
@@ -44,11 +51,13 @@ def has_module_fixture(item: pytest.Item) -> bool:
 
 
 def start_rank(item: pytest.Item) -> int:
-    """Return the sort key of a test: long groups come first, then tests that start processes, then all others."""
+    """Return the sort key of a test: long groups first, then tests that start processes, then the other groups."""
     group = group_of(item)
     if group is None:
         return 1
-    return 0 if group.startswith(LONG_GROUPS) else 2
+    if group.startswith(LONG_GROUPS):
+        return 0
+    return 2 if group.startswith(MEDIUM_GROUPS) else 3
 
 
 def distribute(items: list[pytest.Item]) -> None:
