@@ -87,6 +87,22 @@ def test_an_interrupted_reader_of_a_jobs_stream_gets_its_own_error_and_the_job_c
         assert client.queue_depth().waiting == 1
 
 
+@pytest.fixture
+def timeouts_that_python_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Python drop a `JobTimeout` that the signal raised in a finalizer or in the callback of a weak reference.
+
+    Nothing can raise through those: Python hands the error to `sys.unraisablehook`, and the interrupted code continues.
+    """
+    report = sys.unraisablehook
+
+    def report_others(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, JobTimeout):
+            report(unraisable)
+
+    monkeypatch.setattr(sys, "unraisablehook", report_others)
+
+
+@pytest.mark.usefixtures("timeouts_that_python_drops")
 def test_interrupts_at_any_moment_leave_no_job_and_raise_nothing_else(redis_url: str, queue: str) -> None:
     with serving(redis_url, queue, lambda _: ["a"] * 20), Client(redis_url, queue) as client:
         client.generate("warm up")
