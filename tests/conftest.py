@@ -16,7 +16,7 @@ import pytest
 from gguf import PoolingType
 from hypothesis import HealthCheck, settings
 from tests.support.distribution import distribute
-from tests.support.quick import guard_quick_test, install_audit_hook, is_quick
+from tests.support.quick import guard_quick_test, has_quick_tests, install_audit_hook, is_quick
 
 import llamaq.worker
 from llamaq.common.vocab.llama_vocab import Vocab
@@ -50,6 +50,12 @@ def make_process_starts_cheap() -> None:
     paths = [str(CHILD_PROCESSES), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # pydantic reads the metadata of all installed distributions
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise importing it downloads a list of prices
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    only_quick = config.option.markexpr == "quick" and collection_path.is_relative_to(config.rootpath)
+    return (only_quick and collection_path.is_file() and not has_quick_tests(collection_path, config.rootpath)) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -62,6 +62,7 @@ def test_the_exit_codes_of_a_worker_agree_with_those_of_the_other_commands() -> 
     assert worker_exit_codes.EXIT_FORCED == exit_codes.EXIT_INTERRUPTED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

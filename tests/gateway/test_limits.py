@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 from tests.support.http_server import sending, serving_http
 
 from llamaq.producer import AsyncClient
@@ -121,6 +122,7 @@ async def test_every_response_has_the_id_of_its_request_and_the_headers_of_cors(
     assert missing.json()["error"]["type"] == "not_found_error"
 
 
+@pytest.mark.slow
 async def test_an_unreachable_redis_is_503() -> None:
     async with serving_http("redis://127.0.0.1:1/0", "q") as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         answers = await asyncio.gather(http.get("/health"), http.post(CHAT, json=HELLO))

@@ -97,6 +97,7 @@ async def test_a_job_is_cancelled_although_the_timeout_ended_its_submit(
         assert await client.queue_depth() == QueueDepth(waiting=0, running=0)
 
 
+@pytest.mark.slow
 async def test_no_error_of_a_cancelled_submit_is_logged(
     queue: str, free_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:

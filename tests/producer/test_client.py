@@ -395,6 +395,7 @@ async def test_clients_of_other_queues_and_prefixes_share_no_jobs(redis_url: str
             await other.job(job.id).status()
 
 
+@pytest.mark.slow
 async def test_a_call_to_an_unreachable_redis_fails_at_once(queue: str, free_port: int) -> None:
     async with AsyncClient(f"redis://127.0.0.1:{free_port}", queue) as client:
         some = str(JobId.new(queue))

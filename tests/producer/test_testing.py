@@ -13,6 +13,7 @@ from llamaq.producer.embeddings import join_results
 from llamaq.producer.testing import fake_embedding, serving
 
 
+@pytest.mark.slow
 def test_a_fake_worker_that_cannot_start_raises_its_error_instead_of_waiting() -> None:
     with pytest.raises(RedisConnectionError), serving("redis://127.0.0.1:1", "q", lambda _: []):
         pytest.fail("the context was entered")

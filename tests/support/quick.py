@@ -1,7 +1,8 @@
 """Defines the quick tests, which start no process and load no model. `make test-quick` runs only these.
 
-A test is quick unless its folder, one of its fixtures or the mark `starts_processes` excludes it, so a new test of pure
-logic needs no mark. A quick test that starts a process or loads a model fails, also in `make test`.
+A test is quick unless its folder, one of its fixtures or one of the marks `starts_processes` and `slow` excludes it,
+so a new test of pure logic needs no mark. A quick test that starts a process or loads a model fails, also in
+`make test`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ STARTING_FOLDERS = (
     *("tests/common/vocab/test_llama_vocab.py", "tests/worker/engine/", "tests/worker/kv_cache/test_cache_on_llama.py"),
     "tests/worker/slot_files/test_slots_on_llama.py",
 )
+EXCLUDING_MARKS = ("starts_processes", "slow")
 STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "bert_model", "rerank_model", "chat_model", "any_model"})
 """Fixtures that start a Redis or return a model file for llama.cpp."""
 STARTING_EVENTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"})
@@ -34,9 +37,14 @@ class NotQuick(Exception):
 
 def is_quick(item: pytest.Item) -> bool:
     """Return whether a test is quick, according to its folder, its mark and its fixtures."""
-    if item.nodeid.startswith(STARTING_FOLDERS) or item.get_closest_marker("starts_processes"):
+    if item.nodeid.startswith(STARTING_FOLDERS) or any(map(item.get_closest_marker, EXCLUDING_MARKS)):
         return False
     return STARTING_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) and not starts_redis(item)
+
+
+def has_quick_tests(path: Path, root: Path) -> bool:
+    """Return whether a file of tests may have quick ones, so that it must be imported for `make test-quick`."""
+    return not path.relative_to(root).as_posix().startswith(STARTING_FOLDERS)
 
 
 def starts_redis(item: pytest.Item) -> bool:

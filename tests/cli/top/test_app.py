@@ -119,6 +119,7 @@ async def test_the_pages_show_workers_slots_jobs_and_dead_letters_in_80_columns(
     assert app.return_code == 0
 
 
+@pytest.mark.slow
 async def test_rows_are_paged_sorted_and_filtered(queues: FakeQueues) -> None:
     app = TopApp(queues, "host", NEVER_S)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -172,6 +173,7 @@ async def test_the_table_of_queues_selects_the_queue_that_is_shown_and_paused(qu
         assert queues.asked == [("pause", "chat"), ("resume", "bulk")]
 
 
+@pytest.mark.slow
 async def test_a_job_is_cancelled_and_a_dead_letter_retried_only_after_a_yes(queues: FakeQueues) -> None:
     app = TopApp(queues, "host", NEVER_S)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:

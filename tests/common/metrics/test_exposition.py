@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.forget_modules import forget_modules
 
 from llamaq.common.errors import InvalidSettings, MissingExtra
 from llamaq.common.metrics import families as f
@@ -105,6 +106,6 @@ def test_a_port_that_is_in_use_is_an_error_that_names_it() -> None:
 
 def test_without_prometheus_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "llamaq.common.metrics.exposition", raising=False)
+    forget_modules(monkeypatch, "llamaq.common.metrics.exposition")
     with pytest.raises(MissingExtra, match=r"llamaq metrics needs .* pip install 'llamaq\[metrics\]'"):
         server_class("llamaq metrics")

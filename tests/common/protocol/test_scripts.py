@@ -428,6 +428,7 @@ async def test_the_flush_of_a_cancelled_job_returns_cancel(redis_url: str, queue
         assert await worker.scripts.cancel(job.id) == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only_waiting", [False, True])
 async def test_a_cancelled_job_whose_worker_lost_its_lease_ends_at_once(
     redis_url: str, queue: str, only_waiting: bool

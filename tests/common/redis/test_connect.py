@@ -112,6 +112,7 @@ async def test_retries_end_at_the_deadline_but_a_command_is_tried_at_least_twice
     assert 2 + 4 <= tries <= 2 + 10
 
 
+@pytest.mark.slow
 async def test_a_thousand_commands_to_a_server_that_refuses_connections_fail_together(free_port: int) -> None:
     redis = connect(f"redis://{HOST}:{free_port}/0", name="test")
     started_s = time.monotonic()
@@ -122,6 +123,7 @@ async def test_a_thousand_commands_to_a_server_that_refuses_connections_fail_tog
     await redis.aclose()
 
 
+@pytest.mark.slow
 async def test_commands_that_wait_for_a_connection_fail_when_the_server_does_not_answer() -> None:
     with silent_listener() as port:
         redis = connect(f"redis://{HOST}:{port}/0?socket_timeout=0.4", name="test")

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.forget_modules import forget_modules
 
 from llamaq.common.errors import InvalidSettings, MissingExtra
 from llamaq.common.metrics import families as f
@@ -37,7 +38,7 @@ def test_a_port_that_cannot_be_used_is_an_error_before_the_model_is_loaded() -> 
 
 def test_without_prometheus_client_the_error_names_the_option_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "llamaq.common.metrics.exposition", raising=False)
+    forget_modules(monkeypatch, "llamaq.common.metrics.exposition")
     with pytest.raises(MissingExtra, match=r"llamaq worker --metrics-port needs .*llamaq\[metrics\]"):
         bind_metrics_server(WorkerSettings(metrics_port=0), not_called, not_called)
 

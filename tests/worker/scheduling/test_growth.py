@@ -141,6 +141,7 @@ def test_a_job_that_lost_its_slot_comes_back_only_with_room_for_a_larger_margin(
 
 @pytest.mark.parametrize("caches", [True, False])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_no_job_is_preempted_for_ever_and_all_generate_the_same_tokens_as_alone(seed: int, caches: bool) -> None:
     chance = random.Random(seed)
     rig = Rig(n_ctx=128, n_slots=5, margin=chance.choice([1, 4, 32]), caches=caches)

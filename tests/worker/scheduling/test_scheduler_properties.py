@@ -252,6 +252,9 @@ class Jobs(RuleBasedStateMachine):
 
 
 Jobs.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=2 * settings().max_examples,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 TestJobs = Jobs.TestCase
