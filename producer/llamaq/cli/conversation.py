@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from llamaq.cli import views
-from llamaq.cli.answers import Answers, Messages, Options
+from llamaq.cli.answer_sources import Answers, Messages, Options
 from llamaq.producer import ErrorCode, FinishReason, JobFailed, LlamaqError
 
 PROMPT = "> "

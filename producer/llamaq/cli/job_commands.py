@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from llamaq.cli import views
-from llamaq.cli.answers import Answers, AnswerStream, QueueAnswers, WholeAnswer
+from llamaq.cli.answer_sources import Answers, AnswerStream, QueueAnswers, WholeAnswer
 from llamaq.cli.common_options import ApiKey, AsJson, Queue, RedisUrl, RequireWorker, Server, WaitForJob
 from llamaq.cli.conversation import Conversation
 from llamaq.cli.exit_codes import EXIT_FAILED

@@ -116,7 +116,7 @@ def register_worker_commands(app: typer.Typer, called: str) -> None:
         MissingExtra: `llamaq[worker]` is not installed.
     """
     try:
-        from llamaq.cli.gpu_host_commands import register
+        from llamaq.cli.start_worker_commands import register
     except ModuleNotFoundError as exc:
         if exc.name is not None and exc.name.startswith("llamaq.") and exc.name != "llamaq.worker":
             raise

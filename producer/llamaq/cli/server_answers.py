@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httpx
 
-from llamaq.cli.answers import AnswerStream, Messages, Options, WholeAnswer
+from llamaq.cli.answer_sources import AnswerStream, Messages, Options, WholeAnswer
 from llamaq.cli.server_errors import ServerRefused, ServerUnreachable
 from llamaq.cli.views import notice
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobFailed, LlamaqError, ResultTimeout

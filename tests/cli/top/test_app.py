@@ -21,7 +21,7 @@ from textual.pilot import Pilot
 from llamaq.cli.top.app import TopApp
 from llamaq.cli.top.readings import Reading
 from llamaq.cli.top.row_list import RowList
-from llamaq.cli.top.tables import WORKERS
+from llamaq.cli.top.table_columns import WORKERS
 from llamaq.common.errors import LlamaqError
 
 NEVER_S = 1e6

@@ -17,7 +17,7 @@ from tests.support.top_readings import (
 
 from llamaq.cli.top.overview import summarize
 from llamaq.cli.top.rates import RateTracker, WorkerRates, finish_rate
-from llamaq.cli.top.tables import QUEUES
+from llamaq.cli.top.table_columns import QUEUES
 from llamaq.common.protocol.snapshots import TenantDepth
 
 

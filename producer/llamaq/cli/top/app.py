@@ -13,15 +13,15 @@ from textual.widgets import Footer, Input, Static
 
 from llamaq.cli.error_report import explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
-from llamaq.cli.top.commands import Command, Queues, cancel_job, pause_or_resume, retry_letter
 from llamaq.cli.top.dialogs import Question
+from llamaq.cli.top.header_texts import pages_text, status_text
 from llamaq.cli.top.lines import Overview, QueueLine, WorkerLine
 from llamaq.cli.top.overview import summarize
 from llamaq.cli.top.rates import RateTracker
 from llamaq.cli.top.row_list import RowList
 from llamaq.cli.top.table import Order, Table, select
-from llamaq.cli.top.tables import DEAD, PAGES, QUEUES, SLOTS, WAITING, WORKERS
-from llamaq.cli.top.texts import pages_text, status_text
+from llamaq.cli.top.table_columns import DEAD, PAGES, QUEUES, SLOTS, WAITING, WORKERS
+from llamaq.cli.top.user_actions import Command, Queues, cancel_job, pause_or_resume, retry_letter
 from llamaq.common.errors import LlamaqError
 
 MAX_QUEUE_LINES = 8

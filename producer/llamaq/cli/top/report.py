@@ -11,7 +11,7 @@ import typer
 from llamaq.cli.columns import show_rows
 from llamaq.cli.top.lines import Overview
 from llamaq.cli.top.table import Table
-from llamaq.cli.top.tables import DEAD, QUEUES, RECENT, SLOTS, WORKERS
+from llamaq.cli.top.table_columns import DEAD, QUEUES, RECENT, SLOTS, WORKERS
 
 MAX_RECENT_ROWS = 20
 """Largest number of rows in the table of recent jobs."""

@@ -16,8 +16,8 @@ from llamaq.common.errors import IdempotencyConflict, JobNotFound, LlamaqError, 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, Result
 from llamaq.producer import Client
 from llamaq.producer import Job as LlamaqJob
-from llamaq.producer.rq.inserted_results import insert_results
 from llamaq.producer.rq.library import Job, get_current_job
+from llamaq.producer.rq.results_in_prompt import insert_results
 
 META_KEY = "llamaq"
 """The key of the progress in the `meta` of an RQ job."""

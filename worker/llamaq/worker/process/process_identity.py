@@ -1,4 +1,4 @@
-"""Tells whether the process of another worker still exists on this machine."""
+"""Identifies the process of a worker, and tells whether the process of another worker still exists on this machine."""
 
 from __future__ import annotations
 

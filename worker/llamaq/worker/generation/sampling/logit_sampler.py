@@ -16,8 +16,8 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
-from llamaq.worker.generation.sampling.draw_feedback import draw_feedback
 from llamaq.worker.generation.sampling.logprobs import token_logprobs
+from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
 from llamaq.worker.generation.sampling.sampler_chain import build_chain, is_greedy
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
 from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers

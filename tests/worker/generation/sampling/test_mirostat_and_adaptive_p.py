@@ -12,8 +12,8 @@ from tests.support.llama_samplers import LlamaSampler, random_logits, softmax
 
 from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.worker.generation.sampling.candidates import Candidates
-from llamaq.worker.generation.sampling.draw_feedback import Mirostat1, draw_feedback
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
+from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import Mirostat1, draw_feedback
 
 N_VOCAB = 130
 KINDS = ["mirostat", "mirostat-2", "adaptive-p"]

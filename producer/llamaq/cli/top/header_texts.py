@@ -7,7 +7,7 @@ from rich.text import Text
 from llamaq.cli.top.formats import format_rate
 from llamaq.cli.top.lines import Overview
 from llamaq.cli.top.table import Order, Table
-from llamaq.cli.top.tables import PAGES
+from llamaq.cli.top.table_columns import PAGES
 
 
 def status_text(server: str, overview: Overview | None, error: str) -> str:

@@ -1,4 +1,4 @@
-"""The commands of a GPU host: `llamaq worker`, `llamaq up` and `llamaq demo`."""
+"""The commands that start workers on this host: `llamaq worker`, `llamaq up` and `llamaq demo`."""
 
 from __future__ import annotations
 

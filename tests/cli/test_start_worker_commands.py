@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaq.cli.gpu_host_commands import example_command, note_demo_model
+from llamaq.cli.start_worker_commands import example_command, note_demo_model
 from llamaq.common.logging_setup import LogFormat
 from llamaq.worker.settings import WorkerSettings
 
