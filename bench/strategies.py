@@ -1,4 +1,4 @@
-"""Compares the three batch strategies with two mixes of jobs. Each strategy has a worker. The workers run in turn.
+"""Compares the batch strategies with two mixes of jobs. Each strategy has a worker. The workers run in turn.
 
 Interactive mix: each of six users runs one short streamed job after the other, while long prompts arrive. Bulk mix:
 jobs of mixed lengths, all submitted at once, three for each slot. TTFT is the time from submit to the first token, with

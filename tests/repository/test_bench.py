@@ -63,7 +63,7 @@ def test_concurrent_jobs_are_all_streamed_to_their_ends() -> None:
 def test_every_strategy_runs_the_same_jobs() -> None:
     figures = run_quickly("strategies")
     for mix in ("interactive", "bulk"):
-        assert set(figures[mix]) == {"decode-maximal", "prefill-priority", "balanced"}
+        assert set(figures[mix]) == {"decode-maximal", "prefill-priority", "balanced", "latency-target"}
         assert len({one["all"]["tokens"] for one in figures[mix].values()}) == 1
         assert len({one["all"]["jobs"] for one in figures[mix].values()}) == 1
         for one in figures[mix].values():

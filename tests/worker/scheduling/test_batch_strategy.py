@@ -23,6 +23,8 @@ from llamaq.worker.scheduling.batch_strategy import (
     prefill_chunks,
 )
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, PlanFault, TickLimits, check_plan
+from llamaq.worker.scheduling.latency_target import LatencyTarget
+from llamaq.worker.scheduling.tick_times import FIRST_TOKENS
 from llamaq.worker.testing import make_job
 
 LIMITS = TickLimits(budget=10, chunk_size=8)
@@ -133,6 +135,9 @@ def test_built_in_strategies_obey_the_rules(work: list[int], chunk_size: int, sp
     if name == "decode-maximal":
         assert batch.n_decode == n_decoding
         assert batch.n_prefill <= chunk_size or not n_decoding
+    elif name == "latency-target" and n_decoding:
+        assert batch.n_decode == n_decoding
+        assert batch.n_prefill <= FIRST_TOKENS, "no tick was measured"
     else:
         wanted = n_decoding + sum(min(pending, chunk_size) for pending in work)
         assert batch.n_tokens == min(budget, wanted)
@@ -262,7 +267,7 @@ def test_only_the_plans_of_built_in_strategies_are_not_checked(monkeypatch: pyte
     checked: list[Batch] = []
     monkeypatch.setattr(guarded_strategy, "check_plan", lambda batch, *_: checked.append(batch))
     slots = slots_of(0, 20)
-    for strategy in (DecodeMaximal(), PrefillPriority(), Balanced()):
+    for strategy in (DecodeMaximal(), PrefillPriority(), Balanced(), LatencyTarget()):
         assert GuardedStrategy(strategy, LIMITS).plan(slots, 0)
     assert not checked
     assert [GuardedStrategy(Derived(), LIMITS).plan(slots, 0)] == checked
@@ -331,7 +336,7 @@ def test_a_custom_strategy_gets_slots_budget_chunk_size_and_queue_depth_and_its_
 # ---- loading by name
 
 
-@pytest.mark.parametrize("name", ["decode-maximal", "prefill-priority", "balanced"])
+@pytest.mark.parametrize("name", ["decode-maximal", "prefill-priority", "balanced", "latency-target"])
 def test_built_in_strategies_are_loaded_by_their_names(name: str) -> None:
     assert type(load_strategy(name)) is BUILT_IN[name]
 
@@ -364,7 +369,7 @@ def test_a_users_strategy_is_loaded_and_may_call_the_built_in_ones(user_module: 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("decode-minimal", "give one of decode-maximal, prefill-priority, balanced, or module:Class"),
+        ("decode-minimal", "give one of decode-maximal, prefill-priority, balanced, latency-target, or module:Class"),
         ("", "give one of"),
         (":Class", "is not of the form module:attribute"),
         ("my_strategies:", "is not of the form module:attribute"),

@@ -17,9 +17,12 @@ from llamaq.worker.scheduling.batch_strategy import (
     BatchStrategy,
     DecodeMaximal,
     PrefillPriority,
+    TickTimeReader,
     decode_tokens,
     prefill_chunks,
 )
+from llamaq.worker.scheduling.latency_target import LatencyTarget
+from llamaq.worker.scheduling.tick_times import TickTime
 
 __all__ = [
     "Balanced",
@@ -28,11 +31,14 @@ __all__ = [
     "DecodeMaximal",
     "DecodeToken",
     "Hook",
+    "LatencyTarget",
     "PrefillChunk",
     "PrefillPriority",
     "Run",
     "Slot",
     "SlotState",
+    "TickTime",
+    "TickTimeReader",
     "decode_tokens",
     "prefill_chunks",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.settings import ENV_PREFIX
 from llamaq.worker.scheduling.batch_strategy import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
+from llamaq.worker.scheduling.latency_target import DEFAULT_TARGET_ITL_MS, LatencyTarget
 
 
 def load_object(spec: str, setting: str) -> Any:
@@ -60,18 +61,22 @@ BUILT_IN: dict[str, type[BatchStrategy]] = {
     "decode-maximal": DecodeMaximal,
     "prefill-priority": PrefillPriority,
     "balanced": Balanced,
+    "latency-target": LatencyTarget,
 }
 
 
-def load_strategy(name: str) -> BatchStrategy:
+def load_strategy(name: str, target_itl_ms: float | None = None) -> BatchStrategy:
     """Return the batch strategy of this name.
 
     Args:
         name: A built-in strategy, or a user's class as `module:Class`, which is created without arguments.
+        target_itl_ms: The target of `latency-target`. Other strategies ignore it. None: the default.
 
     Raises:
         InvalidSettings: The strategy does not exist, cannot be imported or created, or has no method `build_batch`.
     """
+    if name == "latency-target":
+        return LatencyTarget(target_itl_ms or DEFAULT_TARGET_ITL_MS)
     if name in BUILT_IN:
         return BUILT_IN[name]()
     if ":" not in name:

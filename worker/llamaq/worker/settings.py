@@ -32,8 +32,14 @@ class BatchSettings(BaseModel):
     chunk_size: int = Field(512, ge=1, description="Maximum number of tokens of one prompt that a tick computes.")
     batch_strategy: str = Field(
         "decode-maximal",
-        description="Strategy that builds each batch: `decode-maximal`, `prefill-priority`, `balanced`, or a class of "
-        "your own as `module:Class`.",
+        description="Strategy that builds each batch: `decode-maximal`, `prefill-priority`, `balanced`, "
+        "`latency-target`, or a class of your own as `module:Class`.",
+    )
+    target_itl_ms: float | None = Field(
+        None,
+        gt=0,
+        description="With the batch strategy `latency-target`: the time between two tokens of a stream, in "
+        "milliseconds, that at most 5 % of the gaps exceed while prompts are computed. If not set: 50.",
     )
     cell_margin: int = Field(
         64,
@@ -231,6 +237,11 @@ class WorkerSettings(
             raise ValueError(f"--n-batch (LLAMAQ_N_BATCH): {self.batch_budget} is more than --n-ctx {self.n_ctx}")
         if self.pooling is not None and not self.embeddings:
             raise ValueError("--pooling (LLAMAQ_POOLING): only a worker with --embeddings pools")
+        if self.target_itl_ms is not None and self.batch_strategy != "latency-target":
+            raise ValueError(
+                "--target-itl-ms (LLAMAQ_TARGET_ITL_MS): only --batch-strategy latency-target has a target, but "
+                f"--batch-strategy is {self.batch_strategy}"
+            )
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("--devices (LLAMAQ_DEVICES): a device is listed twice")
         if self.rope_scale and self.rope_freq_scale:

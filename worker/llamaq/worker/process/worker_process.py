@@ -66,7 +66,7 @@ class WorkerProcess:
             InvalidSettings: A setting does not fit the model or this machine.
         """
         path = resolve_model_file(settings.model)
-        strategy, hooks = load_strategy(settings.batch_strategy), load_hooks(settings.hooks)
+        strategy, hooks = load_strategy(settings.batch_strategy, settings.target_itl_ms), load_hooks(settings.hooks)
         log.info("model.loading path=%s shipped=%s", path.name, settings.model is None)
         self._settings = settings
         self._watch = watch

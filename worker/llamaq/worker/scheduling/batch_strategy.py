@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Slot, SlotState
+from llamaq.worker.scheduling.tick_times import TickTime
 
 
 class BatchStrategy(Protocol):
@@ -43,7 +44,18 @@ class BatchStrategy(Protocol):
         """
 
 
-class _BuiltIn(ABC):
+@runtime_checkable
+class TickTimeReader(Protocol):
+    """A batch strategy that plans by the times of earlier ticks has this method in addition to `build_batch`."""
+
+    def record_tick(self, tick: TickTime) -> None:
+        """Receive the measured time of a tick. Each tick that computed something is reported once, in order.
+
+        The ticks are those that were computed. They may have fewer prompt tokens than the strategy planned.
+        """
+
+
+class BuiltInStrategy(ABC):
     """Base of the built-in strategies. None of them depends on the queue depth."""
 
     _have_waited = False
@@ -67,7 +79,7 @@ class _BuiltIn(ABC):
         """Divide the budget between decode tokens and prefill chunks."""
 
 
-class DecodeMaximal(_BuiltIn):
+class DecodeMaximal(BuiltInStrategy):
     """Gives every running stream its next token in every tick. Prompts share the rest, at most one chunk in total.
 
     This is the default. However many prompts are in prefill, a stream waits at most one tick for its next token, and
@@ -81,7 +93,7 @@ class DecodeMaximal(_BuiltIn):
         return Batch(decode, prefill_chunks(slots, min(room, chunk_size) if decode else room, chunk_size))
 
 
-class PrefillPriority(_BuiltIn):
+class PrefillPriority(BuiltInStrategy):
     """Gives each prompt a chunk first. The chunks together may use the whole budget. Streams get the rest.
 
     Choose this strategy when the time to the first token is more important than a steady stream, or for bulk jobs whose
@@ -94,7 +106,7 @@ class PrefillPriority(_BuiltIn):
         return Batch(decode_tokens(slots, budget - _count(prefill)), prefill)
 
 
-class Balanced(_BuiltIn):
+class Balanced(BuiltInStrategy):
     """Gives half the budget to streams and half to prompts. Tokens that one group does not need go to the other group.
 
     Unlike with `PrefillPriority`, streams progress in every tick. Unlike with `DecodeMaximal`, several prompts may each

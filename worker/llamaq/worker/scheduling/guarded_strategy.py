@@ -12,12 +12,20 @@ from typing import Any
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
-from llamaq.worker.scheduling.batch_strategy import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
+from llamaq.worker.scheduling.batch_strategy import (
+    Balanced,
+    BatchStrategy,
+    DecodeMaximal,
+    PrefillPriority,
+    TickTimeReader,
+)
+from llamaq.worker.scheduling.latency_target import LatencyTarget
+from llamaq.worker.scheduling.tick_times import TickTime
 
 log = logging.getLogger(__name__)
 
 
-TRUSTED = (DecodeMaximal, PrefillPriority, Balanced)
+TRUSTED = (DecodeMaximal, PrefillPriority, Balanced, LatencyTarget)
 """The built-in strategies. Their batches obey all rules, so they are not checked in every tick."""
 
 
@@ -115,11 +123,21 @@ class GuardedStrategy:
         """Number of refused batches for each broken rule. Only the first refused batch for each rule is logged."""
         self._strategy = strategy
         self._is_trusted = type(strategy) in TRUSTED
+        self._time_reader = strategy if isinstance(strategy, TickTimeReader) else None
         self._fallback = DecodeMaximal()
 
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         """Return a batch that obeys all rules, even if the strategy breaks them."""
         return _end_chunks_at_checkpoints(self._checked_plan(slots, queue_depth))
+
+    def record_tick(self, tick: TickTime) -> None:
+        """Pass the time of a tick to the strategy, if it is a `TickTimeReader`. An exception is logged."""
+        if self._time_reader is None:
+            return
+        try:
+            self._time_reader.record_tick(tick)
+        except Exception as exc:  # noqa: BLE001 - a user's strategy may raise anything
+            self._report(PlanFault.RAISED, exc)
 
     def _checked_plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
         budget, chunk_size = self.limits.budget, self.limits.chunk_size

@@ -37,6 +37,7 @@ from llamaq.worker.scheduling.bulk_share import BulkShare
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.job_stats import measure
 from llamaq.worker.scheduling.preemption import Preemption
+from llamaq.worker.scheduling.tick_times import TickTime, TickTimer
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Scheduler:
         self._end_tokens = end_tokens
         self._worker = worker
         self._clock = clock
+        self._tick_timer = TickTimer(clock)
         self._waiting = WaitingQueue()
         self._bulk_share = BulkShare(bulk_share, n_slots)
         self._preemption = Preemption(memory, self._waiting, self._bulk_share, self._report_preemption)
@@ -212,6 +214,7 @@ class Scheduler:
         """
         if not any(slot.state in COMPUTING for slot in self._memory.slots):
             return Batch()
+        self._tick_timer.begin()
         return self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
@@ -233,6 +236,7 @@ class Scheduler:
         if without_room:
             self._make_room_for(without_room)
         self._preemption.keep_room()
+        self._time_tick(batch)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -315,6 +319,12 @@ class Scheduler:
     def _report_preemption(self, job: Job) -> None:
         job.times.lose_slot(self._clock())
         self._outputs.append(SlotLost(job))
+
+    def _time_tick(self, batch: Batch) -> None:
+        """Report the time of the tick to the strategy. Without active slots, the worker may pause after the tick."""
+        seconds = self._tick_timer.end(begins_next=bool(batch and self._memory.active_slots))
+        if batch:
+            self._strategy.record_tick(TickTime(batch.n_decode, batch.n_prefill, seconds))
 
     def _record_tick(self) -> None:
         """Count the slots that the tick used, for the share of bulk jobs."""

@@ -1,0 +1,55 @@
+"""The batch strategy that keeps the time between two tokens of a stream below a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llamaq.worker.core.batch import Batch
+from llamaq.worker.core.slot import Slot
+from llamaq.worker.scheduling.batch_strategy import BuiltInStrategy, decode_tokens, prefill_chunks
+from llamaq.worker.scheduling.tick_times import TickTime, TickTimeModel
+
+DEFAULT_TARGET_ITL_MS = 50.0
+HEADROOM = 0.95
+"""Part of the target that a tick may take. The rest is for the way of the token to its subscriber."""
+PREFILL_SHARE = 0.25
+"""Prompts get at least this much time for each second of decoding, even if the target is missed then."""
+MAX_TICKS_WITH_PROMPTS = 32
+"""After this many ticks with prompt tokens in a row, one tick computes only decode tokens, to measure their time."""
+
+
+class LatencyTarget(BuiltInStrategy):
+    """Gives every running stream its next token in every tick, and prompts as many tokens as the target allows.
+
+    The target is the time between two tokens of a stream, which 95 % of the gaps do not exceed. The strategy measures
+    ticks, and from them it computes how many prompt tokens fit into the next one. While no stream runs, prompts get the
+    whole budget. If streams alone take more than 80 % of the target, prompts still get a quarter of the time of the
+    streams: the target is then missed, but no prompt waits for ever.
+
+    Args:
+        target_itl_ms: The target in milliseconds (`--target-itl-ms`).
+    """
+
+    def __init__(self, target_itl_ms: float = DEFAULT_TARGET_ITL_MS) -> None:
+        self.target_itl_ms = target_itl_ms
+        self._model = TickTimeModel()
+
+    def record_tick(self, tick: TickTime) -> None:
+        """Learn from a tick. See `TickTimeReader.record_tick`."""
+        self._model.record(tick)
+
+    def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
+        decode = decode_tokens(slots, budget)
+        room = budget - len(decode)
+        return Batch(decode, prefill_chunks(slots, min(room, self._n_prefill()) if decode else room, chunk_size))
+
+    def _n_prefill(self) -> int:
+        """Return the number of prompt tokens for a tick with streams."""
+        model = self._model
+        if model.n_since_decode >= MAX_TICKS_WITH_PROMPTS:
+            return 0
+        tick_s = HEADROOM * self.target_itl_ms / 1000 / model.safety_factor
+        return max(1, model.n_prefill_within(max(tick_s, (1 + PREFILL_SHARE) * model.decode_s)))
+
+    def __repr__(self) -> str:
+        return f"<LatencyTarget {self.target_itl_ms:g} ms {self._model!r}>"
