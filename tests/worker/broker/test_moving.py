@@ -9,7 +9,8 @@ from tests.worker.broker.test_suspects import FOREVER, until, until_true, workin
 
 from llamaq.common.protocol import script_calls
 from llamaq.common.protocol.job_outcome import JobState
-from llamaq.common.protocol.script_values import StreamEntries
+from llamaq.common.protocol.keys import JobId
+from llamaq.common.protocol.script_values import Claim, StreamEntries
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
@@ -49,26 +50,52 @@ async def _is_running(job: AsyncJob) -> bool:
     return (await job.status()).state is JobState.RUNNING
 
 
+async def may_move(worker: FakeWorker, claim: Claim, waited_s: float, *, to: str = "another") -> bool:
+    """Return whether a worker may take a job that has waited in its worker for this time."""
+    seconds, micros = await worker.redis.time()
+    claimed_ms = int(seconds * 1000 + micros / 1000 - waited_s * 1000)
+    await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "claimed_ms", claimed_ms)
+    queue = JobId.parse(claim.job_id).queue
+    return bool(await worker.scripts.movable_jobs(queue, 0, to, 10, max_crashes=3))
+
+
 async def test_a_job_stays_with_its_worker_at_first_and_longer_after_each_move(redis_url: str, queue: str) -> None:
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
-        job = await client.submit("hello")
+        await client.submit("hello")
         claim = await worker.claim()
         assert claim is not None
-        await worker.scripts.claim_job(claim, "first", LEASE_MS)
-        key = client.keys.of_job(job.id).job
+        await worker.scripts.claim_job(claim, "w0", LEASE_MS, at_risk=False)
+        assert [await may_move(worker, claim, seconds) for seconds in (0, 0.5, 1.1)] == [False, False, True]
+        assert not await may_move(worker, claim, 10, to="w0"), "the worker that has the job"
+        await worker.scripts.claim_job(claim, "w0", LEASE_MS, from_attempt=1, at_risk=False)  # the same worker: no move
+        for number in (1, 2):
+            await worker.scripts.claim_job(claim, f"w{number}", LEASE_MS, from_attempt=number + 1, at_risk=False)
+        assert [await may_move(worker, claim, seconds) for seconds in (1.1, 3.5, 4.1)] == [False, False, True]
+        await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "move_factor", 10**6)
+        assert await may_move(worker, claim, 31), "the time is bounded"
 
-        async def move(attempt: int, claimed_s_ago: float) -> bool:
-            seconds, micros = await worker.redis.time()
-            claimed_ms = int(seconds * 1000 + micros / 1000 - claimed_s_ago * 1000)
-            await worker.redis.hset(key, mapping={"attempt": attempt, "claimed_ms": claimed_ms})
-            return bool(await worker.scripts.movable_jobs(queue, 0, "second", 10))
 
-        assert [await move(1, seconds) for seconds in (0, 0.5, 1.1)] == [False, False, True]
-        assert [await move(3, seconds) for seconds in (1.1, 3.5, 4.1)] == [False, False, True]
-        assert await move(50, 31)
-        assert await worker.scripts.movable_jobs(queue, 0, "first", 10) == [], "the worker that has the job"
-        await worker.redis.hset(key, "crashes", "1")
-        assert not await move(1, 10), "a suspect is not moved"
+async def test_an_interrupted_job_soon_moves_to_a_worker_with_a_free_slot_however_often_it_was_interrupted(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await client.submit("hello")
+        claim = (await worker.start_next()).claim
+        for _ in range(5):
+            assert await worker.begin(claim)
+        await worker.scripts.claim_job(claim, "full", LEASE_MS)
+        assert [await may_move(worker, claim, seconds) for seconds in (0.1, 0.3)] == [False, True]
+
+
+async def test_a_suspect_does_not_move_and_other_jobs_with_a_crash_do(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        await client.submit("hello")
+        claim = await worker.claim()
+        assert claim is not None
+        await worker.scripts.claim_job(claim, "w0", LEASE_MS)
+        for crashes, moves in ((1, True), (2, False)):
+            await worker.redis.hset(worker.keys.of_job(claim.job_id).job, "crashes", crashes)
+            assert await may_move(worker, claim, 10) is moves
 
 
 async def test_a_move_counts_as_a_crash_until_the_first_worker_shows_that_it_is_alive(

@@ -97,7 +97,7 @@ class JobParams(TemplateParams, SamplingParams):
     grammar: str | None = Field(
         None,
         description="A grammar in GBNF that constrains the output, at most 64 KiB. "
-        "A job has at most one of `grammar`, `json_schema`, `regex`, `choice` and `lark`, and none with `ignore_eos`.",
+        "A job has at most one of `grammar`, `json_schema`, `regex`, `choice` and `lark`.",
     )
     grammar_root: Annotated[str, Field(pattern=GRAMMAR_ROOT_PATTERN)] | None = Field(
         None,
@@ -139,7 +139,9 @@ class JobParams(TemplateParams, SamplingParams):
         description="Strings that end the job, each of 1 to 256 characters. The output does not contain them.",
     )
     ignore_eos: bool = Field(
-        False, description="Mask every end-of-generation token, so that the job continues to `max_tokens`."
+        False,
+        description="Mask every end-of-generation token, so that the job continues to `max_tokens`, or until its grammar "
+        "allows no other token.",
     )
     special: bool = Field(
         False,
@@ -244,10 +246,6 @@ class JobParams(TemplateParams, SamplingParams):
         constraints = self.constraints
         if len(constraints) > 1:
             raise ValueError(f"{' and '.join(constraints)} exclude each other: give one")
-        if self.ignore_eos and constraints:
-            raise ValueError(
-                f"ignore_eos cannot be used with {constraints[0]}: constrained output ends with an end token"
-            )
         for name in ("grammar", "regex", "lark", "choice"):
             if len("".join(getattr(self, name) or ()).encode(errors="replace")) > MAX_GRAMMAR_BYTES:
                 raise ValueError(f"{name} is larger than {MAX_GRAMMAR_BYTES} bytes")
@@ -335,15 +333,9 @@ class JobDefaults(SamplingDefaults):
     )
 
     def complete(self, request: JobRequest) -> JobRequest:
-        """Return the request with these defaults for its seed and grammar.
-
-        Raises:
-            InvalidRequest: The job has `ignore_eos`, which excludes the default grammar.
-        """
+        """Return the request with these defaults for its seed and grammar."""
         grammar = request.grammar or None
         if request.grammar is None and not request.constraints and self.grammar:
-            if request.ignore_eos:
-                raise InvalidRequest("ignore_eos excludes the worker's default grammar: set grammar to an empty text")
             grammar = self.grammar
         root = request.grammar_root
         values: dict[str, Any] = {"grammar": grammar, "grammar_root": root or self.grammar_root if grammar else root}

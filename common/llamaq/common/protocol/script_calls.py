@@ -56,8 +56,8 @@ _DEFINITION = re.compile(
     r"^local (?:function (?P<name>\w+)\(.*?^end$|(?P<constant>\w+) = .*?(?=^local|^--|^$|\Z))", re.MULTILINE | re.DOTALL
 )
 
-# How long a job that waits in a worker stays there although another worker has a free slot. The time doubles with each
-# attempt, up to the maximum.
+# How long a job that waits in a worker stays there although another worker has a free slot, to be multiplied by its
+# `move_factor` (see _lib.lua), and the maximum of the product.
 MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
 
 # Upper bound on the waiting entries of one stream that are examined for a worker with a free slot.
@@ -302,7 +302,9 @@ class Scripts:
         reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, trusted_until_ms])
         return [_entry(entry) for entry in reply]
 
-    async def movable_jobs(self, queue: str, partition: int, worker: str, count: int) -> list[tuple[Claim, int]]:
+    async def movable_jobs(
+        self, queue: str, partition: int, worker: str, count: int, *, max_crashes: int
+    ) -> list[tuple[Claim, int]]:
         """Return jobs that wait for a slot in other workers, and the numbers of their attempts.
 
         Args:
@@ -310,10 +312,12 @@ class Scripts:
             partition: The partition.
             worker: Id of the worker that has a free slot.
             count: Number of jobs to return at most.
+            max_crashes: A job fails after this many crashes. Jobs that are one crash away from it are not returned.
         """
+        times_ms = [int(MOVE_AFTER_S * 1000), int(MAX_MOVE_AFTER_S * 1000)]
         reply = await self._movable(
             keys=[self._keys.jobs(queue, partition, priority) for priority in Priority],
-            args=[GROUP, worker, count, MAX_WAITING_EXAMINED, int(MOVE_AFTER_S * 1000), int(MAX_MOVE_AFTER_S * 1000)],
+            args=[GROUP, worker, count, MAX_WAITING_EXAMINED, *times_ms, max_crashes],
         )
         return [
             (Claim(job_id.decode(), stream.decode(), entry.decode()), int(attempt))

@@ -125,7 +125,9 @@ class JobClaims:
 
         async def find(partition: int) -> list[tuple[Claim, int]]:
             try:
-                return await self._scripts.movable_jobs(self._queue, partition, self._worker_id, count)
+                return await self._scripts.movable_jobs(
+                    self._queue, partition, self._worker_id, count, max_crashes=self._max_crashes
+                )
             except RedisError as exc:  # on a cluster, the other partitions may answer
                 log.debug("jobs.not_searched partition=%d error=%r", partition, exc)
                 return []

@@ -20,6 +20,8 @@
 --   worker                id of the worker that claimed the job last
 --   lease_ms              lease of this worker in ms
 --   claimed_ms            time in ms since the epoch from which the job waits in this worker: the claim, or a preemption
+--   move_factor           how long the job stays in this worker without a slot, as a multiple of the usual time, before
+--                         another worker may take it: 1/4 for an interrupted job, twice as long after each move
 --   started_attempt       number of the newest attempt that had a slot. If it is `attempt`, a queued job was preempted:
 --                         it waits in its worker for another slot
 --   at_risk               1 from the time at which this worker began to prepare the job: if it dies, that counts as a

@@ -43,7 +43,7 @@ local LEFT_MS = 2000
 local state = redis.call('HMGET', job,
   'status', 'entry', 'cancel', 'queue_deadline_ms', 'submitted_ms', 'started_ms', 'priority',
   'generated', 'generated_at_start', 'attempt', 'worker', 'at_risk', 'deadline_ms',
-  'timeout_ms', 'slot_ms', 'model', 'waits_from_ms', 'retries_left', 'token_times')
+  'timeout_ms', 'slot_ms', 'model', 'waits_from_ms', 'retries_left', 'token_times', 'move_factor')
 if not state[1] then
   return {'gone'}
 end
@@ -105,8 +105,14 @@ if state[9] and state[8] ~= state[9] then
 elseif from ~= '' and state[12] then
   add_death(job, from, state[11])
 end
+-- The stream of an interrupted job stands still, so the job waits for a slot of this worker for a short time only. A job
+-- that was moved stays longer after each move, so that it does not go back and forth.
+local move_factor = state[6] and 0.25 or 1
+if from ~= '' then
+  move_factor = tonumber(state[20] or '1') * (state[11] == worker and 1 or 2)
+end
 redis.call('HSET', job, 'status', 'queued', 'worker', worker, 'lease_ms', lease_ms, 'claimed_ms', now,
-  'generated_at_start', state[8])
+  'generated_at_start', state[8], 'move_factor', move_factor)
 if model ~= '' and state[8] == '0' then
   redis.call('HSET', job, 'model', model)
 end

@@ -9,9 +9,9 @@
 -- ARGV[2]   worker       id of the worker with a free slot
 -- ARGV[3]   count        number of jobs to return at most
 -- ARGV[4]   examined     number of waiting entries of each stream to examine at most
--- ARGV[5]   wait_ms      how long a job stays with its first worker. The time doubles with each attempt, so that a job
---                        does not go back and forth
+-- ARGV[5]   wait_ms      how long a job stays with its worker, to be multiplied by its `move_factor`
 -- ARGV[6]   max_wait_ms  upper bound on this time
+-- ARGV[7]   max_crashes  number of crashes with which a job fails
 --
 -- Returns an array with {stream, entry, job id, attempt} for each job.
 
@@ -26,16 +26,16 @@ local function movable(stream, entry)
     return nil
   end
   local state = redis.pcall('HMGET', prefix .. fields[2], 'status', 'worker', 'attempt', 'claimed_ms', 'crashes',
-    'started_ms')
+    'started_ms', 'move_factor')
   if state.err or state[1] ~= 'queued' or not state[2] or state[2] == worker or (paused and not state[6]) then
     return nil
   end
   local attempt, claimed, crashes = tonumber(state[3]), tonumber(state[4] or ''), tonumber(state[5] or '0')
-  -- A job that may have crashed a worker is not moved: `check_crash.lua` decides how it runs.
-  if not attempt or not claimed or crashes ~= 0 then
+  -- A suspect is not moved: `check_crash.lua` decides how it runs.
+  if not attempt or not claimed or crashes > 0 and crashes + 1 >= tonumber(ARGV[7]) then
     return nil
   end
-  if now - claimed < math.min(wait_ms * 2 ^ (attempt - 1), tonumber(ARGV[6])) then
+  if now - claimed < math.min(wait_ms * tonumber(state[7] or '1'), tonumber(ARGV[6])) then
     return nil
   end
   return fields[2], attempt
