@@ -46,7 +46,7 @@ class ServeSettings(ClientSettings):
         15.0,
         gt=0,
         description="Seconds of silence after which a stream sends a comment, so that proxies do not close the "
-        "connection. While the job waits, the comment tells so.",
+        "connection. While the job waits, the comment says how many jobs get a slot before it.",
     )
     max_body_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, le=1024 * 1024 * 1024, description="Largest body of a request, in bytes."
@@ -70,7 +70,7 @@ class ServeSettings(ClientSettings):
         1024 * 1024 * 1024,
         ge=1024,
         description="Largest size of all files of an API key together, in bytes. Redis stores them compressed. A batch "
-        "writes its output although the bound is reached.",
+        "also writes its output when this bound is reached.",
     )
     file_ttl_s: float = Field(
         7 * 24 * 3600.0,

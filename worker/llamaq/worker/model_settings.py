@@ -33,7 +33,7 @@ class ModelSettings(BaseModel):
     model_sampling: bool = Field(
         True,
         description="Whether the sampling parameters that the model's file recommends (`general.sampling.*`) are "
-        "defaults of jobs. Settings that are given have precedence.",
+        "defaults of jobs. A sampling setting of the worker has precedence.",
     )
     n_ctx: int = Field(
         8192, ge=64, description="Number of KV cells. All slots share them; each token of a job needs one."
@@ -80,7 +80,8 @@ class ModelSettings(BaseModel):
     )
     cache_type_v: CacheType = Field(
         "f16",
-        description="Data type of the values in the KV cells, as `cache_type_k`. Quantized types need flash attention.",
+        description="Data type of the values in the KV cells: a type of `cache_type_k`. Quantized types need flash "
+        "attention.",
     )
     swa_full: bool = Field(
         True,
@@ -174,7 +175,9 @@ class RopeSettings(BaseModel):
     rope_freq_scale: float = Field(
         0, ge=0, description="Factor of the frequencies of RoPE: 1 / `rope_scale`. 0: as the model says."
     )
-    yarn_orig_ctx: int = Field(0, ge=0, description="Context in tokens that the model was trained on. 0: as it says.")
+    yarn_orig_ctx: int = Field(
+        0, ge=0, description="Context in tokens that the model was trained on. 0: as the model says."
+    )
     yarn_ext_factor: float = Field(-1, description="Mix of extrapolation for YaRN. -1: as the model says.")
     yarn_attn_factor: float = Field(-1, description="Factor of the attention for YaRN. -1: as the model says.")
     yarn_beta_slow: float = Field(-1, description="High correction dimension of YaRN. -1: as the model says.")

@@ -79,8 +79,9 @@ class CacheSettings(BaseModel):
         None,
         ge=0,
         le=MAX_SEQUENCES,
-        description="Maximum number of cached sequences on the device. If not set: with a recurrent model three for "
-        "each slot; with a sliding window 32; with other models 64. If `kv_unified` is off, 0 with the last two.",
+        description="Maximum number of cached sequences on the device. If not set: three for each slot with a "
+        "recurrent model, 32 with a sliding window, 64 with other models. If `kv_unified` is off, it is 0 unless the "
+        "model is recurrent.",
     )
     held_cells: int | None = Field(
         None,

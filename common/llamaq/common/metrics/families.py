@@ -80,7 +80,7 @@ CRASHES = Family(
     "llamaq_job_crashes_total",
     "counter",
     _QUEUE,
-    "Deaths of workers with a job of which they had stored no token, once for each such job.",
+    "Deaths of workers, counted once for each of their jobs of which they had stored no token.",
 )
 PROMPT_TOKENS = Family(
     "llamaq_prompt_tokens_total", "counter", _PRIORITY, "Tokens in the prompts of jobs that a worker ended."
@@ -89,19 +89,21 @@ COMPUTED_TOKENS = Family(
     "llamaq_prompt_tokens_computed_total",
     "counter",
     _PRIORITY,
-    "Prompt tokens that the last run of these jobs computed.",
+    "Prompt tokens that were computed in the last run of jobs that a worker ended.",
 )
 CACHED_TOKENS = Family(
     "llamaq_prompt_tokens_cached_total",
     "counter",
     (*_PRIORITY, "tier"),
-    "Prompt tokens that these runs reused. `tier` is the farthest place that they came from.",
+    "Prompt tokens that were reused in the last run of jobs that a worker ended. `tier` is the farthest tier that they "
+    "came from.",
 )
 CACHE_LOOKUPS = Family(
     "llamaq_prefix_cache_lookups_total",
     "counter",
     (*_PRIORITY, "tier"),
-    "These runs, by the farthest tier that reused tokens came from: `running`, `device`, `host`, `disk`, or `none`.",
+    "Jobs that a worker ended, by the farthest tier that tokens reused in their last run came from: `running`, "
+    "`device`, `host`, `disk`, or `none`.",
 )
 GENERATED_TOKENS = Family("llamaq_generated_tokens_total", "counter", _PRIORITY, "Generated tokens of ended jobs.")
 TIME_TO_FIRST_TOKEN = Family(

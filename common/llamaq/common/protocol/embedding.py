@@ -75,8 +75,8 @@ class EmbeddingTask(StrictModel):
         None,
         ge=1,
         le=MAX_DIMENSIONS,
-        description="Only this many first numbers of each embedding. If not set: all. It makes sense for models that "
-        "were trained for it.",
+        description="How many numbers of each embedding are returned, from the first on. If not set: all. Use it only "
+        "with models that were trained for it.",
     )
     normalization: Normalization = Field(
         Normalization.EUCLIDEAN,

@@ -63,7 +63,7 @@ class Finished(WireModel):
     text_length: int | None = Field(
         None,
         description="Number of characters of the whole output, which has `stats.generated_tokens` tokens. "
-        "None: not known; the stored output tells.",
+        "None: not known; read the stored output.",
     )
 
 

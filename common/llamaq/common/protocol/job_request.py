@@ -119,7 +119,7 @@ class JobParams(TemplateParams, SamplingParams):
         None,
         min_length=1,
         max_length=MAX_CHOICES,
-        description="Texts, at most 1024 and 64 KiB together. The output is exactly one of them.",
+        description="At most 1024 texts, together at most 64 KiB. The output is exactly one of them.",
     )
     lark: str | None = Field(
         None,
@@ -200,8 +200,9 @@ class JobParams(TemplateParams, SamplingParams):
         0,
         ge=0,
         le=MAX_RETRIES,
-        description="How often the job is tried again after the errors `internal` and `decode_failed`, later each time "
-        "(`--retry-s`). It continues after its last token. After the last retry it fails and is a dead letter.",
+        description="How often the job is tried again after the errors `internal` and `decode_failed`. The "
+        "delay doubles with each retry (`--retry-s`). The job continues after its last token. After the last retry it "
+        "fails and is a dead letter.",
     )
     priority: Priority = Field(
         Priority.INTERACTIVE, description="`interactive` or `bulk`. Workers read interactive jobs first."

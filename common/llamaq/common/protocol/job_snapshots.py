@@ -45,14 +45,15 @@ class JobStatus(WireModel):
         None, description="Largest number of tokens that the running job may generate. None: the job does not run."
     )
     submitted_ms: int | None = Field(None, description="Time of the submit.")
-    run_at_ms: int | None = Field(None, description="Time at which the job is due. None: it is due.")
+    run_at_ms: int | None = Field(None, description="Time at which the job becomes due. None: it is due already.")
     started_ms: int | None = Field(None, description="Time when the job had its first slot. None: not yet.")
     finished_ms: int | None = Field(None, description="Time when the job ended. None: not yet.")
     cancel_requested: bool = Field(False, description="Whether a client has called `cancel()`.")
     finish_reason: FinishReason | None = Field(None, description="Why the job finished. None: it has not finished.")
     error: Failed | None = Field(None, description="The error of a failed job. None: it has not failed.")
     retries_left: int | None = Field(
-        None, description="Number of retries that the job has left. None: it was submitted without, or has finished."
+        None,
+        description="Number of retries that the job has left. None: it was submitted without retries, or has finished.",
     )
     last_error: Failed | None = Field(None, description="The last failure that was retried. None: there was none.")
 
@@ -65,7 +66,7 @@ class JobSummary(WireModel):
     priority: Priority = Field(description="`interactive` or `bulk`.")
     age_s: float = Field(description="Seconds since the submit, when the list was read.")
     submitted_ms: int = Field(description="Time of the submit.")
-    run_at_ms: int | None = Field(None, description="Time at which the job is due. None: it is due.")
+    run_at_ms: int | None = Field(None, description="Time at which the job becomes due. None: it is due already.")
     attempt: int = Field(description="Number of claims by workers so far. 0: no worker has claimed the job.")
     worker: str | None = Field(description="Id of the worker of the newest attempt. None: no attempt.")
     generated_tokens: int = Field(description="Number of tokens stored in Redis so far.")

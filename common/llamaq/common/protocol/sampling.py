@@ -109,7 +109,7 @@ _DRY_PENALTY_LAST_N = Field(
     "repetitions. -1 searches all, 0 turns DRY off.",
 )
 _DRY_SEQUENCE_BREAKERS = Field(
-    description="DRY: texts at which a repetition ends, at most 64 of at most 40 characters.",
+    description="DRY: texts at which a repetition ends. At most 64 texts, each of at most 40 characters.",
 )
 _MIROSTAT = Field(
     ge=0,

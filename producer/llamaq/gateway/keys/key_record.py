@@ -33,7 +33,11 @@ class KeyRecord(StrictModel):
         description="`bulk`: all jobs of the key are bulk jobs. `interactive`: the request decides.",
     )
     requests_per_minute: int | None = Field(
-        None, ge=1, le=10**6, description="Longest run of requests within a minute. If not set: no limit."
+        None,
+        ge=1,
+        le=10**6,
+        description="Number of requests per minute. This many may come at once. Then one more is allowed each "
+        "`60 / requests_per_minute` seconds. If not set: no limit.",
     )
     max_open: int | None = Field(
         None, ge=1, le=10**6, description="Largest number of requests at the same time. If not set: no limit."

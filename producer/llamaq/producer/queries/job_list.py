@@ -49,7 +49,7 @@ class JobFilter:
     older_than_s: float | None = None
     """Seconds since the submit."""
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Keys and values in the metadata of the request. A text also matches a number or boolean that is written so."""
+    """Keys and values in the metadata of the request. A text also matches the number or boolean with this JSON text."""
     tenant: str | None = None
 
     @property
