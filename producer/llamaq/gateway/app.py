@@ -26,6 +26,7 @@ from llamaq.gateway.http.request_lifetime import RequestLifetime
 from llamaq.gateway.keys.key_check import KeyCheck
 from llamaq.gateway.keys.key_file import KeyFile
 from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.openapi import describe
 from llamaq.gateway.optional_endpoints import enabled_routes
 from llamaq.gateway.queue_directory import QueueDirectory
@@ -115,8 +116,9 @@ def build_app(settings: ServeSettings) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
         keys = KeyStore(queues.default.redis, queues.default.keys, key_file)
-        runner = BatchRunner(settings, queues, keys)
-        app.state.context = Context(settings, queues, keys, TokenPieces(queues), AnswerForms(queues), runner)
+        models = ModelKnowledge(queues, TokenPieces(queues), AnswerForms(queues))
+        runner = BatchRunner(settings, models, keys)
+        app.state.context = Context(settings, queues, keys, models, runner)
         runner.start()
         try:
             yield

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from starlette.requests import Request
 
-from llamaq.gateway.answer_forms import AnswerForms
 from llamaq.gateway.batches.runner import BatchRunner
 from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import ServeSettings
-from llamaq.gateway.token_pieces import TokenPieces
-
-FINGERPRINT = f"build-llamaq-{version('llamaq')}"
-"""The `system_fingerprint` of answers. As with llama-server, it begins with a `b`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +20,7 @@ class Context:
     settings: ServeSettings
     queues: QueueDirectory
     keys: KeyStore
-    pieces: TokenPieces
-    forms: AnswerForms
+    models: ModelKnowledge
     batches: BatchRunner
 
 

@@ -12,11 +12,11 @@ from llamaq.producer.bulk.bulk_run import RunParameters
 from llamaq.producer.bulk.row import read_row
 
 
-def test_a_row_with_texts_to_embed_is_answered_with_their_vectors() -> None:
+async def test_a_row_with_texts_to_embed_is_answered_with_their_vectors() -> None:
     run = RunParameters(run_id="r")
-    row = read_row(run, 3, {"id": "a", "embed": {"inputs": ["hello", [1, 2]]}})
+    row = await read_row(run, 3, {"id": "a", "embed": {"inputs": ["hello", [1, 2]]}})
     assert row.error is None
-    assert row.values == {"embed": {"inputs": ["hello", [1, 2]]}}
+    assert row.jobs == [{"embed": {"inputs": ["hello", [1, 2]]}}]
     rows = array("f", [0.5, -1.0, 2.0, 4.0]).tobytes()
     result = Result(
         job_id="j",
@@ -27,6 +27,6 @@ def test_a_row_with_texts_to_embed_is_answered_with_their_vectors() -> None:
         stats=JobStats(prompt_tokens=3, mode="embed"),
         seed=1,
     )
-    line = json.loads(answer_line(run, row, result, queue="q", now_s=1))
+    line = json.loads(await answer_line(run, row, [result], queue="q", now_s=1))
     assert (line["line"], line["id"], line["usage"]["prompt_tokens"]) == (3, "a", 3)
     assert line["embeddings"] == [[0.5, -1.0, 2.0, 4.0], [[0.5, -1.0], [2.0, 4.0]]]

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -15,21 +14,20 @@ from redis.exceptions import RedisError
 from llamaq.common.errors import BulkRunRefused, InvalidSettings
 from llamaq.common.protocol.embedding import JobKind, Pooling
 from llamaq.common.protocol.snapshots import WorkerCard
-from llamaq.gateway.batches.embedding_rows import read_embedding_row
 from llamaq.gateway.batches.input_check import check_input
+from llamaq.gateway.batches.line_requests import LineRequests
 from llamaq.gateway.batches.outputs import finish_files, write_unfinished
 from llamaq.gateway.batches.record import Batch, BatchEndpoint, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.batches.stored_rows import StoredRows
 from llamaq.gateway.files.blocks import read_blocks
 from llamaq.gateway.http.errors import RequestRefused, code_of, message_of
-from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.gateway.model_knowledge import ModelKnowledge
+from llamaq.gateway.responses.record import ResponseStore
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkState
 from llamaq.producer.bulk.bulk_run import RunParameters
-from llamaq.producer.bulk.execution import Execution, ReadRow
-from llamaq.producer.bulk.row import read_row
-from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.bulk.execution import Execution
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +76,18 @@ def check_kind(card: WorkerCard | None, endpoint: BatchEndpoint) -> None:
 class BatchRun:
     """One batch whose lease this server has."""
 
-    def __init__(self, store: BatchStore, queues: QueueDirectory, batch: Batch, runner: str) -> None:
+    def __init__(self, store: BatchStore, models: ModelKnowledge, batch: Batch, runner: str) -> None:
         """Prepare the run.
 
         Args:
             store: The batches.
-            queues: The queues.
+            models: What is known about the models of the queues.
             batch: The batch.
             runner: The id of this server.
         """
         self._store = store
-        self._queues = queues
+        self._models = models
+        self._queues = models.queues
         self._batch = batch
         self._request = batch.request
         self._key = batch.request.key
@@ -133,13 +132,11 @@ class BatchRun:
         rows = await StoredRows.open(self._store, self._batch, self._runner)
         parameters = self._parameters()
         decide = None if self._key is None else self._key.job_options
-        read: ReadRow = read_row
-        if self._request.endpoint is BatchEndpoint.EMBEDDINGS:
-            read = partial(read_embedding_row, client.queue)
-        execution = Execution(parameters, client, rows, read=read, decide=decide, keeps_jobs=True)
+        lines = self._line_requests(client)
+        execution = Execution(parameters, client, rows, read=lines.read, decide=decide, keeps_jobs=True)
         end = ENDS[await execution.run_until_end(_ignore, self.stop)]
         if end is BatchStatus.EXPIRED:
-            await write_unfinished(parameters, read, rows, 4 * client.settings.max_request_bytes)
+            await write_unfinished(parameters, rows, 4 * client.settings.max_request_bytes)
         return end
 
     async def _check(self) -> None:
@@ -187,6 +184,10 @@ class BatchRun:
             )
         return client
 
+    def _line_requests(self, client: AsyncClient) -> LineRequests:
+        responses = ResponseStore(self._store.redis, self._store.keys, self._queues.settings.response_ttl_s)
+        return LineRequests(self._request.endpoint, self._models, client, responses, self._request.owner)
+
     def _parameters(self) -> RunParameters:
         """Return the parameters of the run. The limits of an API key are those of its batch too."""
         per_minute = None if self._key is None else self._key.requests_per_minute
@@ -195,7 +196,6 @@ class BatchRun:
         return RunParameters(
             run_id=self._request.id.removeprefix("batch_"),
             form="openai",
-            endpoint=Endpoint(self._request.endpoint.value) if generates else None,
             options=dict(limit),
             window=None if self._key is None or self._key.max_open is None else min(self._key.max_open, 100_000),
             deadline=datetime.fromtimestamp(self._request.expires_s, UTC),

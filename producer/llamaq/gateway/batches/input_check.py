@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.gateway.batches.input_lines import read_lines
+from llamaq.gateway.batches.input_lines import decode_record, read_lines
 from llamaq.gateway.batches.record import BatchEndpoint
-from llamaq.producer.bulk.input_file import decode_line
 
 MAX_LINES = 200_000
 MAX_ERRORS = 50
@@ -50,11 +49,11 @@ async def check_input(blocks: AsyncIterator[bytes], endpoint: BatchEndpoint, max
         if found.n_lines > MAX_LINES:
             found.refuse("too_many_requests", f"the file has more than {MAX_LINES} lines: divide it", line=number)
             break
-        record = None if line is None else decode_line(line)
+        record = None if line is None else decode_record(line)
         if record is None:
             found.refuse("line_too_long", f"the line is longer than {max_line_bytes} bytes", line=number)
-        elif isinstance(record, InvalidRequest) or not isinstance(record, Mapping):
-            found.refuse("invalid_json_line", "the line is not a JSON object", line=number)
+        elif isinstance(record, InvalidRequest):
+            found.refuse("invalid_json_line", str(record), line=number)
         else:
             _check_record(found, ids, number, record, endpoint)
         if found.n_lines % LINES_PER_YIELD == 0:

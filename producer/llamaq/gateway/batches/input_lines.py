@@ -1,8 +1,16 @@
-"""Splits the blocks of an input file into lines."""
+"""Splits the blocks of an input file into lines, and decodes them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.http.json_body import decode_object
+
+BOM = b"\xef\xbb\xbf"
+"""Some programs write it at the beginning of a text file."""
 
 
 async def read_lines(blocks: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIterator[tuple[int, bytes | None]]:
@@ -28,3 +36,11 @@ async def read_lines(blocks: AsyncIterator[bytes], max_line_bytes: int) -> Async
         yield number, None
     elif rest.strip():
         yield number, rest
+
+
+def decode_record(line: bytes) -> dict[str, Any] | InvalidRequest:
+    """Return the decoded JSON object of a line, or the error with which an endpoint refuses it as a body."""
+    try:
+        return decode_object(line.removeprefix(BOM), "the line")
+    except RequestRefused as exc:
+        return InvalidRequest(str(exc))

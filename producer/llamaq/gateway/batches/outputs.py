@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from llamaq.gateway.batches.line_requests import unread_row
 from llamaq.gateway.batches.record import Batch
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.batches.stored_rows import StoredRows
@@ -11,17 +12,16 @@ from llamaq.gateway.files.record import OUTPUT_PURPOSE, FileRecord
 from llamaq.gateway.files.store import FileStore
 from llamaq.producer.bulk.answer import unfinished_line
 from llamaq.producer.bulk.bulk_run import RunParameters
-from llamaq.producer.bulk.execution import ReadRow
 
 LINES_AT_ONCE = 500
 
 
-async def write_unfinished(run: RunParameters, read: ReadRow, rows: StoredRows, max_line_bytes: int) -> None:
+async def write_unfinished(run: RunParameters, rows: StoredRows, max_line_bytes: int) -> None:
     """Write an error for each row that was not computed before the end of the completion window."""
     message = "the request was not computed within the completion window of the batch"
     count = 0
     async for number, record in rows.records(max_line_bytes):
-        line = unfinished_line(run, read(run, number, record), "batch_expired", message)
+        line = unfinished_line(run, unread_row(run, number, record), "batch_expired", message)
         rows.add_error(number, line)
         count += 1
         if count % LINES_AT_ONCE == 0:

@@ -41,6 +41,7 @@ class BatchEndpoint(StrEnum):
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
     EMBEDDINGS = "/v1/embeddings"
 
     @property

@@ -15,7 +15,7 @@ from llamaq.gateway.batches.batch_run import BatchRun, run_with_lease
 from llamaq.gateway.batches.record import Batch, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.keys.key_store import KeyStore
-from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.settings import ServeSettings
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,12 @@ LOOK_AT = 16
 class BatchRunner:
     """The batches that this server runs."""
 
-    def __init__(self, settings: ServeSettings, queues: QueueDirectory, keys: KeyStore) -> None:
+    def __init__(self, settings: ServeSettings, models: ModelKnowledge, keys: KeyStore) -> None:
         self._settings = settings
-        self._queues = queues
+        self._models = models
         self._api_keys = keys
-        self.store = BatchStore(queues.default.redis, queues.default.keys)
+        client = models.queues.default
+        self.store = BatchStore(client.redis, client.keys)
         self._id = secrets.token_hex(8)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._has_work = asyncio.Event()
@@ -114,7 +115,7 @@ class BatchRunner:
         batch = await self._read(batch_id)  # it may be cancelled now
         if not await self._takes_turn(batch):
             return False
-        run = BatchRun(self.store, self._queues, batch, self._id)
+        run = BatchRun(self.store, self._models, batch, self._id)
 
         async def renew() -> None:
             while True:

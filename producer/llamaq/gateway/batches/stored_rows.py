@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Self
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Self
 
 from redis.exceptions import RedisError
 
 from llamaq.common.backoff import Backoff
 from llamaq.common.errors import BulkRunRefused, InvalidRequest
-from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.gateway.batches.input_lines import read_lines
+from llamaq.gateway.batches.input_lines import decode_record, read_lines
 from llamaq.gateway.batches.record import Batch
 from llamaq.gateway.batches.store import BatchStore
 from llamaq.gateway.files.blocks import compress, read_blocks
 from llamaq.producer.bulk.answer import row_number_of
 from llamaq.producer.bulk.finished_rows import FinishedRows
-from llamaq.producer.bulk.input_file import Record, decode_line
+from llamaq.producer.bulk.input_file import Record
 from llamaq.producer.streaming.retried_reads import may_pass
 
 log = logging.getLogger(__name__)
@@ -77,20 +76,20 @@ class StoredRows:
             if line is None:
                 yield number, InvalidRequest(f"the line is longer than {max_line_bytes} bytes")
             else:
-                yield number, decode_line(line)
+                yield number, decode_record(line)
         if n_read != self.n_rows:
             raise BulkRunRefused(f"the input file {self._request.input_file_id} was deleted before its end was read")
 
-    def add_answer(self, number: int, line: bytes, stats: JobStats) -> None:
+    def add_answer(self, number: int, line: bytes, usage: Mapping[str, Any]) -> None:
         """Add the line of a row with a result. `flush` stores it."""
         self._output.append(line)
         self.finished.add(number)
         self._counters += Counter(
             completed=1,
             output_bytes=len(line),
-            input_tokens=stats.prompt_tokens,
-            cached_tokens=stats.prefix_cache_tokens,
-            output_tokens=stats.generated_tokens,
+            input_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            output_tokens=usage["completion_tokens"],
         )
 
     def add_error(self, number: int, line: bytes) -> None:

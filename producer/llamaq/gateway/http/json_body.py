@@ -21,20 +21,32 @@ async def read_object(request: Request) -> dict[str, Any]:
     Raises:
         RequestRefused: The body is no JSON object, or is nested too deeply.
     """
-    body = await request.body()
-    if not body.strip():
-        raise invalid("the body is empty: a JSON object is required")
+    return decode_object(await request.body())
+
+
+def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
+    """Return the JSON object that a text is.
+
+    Args:
+        text: The encoded JSON.
+        name: What the text is, for the error.
+
+    Raises:
+        RequestRefused: The text is no JSON object, or is nested too deeply.
+    """
+    if not text.strip():
+        raise invalid(f"{name} is empty: a JSON object is required")
     try:
-        value = from_json(body, allow_inf_nan=False)
+        value = from_json(text, allow_inf_nan=False)
     except ValueError as exc:
-        raise RequestRefused(HTTPStatus.BAD_REQUEST, f"the body is not valid JSON: {exc}", code="invalid_json") from exc
+        raise RequestRefused(HTTPStatus.BAD_REQUEST, f"{name} is not valid JSON: {exc}", code="invalid_json") from exc
     if not isinstance(value, dict):
-        raise invalid("the body is no JSON object")
-    check_depth(value)
+        raise invalid(f"{name} is no JSON object")
+    check_depth(value, name)
     return value
 
 
-def check_depth(value: Any) -> None:
+def check_depth(value: Any, name: str = "the body") -> None:
     """Check that a value is not nested too deeply, without recursion.
 
     Raises:
@@ -51,7 +63,7 @@ def check_depth(value: Any) -> None:
         if not children:
             return
         level = children
-    raise invalid(f"the body is nested more than {MAX_DEPTH} levels deep")
+    raise invalid(f"{name} is nested more than {MAX_DEPTH} levels deep")
 
 
 def json_response(value: Any, status: int = 200) -> Response:

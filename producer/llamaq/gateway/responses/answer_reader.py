@@ -8,7 +8,7 @@ from typing import Any
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
-from llamaq.gateway.context import Context
+from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.responses.output_items import OutputItems
 from llamaq.gateway.responses.record import ResponseRecord
 from llamaq.gateway.responses.response_object import ended_response, is_complete
@@ -21,8 +21,8 @@ from llamaq.producer.openai_format.tools import message_of
 class AnswerReader:
     """Cuts the text of one answer at its tokens, if the response shows their probabilities."""
 
-    def __init__(self, context: Context, job_id: str, record: ResponseRecord) -> None:
-        self._context = context
+    def __init__(self, models: ModelKnowledge, job_id: str, record: ResponseRecord) -> None:
+        self._models = models
         self._queue = JobId.parse(job_id).queue
         self._cuts = TokenCuts() if record.has_logprobs else None
 
@@ -41,14 +41,14 @@ class AnswerReader:
             return [(text, [])]
         if not logprobs:
             tokens = ()
-        client = await self._context.queues.find(self._queue)
-        pieces = await self._context.pieces.of(client, tokens_of(tokens, logprobs))
+        client = await self._models.queues.find(self._queue)
+        pieces = await self._models.pieces.of(client, tokens_of(tokens, logprobs))
         return list(self._cuts.feed(text, tokens, logprobs, pieces))
 
 
-async def read_response(context: Context, job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
+async def read_response(models: ModelKnowledge, job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
     """Return the response of a job that has ended."""
-    reader, output = AnswerReader(context, job_id, record), OutputItems(job_id, record.form)
+    reader, output = AnswerReader(models, job_id, record), OutputItems(job_id, record.form)
     for text, logprobs in await reader.read_whole(result):
         for _ in output.feed(text, logprobs):
             pass

@@ -95,6 +95,6 @@ class _Answers:
         """Return the field `completion_probabilities` of some tokens, if the request asked for it."""
         if not logprobs:
             return {}
-        pieces = await self._context.pieces.of(self._generation.client, tokens_of(tokens, logprobs))
+        pieces = await self._context.models.pieces.of(self._generation.client, tokens_of(tokens, logprobs))
         pairs = zip(tokens, logprobs, strict=True)
         return {"completion_probabilities": [token_object(token, each, pieces) for token, each in pairs]}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,56 +10,45 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.common.errors import InvalidRequest, JobFailed, JobNotFound
+from llamaq.common.errors import JobFailed, JobNotFound
 from llamaq.common.protocol.job_outcome import JobState, Result
-from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation, describe_wait
 from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.permissions import api_key_of, generation_for, queue_for
-from llamaq.gateway.responses.answer_reader import AnswerReader, answer_message, read_response
+from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
+from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
-from llamaq.gateway.responses.input_items import Messages, input_items
-from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseStore, missing
-from llamaq.gateway.responses.request_body import ResponseBody, read_response_body
+from llamaq.gateway.responses.input_items import input_items
+from llamaq.gateway.responses.record import ID_PREFIX, ResponseRecord, ResponseStore
+from llamaq.gateway.responses.request_body import read_response_body
 from llamaq.gateway.responses.response_object import failed_response, open_response
-from llamaq.gateway.responses.truncation import newest_that_fit
-from llamaq.producer import AsyncClient, AsyncJob, Chunk
-from llamaq.producer.answer_parts.answer_format import AnswerForm
-from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS
-from llamaq.producer.openai_format.tools import form_options
-from llamaq.producer.queries import text_commands
-
-ANSWER_SHARE = 0.5
-"""Largest share of the context that a shortened conversation leaves for the answer."""
+from llamaq.producer import AsyncJob, Chunk
 
 
 async def create(request: Request) -> Response:
     """Answer a request, or begin to."""
     body = read_response_body(await read_object(request))
-    history = await _history(request, body.previous_id)
+    models, owner = context_of(request).models, _owner_of(request)
+    history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
     client = await queue_for(request, body.model, is_kept=body.is_stored)
-    values = {**body.options, "messages": [*history, *body.messages]}
-    form = await context_of(request).forms.of(client, values)
-    record = _record_of(request, body, body.model or client.queue, values["messages"], form)
-    values["messages"] = await _prompt_of(request, client, body, values["messages"])
-    values |= form_options(form, body.tool_choice, values)
-    generation = generation_for(request, client, [values], is_kept=body.is_stored)
+    asked = await PreparedResponse.read(models, client, body, history, owner)
+    generation = generation_for(request, client, asked.jobs, is_kept=body.is_stored)
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
         if body.is_stored and job.is_new:  # otherwise the header Idempotency-Key has found an earlier response
-            await _store_of(request).save(job.id, record)
+            await _store_of(request).save(job.id, asked.record)
         if body.is_streamed:
-            return await _stream(request, job, record, _pieces_of(generation))
+            return await _stream(request, job, asked.record, _pieces_of(generation))
         if body.is_background:
             await generation.aclose()
-            return json_response(await _current(request, job.id, record, job))
+            return json_response(await _current(request, job.id, asked.record, job))
         async for _, piece in generation.pieces():
             if isinstance(piece, Result):
-                return json_response(await read_response(context_of(request), job.id, record, piece))
+                return json_response(await asked.answer([piece]))
         raise JobNotFound(job.id)
     except BaseException:
         await generation.aclose()
@@ -106,9 +94,10 @@ async def list_input_items(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a response would have."""
     body = read_response_body(await read_object(request))
-    history = await _history(request, body.previous_id)
+    queues = context_of(request).queues
+    history = await read_history(_store_of(request), queues, body.previous_id, _owner_of(request))
     client = await queue_for(request, body.model)
-    n_tokens = await _count_tokens(client, body, [*history, *body.messages])
+    n_tokens = await count_tokens(client, body, [*history, *body.messages])
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
@@ -130,70 +119,13 @@ async def _find(request: Request) -> tuple[str, ResponseRecord, AsyncJob]:
     return job_id, record, context_of(request).queues.default.job(job_id)
 
 
-async def _history(request: Request, previous_id: str | None) -> list[dict[str, Any]]:
-    """Return the conversation up to the answer of an earlier response.
-
-    Raises:
-        RequestRefused: There is no such response.
-        InvalidRequest: It has not ended, or has no answer.
-    """
-    if previous_id is None:
-        return []
-    job_id, record = await _store_of(request).read(previous_id, _owner_of(request))
-    job = context_of(request).queues.default.job(job_id)
-    try:
-        if (await job.status()).state is not JobState.FINISHED:
-            raise InvalidRequest("previous_response_id: that response has not ended, or has failed")
-        return [*record.messages, answer_message(job_id, record, await job.result())]
-    except JobNotFound as exc:
-        raise missing(previous_id) from exc
-
-
-async def _prompt_of(request: Request, client: AsyncClient, body: ResponseBody, messages: Messages) -> Messages:
-    """Return the messages of the job: the instructions, and the conversation or, if it is too long, its newest part."""
-    workers = (await context_of(request).queues.served()).get(client.queue)
-    if not body.is_truncated or not workers:
-        return [*body.instructions, *messages]
-    context = min(min(worker.card.n_ctx, worker.card.n_ctx_train) for worker in workers)
-    n_answer = int(context * ANSWER_SHARE)
-    if isinstance(wanted := body.options.get("max_tokens"), int) and wanted > 0:
-        n_answer = min(wanted, n_answer)
-    return [
-        *body.instructions,
-        *await newest_that_fit(messages, context - n_answer, partial(_count_tokens, client, body)),
-    ]
-
-
-async def _count_tokens(client: AsyncClient, body: ResponseBody, messages: Sequence[dict[str, Any]]) -> int:
-    template = {name: body.options[name] for name in TEMPLATE_FIELDS & body.options.keys()}
-    chat = [*body.instructions, *messages]
-    reply = await text_commands.ask(client.connection, TextAction.TOKENIZE, None, messages=chat, **template)
-    return len(reply.tokens)
-
-
-def _record_of(
-    request: Request, body: ResponseBody, model: str, messages: Messages, form: AnswerForm
-) -> ResponseRecord:
-    return ResponseRecord(
-        model=model,
-        created_s=int(time.time()),
-        owner=_owner_of(request),
-        is_background=body.is_background,
-        messages=messages,
-        n_new=len(body.messages),
-        form=form,
-        has_logprobs="logprobs" in body.options,
-        shown=body.shown,
-    )
-
-
 async def _current(request: Request, job_id: str, record: ResponseRecord, job: AsyncJob) -> dict[str, Any]:
     """Return the response as it is now."""
     status = await job.status()
     if status.state in (JobState.QUEUED, JobState.RUNNING):
         return open_response(job_id, record, status.state)
     try:
-        return await read_response(context_of(request), job_id, record, await job.result())
+        return await read_response(context_of(request).models, job_id, record, await job.result())
     except JobFailed as exc:
         return failed_response(job_id, record, exc)
 
@@ -238,7 +170,7 @@ async def _stream(
     def format_error(exc: Exception) -> bytes:
         return _encode({**error_fields(exc), "type": "error", "sequence_number": sequence.last_number + 1})
 
-    reader = AnswerReader(context_of(request), job.id, record)
+    reader = AnswerReader(context_of(request).models, job.id, record)
     return await EventStream.open(
         _events(sequence, reader, pieces),
         comment=partial(describe_wait, job),

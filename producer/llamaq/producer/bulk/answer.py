@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -36,25 +37,29 @@ def error_of(outcome: Result | Exception) -> LlamaqError | None:
     raise outcome
 
 
-def answer_line(run: RunParameters, row: Row, result: Result, *, queue: str, now_s: int) -> bytes:
-    """Return the output line of a row with a result.
+async def answer_line(run: RunParameters, row: Row, results: Sequence[Result], *, queue: str, now_s: int) -> bytes:
+    """Return the output line of a row with results.
 
     Args:
         run: The run.
         row: The row.
-        result: The result of its job.
+        results: The result of each of its jobs.
         queue: The queue, whose name stands for the model if the row names none.
         now_s: The time in seconds since the epoch.
+
+    Raises:
+        LlamaqError: The answer needs a worker, and none has replied; or the results do not fit the request.
     """
+    result = results[0]
     if row.form == "openai":
         if row.body_of is not None:
-            body = row.body_of(result)
+            body = await row.body_of(results)
         else:
             body = completion_object(row.endpoint, result, model=row.model or queue, created_s=now_s)
         response = {"status_code": int(HTTPStatus.OK), "request_id": result.job_id, "body": body}
         return _encode({**_batch_start(run, row), "response": response, "error": None})
     answer: dict[str, Any] = {"line": row.number, "id": row.row_id, "text": result.text}
-    if "tokens" in row.values:
+    if "tokens" in row.jobs[0]:
         answer["tokens"] = list(result.tokens)
     if result.embeddings is not None:
         answer["embeddings"] = [each.vectors if each.n_rows > 1 else each.vector for each in result.embeddings]

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
 from redis.exceptions import RedisError
 
+from llamaq.common.backoff import Backoff
 from llamaq.common.cancel_tasks import cancel_tasks
-from llamaq.common.errors import BulkRunRefused, IdempotencyConflict, InvalidRequest, JobFailed, NoWorker
-from llamaq.common.protocol.job_outcome import Result
+from llamaq.common.errors import (
+    BulkRunRefused,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobFailed,
+    LlamaqError,
+    NoWorker,
+    ResultTimeout,
+    SlotCommandRefused,
+)
+from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer.accepted_forms import translate
 from llamaq.producer.bulk.answer import answer_line, error_line, error_of
@@ -25,7 +38,11 @@ from llamaq.producer.bulk.row_store import RowStore
 from llamaq.producer.bulk.stored_results import delete_results, row_key
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
+from llamaq.producer.openai_format.response_body import usage_object
+from llamaq.producer.streaming.retried_reads import may_pass
 from llamaq.producer.submission import SEED_BITS, build_request
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """Longest time until a stop, a deadline or the end of the input is noticed."""
@@ -33,12 +50,50 @@ REPORT_S = 0.5
 """Time between two reports of the progress."""
 SILENCE_S = 5.0
 """After this time without the end of a row, the run looks whether a worker serves the queue."""
+LONGEST_PAUSE_S = 5.0
+"""Longest pause before a row is read again that needs a worker, while none replies."""
 ROWS_PER_YIELD = 50
 """After this many rows were read, other tasks of the event loop run."""
 
 OnProgress = Callable[[BulkProgress], object]
-ReadRow = Callable[[RunParameters, int, object], Row]
+ReadRow = Callable[[RunParameters, int, object], Awaitable[Row]]
 Decide = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def passes(error: Exception) -> bool:
+    """Return whether an error is not of the row, but of the workers or of Redis at this time."""
+    if isinstance(error, NoWorker | ResultTimeout | SlotCommandRefused):
+        return True
+    return isinstance(error, RedisError | OSError) and may_pass(error)
+
+
+@dataclass(slots=True, eq=False)
+class OpenRow:
+    """A row whose line is not written yet."""
+
+    row: Row
+    n_jobs: int
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    """The outcomes of its jobs so far, by their places in `row.jobs`."""
+
+    def results(self) -> list[Result]:
+        """Return the results of all jobs.
+
+        Raises:
+            LlamaqError: Why the row has failed.
+            Exception: An outcome is an error that is not of the row.
+        """
+        results: list[Result] = []
+        for _, outcome in sorted(self.outcomes.items()):
+            error = error_of(outcome)
+            if error is not None:
+                raise error
+            if isinstance(outcome, Result):
+                results.append(outcome)
+        return results
+
+
+Window = JobWindow[tuple[OpenRow, int]]
 
 
 class Execution:
@@ -60,7 +115,7 @@ class Execution:
             run: The parameters of the run.
             client: The client of the queue.
             rows: The rows of the run.
-            read: Returns the row of a record.
+            read: Returns the row of a record. It is called again later if it needs a worker and none has replied.
             decide: Returns the job options of a row, from those that the row and the run ask for. None: these.
             keeps_jobs: Whether jobs continue if the execution is interrupted, because another process continues the
                 run, also one of another version that submits other requests for the same rows. Otherwise they are
@@ -74,6 +129,8 @@ class Execution:
         self._keeps_jobs = keeps_jobs
         self._meter = Meter(run.run_id, time.monotonic, rows_total=rows.n_rows, rows_before=len(rows.finished))
         self._options = translate(run.options)
+        self._ended: deque[OpenRow] = deque()
+        """Rows whose jobs have ended, and whose lines are not written."""
 
     def __repr__(self) -> str:
         return f"<Execution {self._run.run_id} finished={len(self._rows.finished)} of {self._rows.n_rows}>"
@@ -88,7 +145,7 @@ class Execution:
         """
         n_slots = sum(worker.card.n_parallel for worker in await self._client.workers())
         size = self._run.window or default_size(n_slots)
-        async with JobWindow[Row](
+        async with Window(
             self._client.connection, size=size, rate=self._run.rate, replaces_conflicts=self._keeps_jobs
         ) as window:
             reading, stopping = asyncio.create_task(self._read_rows(window)), asyncio.create_task(stop.wait())
@@ -107,20 +164,19 @@ class Execution:
         return self._meter.report(state, rows_failed=self._rows.n_failed)
 
     async def _write_until_end(
-        self, window: JobWindow[Row], reading: asyncio.Task[Any], stopping: asyncio.Task[Any], on_progress: OnProgress
+        self, window: Window, reading: asyncio.Task[Any], stopping: asyncio.Task[Any], on_progress: OnProgress
     ) -> BulkState:
         """Write the outcomes of rows until the run ends, and report the progress."""
         report_s, ended_s = 0.0, time.monotonic()
         notice: str | None = None
         while (state := self._state(window, reading, stopping)) is BulkState.RUNNING:
-            outcomes = await window.outcomes(LOOK_S)
-            written = [(row.number, job_id) for row, outcome in outcomes if (job_id := self._write(row, outcome))]
+            n_outcomes = await self._collect(window)
+            written = await self._write_ended()
             await self._rows.flush()
-            window.release(len(outcomes))
             if written:
-                await delete_results(self._client.connection, self._run.run_id, written)
+                await delete_results(self._client.connection, written)
             now_s = time.monotonic()
-            if outcomes:
+            if n_outcomes or written:
                 ended_s, notice = now_s, None
             elif now_s - ended_s >= SILENCE_S:
                 ended_s, notice = now_s, await self._find_problem()
@@ -136,16 +192,50 @@ class Execution:
                 )
         return state
 
+    async def _collect(self, window: Window) -> int:
+        """Take outcomes from the window, and return how many. While rows wait to be written, no more are taken."""
+        if self._ended:
+            await asyncio.sleep(LOOK_S)
+            return 0
+        outcomes = await window.outcomes(LOOK_S)
+        for (open_row, index), outcome in outcomes:
+            open_row.outcomes[index] = outcome
+            if len(open_row.outcomes) == open_row.n_jobs:
+                self._ended.append(open_row)
+        window.release(len(outcomes))
+        return len(outcomes)
+
+    async def _write_ended(self) -> list[tuple[str, str]]:
+        """Write the lines of the rows whose jobs have ended. Return the idempotency keys and the ids of these jobs.
+
+        A row whose answer needs a worker, while none replies, is written later.
+        """
+        written: list[tuple[str, str]] = []
+        while self._ended:
+            open_row = self._ended[0]
+            try:
+                await self._write(open_row)
+            except (LlamaqError, RedisError, OSError) as exc:
+                if not passes(exc):
+                    raise
+                log.info("bulk.answer_delayed run=%s row=%d error=%s", self._run.run_id, open_row.row.number, exc)
+                break
+            self._ended.popleft()
+            for index, outcome in open_row.outcomes.items():
+                if isinstance(outcome, Result | JobFailed) and outcome.job_id:
+                    written.append((row_key(self._run.run_id, open_row.row.number, index), outcome.job_id))
+        return written
+
     async def _find_problem(self) -> str | None:
         """Return that no worker serves the queue. None: one does, or Redis does not answer."""
         with suppress(RedisError, OSError):
             return None if await self._client.workers() else str(NoWorker(self._client.queue))
         return None
 
-    def _state(self, window: JobWindow[Row], reading: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> BulkState:
+    def _state(self, window: Window, reading: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> BulkState:
         if reading.done():
             reading.result()
-            if not window.n_held:
+            if not window.n_held and not self._ended:
                 return BulkState.COMPLETED
         if stopping.done():
             return BulkState.STOPPED
@@ -155,58 +245,97 @@ class Execution:
             return BulkState.TOO_MANY_ERRORS
         return BulkState.RUNNING
 
-    def _write(self, row: Row, outcome: Outcome) -> str | None:
-        """Write the line of a row, and return the id of its job. None: it has none."""
-        if isinstance(outcome, IdempotencyConflict):
+    async def _write(self, open_row: OpenRow) -> None:
+        """Add the line of a row whose jobs have ended.
+
+        Raises:
+            LlamaqError: The answer needs a worker, and none has replied: the error `passes`.
+            RedisError: Redis refuses the commands.
+            BulkRunRefused: A job of another run has the idempotency key.
+        """
+        row = open_row.row
+        if any(isinstance(outcome, IdempotencyConflict) for outcome in open_row.outcomes.values()):
             raise BulkRunRefused(
                 f"run {self._run.run_id}: a job of this id has another request: use another run id, or another queue"
             )
-        error = error_of(outcome)
-        if error is not None:
-            self._rows.add_error(row.number, error_line(self._run, row, error))
-        elif isinstance(outcome, Result):
-            line = answer_line(self._run, row, outcome, queue=self._client.queue, now_s=int(time.time()))
-            self._rows.add_answer(row.number, line, outcome.stats)
-        self._meter.count(outcome.stats if isinstance(outcome, Result) else None)
-        return outcome.job_id if isinstance(outcome, Result | JobFailed) else None
+        stats: list[JobStats] = []
+        try:
+            results = open_row.results()
+            line = await answer_line(self._run, row, results, queue=self._client.queue, now_s=int(time.time()))
+        except LlamaqError as exc:
+            if passes(exc):
+                raise
+            self._rows.add_error(row.number, error_line(self._run, row, exc))
+        else:
+            stats = [result.stats for result in results]
+            self._rows.add_answer(row.number, line, usage_object(*stats, n=row.n_choices))
+        self._meter.count(stats)
 
-    async def _read_rows(self, window: JobWindow[Row]) -> None:
+    async def _read_rows(self, window: Window) -> None:
         """Read the input as the window has room, until its end."""
         count, max_line_bytes = 0, 4 * self._client.settings.max_request_bytes
         async for number, record in self._rows.records(max_line_bytes):
-            row = self._row_of(number, record)
-            await window.wait_for_room()
+            row = await self._row_of(number, record)
             try:
-                window.add(row, await self._build_request(row))
-            except InvalidRequest as exc:
-                window.add_outcome(row, InvalidRequest(f"line {row.number}: {exc}"))
+                requests = await self._build_requests(row)
+            except LlamaqError as exc:
+                await window.wait_for_room()
+                window.add_outcome((OpenRow(row, 1), 0), InvalidRequest(f"line {row.number}: {exc}"))
+            else:
+                open_row = OpenRow(row, len(requests))
+                for index, request in enumerate(requests):
+                    await window.wait_for_room()
+                    window.add((open_row, index), request)
             count += 1
             if count % ROWS_PER_YIELD == 0:
                 await asyncio.sleep(0)
 
-    def _row_of(self, number: int, record: object) -> Row:
+    async def _row_of(self, number: int, record: object) -> Row:
         if isinstance(record, InvalidRequest):
             return Row(number, form=self._run.form_of("plain"), error=record)
-        return self._read(self._run, number, record)
+        pauses = Backoff(LOOK_S, LONGEST_PAUSE_S)
+        while True:
+            try:
+                return await self._read(self._run, number, record)
+            except (LlamaqError, RedisError, OSError) as exc:
+                if not passes(exc):
+                    raise
+                log.info("bulk.row_delayed run=%s row=%d error=%s", self._run.run_id, number, exc)
+                await asyncio.sleep(pauses.next_delay_s())
 
-    async def _build_request(self, row: Row) -> JobRequest:
-        """Return the request of a row. A row without a seed has one that depends on the run and the row alone.
+    async def _build_requests(self, row: Row) -> list[JobRequest]:
+        """Return the requests of the jobs of a row.
 
         Raises:
-            InvalidRequest: The row is not a request.
+            LlamaqError: The row is not a request.
         """
         if row.error is not None:
             raise row.error
-        options: Any = {**self._options, **translate(row.values)}
+        return [
+            await self._build_request(row_key(self._run.run_id, row.number, index), values)
+            for index, values in enumerate(row.jobs)
+        ]
+
+    async def _build_request(self, key: str, values: dict[str, Any]) -> JobRequest:
+        """Return the request of a job. Without a seed, it has one that depends on the run, the row and the job alone.
+
+        Args:
+            key: The idempotency key of the job.
+            values: The arguments of `submit`.
+
+        Raises:
+            InvalidRequest: These are not valid.
+        """
+        options: Any = {**self._options, **translate(values)}
         if self._decide is not None:
             options = self._decide(options)
         options |= {
             "priority": self._run.priority,
             "stream": False,
-            "idempotency_key": row_key(self._run.run_id, row.number),
+            "idempotency_key": key,
         }
         request = await build_request(options)
         if request.has_random_seed:
-            digest = sha256(row_key(self._run.run_id, row.number).encode()).digest()
+            digest = sha256(key.encode()).digest()
             request = request.model_copy(update={"seed": int.from_bytes(digest[:8]) >> (64 - SEED_BITS)})
         return request

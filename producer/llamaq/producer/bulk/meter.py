@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.producer.bulk.bulk_run import BulkProgress, BulkState
@@ -29,13 +29,13 @@ class Meter:
     def __repr__(self) -> str:
         return f"<Meter rows={self._rows} tokens={self._generated_tokens}>"
 
-    def count(self, stats: JobStats | None) -> None:
-        """Count a row, with the measurements of its job if it had one."""
+    def count(self, stats: Sequence[JobStats]) -> None:
+        """Count a row, with the measurements of its jobs."""
         self._rows += 1
-        if stats is not None:
-            self._prompt_tokens += stats.prompt_tokens
-            self._cached_tokens += stats.prefix_cache_tokens
-            self._generated_tokens += stats.generated_tokens
+        for each in stats:
+            self._prompt_tokens += each.prompt_tokens
+            self._cached_tokens += each.prefix_cache_tokens
+            self._generated_tokens += each.generated_tokens
 
     def report(
         self, state: BulkState, *, rows_failed: int, rows_in_flight: int = 0, notice: str | None = None

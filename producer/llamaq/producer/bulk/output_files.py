@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import BulkRunRefused
-from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.producer.bulk.answer import row_number_of
 from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
 from llamaq.producer.bulk.bulk_run import BulkRun
@@ -156,7 +156,7 @@ class OutputFiles:
         except READ_ERRORS as exc:
             raise BulkRunRefused(f"{self._run.input} cannot be read: {exc}") from exc
 
-    def add_answer(self, number: int, line: bytes, _: JobStats) -> None:
+    def add_answer(self, number: int, line: bytes, _: Mapping[str, Any]) -> None:
         """Append the answer of a row."""
         self._answers.append(line)
         self.finished.add(number)

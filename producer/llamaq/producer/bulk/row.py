@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from llamaq.common.errors import InvalidRequest
+from llamaq.common.errors import InvalidRequest, LlamaqError
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.producer.bulk.bulk_run import RESERVED_OPTIONS, Form, RunParameters
 from llamaq.producer.openai_format.endpoints import Endpoint
@@ -27,15 +27,17 @@ class Row:
     """The endpoint of the OpenAI API that the answer is of, in OpenAI's form."""
     model: str | None = None
     """The model that the row names. None: it names none."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """The arguments of `submit`: the prompt and the job options of the row."""
-    body_of: Callable[[Result], dict[str, Any]] | None = None
+    jobs: Sequence[dict[str, Any]] = ()
+    """The arguments of `submit` for each job of the row: a prompt, and job options."""
+    n_choices: int = 1
+    """Number of jobs for each prompt. The jobs of one prompt follow each other in `jobs`."""
+    body_of: Callable[[Sequence[Result]], Awaitable[Any]] | None = None
     """Returns the body of the answer in OpenAI's form. None: it is a completion of `endpoint`."""
-    error: InvalidRequest | None = None
+    error: LlamaqError | None = None
     """Why the row has no request. None: it has one."""
 
 
-def read_row(run: RunParameters, number: int, record: object) -> Row:
+async def read_row(run: RunParameters, number: int, record: object) -> Row:
     """Return the row of a record. If the record is not a request, the row has the error.
 
     Args:
@@ -75,7 +77,7 @@ def _read_batch_line(run: RunParameters, row: Row, record: Mapping[str, Any]) ->
     asked = read_body(row.endpoint, body)
     if asked.is_echoed:
         raise InvalidRequest("echo: a bulk run does not support it; leave it out")
-    row.values = asked.values
+    row.jobs = [asked.values]
     row.model = run.model or asked.model
 
 
@@ -87,6 +89,7 @@ def _read_plain_line(row: Row, record: Mapping[str, Any]) -> None:
     refused = sorted(RESERVED_OPTIONS & record.keys())
     if refused:
         raise InvalidRequest(f"{refused[0]}: the run sets it for all rows")
-    row.values = {name: value for name, value in record.items() if name != "id" and value is not None}
-    if "messages" in row.values:
+    values = {name: value for name, value in record.items() if name != "id" and value is not None}
+    row.jobs = [values]
+    if "messages" in values:
         row.endpoint = Endpoint.CHAT

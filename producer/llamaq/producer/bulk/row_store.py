@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
 
-from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.producer.bulk.finished_rows import FinishedRows
 from llamaq.producer.bulk.input_file import Record
 
@@ -30,8 +29,14 @@ class RowStore(Protocol):
             BulkRunRefused: The input cannot be read.
         """
 
-    def add_answer(self, number: int, line: bytes, stats: JobStats) -> None:
-        """Add the line of a row with a result. `flush` stores it."""
+    def add_answer(self, number: int, line: bytes, usage: Mapping[str, Any]) -> None:
+        """Add the line of a row with a result. `flush` stores it.
+
+        Args:
+            number: The number of the row.
+            line: The line.
+            usage: The object `usage` of its jobs.
+        """
 
     def add_error(self, number: int, line: bytes) -> None:
         """Add the line of a row that has failed. `flush` stores it."""

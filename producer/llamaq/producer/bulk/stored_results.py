@@ -13,26 +13,25 @@ from llamaq.producer.queue_connection import QueueConnection
 log = logging.getLogger(__name__)
 
 
-def row_key(run_id: str, number: int) -> str:
-    """Return the idempotency key of the job of a row."""
-    return f"{run_id}:{number}"
+def row_key(run_id: str, number: int, index: int = 0) -> str:
+    """Return the idempotency key of a job of a row: `RUN_ID:ROW`, for its further jobs `RUN_ID:ROW.INDEX`."""
+    return f"{run_id}:{number}.{index}" if index else f"{run_id}:{number}"
 
 
-async def delete_results(connection: QueueConnection, run_id: str, rows: Sequence[tuple[int, str]]) -> None:
+async def delete_results(connection: QueueConnection, jobs: Sequence[tuple[str, str]]) -> None:
     """Delete jobs that have ended. If Redis does not answer, they stay until `result_ttl_s` is over.
 
     Args:
         connection: The client's connection.
-        run_id: The name of the run.
-        rows: For each job the number of its row, and its id.
+        jobs: For each job its idempotency key, and its id.
     """
     keys = connection.keys
     try:
         async with connection.redis.pipeline(transaction=False) as pipe:
-            for number, job_id in rows:
+            for key, job_id in jobs:
                 of_job, parsed = keys.of_job(job_id), JobId.parse(job_id)
-                record = keys.idempotency(parsed.queue, parsed.partition, row_key(run_id, number))
+                record = keys.idempotency(parsed.queue, parsed.partition, key)
                 pipe.unlink(of_job.job, of_job.events, record)
             await pipe.execute()
     except (RedisError, OSError) as exc:
-        log.info("bulk.results_not_deleted jobs=%d error=%s", len(rows), exc)
+        log.info("bulk.results_not_deleted jobs=%d error=%s", len(jobs), exc)

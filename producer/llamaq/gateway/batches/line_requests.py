@@ -1,0 +1,97 @@
+"""Turns the lines of a batch into rows of a bulk run: what a line asks for is prepared as at its endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.gateway.batches.record import BatchEndpoint
+from llamaq.gateway.http.errors import RequestRefused
+from llamaq.gateway.model_knowledge import ModelKnowledge
+from llamaq.gateway.prepared.completion import PreparedCompletion
+from llamaq.gateway.prepared.embedding import PreparedEmbedding
+from llamaq.gateway.prepared.prepared_request import PreparedRequest
+from llamaq.gateway.prepared.response import PreparedResponse, read_history
+from llamaq.gateway.responses.record import ResponseStore
+from llamaq.gateway.responses.request_body import read_response_body
+from llamaq.producer import AsyncClient
+from llamaq.producer.bulk.bulk_run import RunParameters
+from llamaq.producer.bulk.row import Row
+from llamaq.producer.openai_format.endpoints import Endpoint
+
+
+class LineRequests:
+    """Reads the lines of one batch."""
+
+    def __init__(
+        self,
+        endpoint: BatchEndpoint,
+        models: ModelKnowledge,
+        client: AsyncClient,
+        responses: ResponseStore,
+        owner: str | None,
+    ) -> None:
+        """Prepare to read.
+
+        Args:
+            endpoint: The endpoint of all lines.
+            models: What is known about the models.
+            client: The client of the queue.
+            responses: The stored responses, which a line may continue.
+            owner: Name of the API key of the batch. None: the server requires none.
+        """
+        self._endpoint = endpoint
+        self._models = models
+        self._client = client
+        self._responses = responses
+        self._owner = owner
+
+    def __repr__(self) -> str:
+        return f"<LineRequests {self._endpoint} queue={self._client.queue}>"
+
+    async def read(self, run: RunParameters, number: int, record: object) -> Row:
+        """Return the row of a line. If the line is not a request, the row has the error.
+
+        Args:
+            run: The run of the batch.
+            number: The number of the line.
+            record: The decoded JSON of the line.
+
+        Raises:
+            LlamaqError: The line needs a worker, and none has replied.
+        """
+        row = unread_row(run, number, record)
+        try:
+            asked = await self._prepare(record)
+        except (InvalidRequest, RequestRefused) as exc:
+            row.error = exc
+            return row
+        row.jobs, row.n_choices, row.body_of = asked.jobs, asked.n_choices, asked.answer
+        return row
+
+    async def _prepare(self, record: object) -> PreparedRequest:
+        fields = record.get("body") if isinstance(record, Mapping) else None
+        if not isinstance(fields, Mapping):
+            raise InvalidRequest("body: an object is required")
+        match self._endpoint:
+            case BatchEndpoint.EMBEDDINGS:
+                return await PreparedEmbedding.read(self._models.queues, self._client, fields)
+            case BatchEndpoint.RESPONSES:
+                return await self._prepare_response(fields)
+            case _:
+                return await PreparedCompletion.read(self._models, self._client, Endpoint(self._endpoint), fields)
+
+    async def _prepare_response(self, fields: Mapping[str, Any]) -> PreparedResponse:
+        """Return the request of a line. Its response is in the output of the batch, and is stored nowhere else."""
+        asked = read_response_body(fields)
+        body = replace(asked, is_stored=False, is_background=False, shown=asked.shown | {"store": False})
+        history = await read_history(self._responses, self._models.queues, body.previous_id, self._owner)
+        return await PreparedResponse.read(self._models, self._client, body, history, self._owner)
+
+
+def unread_row(run: RunParameters, number: int, record: object) -> Row:
+    """Return the row of a line with the id of the line alone."""
+    row_id = record.get("custom_id") if isinstance(record, Mapping) else None
+    return Row(number, form=run.form_of("openai"), row_id=row_id)

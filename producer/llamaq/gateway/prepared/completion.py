@@ -1,0 +1,113 @@
+"""Chat completions and completions: OpenAI's requests that generate text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Self
+
+from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.gateway.model_knowledge import ModelKnowledge
+from llamaq.gateway.prompt_texts import with_tokens
+from llamaq.producer import AsyncClient, Result
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, AnswerSplitter
+from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.openai_format.logprobs import logprobs_object, tokens_of
+from llamaq.producer.openai_format.request_body import GenerationBody, read_body
+from llamaq.producer.openai_format.response_body import completion_object, timings_object
+from llamaq.producer.openai_format.tools import form_options, message_of
+
+FINGERPRINT = f"build-llamaq-{version('llamaq')}"
+"""The `system_fingerprint` of answers. As with llama-server, it begins with a `b`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCompletion:
+    """A request of `/v1/chat/completions` or `/v1/completions`."""
+
+    models: ModelKnowledge
+    client: AsyncClient
+    """The client of the queue."""
+    body: GenerationBody
+    form: AnswerForm
+    """How the answers are written."""
+    echoed: Sequence[str]
+    """For each choice, the prompt that its text begins with. Empty: the texts begin with no prompt."""
+    jobs: Sequence[dict[str, Any]]
+    """The arguments of `submit` for each choice."""
+
+    @classmethod
+    async def read(
+        cls, models: ModelKnowledge, client: AsyncClient, endpoint: Endpoint, fields: Mapping[str, Any]
+    ) -> Self:
+        """Return what the body of a request asks for.
+
+        Args:
+            models: What is known about the models.
+            client: The client of the queue.
+            endpoint: The endpoint that the body is for.
+            fields: The decoded JSON object.
+
+        Raises:
+            InvalidRequest: A field is not valid. The message names it.
+            LlamaqError: The request needs a worker, and none has replied.
+        """
+        body = read_body(endpoint, await with_tokens(client, fields))
+        echoed = await _read_echoed(client, body)
+        form = CONTENT_ALONE
+        if endpoint is Endpoint.CHAT:
+            may_reason = fields.get("reasoning_format") != "none"
+            form = await models.forms.of(client, body.jobs[0], may_reason=may_reason)
+        more = form_options(form, body.tool_choice, body.jobs[0])
+        return cls(models, client, body, form, echoed, [job | more for job in body.jobs])
+
+    @property
+    def model(self) -> str:
+        """The name of the model that the answer shows."""
+        return self.body.model or self.client.queue
+
+    @property
+    def n_choices(self) -> int:
+        """Number of choices for each prompt."""
+        return self.body.n
+
+    def splitters(self) -> list[AnswerSplitter]:
+        """Return a new splitter for each choice. Empty: the choices are content alone."""
+        return [splitter for _ in self.jobs if (splitter := self.form.splitter()) is not None]
+
+    async def logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0
+    ) -> dict[str, Any]:
+        """Return the object `logprobs` of some tokens, `offset` characters after the beginning of the text."""
+        pieces = await self.models.pieces.of(self.client, tokens_of(tokens, logprobs))
+        return logprobs_object(self.body.endpoint, tokens, logprobs, pieces, offset)
+
+    async def answer(self, results: Sequence[Result]) -> dict[str, Any]:
+        """Return the whole answer."""
+        logprobs = [
+            await self.logprobs(result.tokens, result.logprobs) for result in results if result.logprobs is not None
+        ]
+        messages = [
+            message_of([*splitter.feed(result.text), *splitter.finish()], result.job_id)
+            for splitter, result in zip(self.splitters(), results, strict=False)
+        ]
+        answer = completion_object(
+            self.body.endpoint,
+            *results,
+            model=self.model,
+            created_s=int(time.time()),
+            n=self.body.n,
+            echoed=self.echoed,
+            logprobs=logprobs,
+            messages=messages,
+        )
+        return answer | {"system_fingerprint": FINGERPRINT, "timings": timings_object(results[0].stats)}
+
+
+async def _read_echoed(client: AsyncClient, body: GenerationBody) -> list[str]:
+    """Return the prompts as texts, if the answer begins with them."""
+    if not body.is_echoed:
+        return []
+    return [job["prompt"] if "prompt" in job else await client.detokenize(job["tokens"]) for job in body.jobs]
