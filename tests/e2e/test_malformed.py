@@ -156,7 +156,6 @@ BAD_PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("valid Unicode", {"prompt": "half of a pair: \ud800"}),
     ("max_request_bytes", {"prompt": "x" * (5 * 1024 * 1024)}),
     ("grammar", {"prompt": "a", "grammar": "x", "json_schema": {}}),
-    ("ignore_eos", {"prompt": "a", "grammar": "x", "ignore_eos": True}),
     ("grammar", {"prompt": "a", "grammar": "x" * 70_000}),
 ]
 

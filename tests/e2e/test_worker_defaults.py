@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
-from llamaq.producer import InvalidRequest, JobFailed
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -25,5 +21,5 @@ def test_a_job_without_seed_and_grammar_gets_those_of_its_worker(start_worker: S
         assert client.generate("x", grammar='answer ::= "perhaps"').text == "perhaps"
         assert client.generate("x", json_schema={"const": 5}).text == "5"
         assert len(client.generate("x", grammar="", ignore_eos=True, max_tokens=20).tokens) == 20
-        with pytest.raises((JobFailed, InvalidRequest), match="set grammar to an empty text"):
-            client.generate("x", ignore_eos=True)
+        complete = client.generate("x", ignore_eos=True)
+        assert (complete.text in ("yes", "no"), complete.finish_reason) == (True, "stop")

@@ -120,6 +120,27 @@ def test_a_grammar_that_allows_only_the_end_draws_an_end_token(vocab: Vocab) -> 
     assert generate(vocab, constraint_of(vocab, 'root ::= ""'), SamplingDefaults()) == []
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_a_complete_grammar_ends_although_end_tokens_are_masked(vocab: Vocab, temperature: float, top_k: int) -> None:
+    params = SamplingDefaults(temperature=temperature, top_k=top_k)
+    grammar = constraint_of(vocab, 'root ::= "a"{5,5}')
+    sampler = LogitSampler(params, seed=1, grammar=grammar, masked_tokens=vocab.end_tokens)
+    history: list[int] = []
+    while not history or history[-1] not in vocab.end_tokens:
+        history.append(sampler.sample(np.zeros(vocab.n_tokens, np.float32), history, 0))
+    assert vocab.decode(history[:-1]) == "aaaaa"
+
+
+def test_a_grammar_that_is_not_complete_and_has_no_token_left_fails_the_job(vocab: Vocab) -> None:
+    letters = [token for token in range(vocab.n_tokens) if b"a" in vocab.piece(token)]
+    grammar = constraint_of(vocab, 'root ::= "aa"')
+    sampler = LogitSampler(SamplingDefaults(), seed=1, grammar=grammar, masked_tokens=[*letters, *vocab.end_tokens])
+    with pytest.raises(JobRejected) as refused:
+        sampler.sample(np.zeros(vocab.n_tokens, np.float32), [], 0)
+    assert refused.value.code == ErrorCode.GRAMMAR_EXHAUSTED
+
+
 def test_a_token_that_the_grammar_does_not_allow_is_never_accepted(vocab: Vocab) -> None:
     grammar = constraint_of(vocab, 'root ::= "ab"')
     with pytest.raises(JobRejected) as refused:

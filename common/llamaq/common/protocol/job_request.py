@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError, WrapValidator, model_validator
 
-from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.chat import Message, TemplateParams
 from llamaq.common.protocol.embedding import EmbeddingTask, JobKind
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
@@ -140,8 +139,8 @@ class JobParams(TemplateParams, SamplingParams):
     )
     ignore_eos: bool = Field(
         False,
-        description="Mask every end-of-generation token, so that the job continues to `max_tokens`, or until its grammar "
-        "allows no other token.",
+        description="Mask every end-of-generation token, so that the job continues to `max_tokens`, or until its "
+        "grammar allows no other token.",
     )
     special: bool = Field(
         False,

@@ -39,6 +39,7 @@ class ConstraintTokenizer:
     def __init__(self, vocab: Vocab) -> None:
         tokens = _Tokens(vocab)
         self.n_tokens = vocab.n_tokens
+        self.end_tokens = vocab.end_tokens
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(tokens), n_vocab=vocab.n_tokens, eos_token=sorted(vocab.end_tokens) or None
         )
@@ -107,6 +108,11 @@ class TokenConstraint:
         if self._mask is None:
             self._mask = self._compute_mask()
         return self._mask
+
+    def end_token(self) -> int | None:
+        """Return an end token that is allowed next. None: the grammar cannot end here."""
+        mask = self.allowed_mask()
+        return next((token for token in sorted(self._tokenizer.end_tokens) if mask[token]), None)
 
     def _compute_mask(self) -> npt.NDArray[np.bool_]:
         bits = self._bounded(self._matcher.compute_bitmask)

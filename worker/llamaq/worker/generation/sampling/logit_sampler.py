@@ -35,7 +35,8 @@ class LogitSampler:
         params: The sampling parameters.
         seed: The seed of the draws.
         logit_bias: Maps token ids to the values that are added to their logits.
-        masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`.
+        masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`. Only where the grammar is
+            complete, so that no other token is left, a masked end token is drawn.
         grammar: Restricts the tokens.
         n_logprobs: Number of alternatives in `logprobs`. None: `logprobs` is always None.
         breakers: The sequence breakers of DRY.
@@ -92,8 +93,21 @@ class LogitSampler:
         n_vocab, position = logits.size, len(history) - n_prompt
         candidates = self._penalized(logits, history, n_prompt)
         if self._is_greedy:
-            return _best_token(candidates)
-        return self._draw(self._filtered(candidates, history, position), position, n_vocab)
+            token = _best_token(candidates)
+            return self._end_token() if token is None else token
+        candidates = self._filtered(candidates, history, position)
+        return self._draw(candidates, position, n_vocab) if len(candidates) else self._end_token()
+
+    def _end_token(self) -> int:
+        """Return a masked end token, because no other token is left and the output may end here: it is complete.
+
+        Raises:
+            JobRejected: There is no grammar, or it does not allow the end yet.
+        """
+        token = None if self._grammar is None else self._grammar.end_token()
+        if token is None:
+            raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
+        return token
 
     def _penalized(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
         """Apply bias, masks, grammar, and the penalties at the beginning of the chain. Changes `logits`."""
@@ -104,9 +118,11 @@ class LogitSampler:
         return candidates
 
     def _filtered(self, candidates: Candidates, history: Sequence[int], position: int) -> Candidates:
-        """Apply the rest of the chain."""
+        """Apply the rest of the chain. Returns no candidate if all are masked."""
         candidates = self._reduce(candidates, history, position)
-        _check(candidates)
+        if not len(candidates):
+            return candidates
+        _check_finite(float(candidates.max_logit))
         for apply in self._filters:
             candidates = apply(candidates, history, position)
         return candidates
@@ -156,23 +172,14 @@ def _drop_masked(candidates: Candidates, _history: Sequence[int], _position: int
     return candidates.without_masked()
 
 
-def _best_token(candidates: Candidates) -> int:
-    """Return the token with the largest logit."""
+def _best_token(candidates: Candidates) -> int | None:
+    """Return the token with the largest logit. None: there is no candidate, or all are masked."""
     if not len(candidates):
-        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
+        return None
     index = int(candidates.logits.argmax())
     largest = float(candidates.logits[index])
     _check_finite(largest)
-    if largest == -inf:
-        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
-    return candidates.token_at(index)
-
-
-def _check(candidates: Candidates) -> None:
-    """Raise `JobRejected` if there is no candidate, or if the largest logit is not a finite number."""
-    if not len(candidates):
-        raise JobRejected(ErrorCode.GRAMMAR_EXHAUSTED, NO_TOKEN_LEFT)
-    _check_finite(float(candidates.max_logit))
+    return None if largest == -inf else candidates.token_at(index)
 
 
 def _check_finite(largest: float) -> None:
