@@ -1,4 +1,4 @@
-"""The bytes of tokens. Only a worker has the vocabulary, so it is asked once for each token."""
+"""The bytes of tokens. Only workers have the vocabulary, so a worker is asked once for each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_VOCABULARIES = 16
 
 
 class TokenPieces:
-    """The bytes of the tokens that were asked for so far, by vocabulary."""
+    """The bytes of all tokens that workers were asked for so far, for each vocabulary."""
 
     def __init__(self, queues: QueueDirectory) -> None:
         self._queues = queues
@@ -21,7 +21,7 @@ class TokenPieces:
         return f"<TokenPieces { {name: len(pieces) for name, pieces in self._known.items()} }>"
 
     async def of(self, client: AsyncClient, tokens: set[int]) -> dict[int, bytes]:
-        """Return a map that has the bytes of these tokens of a queue's model, and perhaps of others.
+        """Return the bytes of tokens of a queue's model, by token id. The map may contain further tokens.
 
         Raises:
             LlamaqError: No worker of the queue has answered.

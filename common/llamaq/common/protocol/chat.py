@@ -24,7 +24,7 @@ class FunctionCall(StrictModel):
 
     name: str = Field(min_length=1, max_length=256, description="Name of the function.")
     arguments: str | dict[str, JsonValue] = Field(
-        description="The arguments: an object, or its JSON text. A JSON text of an object is an object in the template."
+        description="The arguments: an object, or its JSON text. Chat templates get the object in both cases."
     )
 
 

@@ -145,8 +145,8 @@ class Scripts:
             request: The request.
             payload: The same request, encoded.
             result_ttl_s: How long Redis stores the result after the end of the job, in seconds.
-            event_ttl_s: How long Redis stores the events after the end of the job, in seconds. The result does not need
-                them.
+            event_ttl_s: How long Redis stores the events after the end of the job, in seconds. 0: they are deleted at
+                the end. The result is complete without them.
             partitions: Number of partitions of the queue, which the script compares with that of the workers. 0: not
                 known.
         """
@@ -296,8 +296,8 @@ class Scripts:
             stream: The job stream.
             count: Number of entries to take at most.
             lease_ms: How long the caller keeps an entry without a renewal, in milliseconds.
-            trusted_until_ms: Time of the server until which leases that look expired are expired, in milliseconds since
-                the epoch. After this time, only requeued entries are taken.
+            trusted_until_ms: Time of the server in milliseconds since the epoch. Until then, entries whose lease looks
+                expired are taken. Later, only requeued entries are taken.
         """
         reply = await self._reclaim(keys=[stream], args=[GROUP, count, lease_ms, trusted_until_ms])
         return [_entry(entry) for entry in reply]
@@ -419,8 +419,9 @@ class Scripts:
             terminal_write: The terminal event, and the output.
 
         Returns:
-            Whether the job has ended now. False: a newer attempt exists, or the job had already ended. A number: the
-            count of tokens in Redis, at which `last` does not begin. The job has not ended: send the tokens after it.
+            True: the job has ended now. False: a newer attempt exists, or the job had already ended. A number: the job
+            has not ended, because Redis stores only this many tokens of it, and `last` does not begin there. Call again
+            with all tokens after these.
         """
         keys = self._keys.of_job(last.job_id)
         job_id = JobId.parse(last.job_id)
@@ -449,7 +450,7 @@ class Scripts:
         return int(reply) if isinstance(reply, int) else bool(reply == b"ok")
 
     async def read_end(self, job_id: str, attempt: int, worker: str) -> StoredEnd | None:
-        """Return how a job has ended that a worker had claimed, and that perhaps a client has ended.
+        """Return how a claimed job has ended. For example, a client may have ended it while its worker had it.
 
         Args:
             job_id: Id of the job.
@@ -521,7 +522,7 @@ class Scripts:
     async def retry(
         self, worker: str, last: Increment, error: Failed, *, first_delay_s: float, max_delay_s: float, share: float
     ) -> int | None:
-        """Retry a job later whose attempt failed. All its tokens are stored already.
+        """Schedule a retry of a job whose attempt failed. All tokens of the job are stored already.
 
         Args:
             worker: Id of the worker that ran the attempt.

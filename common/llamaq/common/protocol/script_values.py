@@ -21,7 +21,7 @@ FlushCode = Literal["ok", "cancel", "lost"]
 CancelCode = Literal["gone", "done", "cancelled", "requested", "running"]
 """The effect of a call of `cancel`; cancel.lua explains the values."""
 ExpireCode = Literal["none", "ended", "given"]
-"""What a call of `expire` has done with a job; expire.lua explains the values."""
+"""The effect of a call of `expire`; expire.lua explains the values."""
 PriorityCode = Literal["gone", "done", "running", "changed"]
 """The effect of a call of `set_priority`; set_priority.lua explains the values."""
 CrashVerdict = Literal["ok", "suspect", "dead", "stale"]
@@ -56,7 +56,7 @@ class SubmitRefused:
 
 @dataclass(frozen=True, slots=True)
 class OtherPartitions:
-    """The reply to a submit of a client whose number of partitions is not that of the queue.
+    """The reply to a submit if client and queue have different numbers of partitions.
 
     Attributes:
         partitions: Number of partitions of the queue.
@@ -245,7 +245,7 @@ class DueJobs:
 
     Attributes:
         now_ms: The time of the server in milliseconds since the epoch.
-        n_given: Number of jobs that have their entry now.
+        n_given: Number of due jobs that got their entry in the job stream from this call.
         expired: Ids of jobs whose deadline has passed. `expire` ends them.
     """
 

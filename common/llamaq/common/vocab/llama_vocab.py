@@ -116,8 +116,8 @@ class Vocab:
     def encode_whole(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Return the tokens of a whole text, between the special tokens that the model asks for, such as CLS and SEP.
 
-        A model for embeddings reads a text so. Where the text contains the text of a special token, the result contains
-        this token.
+        Embedding models get their texts in this form. Where the text contains the text of a special token, the result
+        contains this token.
 
         Args:
             text: The text.
@@ -226,8 +226,9 @@ class Vocab:
             found_special |= bool(spans)
             hidden.append(self._hide(message, spans, placeholders))
         rendered = self.render_chat(hidden, options)
-        # Without a special text in a content, placeholders hide only edges of contents. If the chat rendered without
-        # placeholders has no additional special text, then no edge became part of one: tokenize the whole chat.
+        # If no content has a special text, placeholders stand only for the beginnings and ends of contents. If the chat
+        # without placeholders has no additional special text, no beginning or end is part of one. Then the placeholders
+        # are not needed.
         if placeholders.originals and not found_special:
             plain = self.render_chat(messages, options)
             if len(self.special_tokens.find(plain)) == len(self.special_tokens.find(rendered)):

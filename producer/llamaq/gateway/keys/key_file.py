@@ -1,4 +1,4 @@
-"""API keys in a file, which a deployment can contain, because it has the hashes of the keys alone."""
+"""API keys in a file. The file contains only hashes of the keys, so a deployment can contain the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_keys(path: Path) -> dict[str, KeyRecord]:
     """Return the keys of a file by the SHA-256 of each.
 
     Raises:
-        InvalidSettings: It is no file of `llamaq keys add --file`.
+        InvalidSettings: `llamaq keys add --file` has not written this file, or it cannot be read.
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -42,7 +42,7 @@ def add_key(path: Path, **fields: Any) -> str:
 
     Raises:
         InvalidRequest: A field is not valid, or there is a key of this name.
-        InvalidSettings: The file is no file of keys.
+        InvalidSettings: The existing file is not a file of keys.
     """
     records = read_keys(path) if path.exists() else {}
     secret, record = new_key(**fields)
@@ -62,7 +62,7 @@ class KeyFile:
         """Read the file.
 
         Raises:
-            InvalidSettings: It is no file of keys.
+            InvalidSettings: The file is not a file of keys, or it cannot be read.
         """
         self._path = path
         self._read = self._version()
@@ -72,7 +72,7 @@ class KeyFile:
         return f"<KeyFile {self._path} keys={len(self._records)}>"
 
     def records(self) -> dict[str, KeyRecord]:
-        """Return the keys by their hashes. If the file is damaged now, those of before."""
+        """Return the keys by their hashes. If the file is damaged now, return the keys that were read before."""
         version = self._version()
         if version != self._read:
             self._read = version

@@ -20,7 +20,7 @@ from llamaq.producer.queries import text_commands
 
 
 async def tokenize(request: Request) -> Response:
-    """Return tokens: of llama-server's `content`, or of vLLM's `prompt` or `messages`."""
+    """Return the tokens of the field `content` (llama-server), or of `prompt` or `messages` (vLLM)."""
     body, client = await _read(request)
     content = body.get("content")
     if content is not None:
@@ -31,7 +31,7 @@ async def tokenize(request: Request) -> Response:
         add_special = read_flag({"add_special_tokens": True, **body}, "add_special_tokens")
         reply = await _ask(client, TextAction.TOKENIZE, text=body["prompt"], add_special=add_special)
     else:
-        raise invalid("content: a text is required; or prompt, a text; or messages", "content")
+        raise invalid("one of the fields is required: content (a text), prompt (a text) or messages", "content")
     workers = (await context_of(request).queues.served()).get(client.queue, ())
     context = min((worker.card.n_ctx for worker in workers), default=None)
     return json_response({"tokens": reply.tokens, "count": len(reply.tokens), "max_model_len": context})

@@ -22,23 +22,23 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class SubmittedJobs(Generic[T]):
-    """What became of the requests."""
+    """The requests of one call of `submit_jobs`, by their outcome."""
 
     accepted: list[WindowJob[T]] = field(default_factory=list)
-    """Requests whose jobs are in the queue. They have their handles."""
+    """Requests whose jobs are in the queue. Their field `handle` is set."""
     refused: list[WindowJob[T]] = field(default_factory=list)
     """Requests that may be accepted later."""
     failed: list[tuple[WindowJob[T], LlamaqError]] = field(default_factory=list)
     """Requests that will never be accepted, and why."""
     problem: str | None = None
-    """Why requests were refused. None: none was."""
+    """Why requests were refused. None: no request was refused."""
 
 
 async def submit_jobs(connection: QueueConnection, jobs: Sequence[WindowJob[T]]) -> SubmittedJobs[T]:
-    """Submit requests, each on its own. A second submit of a refused request never creates a second job.
+    """Submit requests. Each is accepted or refused separately. A refused request can be submitted again.
 
     Raises:
-        InvalidSettings: The workers of the queue have another number of partitions.
+        InvalidSettings: The workers of the queue use another number of partitions than this client.
         RedisError: Redis refuses the commands.
     """
     submitted: SubmittedJobs[T] = SubmittedJobs()

@@ -1,4 +1,4 @@
-"""When the parts of an ended job began, on the wall clock."""
+"""The times at which an ended job was submitted, got its slots, had its first token and ended, on the wall clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llamaq.worker.engine_loop.telemetry import JobTimeline
 
 
 def timeline_of(times: JobTimes, stats: JobStats | None) -> JobTimeline:
-    """Return when the parts of a job began that has just ended.
+    """Return the times of a job that has just ended.
 
     Args:
         times: The times of the last attempt, on the monotonic clock.
@@ -19,7 +19,7 @@ def timeline_of(times: JobTimes, stats: JobStats | None) -> JobTimeline:
     now_s, monotonic_s = time.time(), time.monotonic()
 
     def at(seconds: float | None, more_ms: float | None = 0.0) -> float | None:
-        """Return a point in time on the wall clock, `more_ms` later."""
+        """Return the wall-clock time that is `more_ms` after a monotonic time. None: one of them is not known."""
         return None if seconds is None or more_ms is None else now_s - monotonic_s + seconds + more_ms / 1000
 
     duration_ms, ttft_ms = (None, None) if stats is None else (stats.duration_ms, stats.ttft_ms)
