@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Computes how many jobs may be submitted now. After a pause, at most the jobs of one second are allowed at once."""
+    """Computes how many jobs may be submitted now. After a pause, at most the jobs of one second may come at once."""
 
     def __init__(self, rate: float | None, clock: Callable[[], float]) -> None:
         """Start with one job.
