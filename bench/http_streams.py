@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -26,12 +26,17 @@ TEXT = b'"text":'
 N_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
+def _ignore() -> None:
+    """Do nothing at an arrival."""
+
+
 class StreamConnection(asyncio.Protocol):
     """A connection that reads one answer after the other."""
 
     def __init__(self) -> None:
         self._received = bytearray()
         self._timeline = Timeline(0.0)
+        self._on_arrival: Callable[[], object] = _ignore
         self._begun: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
@@ -46,6 +51,7 @@ class StreamConnection(asyncio.Protocol):
         if TEXT in data:
             self._timeline.arrivals_s.append(time.perf_counter())
             self._timeline.counts.append(0)
+            self._on_arrival()
             if self._begun is not None and not self._begun.done():
                 self._begun.set_result(None)
         if self._ended is not None and not self._ended.done() and LAST_EVENT in self._received[-len(data) - 64 :]:
@@ -76,8 +82,9 @@ class StreamConnection(asyncio.Protocol):
         if self._ended is not None:
             await self._ended
 
-    async def complete(self, prompt: list[int], n_out: int) -> Timeline:
-        """Send a request and read its answer of `n_out` tokens to the end."""
+    async def complete(self, prompt: list[int], n_out: int, on_arrival: Callable[[], object] = _ignore) -> Timeline:
+        """Send a request and read its answer of `n_out` tokens to the end. `on_arrival` is called at each arrival."""
+        self._on_arrival = on_arrival
         timeline = await self.begin(prompt, n_out)
         await self.end()
         found = N_TOKENS.findall(bytes(self._received))

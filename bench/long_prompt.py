@@ -14,33 +14,28 @@ in one tick together with the streams' decode tokens. A hook in the worker measu
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from harness import Figures, Plan, note, run, show, start_stack
-from job_timings import Timeline, median_of, spread
-from llamaq.producer import AsyncClient
-from workload import Prompts, follow, greedy
+from job_timings import median_of, spread
+from streams_beside_prompt import Load, Timelines, run_on_worker
+from workload import Prompts
 
 TICKS_FILE = "BENCH_TICKS_FILE"
 """Environment variable: the file to which the hook of a worker writes its ticks."""
 N_STREAMS = 3
-N_IN, N_OUT = 64, 160
+N_OUT = 160
 N_LONG, QUICK_N_LONG = 3000, 1000
 CHUNK_SIZE, QUICK_CHUNK_SIZE = 512, 128
 N_CTX = 8192
-STREAMED_BEFORE = 24
-"""Number of tokens that every stream has received when the long prompt is submitted."""
 TARGET = 1.5
 
 
@@ -51,49 +46,6 @@ def record(name: str, measurements: Mapping[str, Any]) -> None:
             file.write(json.dumps({"at_s": time.perf_counter(), **measurements}) + "\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The prompts that one worker gets in one round."""
-
-    streams: list[list[int]]
-    long_prompt: list[int]
-
-    @classmethod
-    def draw(cls, prompts: Prompts, n_long: int) -> Load:
-        return cls(prompts.several(N_STREAMS, N_IN), prompts.tokens(n_long))
-
-
-async def read_beside_streams(load: Load, client: AsyncClient) -> tuple[Timeline, list[Timeline]]:
-    """Run the streams, submit the long prompt when all of them have begun, and return the timelines of both."""
-    counts = [0] * len(load.streams)
-    all_stream = asyncio.Event()
-
-    def count(index: int, n_tokens: int) -> None:
-        counts[index] += n_tokens
-        if min(counts) >= STREAMED_BEFORE:
-            all_stream.set()
-
-    async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(follow(client, prompt, partial(count, index), **greedy(N_OUT)))
-            for index, prompt in enumerate(load.streams)
-        ]
-        await all_stream.wait()
-        long = await follow(client, load.long_prompt, **greedy(1))
-    return long, [task.result() for task in running]
-
-
-Gap = tuple[float, float]
-"""Times of two successive arrivals, in seconds."""
-
-
-def gaps_during(long: Timeline, streams: list[Timeline]) -> list[Gap]:
-    """Return those gaps of all streams that overlap the prefill of the long prompt in time."""
-    begin_s, end_s = long.submitted_s, long.arrivals_s[0]
-    pairs = (pair for stream in streams for pair in pairwise(stream.arrivals_s))
-    return [(before, after) for before, after in pairs if after > begin_s and before < end_s]
-
-
 def read_ticks(ticks_file: Path) -> list[dict[str, Any]]:
     """Return the ticks since the last call, and empty the file."""
     ticks = [json.loads(line) for line in ticks_file.read_text().splitlines()]
@@ -101,9 +53,9 @@ def read_ticks(ticks_file: Path) -> list[dict[str, Any]]:
     return ticks
 
 
-def summarize(long: Timeline, streams: list[Timeline], ticks: list[dict[str, Any]], full_chunk: int) -> dict[str, Any]:
+def summarize(timelines: Timelines, ticks: list[dict[str, Any]], full_chunk: int) -> dict[str, Any]:
     """Return the figures of one round; `full_chunk` is the number of prompt tokens in a tick with a full chunk."""
-    begin_s, end_s = max(gaps_during(long, streams), key=lambda gap: gap[1] - gap[0])
+    begin_s, end_s = max(timelines.gaps, key=lambda gap: gap[1] - gap[0])
     longest_ms = (end_s - begin_s) * 1000
     within_ms = max(tick["eval_ms"] for tick in ticks if begin_s < tick["at_s"] < end_s)
     chunk_tick = spread([tick["eval_ms"] for tick in ticks if _is_chunk_tick(tick, full_chunk)])
@@ -113,8 +65,8 @@ def summarize(long: Timeline, streams: list[Timeline], ticks: list[dict[str, Any
         "gap_per_own_tick": round(longest_ms / within_ms, 3),
         "gap_per_median_tick": round(longest_ms / chunk_tick["p50"], 3),
         "chunk_tick_ms": chunk_tick,
-        "ttft_long_ms": round(long.ttft_ms, 1),
-        "itl_ms": spread([gap for stream in streams for gap in stream.gaps_ms]),
+        "ttft_long_ms": round(timelines.long.ttft_ms, 1),
+        "itl_ms": spread([gap for stream in timelines.streams for gap in stream.gaps_ms]),
     }
 
 
@@ -140,10 +92,10 @@ def measure(plan: Plan) -> Figures:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in sizes}
         for index in range(plan.rounds + 1):
             for name, size in sizes.items():
-                load = Load.draw(prompts, n_long)
-                long, streams = stack.run(partial(read_beside_streams, load), name)
+                load = Load.draw(prompts, N_STREAMS, n_long, N_OUT)
+                timelines = stack.run(partial(run_on_worker, load), name)
                 full_chunk = min(size, n_batch - N_STREAMS, n_long)
-                figures = summarize(long, streams, read_ticks(ticks_file), full_chunk)
+                figures = summarize(timelines, read_ticks(ticks_file), full_chunk)
                 if index or plan.quick:  # the first round warms up
                     rounds[name].append(figures)
                     note(f"{name}: longest gap {figures['longest_gap_ms']} ms")
