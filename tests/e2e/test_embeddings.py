@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,13 +22,19 @@ from typer.testing import CliRunner
 from llamaq.cli.main import build_app
 from llamaq.common.errors import OtherKindOfQueue
 from llamaq.common.protocol.keys import Keys
-from llamaq.producer import Client, JobFailed, JobKind, JobState, Pooling
+from llamaq.common.protocol.text_commands import TextAction
+from llamaq.producer import AsyncClient, Client, JobFailed, JobKind, JobState, Pooling
+from llamaq.producer.queries import text_commands
 
 if TYPE_CHECKING:
+    import langchain_openai
     import openai
+    import tiktoken
     from tests.e2e.conftest import Await, ServedQueue, StartWorker
 else:
+    langchain_openai = lazy_import("langchain_openai")
     openai = lazy_import("openai")
+    tiktoken = lazy_import("tiktoken")
 
 NOISE = 2e-3
 """Bound on the difference between the same embedding from two batches: llama.cpp rounds otherwise in another batch."""
@@ -179,14 +187,20 @@ def test_jobs_of_a_killed_worker_are_computed_by_another_one(
 
 
 async def test_a_batch_has_the_embeddings_of_each_line(embedder: ServedQueue, demo: ServedQueue) -> None:
-    bodies: list[dict[str, Any]] = [{"input": TEXTS}, {"input": TEXTS[0], "dimensions": 4}, {"input": ["x"] * 33}]
+    bodies: list[dict[str, Any]] = [
+        {"input": TEXTS},
+        {"input": TEXTS[0], "dimensions": 4, "encoding_format": "base64"},
+        {"input": ["x"] * 33},
+        {"input": [1, "cat", 5]},
+        {"input": []},
+    ]
     lines = [
         {"custom_id": str(number), "url": "/v1/embeddings", "body": {"model": embedder.queue, **body}}
         for number, body in enumerate(bodies)
     ]
     other = {**lines[0], "body": {**bodies[0], "model": demo.queue}}
     async with connected(embedder) as http:
-        alone = (await http.post("/v1/embeddings", json=lines[0]["body"])).json()
+        direct = [(await http.post("/v1/embeddings", json=line["body"])).json() for line in lines]
         batches = []
         for content in (lines, [other]):
             files = {"file": ("in.jsonl", "".join(json.dumps(line) + "\n" for line in content).encode())}
@@ -199,16 +213,53 @@ async def test_a_batch_has_the_embeddings_of_each_line(embedder: ServedQueue, de
             batches.append(batch)
         done, refused = batches
         output = (await http.get(f"/v1/files/{done['output_file_id']}/content")).text
-        errors = (await http.get(f"/v1/files/{done['error_file_id']}/content")).text
-    bodies = [each["response"]["body"] for each in sorted(map(json.loads, output.splitlines()), key=custom_id_of)]
-    vectors = [[each["embedding"] for each in body["data"]] for body in bodies]
-    assert [len(each) for each in vectors] == [3, 1]
-    for vector, expected in zip(vectors[0], alone["data"], strict=True):
-        assert vector == pytest.approx(expected["embedding"], abs=NOISE)
-    assert len(vectors[1][0]) == 4
-    assert bodies[0]["usage"] == alone["usage"]
-    assert "at most 32 texts" in errors
+        error = (await http.get(f"/v1/files/{done['error_file_id']}/content")).json()
+    answers = [each["response"]["body"] for each in sorted(map(json.loads, output.splitlines()), key=custom_id_of)]
+    assert done["request_counts"] == {"total": 5, "completed": 4, "failed": 1}
+    for answer, expected in zip(answers, direct, strict=False):
+        for one, other_one in zip(answer.pop("data"), expected.pop("data"), strict=True):
+            assert (one["object"], one["index"]) == (other_one["object"], other_one["index"])
+            assert numbers_of(one["embedding"]) == pytest.approx(numbers_of(other_one["embedding"]), abs=NOISE)
+        assert answer == expected
+    assert done["usage"]["input_tokens"] == sum(each["usage"]["prompt_tokens"] for each in direct[:4])
+    assert error["custom_id"] == "4"
+    assert direct[4]["error"]["message"] in error["error"]["message"]
     assert (refused["status"], refused["errors"]["data"][0]["code"]) == ("failed", "wrong_model")
+
+
+def numbers_of(embedding: str | list[float]) -> list[float]:
+    """Return the numbers of an embedding that is a list or base64."""
+    return embedding if isinstance(embedding, list) else list(array("f", base64.b64decode(embedding)))
+
+
+async def test_langchain_gets_the_embeddings_of_its_texts_or_of_its_tokens(
+    embedder: ServedQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = await encoding_of(embedder)
+    monkeypatch.setattr("tiktoken.encoding_for_model", lambda _: encoding)  # those of OpenAI are downloaded
+    async with connected(embedder) as http:
+        options: Any = {"model": embedder.queue, "base_url": f"{http.base_url}/v1", "api_key": "none", "max_retries": 0}
+        options["http_async_client"] = http  # otherwise its connections are never closed
+        options["http_async_client"] = http  # otherwise its connections are never closed
+        by_text = langchain_openai.OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
+        by_tokens = langchain_openai.OpenAIEmbeddings(**options)
+        documents = [await each.aembed_documents(TEXTS) for each in (by_text, by_tokens)]
+        query = await by_text.aembed_query(TEXTS[0])
+    with embedder.client() as client:
+        expected = [client.embed(TEXTS), client.embed([encoding.encode(text) for text in TEXTS])]
+    for found, embeddings in zip(documents, expected, strict=True):
+        for vector, embedding in zip(found, embeddings, strict=True):
+            assert vector == pytest.approx(embedding.vector, abs=NOISE)
+    assert query == pytest.approx(documents[0][0], abs=NOISE)
+
+
+async def encoding_of(embedder: ServedQueue) -> tiktoken.Encoding:
+    """Return the vocabulary of a worker's model as an encoding of tiktoken."""
+    async with AsyncClient(embedder.url, embedder.queue) as client:
+        tokens = list(range(2048))
+        reply = await text_commands.ask(client.connection, TextAction.DETOKENIZE, None, tokens=tokens, with_pieces=True)
+    ranks = {bytes(piece): token for token, piece in zip(tokens, reply.pieces, strict=True) if piece}
+    return tiktoken.Encoding("demo", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={})
 
 
 def custom_id_of(line: dict[str, Any]) -> str:
