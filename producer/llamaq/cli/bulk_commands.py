@@ -38,7 +38,7 @@ def run_here(
     queue: Queue = None,
     require_worker: RequireWorker = None,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Compute the rows again that failed in an earlier call.")
+        bool, typer.Option("--retry-errors", help="Compute again the rows that failed in an earlier call.")
     ] = False,
     as_json: AsJson = False,
     *,

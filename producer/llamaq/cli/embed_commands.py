@@ -31,7 +31,7 @@ def embed(
     wait_s: WaitForJob = None,
     require_worker: RequireWorker = None,
     dimensions: Annotated[
-        int | None, typer.Option(min=1, help="Only this many first numbers of each embedding.")
+        int | None, typer.Option(min=1, help="How many numbers of each embedding to print.")
     ] = None,
 ) -> None:
     """Print the embedding of each text as a line of JSON, on a queue whose workers run with --embeddings."""

@@ -100,7 +100,7 @@ def submit(
     queue: Queue = None,
     require_worker: RequireWorker = None,
     durable: Annotated[
-        int, typer.Option(min=0, help="Number of replicas of Redis that must have the job, at most 2 s later.")
+        int, typer.Option(min=0, help="Wait, at most 2 s, until this many replicas of Redis have the job.")
     ] = 0,
     as_json: AsJson = False,
     *,

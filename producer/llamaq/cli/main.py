@@ -64,8 +64,8 @@ def build_app(called: str | None = None) -> typer.Typer:
     """Return the application.
 
     Args:
-        called: The name of the called command. Only if it is one of `WORKER_COMMANDS`, their module is imported and
-            their options are added.
+        called: The name of the called command. The module of the `WORKER_COMMANDS` is imported, and their options are
+            added, only if it is one of them.
     """
     app = typer.Typer(
         name="llamaq",

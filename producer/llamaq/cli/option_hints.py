@@ -1,4 +1,4 @@
-"""The hint after an unknown option: the option of this command that a name of another program means."""
+"""The hint after an unknown option: which option of this command has the same meaning as that of another program."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _read(values: dict[str, Any]) -> Any:
 
     Raises:
         InvalidRequest: An option is not valid.
-        BulkRunRefused: The description of the run that the output is of is damaged.
+        BulkRunRefused: The output belongs to a run whose description is damaged.
     """
     fields = {name: values.pop(name) for name in list(values) if name in _TYPES and values[name] is not None}
     fields |= {"input": values.pop("input_file").absolute(), "output": values.pop("output").absolute()}

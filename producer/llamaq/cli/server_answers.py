@@ -41,7 +41,7 @@ class ServerAnswers:
             timeout_s: Longest wait for an answer, or for its next piece.
 
         Raises:
-            InvalidRequest: The URL is not one.
+            InvalidRequest: `url` is not an HTTP URL.
         """
         if not url.startswith(("http://", "https://")):
             raise InvalidRequest(f"--server: {url[:100]!r} is not a URL such as http://localhost:8080")
@@ -76,7 +76,7 @@ class ServerAnswers:
         return self._whole(CHAT, *self._request(CHAT, options, messages=messages))
 
     def _request(self, endpoint: str, options: Options, **prompt: Any) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the body and the headers of a request. The names of job options are known to the server."""
+        """Return the body and the headers of a request. Servers accept job options under the names of llamaq."""
         body = {"max_tokens": JobParams.model_fields["max_tokens"].default, **self._model, **prompt, **options}
         key = body.pop("idempotency_key", None)
         if (priority := body.pop("priority", None)) is not None:
@@ -158,7 +158,7 @@ class ServerStream:
 
 
 def _check(answer: httpx.Response) -> None:
-    """Raise the error of an answer that is one."""
+    """Raise the error if the status of the answer is that of an error."""
     if not answer.is_success:
         raise _error_of(_decode(answer.text, or_empty=True), answer.status_code)
 

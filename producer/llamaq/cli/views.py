@@ -35,7 +35,7 @@ UNFINISHED = {
     FinishReason.CANCELLED: "the job was cancelled before its end",
     FinishReason.DEADLINE: "the job reached its time limit before its end",
 }
-"""For each finish reason that leaves the text incomplete, although its caller did not bound it: the notice."""
+"""For each finish reason of a text that is incomplete, and not because the caller limited its length: the notice."""
 
 
 def show_json(model: BaseModel) -> None:

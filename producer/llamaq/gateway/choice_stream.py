@@ -15,7 +15,7 @@ from llamaq.producer.openai_format.stream_chunks import StreamChunks
 from llamaq.producer.openai_format.tools import delta_of
 
 DescribeLogprobs = Callable[[Sequence[int], Sequence[TokenLogprobs], int], Awaitable[dict[str, Any]]]
-"""Returns the object `logprobs` of tokens, so many characters after the beginning of the text."""
+"""Returns the object `logprobs` of tokens. The number is their position in the text, in characters."""
 
 
 class ChoiceStream:
@@ -46,7 +46,7 @@ class ChoiceStream:
         self._splitter = splitter
         self._describe_logprobs = describe_logprobs
         self._text_event: TextEvent | None = None
-        """The chunk that has text only, which is most of them."""
+        """The chunk for new text without other fields. Most chunks have this form."""
         self._has_begun = False
         self._n_chars = 0
         """Number of generated characters so far."""

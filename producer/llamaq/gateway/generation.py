@@ -110,7 +110,7 @@ class Generation:
             await cancel_tasks(*following)
 
     async def _end_of(self, stream: AsyncStream) -> Result:
-        # A new handle, because that of the submit would wait for the end, which is known.
+        # A new handle reads the result at once. The handle of the submit would wait for the end of the job.
         return await self.client.job(stream.job.id).result()
 
     async def aclose(self) -> None:
@@ -136,7 +136,7 @@ def limited(request: JobRequest, max_tokens: int | None) -> JobRequest:
 
 
 def _ownership(idempotency_key: str | None, number: int) -> dict[str, Any]:
-    """Return the job options that say whom a job belongs to, for one of the jobs of a request."""
+    """Return the job options that decide whether a job ends with its request, for one of the jobs of a request."""
     if idempotency_key is None:
         return {"cancel_on_disconnect": True}
     return {"idempotency_key": f"{idempotency_key}:{number}"}

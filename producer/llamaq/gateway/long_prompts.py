@@ -1,4 +1,4 @@
-"""Tells how long a prompt is that does not fit into the context, as llama-server does."""
+"""Adds the length of the prompt to the error for a prompt that does not fit into the context, as llama-server does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which queue a request may use, and what its jobs are given by its API key."""
+"""Decides which queue a request may use, and which options its jobs get from its API key."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from llamaq.producer.queries.queue_snapshots import read_workers
 FRESH_S = 2.0
 """Workers that were read more recently are not read again."""
 FORGOTTEN_S = 7 * 24 * 3600.0
-"""A queue without a heartbeat for so long is not known any more."""
+"""A queue is forgotten when no worker has sent a heartbeat for this time."""
 
 Served = dict[str, tuple[Worker, ...]]
 
@@ -48,7 +48,7 @@ class QueueDirectory:
 
     @property
     def default(self) -> AsyncClient:
-        """A client for what concerns no certain queue."""
+        """A client for calls that do not depend on the queue."""
         return self._default
 
     async def aclose(self) -> None:

@@ -155,13 +155,14 @@ class Client(BlockingClient):
             for embedding in client.embed(["one text", "another"]):
                 print(embedding.vector)
 
-        The texts are computed in jobs of at most 32. A job of the call that has not ended is cancelled when the call
-        fails, times out or is interrupted, unless the call has an idempotency key.
+        Each job computes at most 32 texts. A job of the call that has not ended is cancelled when the call fails, times
+        out or is interrupted, unless the call has an idempotency key.
 
         Args:
             inputs: A text, a list of token ids, or a list of texts and lists of token ids. No token is added to token
                 ids.
-            dimensions: Only this many first numbers of each embedding, for models that were trained for it. None: all.
+            dimensions: How many numbers of each embedding are returned, from the first on, for models that were trained
+                for it. None: all.
             normalization: How embeddings are scaled. None: to the Euclidean length 1.
             timeout: Longest wait for the embeddings in seconds. None: the client's `timeout_s`.
             **options: Job options.
@@ -297,7 +298,7 @@ class Client(BlockingClient):
             QueueFull: The queue has `max_queue` waiting jobs.
             QueueDraining: The queue accepts no jobs until `resume`.
             RedisFull: Redis has reached its `maxmemory`.
-            NotDurable: Fewer than `durable` replicas have confirmed the job. It was submitted, as `job_id`.
+            NotDurable: Fewer than `durable` replicas have confirmed the job. The job was submitted; `job_id` is its id.
             ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have the job.
         """
         job = self._call(
@@ -321,10 +322,11 @@ class Client(BlockingClient):
             InvalidRequest: A job is not valid. The message begins with its index, such as `jobs[3]`. No job was
                 submitted.
             NoWorker: The client has `require_worker`, and no worker serves the queue. No job was submitted.
-            BatchIncomplete: Some jobs were refused, for example with `QueueFull`. `errors` and `job_ids` tell for each
-                job why, or its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if too few
-                replicas have confirmed these.
-            NotDurable: Fewer than `durable` replicas have confirmed the jobs. They were submitted, as `job_ids`.
+            BatchIncomplete: Some jobs were refused, for example with `QueueFull`. For each job, `errors` has the
+                reason, or `job_ids` has its id. The jobs with an id were submitted. `__cause__` is a `NotDurable` if
+                too few replicas have confirmed these.
+            NotDurable: Fewer than `durable` replicas have confirmed the jobs. The jobs were submitted; `job_ids` are
+                their ids.
             ResultTimeout: Redis has not answered within the client's `timeout_s`. It may have some of the jobs.
         """
         return tuple(
@@ -371,7 +373,7 @@ class Client(BlockingClient):
         self._call(lambda client: client.pause())
 
     def drain(self) -> None:
-        """Drain the queue: until `resume`, `submit` raises `QueueDraining`, and workers run the jobs that it has.
+        """Drain the queue: until `resume`, `submit` raises `QueueDraining`, and workers run the jobs in the queue.
 
         A queue is either paused or drained: draining a paused queue starts its jobs.
         """
@@ -438,7 +440,7 @@ class Client(BlockingClient):
             metadata: Only jobs whose metadata has these keys and values. A text also matches a number or boolean that
                 is written so.
             tenant: Only jobs of this tenant. None: all.
-            dry_run: Whether to cancel nothing.
+            dry_run: If true, cancel nothing, and return the matching jobs.
 
         Returns:
             The ids of the cancelled jobs. With `dry_run`, the ids of the matching jobs.

@@ -256,7 +256,7 @@ class WorkerSettings(
 
     @property
     def job_defaults(self) -> JobDefaults:
-        """The defaults of jobs only."""
+        """The settings that are defaults of jobs, without the other settings."""
         return JobDefaults(**{name: getattr(self, name) for name in JobDefaults.model_fields})
 
 

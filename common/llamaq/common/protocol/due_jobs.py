@@ -24,8 +24,8 @@ async def end_expired(
 ) -> None:
     """End the jobs that `Scripts.due_jobs` has found.
 
-    An id that cannot be ended is dropped from the deadlines of the partition: another client wrote it, or the job's
-    keys.
+    If an id is not that of a valid job, because another client of Redis wrote it or overwrote the job, the id is
+    removed from the deadlines of the partition.
 
     Raises:
         RedisError: Redis is unreachable, or refused a write.

@@ -12,7 +12,7 @@ from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
 from llamaq.common.protocol.script_calls import source
 
 MAX_WAITING_SEARCHED = 10_000
-"""Number of waiting entries of one stream that are searched for jobs which wait for their first slot in a worker."""
+"""Largest number of entries of one stream that are examined to find jobs that wait for a first slot in a worker."""
 
 
 async def set_queue_mode(redis: Redis, keys: Keys, queue: str, partitions: int, mode: QueueMode) -> None:
@@ -26,7 +26,7 @@ async def set_queue_mode(redis: Redis, keys: Keys, queue: str, partitions: int, 
         mode: The mode.
 
     Raises:
-        RedisError: A partition did not answer. The others have the mode.
+        RedisError: A partition did not answer. The mode is set in the other partitions.
     """
     stored = await QueueConfig.read(redis, keys, queue, 0)
     set_mode = redis.register_script(source("set_mode"))

@@ -61,15 +61,15 @@ _TOP_N_SIGMA = Field(
 _XTC_PROBABILITY = Field(
     ge=0,
     le=1,
-    description="Exclude top choices: probability that all tokens above `xtc_threshold` but the least probable of them "
-    "are dropped. 0 turns it off.",
+    description="Exclude top choices: with this probability, all tokens above `xtc_threshold` are dropped, except the "
+    "least probable of them. 0 turns it off.",
 )
 _XTC_THRESHOLD = Field(ge=0, le=1, description="Lowest probability of a top choice. Above 0.5 nothing is dropped.")
 _DYNATEMP_RANGE = Field(
     ge=0,
     le=100,
-    description="Dynamic temperature: between `temperature` minus and plus this range, by the entropy of the "
-    "candidates. 0 turns it off.",
+    description="Dynamic temperature: the temperature depends on the entropy of the candidates, and is between "
+    "`temperature` minus this range and `temperature` plus this range. 0 turns it off.",
 )
 _DYNATEMP_EXPONENT = Field(
     gt=0, le=100, description="Exponent of the normalized entropy, which determines the dynamic temperature."

@@ -19,8 +19,9 @@ class BoundedPool(ConnectionPool):
     When a connection attempt fails, all commands that wait for a connection fail too. Otherwise 1,000 commands to a
     server that does not answer would fail one group after another, each after its own connection timeout.
 
-    redis-py's `BlockingConnectionPool` is not used because a waiting command of it fails only when it gets a connection
-    itself, and because a cancelled waiter may lose the wake-up of another one (cpython issue 112202).
+    redis-py's `BlockingConnectionPool` is not used for two reasons. In it, a waiting command fails only after it has
+    got a connection of its own. And a waiting command that is cancelled may consume the wake-up of another one (cpython
+    issue 112202).
     """
 
     def __init__(self, **options: Any) -> None:

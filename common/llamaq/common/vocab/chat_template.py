@@ -65,7 +65,7 @@ def default_variables(now: datetime) -> dict[str, Any]:
 def _cut_after(rendered: str, content: str) -> str:
     """Return the rendered chat up to the end of the last message's content.
 
-    Templates often remove the white space around a content. Then the result ends without it, too.
+    Templates often remove the white space around a content. Then the result does not end with white space either.
     """
     core = content.strip()
     start = rendered.rfind(core) if core else -1

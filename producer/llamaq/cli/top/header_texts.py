@@ -33,7 +33,7 @@ def status_text(server: str, overview: Overview | None, error: str) -> str:
 
 
 def pages_text(page: Table, place: str, order: Order, text: str) -> Text:
-    """Return the titles of the pages. Then follow the place, the order and the filter of the shown page.
+    """Return the titles of the pages, and after them the place, the order and the filter of the shown page.
 
     Args:
         page: The shown page.

@@ -23,7 +23,7 @@ class SlotLine:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLine:
-    """A live worker. The measurements of ticks are means since its heartbeat before the last one."""
+    """A live worker. The measurements of ticks are means between its last two heartbeats."""
 
     queue: str
     worker: str
@@ -52,7 +52,8 @@ class WorkerLine:
 
 @dataclass(frozen=True, slots=True)
 class TenantLine:
-    """A tenant that has jobs in a queue. The tenant without a name has the jobs that were submitted without one."""
+    """A tenant that has jobs in a queue. Jobs that were submitted without a tenant have the tenant with an empty
+    name."""
 
     tenant: str
     waiting: int

@@ -53,7 +53,7 @@ class LiveQueues:
         self._scanned_s: float | None = None
 
     async def read(self, *, with_waiting: bool = False, with_dead: bool = False) -> Reading:
-        """Read all queues that have a job or a worker; queues that were named, in any case.
+        """Read the named queues, or if none are named, all queues that have a job or a worker.
 
         Args:
             with_waiting: Whether to read the oldest waiting jobs.

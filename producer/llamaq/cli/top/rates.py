@@ -76,7 +76,7 @@ def rates_between(before: Worker, after: Worker) -> WorkerRates:
 
 
 def finish_rate(recent: Sequence[RecentJob], now_ms: int) -> float | None:
-    """Return the number of jobs that end per second, from those that ended last, newest first.
+    """Return the number of jobs that end per second. `recent` has the jobs that ended last, newest first.
 
     The rate is the number of jobs within `FINISH_WINDOW_S` without the oldest one, divided by the time since the oldest
     one ended. While no job ends, the rate decreases. None: fewer than two jobs ended in this time.

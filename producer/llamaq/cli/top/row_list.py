@@ -91,7 +91,7 @@ class RowList(Widget, can_focus=True):
         return max(1, self.size.height - HEADER_LINES)
 
     def show(self, table: Table, lines: Sequence[Line], order: Order) -> None:
-        """Show these lines. The cursor stays on its line, wherever that is now, or else at its place."""
+        """Show these lines. The cursor follows its line. If that line is gone, the cursor keeps its position."""
         selected = self.selected
         if table is not self.table:
             selected, self._cursor, self._first = None, 0, 0

@@ -24,7 +24,8 @@ class Column:
         value: Returns the value by which lines are sorted. None: the value is not known, and the line comes last.
         width: The width in characters. For a column that fills the free space, its smallest width.
         fills: Whether the column fills the free space. Its text may be shortened in the middle.
-        is_text: Whether the cell is text: text is on the left and sorted upwards first, numbers the other way.
+        is_text: Whether the cell is text. Text is left-aligned and sorted in ascending order first; numbers are
+            right-aligned and sorted in descending order first.
         rank: Columns with a higher rank are left out first when the terminal is too narrow.
     """
 

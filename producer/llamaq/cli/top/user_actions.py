@@ -56,7 +56,7 @@ def pause_or_resume(queue: QueueLine | None) -> Command | None:
 
 
 def cancel_job(line: Line | None) -> Command | None:
-    """Return the command that cancels a running or waiting job. None: the line is none."""
+    """Return the command that cancels a running or waiting job. None: the line is not a job."""
     if not isinstance(line, SlotLine | WaitingLine):
         return None
     job_id, n_tokens = line.job_id, line.generated_tokens

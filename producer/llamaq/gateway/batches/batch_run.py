@@ -32,7 +32,8 @@ from llamaq.producer.bulk.execution import Execution
 log = logging.getLogger(__name__)
 
 MAX_STARTS = 20
-"""A batch ends after this many servers have begun it and stored nothing, because it may be what ends them."""
+"""A batch fails after this many servers have begun it and stored nothing, because it may be the reason why they
+ended."""
 ENDS = {
     BulkState.COMPLETED: BatchStatus.COMPLETED,
     BulkState.STOPPED: BatchStatus.CANCELLED,
@@ -49,7 +50,7 @@ class BatchFailed(Exception):
 
 
 def failure(code: str, message: str) -> BatchFailed:
-    """Return the end of a batch for one reason."""
+    """Return the exception for a batch that fails for one reason."""
     return BatchFailed({"code": code, "message": message, "line": None, "param": None})
 
 

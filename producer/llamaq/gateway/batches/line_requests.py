@@ -92,6 +92,6 @@ class LineRequests:
 
 
 def unread_row(run: RunParameters, number: int, record: object) -> Row:
-    """Return the row of a line with the id of the line alone."""
+    """Return a row without a request, which has only the id of the line."""
     row_id = record.get("custom_id") if isinstance(record, Mapping) else None
     return Row(number, form=run.form_of("openai"), row_id=row_id)

@@ -55,7 +55,7 @@ class BatchRequest(WireModel):
 
     id: str = Field(description="The id.")
     key: KeyRecord | None = Field(
-        None, description="The API key as it was. None: the server requires none. All servers apply its rules."
+        None, description="The API key at the time of the request. All servers apply it. None: no key is required."
     )
     is_revocable: bool = Field(
         False, description="Whether the key is in Redis, so that every server can see that it was revoked."
@@ -70,7 +70,7 @@ class BatchRequest(WireModel):
         None, description="Largest number of generated tokens of a line without `max_tokens`. None: no limit."
     )
     output_ttl_s: int = Field(description="How long the output is stored, in seconds.")
-    metadata: dict[str, str] = Field(default_factory=dict, description="What the client wants to be shown again.")
+    metadata: dict[str, str] = Field(default_factory=dict, description="Metadata of the client, which answers contain.")
 
     @property
     def owner(self) -> str | None:

@@ -24,7 +24,7 @@ LOOK_S = 2.0
 """Longest time until a server notices that a batch waits for one, or is cancelled."""
 RENEW_S = 1.0
 RETRY_S = 5.0
-"""After this time, a batch is tried again that could not be run."""
+"""A batch that could not be run is tried again after this time."""
 LOOK_AT = 16
 """Number of waiting batches that a server looks at: other servers may hold the first ones."""
 
@@ -120,7 +120,7 @@ class BatchRunner:
         async def renew() -> None:
             while True:
                 await asyncio.sleep(min(RENEW_S, self._settings.batch_lease_s / 3))
-                with suppress(RedisError, OSError):  # the lease may end, and then the next write tells
+                with suppress(RedisError, OSError):  # if the lease ends meanwhile, the next write fails
                     await self._renew(run, batch)
 
         await run_with_lease(run, renew)

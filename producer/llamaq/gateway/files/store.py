@@ -19,7 +19,7 @@ from llamaq.gateway.http.errors import RequestRefused
 MAX_FILES = 1000
 """Largest number of files of an API key."""
 UPLOAD_S = 3600
-"""Longest time of an upload. What a killed server has received until then is removed afterwards."""
+"""Longest time of an upload. After this time, the incomplete upload of a killed server is removed."""
 
 
 class FileStore:
@@ -81,7 +81,7 @@ class FileStore:
             await pipe.execute()
 
     async def keep_until(self, record: FileRecord, time_s: int) -> None:
-        """Let a file expire no earlier than at a time."""
+        """Keep a file at least until this time."""
         if record.expires_s < time_s:
             await self.save(record.model_copy(update={"expires_s": time_s}))
 

@@ -22,7 +22,7 @@ class Cors(CORSMiddleware):
     """Answers the question of a browser whether a page may call this server. A refusal is an answer without origin."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Return the answer to the question, with the status that llama-server gives to a refusal too."""
+        """Return the answer to the question. A refusal also has the status 200, as with llama-server."""
         response = super().preflight_response(request_headers)
         response.status_code = HTTPStatus.OK
         return response

@@ -25,11 +25,11 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 def decode_object(text: bytes, name: str = "the body") -> dict[str, Any]:
-    """Return the JSON object that a text is.
+    """Parse a text that must be a JSON object.
 
     Args:
         text: The encoded JSON.
-        name: What the text is, for the error.
+        name: What the text contains. Error messages begin with it.
 
     Raises:
         RequestRefused: The text is no JSON object, or is nested too deeply.

@@ -15,10 +15,10 @@ from llamaq.gateway.keys.key_file import KeyFile
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of, new_key
 
 FRESH_S = 2.0
-"""A key that was read more recently is not read again: a revoked key works for so long."""
+"""A key that was read more recently is not read again. So a revoked key works for at most this time."""
 MAX_REMEMBERED = 10_000
 OPEN_LEASE_MS = 60_000
-"""An open request counts for so long after it was counted last. So the requests of a killed server end."""
+"""An open request counts for this time after the last call of `admit`. So requests of a killed server stop counting."""
 
 
 class KeyStore:
@@ -84,7 +84,8 @@ class KeyStore:
         return record
 
     async def admit(self, record: KeyRecord, request_id: str) -> float:
-        """Count a request of a key. A request with the same id is counted once, and `admit` again renews it.
+        """Count a request of a key. Further calls with the same id do not count it again; they renew the time for which
+        it counts.
 
         Returns:
             0, or if the key has reached a limit: the seconds after which it may try again.

@@ -44,7 +44,7 @@ async def complete(request: Request) -> Response:
 
 
 def by_token(chunk: Chunk) -> list[Chunk]:
-    """Return a chunk with probabilities as one for each token, as llama-server sends them. The last one has the text.
+    """Split a chunk with probabilities into one chunk for each token, as llama-server does. The last one has the text.
 
     A chunk has several tokens if they arrived together. A chunk without probabilities stays as it is.
     """

@@ -103,7 +103,7 @@ class JsonCall:
 
 
 def parts_of_call(index: int, value: Any) -> list[Part] | None:
-    """Return the parts of a call that is an object with a name and arguments. None: it is not."""
+    """Return the parts of a call from an object with a name and arguments. None: the value is no such object."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -29,7 +29,7 @@ class Tags:
     starts_with_call: bool = False
     """Whether an answer that begins with an object is a call."""
     has_xml_calls: bool = False
-    """Whether calls have tags for their parameters. A call in JSON is one all the same."""
+    """Whether calls have tags for their parameters. Calls in JSON are recognized too."""
     text_parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """For calls in XML: the parameters of each tool whose values are texts."""
     reasoning_open: str = ""
@@ -75,7 +75,7 @@ class TaggedSplitter:
             parts += self._switch(tag)
 
     def finish(self) -> list[Part]:
-        """Return the last parts. A call that is not complete keeps what it has; what is no call is content."""
+        """Return the last parts. An incomplete call keeps the arguments so far. Text that is not a call is content."""
         parts = self._take(self._scanner.finish())
         if self._state == "name" and self._name.strip():
             parts.append(Content(self._opened_by + self._name))

@@ -27,7 +27,7 @@ def error_of(outcome: Result | Exception) -> LlamaqError | None:
     """Return why a row has failed. None: its job has a complete result.
 
     Raises:
-        Exception: The outcome is an error that is not of the row.
+        Exception: The outcome is an error that the row has not caused.
     """
     if isinstance(outcome, Result):
         reason = _INCOMPLETE.get(outcome.finish_reason)

@@ -51,7 +51,7 @@ REPORT_S = 0.5
 SILENCE_S = 5.0
 """After this time without the end of a row, the run looks whether a worker serves the queue."""
 LONGEST_PAUSE_S = 5.0
-"""Longest pause before a row is read again that needs a worker, while none replies."""
+"""A row may need a worker, and none replies: longest pause before the row is read again."""
 ROWS_PER_YIELD = 50
 """After this many rows were read, other tasks of the event loop run."""
 
@@ -61,7 +61,7 @@ Decide = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def passes(error: Exception) -> bool:
-    """Return whether an error is not of the row, but of the workers or of Redis at this time."""
+    """Return whether the cause of an error is not the row, but the present state of the workers or of Redis."""
     if isinstance(error, NoWorker | ResultTimeout | SlotCommandRefused):
         return True
     return isinstance(error, RedisError | OSError) and may_pass(error)
@@ -81,7 +81,7 @@ class OpenRow:
 
         Raises:
             LlamaqError: Why the row has failed.
-            Exception: An outcome is an error that is not of the row.
+            Exception: An outcome is an error that the row has not caused.
         """
         results: list[Result] = []
         for _, outcome in sorted(self.outcomes.items()):
@@ -118,8 +118,8 @@ class Execution:
             read: Returns the row of a record. It is called again later if it needs a worker and none has replied.
             decide: Returns the job options of a row, from those that the row and the run ask for. None: these.
             keeps_jobs: Whether jobs continue if the execution is interrupted, because another process continues the
-                run, also one of another version that submits other requests for the same rows. Otherwise they are
-                cancelled. The jobs of a run that has stopped are always cancelled.
+                run. That process may have another version, which submits other requests for the same rows. Otherwise
+                they are cancelled. The jobs of a run that has stopped are always cancelled.
         """
         self._run = run
         self._client = client
@@ -227,7 +227,7 @@ class Execution:
         return written
 
     async def _find_problem(self) -> str | None:
-        """Return that no worker serves the queue. None: one does, or Redis does not answer."""
+        """Return a message if no worker serves the queue. None: a worker does, or Redis does not answer."""
         with suppress(RedisError, OSError):
             return None if await self._client.workers() else str(NoWorker(self._client.queue))
         return None

@@ -29,7 +29,7 @@ from llamaq.producer.bulk.table_file import write_table
 
 
 class StoredRun(BaseModel):
-    """The file `OUTPUT.run.json`: the run that the output is of."""
+    """The file `OUTPUT.run.json`: the run that writes the output."""
 
     run: BulkRun
     input: Fingerprint
@@ -46,7 +46,7 @@ def rows_file(output: Path) -> Path:
 
 
 def read_stored_run(output: Path) -> StoredRun | None:
-    """Return the run that an output file is of. None: there is no such file.
+    """Return the run that writes an output file. None: there is no such file.
 
     Raises:
         BulkRunRefused: The description is damaged.
@@ -61,7 +61,7 @@ def read_stored_run(output: Path) -> StoredRun | None:
 
 
 def run_id_of(output: Path) -> str | None:
-    """Return the name of the run that an output file is of. None: the file is of no run, or does not exist.
+    """Return the name of the run that writes an output file. None: no run has written the file, or it does not exist.
 
     Raises:
         BulkRunRefused: The description of the run is damaged.

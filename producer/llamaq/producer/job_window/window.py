@@ -71,8 +71,8 @@ class JobWindow(Generic[T]):
             connection: The client's connection.
             size: Largest number of jobs in the queue. As many requests more may wait here, to be sorted.
             rate: Largest number of jobs submitted per second. None: no limit.
-            replaces_conflicts: Whether a new job replaces one of an earlier process that has the idempotency key but
-                another request. Otherwise this is the outcome of the request.
+            replaces_conflicts: What happens if an earlier process has submitted another request with the same
+                idempotency key. True: a new job replaces the earlier one. False: the outcome is `IdempotencyConflict`.
         """
         self._connection = connection
         self._size = size
@@ -158,7 +158,7 @@ class JobWindow(Generic[T]):
         self._keeps_jobs = True
 
     def release(self, n_requests: int = 1) -> None:
-        """Make room for other requests, because the caller has used the outcomes of so many."""
+        """Make room for other requests, because the caller has used this number of outcomes."""
         self.n_held -= n_requests
         self._has_room.set()
 

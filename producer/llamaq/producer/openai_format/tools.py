@@ -72,8 +72,8 @@ def has_free_constraint(job: Mapping[str, Any]) -> bool:
 def form_options(form: AnswerForm, choice: ToolChoice, job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the job options for answers of a form: the texts of control tokens, and a grammar.
 
-    The grammar is for calls if one is demanded, and otherwise for the JSON schema of the request, if it has one: before
-    the content there may be reasoning, and instead of it a call.
+    If the answer must be a call, the grammar describes calls. Otherwise, if the request has a JSON schema, the grammar
+    allows the reasoning first, and then either content that matches the schema or a call.
     """
     if not form.is_split:
         return {}

@@ -17,7 +17,7 @@ MAX_SEARCHES = 20
 
 
 async def handle_due(connection: QueueConnection, queue: str, partitions: int) -> None:
-    """End jobs of the queue that have reached a deadline, and give jobs for later that are due their entries.
+    """End jobs of the queue that have reached a deadline, and add the entries of delayed jobs that are due.
 
     A server that refuses writes, such as a replica, is left as it is: the jobs are then counted as they are stored.
 

@@ -1,4 +1,4 @@
-"""Submits bulk runs to RQ workers, and follows them: for backends, and for `llamaq bulk submit` and its neighbours."""
+"""Submits bulk runs to RQ workers, and follows them: for backends, and for commands such as `llamaq bulk submit`."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class BulkQueue:
             queue: The llamaq queue. None: the setting of this process if it has one, or else that of the RQ worker.
             after: Ids of runs that must be complete before this one begins.
             at: Time at which the run is due. None: at once.
-            retries: How often RQ tries again after an error. A worker that is stopped or killed does not count as one,
-                unless it is killed while it executes this run.
+            retries: How often RQ tries again after an error. If the RQ worker is stopped, this is not an error. If it
+                is killed while it executes this run, this is an error.
             on_success: Called by the RQ worker after the run, as RQ documents: `(job, connection, result)`.
             on_failure: Called by the RQ worker after each error: `(job, connection, type, value, traceback)`.
 
@@ -290,7 +290,8 @@ def _named_queue(queue: str | None) -> str | None:
 
 
 def _delete(job: Job) -> None:
-    """Delete the RQ job of a run that has ended. Runs that wait for it wait for the next RQ job with its id."""
+    """Delete the RQ job of a run that has ended. Runs that wait for it then wait for the next RQ job with the same
+    id."""
     dependents = Job.fetch_many(job.dependent_ids, connection=job.connection, serializer=job.serializer)
     job.delete()
     for dependent in dependents:

@@ -26,7 +26,7 @@ HEARTBEAT_S = 5
 HEARTBEAT_TTL_S = 30
 """Seconds without a heartbeat after which a run counts as abandoned."""
 WORKER_TTL_S = 17
-"""RQ waits 15 s less than this for a job. Between two waits, runs that are due get into the queue."""
+"""RQ waits for a job for 15 s less than this. Between two waits, runs that are due are put into the queue."""
 MAINTENANCE_S = 1
 CLEAN_EVERY_S = 15
 """Seconds between two searches for abandoned runs."""

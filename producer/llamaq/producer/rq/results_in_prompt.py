@@ -24,7 +24,7 @@ def insert_results(prompt: Any, insert: Mapping[str, str]) -> Any:
     if not insert:
         return prompt
     texts = {place: result_text(job_id) for place, job_id in insert.items()}
-    # One pass, longest first: an inserted text is not searched again, and no place hides a longer one.
+    # One pass, longest first: an inserted text is not searched again, and a longer text wins over its own beginning.
     pattern = re.compile("|".join(re.escape(place) for place in sorted(texts, key=len, reverse=True)))
     return _replace(prompt, lambda text: pattern.sub(lambda found: texts[found[0]], text))
 

@@ -25,7 +25,7 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
         client: A client of the run's queue.
         run_id: The name of the run.
         n_rows: The number of rows of the run. None: it is not known, as no progress was stored so far. Then the search
-            ends where Redis has no job of a thousand rows.
+            ends when Redis has no job for a thousand rows in succession.
 
     Raises:
         RedisError: Redis is unreachable.
@@ -44,7 +44,7 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
 
 
 async def _find_replacements(client: AsyncClient, ended: Sequence[str]) -> list[str]:
-    """Return the ids of the open jobs that replace jobs which have ended, such as those of a cancelled run."""
+    """Return the ids of open jobs that were submitted in place of ended jobs, for example after a cancelled run."""
     found: list[str] = []
     for n_replaced in count(1):
         by_key = {replacement_key(key, n_replaced): key for key in ended}

@@ -35,7 +35,7 @@ class RetryDelay:
 
 
 MAY_PASS = frozenset({ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED})
-"""Failures that may pass, after which a job with retries is tried again. `decode_failed` includes a lack of cells."""
+"""Failures that may not happen again. A job with retries is tried again. `decode_failed` includes a lack of cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class JobProgress:
             self.n_stored, self.stored_s = n_stored, now_s
 
     def retry_after(self, error: JobRejected) -> bool:
-        """Plan a retry if the failure may pass and the job has a retry left. Returns whether it does."""
+        """Plan a retry if the failure may not happen again and a retry is left. Return whether it was planned."""
         if error.code not in MAY_PASS or not self.retries_left:
             return False
         self.retried_error, self.must_requeue = _failed_event(error), True
@@ -223,7 +223,7 @@ class JobProgress:
 
 
 def _usage(stats: JobStats) -> str:
-    """Return the prompt of an ended job for the metrics: its tokens, the computed and reused ones, and the tier."""
+    """Return for the metrics how many prompt tokens an ended job has, computed and reused, and the tier."""
     n_cached = min(stats.prefix_cache_tokens, stats.prompt_tokens)
     tier = "unused" if stats.slot is None else stats.prefix_cache_tier or "none"
     return f"{stats.prompt_tokens} {stats.prompt_tokens - n_cached} {n_cached} {tier}"

@@ -37,7 +37,7 @@ class OffloadStep:
 
 
 class Offload(Protocol):
-    """Saves entries that leave the device into host memory and disk, and loads stored prefixes back."""
+    """Saves entries that leave the device, in host memory or on disk, and loads stored prefixes to the device again."""
 
     @property
     def host_bytes(self) -> int:
