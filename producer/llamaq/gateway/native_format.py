@@ -63,8 +63,8 @@ class NativeOptions:
 
 
 def read_native_body(body: Mapping[str, Any]) -> GenerationBody:
-    """Return what the body of `/completion` asks for. It has the fields of a completion, and one of them has a second
-    name.
+    """Return what the body of `/completion` asks for. It has the fields of a completion; `n` is also accepted under the
+    name `n_cmpl`.
 
     Raises:
         InvalidRequest: The body has no prompt, or a field that is not supported.

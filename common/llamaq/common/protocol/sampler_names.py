@@ -30,7 +30,9 @@ _BY_NAME = {name.replace("_", ""): name for name in DEFAULT_SAMPLERS} | _SHORT_N
 
 
 def read_samplers(value: Any) -> Any:
-    """Return the names of samplers in their plain form. Neither a text nor a list of texts: return the value itself.
+    """Return the names of samplers in their plain form.
+
+    A value that is neither a text nor a list of texts is returned unchanged.
 
     Args:
         value: A list of names, one text of names with `;` or `,` between them, or one text of letters.

@@ -53,7 +53,8 @@ class WorkerLine:
 @dataclass(frozen=True, slots=True)
 class TenantLine:
     """A tenant that has jobs in a queue. Jobs that were submitted without a tenant have the tenant with an empty
-    name."""
+    name.
+    """
 
     tenant: str
     waiting: int

@@ -147,7 +147,8 @@ def headers_of(exc: Exception) -> dict[str, str]:
 
 def message_of(exc: Exception) -> str:
     """Return an error in words. The texts of Redis errors are left out, because they contain host names of the
-    operator."""
+    operator.
+    """
     if is_full(exc):
         return "Redis is full; try again later, or give it more memory (maxmemory)"
     if isinstance(exc, RedisError | OSError) and not isinstance(exc, LlamaqError):

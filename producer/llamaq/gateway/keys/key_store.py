@@ -18,7 +18,7 @@ FRESH_S = 2.0
 """A key that was read more recently is not read again. So a revoked key works for at most this time."""
 MAX_REMEMBERED = 10_000
 OPEN_LEASE_MS = 60_000
-"""An open request counts for this time after the last call of `admit`. So requests of a killed server stop counting."""
+"""An open request counts for this time after its last call of `admit`. So requests of a killed server stop counting."""
 
 
 class KeyStore:

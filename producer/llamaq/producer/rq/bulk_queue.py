@@ -291,7 +291,8 @@ def _named_queue(queue: str | None) -> str | None:
 
 def _delete(job: Job) -> None:
     """Delete the RQ job of a run that has ended. Runs that wait for it then wait for the next RQ job with the same
-    id."""
+    id.
+    """
     dependents = Job.fetch_many(job.dependent_ids, connection=job.connection, serializer=job.serializer)
     job.delete()
     for dependent in dependents:
