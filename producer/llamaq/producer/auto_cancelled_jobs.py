@@ -22,7 +22,7 @@ from llamaq.producer.submission import new_job_id, require_worker, send
 log = logging.getLogger(__name__)
 
 LAST_WAIT_S = 0.1
-"""Longest wait, after the timeout of a call, for the cancellation of its job and the search for a worker."""
+"""Longest wait, after the timeout of a call, for the cancellation of its job and for the search for a worker."""
 CLOSE_WAIT_S = 5.0
 """Longest wait of a closing client for cancellations in flight."""
 

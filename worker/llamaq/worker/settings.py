@@ -38,8 +38,9 @@ class BatchSettings(BaseModel):
     target_itl_ms: float | None = Field(
         None,
         gt=0,
-        description="With the batch strategy `latency-target`: the time between two tokens of a stream, in "
-        "milliseconds, that at most 5 % of the gaps exceed while prompts are computed. If not set: 50.",
+        description="With the batch strategy `latency-target`: upper bound on the time between two tokens of a "
+        "stream, in milliseconds. While prompts are computed, the strategy tries to keep 95 % of these times "
+        "below it. If not set: 50.",
     )
     cell_margin: int = Field(
         64,

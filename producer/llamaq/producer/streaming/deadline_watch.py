@@ -77,7 +77,7 @@ class DeadlineWatch:
         heapq.heappush(self._planned, (look_s, next(self._numbers), listener))
 
     def check(self) -> None:
-        """Let the jobs be read again whose deadlines have passed."""
+        """Request a new read of each job whose deadline has passed."""
         if self._unplanned and self._measuring is None:
             self._measuring = self._tasks.start(self._measure_clock())
         now_s = asyncio.get_running_loop().time()

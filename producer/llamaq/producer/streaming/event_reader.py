@@ -140,11 +140,11 @@ class EventReader(JobListener):
             else:
                 self._fall_behind()
         elif isinstance(event, Retried):
-            self._fall_behind()  # to read when the job is due: then this client gives it its entry
+            self._fall_behind()  # reads when the job is due again, so that `expire` can add its entry
         return None
 
     def _has_all_output(self, end: Finished | Failed) -> bool:
-        """Return whether all output was read. No gap shows the loss of a message before the terminal event."""
+        """Return whether all output was read: a lost message before the terminal event leaves no gap in the offsets."""
         if isinstance(end, Failed) or end.text_length is None:
             return False
         return (self.position.tokens, self.position.chars) == (end.stats.generated_tokens, end.text_length)

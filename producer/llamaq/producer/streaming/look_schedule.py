@@ -16,7 +16,7 @@ WAITING_SILENCE_S = 5.0
 LONGEST_SILENCE_S = 30.0
 """Each poll that finds no news doubles the time to the next poll, up to this time."""
 JITTER = 0.2
-"""The time to a poll is longer by a random part, of up to this share, so that not all jobs are polled at once."""
+"""Up to this share of the time to a poll is added at random, so that not all jobs are polled at once."""
 
 
 @dataclass(slots=True, order=True)

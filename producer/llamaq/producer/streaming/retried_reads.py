@@ -30,10 +30,10 @@ class RetriedReads:
         """The error of the newest try. None: it did not fail."""
 
     async def read(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `attempt`, and call it again after an error that may pass.
+        """Return the result of `attempt`, and call it again after an error that may be temporary.
 
         Raises:
-            RedisError: An error that another try would meet again.
+            RedisError: The error is not temporary.
         """
         pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:

@@ -20,11 +20,11 @@ from llamaq.common.protocol.script_calls import Scripts
 log = logging.getLogger(__name__)
 
 EVERY_S = 0.25
-"""Time between two searches. All workers of a queue search, so each of them may be away."""
+"""Time between two searches. All workers of a queue search, so no search depends on a single worker."""
 
 
 class DeadlineSweep:
-    """Searches each partition of a queue for jobs that are due: ends them, or lets jobs for later begin to wait.
+    """Searches each partition of a queue for due jobs: ends those at a deadline, and adds the entries of delayed jobs.
 
     The worker that runs a job ends it at its `deadline_s` by itself. The sweep ends jobs that wait, and those whose
     worker is away.

@@ -187,9 +187,10 @@ class Intake:
         return bool(found)
 
     async def _reclaim(self) -> list[Claim]:
-        """Take entries that were requeued or whose lease has expired, of priorities for which it is time to look.
+        """Take entries that were requeued or whose lease has expired, for each priority whose last search is old
+        enough.
 
-        A priority without room is looked at as soon as there is room: the next free slot is for such an entry.
+        A priority without room is searched as soon as there is room, because such an entry gets the next free slot.
         """
         for priority, room in self._rooms():
             if self._clock() < self._reclaimed_s[priority] + BLOCK_S:
@@ -202,7 +203,7 @@ class Intake:
         return []
 
     async def _read_although_full(self) -> list[Claim]:
-        """Read new entries of interactive jobs while bulk jobs fill this worker, and of bulk jobs for their share.
+        """Read new interactive jobs while bulk jobs fill this worker, or new bulk jobs that the bulk share asks for.
 
         Without such an entry, wait for one, or until a slot becomes free.
         """

@@ -92,7 +92,7 @@ class EmbeddingEngine:
         return [self._result(text, each) for text, each in zip(texts, rows, strict=True)]
 
     def _result(self, text: Text, rows: npt.NDArray[np.float32]) -> TextResult:
-        """Return the result of a text whose embedding is the only row, or which has a row for each token."""
+        """Return the result of a text. `rows` has the embedding of the text, or one row for each of its tokens."""
         if not np.isfinite(rows).all():
             message = "the model computed an embedding that is not a number (NaN): its file may be damaged"
             return TextResult(text, error=JobRejected(ErrorCode.DECODE_FAILED, message))
@@ -104,7 +104,7 @@ class EmbeddingEngine:
 
 
 def finish_rows(rows: npt.NDArray[np.float32], task: EmbeddingTask, *, scales: bool) -> npt.NDArray[np.float32]:
-    """Return the rows with the dimensions that the task wants, scaled as it wants if `scales`."""
+    """Return the rows with the dimensions of the task, and, if `scales`, with its normalization."""
     if task.dimensions is not None:
         rows = rows[:, : task.dimensions]
     return np.stack([normalize(row, task.normalization) for row in rows]) if scales else rows

@@ -16,9 +16,9 @@ class EmbeddingJob(BaseJob):
     """A job that can be admitted: its texts are tokenized and checked."""
 
     texts: tuple[tuple[int, ...], ...]
-    """The tokens of each text. None is empty or longer than a batch."""
+    """The tokens of each text. No text is empty or longer than a batch."""
     embeddings: list[Embedding] = field(default_factory=list)
-    """The embeddings that are computed, of the first texts."""
+    """The embeddings of the first texts, as far as they are computed."""
 
     @property
     def next_text(self) -> int:

@@ -46,7 +46,7 @@ class EmbeddingPreparer:
         Args:
             payload: The request as msgpack.
             lease: The job's entry in Redis.
-            published: The output that earlier attempts have published, which an embedding job has not.
+            published: The output that earlier attempts have published. An embedding job never has any.
             times: When the job was submitted, when it must end, and how long it has had a slot.
 
         Raises:

@@ -47,7 +47,7 @@ def extract_vocab(path: Path, chat_template: str | None = None) -> bytes:
 
 
 def has_classifier(path: Path) -> bool:
-    """Return whether the model has a classification head, which scores documents. True if parts of it are elsewhere.
+    """Return whether the model has a classification head, which scores documents. True if the model is split.
 
     Raises:
         ModelError: As in `extract_vocab`.

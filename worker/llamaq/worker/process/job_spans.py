@@ -97,7 +97,7 @@ def _parent(traceparent: str | None) -> Context | None:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     if traceparent is None:
-        return Context()  # not the span of whatever this thread does
+        return Context()  # without it, the current span of this thread would be the parent
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, context=Context())
 
 

@@ -27,7 +27,7 @@ class BulkShare:
     def __init__(self, share: float, n_slots: int) -> None:
         self._share = share
         self.n_slots = ceil(share * n_slots)
-        """Number of slots that bulk jobs may keep, and number of bulk jobs that should always be at hand."""
+        """Number of slots that bulk jobs may keep, and number of bulk jobs that this worker should always have."""
         self._credit = 0.0
 
     @property

@@ -101,7 +101,7 @@ class Preemption:
         return self._memory.drop_coldest() or self._preempt_youngest()
 
     def _preempt_youngest(self) -> bool:
-        """Preempt the bulk job that was admitted last, or, without a bulk job, the interactive one.
+        """Preempt the bulk job that was admitted last. If no bulk job runs, preempt the interactive job admitted last.
 
         The job that was admitted first among the interactive jobs is never preempted. So it reaches its end.
 

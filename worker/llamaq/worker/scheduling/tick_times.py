@@ -14,7 +14,7 @@ N_PREFILL_TICKS = 5
 N_ERRORS = 64
 """Number of newest predictions whose errors give the safety factor."""
 ERROR_RANK = 0.95
-"""The safety factor is this quantile of the errors, because the target is one for 95 % of the ticks."""
+"""The safety factor is this quantile of the errors, because 95 % of the ticks must meet the target."""
 FIRST_ERROR, LARGEST_ERROR = 1.25, 2.0
 """The safety factor before any prediction was checked, and its upper bound. An error is measured / predicted time."""
 FIRST_TOKENS = 8

@@ -22,8 +22,8 @@ from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES, JobParams
 logger = logging.getLogger(__name__)
 
 START_DELAY_S = 30.0
-"""The process starts so long after the worker has loaded its model, or earlier with the first grammar. So it takes no
-processor time while the worker starts."""
+"""The process starts this time after the worker has loaded its model, or with the first grammar if that comes earlier.
+So it takes no processor time while the worker starts."""
 START_TIMEOUT_S = 60.0
 """How long the process may take to load the vocabulary."""
 TRIAL_TIMEOUT_S = 10.0

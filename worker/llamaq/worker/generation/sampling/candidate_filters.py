@@ -109,7 +109,7 @@ def typical_p(candidates: Candidates, p: float, min_keep: int) -> Candidates:
 
 
 def exclude_top_choices(candidates: Candidates, threshold: float, min_keep: int) -> Candidates:
-    """Return the candidates without those of at least the probability `threshold`, of which the last one stays.
+    """Drop the candidates with at least the probability `threshold`, except the least probable of them.
 
     Source: llama_sampler_xtc. The caller decides by chance whether the filter is applied.
     """

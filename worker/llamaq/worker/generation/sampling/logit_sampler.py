@@ -99,7 +99,7 @@ class LogitSampler:
         return self._draw(candidates, position, n_vocab) if len(candidates) else self._end_token()
 
     def _end_token(self) -> int:
-        """Return a masked end token, because no other token is left and the output may end here: it is complete.
+        """Return a masked end token, because no other token is left. The grammar must allow the end here.
 
         Raises:
             JobRejected: There is no grammar, or it does not allow the end yet.
