@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from tests.support.http_server import serving_http
 from tests.support.lazy_import import lazy_import
@@ -88,3 +89,96 @@ async def test_a_batch_from_the_upload_to_its_answers(demo: ServedQueue, client:
     assert output.expires_at - output.created_at == 7200
     assert batch.id in listed
     assert file.id in files
+
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"unit": {"enum": ["C"]}},
+            "required": ["unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+FORCED = {"lark": 'start: "7"'}
+"""The model has random weights, so a grammar decides what it answers."""
+LINES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "reasoning_effort": "none"},
+        {"n": 3, "logprobs": True, "top_logprobs": 2, **FORCED},
+        {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["a"]}}},
+            "reasoning_effort": "none",
+        },
+        {"tools": [WEATHER], "lark": f"start: {json.dumps(CALL)}"},
+        {"tools": "hammer"},
+        {"n": 1000},
+    ],
+    "/v1/completions": [
+        {"prompt": ["one", [5, 6, 7]], "n": 2, "echo": True, "logprobs": 1, **FORCED},
+        {"prompt": [5, "two", 6], **FORCED},
+        {"prompt": {}},
+    ],
+    "/v1/responses": [
+        {"input": "Hello", "include": ["message.output_text.logprobs"], "store": False, **FORCED},
+        {
+            "input": "Hello",
+            "tools": [{"type": "function", **WEATHER["function"]}],
+            "store": False,
+            "lark": f"start: {json.dumps(CALL)}",
+        },
+        {"input": "And now?", "store": False, **FORCED},
+        {"input": "Hello", "previous_response_id": "resp_unknown"},
+    ],
+}
+OWN_NAMES = ("id", "call_id", "created", "created_at", "timings")
+"""Fields in which two answers to one request differ."""
+OWN_NUMBERS = ("logprob", "token_logprobs", "top_logprobs", "usage")
+"""Fields whose values depend on the other jobs of the worker."""
+
+
+def comparable(value: Any, name: str = "") -> Any:
+    """Return an answer without what differs between two answers to one request."""
+    if isinstance(value, dict) and name not in OWN_NUMBERS:
+        kept = value.items() if "token" in value else [each for each in value.items() if each[0] not in OWN_NAMES]
+        return {each_name: comparable(each, each_name) for each_name, each in kept}
+    if isinstance(value, list):
+        return [comparable(each, name) for each in value]
+    return type(value) if name in OWN_NUMBERS else value
+
+
+@pytest.mark.parametrize("path", LINES)
+async def test_the_answers_of_a_batch_are_those_of_its_endpoint(caller: ServedQueue, path: str) -> None:
+    common: dict[str, Any] = {"model": caller.queue, "temperature": 0, "seed": 1}
+    common |= {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 60}
+    if path == "/v1/chat/completions":
+        common["messages"] = [{"role": "user", "content": "Hello"}]
+    bodies = [common | each for each in LINES[path]]
+    async with serving_http(caller.url, caller.queue) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        if path == "/v1/responses":
+            earlier = (await http.post(path, json=common | {"input": "First"})).json()
+            bodies[2]["previous_response_id"] = earlier["id"]
+        direct = [await http.post(path, json=body) for body in bodies]
+        rows = [{"custom_id": str(number), "url": path, "body": body} for number, body in enumerate(bodies)]
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        file = (await http.post("/v1/files", files={"file": ("x", content)}, data={"purpose": "batch"})).json()
+        batch = (await http.post("/v1/batches", json={"input_file_id": file["id"], "endpoint": path})).json()
+        while batch["status"] not in ("completed", "failed"):
+            await asyncio.sleep(0.02)
+            batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+        files = [await http.get(f"/v1/files/{batch[name]}/content") for name in ("output_file_id", "error_file_id")]
+    lines = {line["custom_id"]: line for each in files for line in map(json.loads, each.text.splitlines())}
+    for number, answer in enumerate(direct):
+        response = lines[str(number)]["response"]
+        if answer.is_success:
+            assert comparable(answer.json()) == comparable(response["body"]), number
+        else:
+            assert response["status_code"] == 400
+            assert answer.json()["error"]["message"] in lines[str(number)]["error"]["message"]
+    bodies = [line["response"]["body"] for line in lines.values() if line["error"] is None]
+    assert batch["request_counts"]["completed"] == len(bodies) == sum(answer.is_success for answer in direct)
+    assert batch["usage"]["total_tokens"] == sum(body["usage"]["total_tokens"] for body in bodies)
