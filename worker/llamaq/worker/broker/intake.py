@@ -187,8 +187,7 @@ class Intake:
         return bool(found)
 
     async def _reclaim(self) -> list[Claim]:
-        """Take entries that were requeued or whose lease has expired, for each priority whose last search is old
-        enough.
+        """Take requeued and expired entries of each priority whose last search is old enough.
 
         A priority without room is searched as soon as there is room, because such an entry gets the next free slot.
         """
