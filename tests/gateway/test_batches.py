@@ -13,6 +13,7 @@ import pytest
 from tests.support.http_server import serving_http
 
 from llamaq.common.cancel_tasks import cancel_tasks
+from llamaq.common.errors import NoWorker, ResultTimeout
 from llamaq.common.protocol.embedding import JobKind, Pooling
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
@@ -24,6 +25,7 @@ from llamaq.gateway.batches.record import BatchEndpoint, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
 from llamaq.gateway.files.blocks import compress
 from llamaq.gateway.keys.key_store import KeyStore
+from llamaq.gateway.prepared.completion import PreparedCompletion
 from llamaq.gateway.settings import serve_settings
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import FakeWorker
@@ -138,6 +140,8 @@ async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, que
         line("b", "x", model="other"),
         {**line("c", "x"), "url": "/v1/completions"},
         {"custom_id": "d"},
+        '{"custom_id": "e", "body": {"temperature": NaN}}',
+        '{"a":' * 100 + "1" + "}" * 100,
     ]
     async with serving_http(redis_url, queue) as url, httpx.AsyncClient(base_url=url) as http:
         failed = await end_of(http, await begin(http, jsonl(*lines)))
@@ -150,6 +154,8 @@ async def test_a_batch_with_wrong_lines_fails_and_names_them(redis_url: str, que
         (4, "mismatched_model"),
         (5, "mismatched_url"),
         (6, "missing_required_parameter"),
+        (7, "invalid_json_line"),
+        (8, "invalid_json_line"),
     ]
     assert failed["output_file_id"] is None
     assert [each["errors"]["data"][0]["code"] for each in (empty, unknown)] == ["empty_file", "model_not_found"]
@@ -289,6 +295,55 @@ async def test_the_batches_of_a_key_with_limits_run_one_after_the_other_within_t
         ends = [await end_of(http, batch) for batch in (first, second)]
     assert [each["request_counts"]["completed"] for each in ends] == [4, 1]
     assert ends[0]["completed_at"] <= ends[1]["in_progress_at"]
+
+
+async def test_a_line_may_have_more_jobs_than_its_key_may_have_open(redis_url: str, queue: str) -> None:
+    async with (
+        key_store(redis_url, queue) as keys,
+        answering(redis_url, queue, prefix=queue),
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+    ):
+        lines = [line("many", "x", n=9), line("one", "y"), line("too many", "x", n=200)]
+        done = await end_of(http, await begin(http, jsonl(*lines)))
+        answers = {each["custom_id"]: each["response"]["body"] for each in await lines_of(http, done["output_file_id"])}
+        (error,) = await lines_of(http, done["error_file_id"])
+    assert done["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert [each["message"]["content"] for each in answers["many"]["choices"]] == ["re: x"] * 9
+    assert answers["many"]["usage"]["completion_tokens"] == 18
+    assert (error["custom_id"], error["response"]["status_code"]) == ("too many", 400)
+
+
+async def test_a_line_that_needs_a_worker_waits_for_one(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_prepared = n_answered = 0
+    read, answer = PreparedCompletion.read, PreparedCompletion.answer
+
+    async def read_later(*args: Any) -> PreparedCompletion:
+        nonlocal n_prepared
+        n_prepared += 1
+        if n_prepared == 1:
+            raise NoWorker(queue)
+        return await read(*args)
+
+    async def answer_later(*args: Any) -> dict[str, Any]:
+        nonlocal n_answered
+        n_answered += 1
+        if n_answered == 1:
+            raise ResultTimeout("no reply")
+        return await answer(*args)
+
+    monkeypatch.setattr(PreparedCompletion, "read", read_later)
+    monkeypatch.setattr(PreparedCompletion, "answer", answer_later)
+    async with (
+        answering(redis_url, queue),
+        serving_http(redis_url, queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        done = await end_of(http, await begin(http, jsonl(line("a", "x"), line("b", "y"))))
+    assert (n_prepared, n_answered) == (3, 3)
+    assert done["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
 
 
 async def test_a_key_sees_its_own_files_and_batches_and_its_jobs_keep_its_rules(redis_url: str, queue: str) -> None:
