@@ -52,6 +52,9 @@ async def execute(
 def drop_errors(run: BulkRun) -> int:
     """Delete the error file of a run, so that the next `execute` computes those rows again.
 
+    Args:
+        run: The description of the run.
+
     Returns:
         The number of rows in the file.
 

@@ -124,6 +124,9 @@ class BulkQueue:
     def status(self, run_id: str) -> RunStatus:
         """Return the status of a run.
 
+        Args:
+            run_id: The name of the run.
+
         Raises:
             InvalidRequest: There is no such run, or RQ has dropped it 30 days after its end.
         """
@@ -151,7 +154,16 @@ class BulkQueue:
             time.sleep(POLL_S)
 
     def wait(self, run_id: str, *, timeout: float | None = None) -> RunStatus:
-        """Wait until a run has ended, and return its last status. The arguments and errors are those of `watch`."""
+        """Wait until a run has ended, and return its last status.
+
+        Args:
+            run_id: The name of the run.
+            timeout: Longest wait in seconds. None: no limit.
+
+        Raises:
+            InvalidRequest: There is no such run.
+            TimeoutError: The run has not ended in time.
+        """
         status = None
         for status in self.watch(run_id, timeout=timeout):  # noqa: B007 - the last one is returned
             pass
@@ -161,6 +173,9 @@ class BulkQueue:
 
     def cancel(self, run_id: str) -> RunStatus:
         """Stop a run. The rows that are done stay in the output. A later `submit` of the same run continues it.
+
+        Args:
+            run_id: The name of the run.
 
         Raises:
             InvalidRequest: There is no such run.
@@ -177,7 +192,10 @@ class BulkQueue:
         return self.status(run_id)
 
     def retry_errors(self, run_id: str) -> RunStatus:
-        """Compute the failed rows of a run that has ended again. Their answers are added to the output.
+        """Compute again the failed rows of an ended run. Their answers are added to the output.
+
+        Args:
+            run_id: The name of the run.
 
         Raises:
             InvalidRequest: There is no such run, or it has not ended.

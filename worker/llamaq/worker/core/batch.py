@@ -36,6 +36,7 @@ class DecodeToken:
     """The last sampled token of a slot in DECODE. The engine samples the next token from its logits."""
 
     slot: Slot
+    """The slot, in the state DECODE."""
 
     @property
     def n_tokens(self) -> int:
@@ -47,7 +48,9 @@ class PrefillChunk:
     """The next `n_tokens` pending tokens of a slot in PREFILL. The engine samples after the last chunk only."""
 
     slot: Slot
+    """The slot, in the state PREFILL."""
     n_tokens: int
+    """Number of tokens, from 1 to `slot.n_pending`."""
 
     @property
     def is_last(self) -> bool:
@@ -59,7 +62,9 @@ class Batch:
     """The input of one `llama_decode` call. It contains at most one part for each slot."""
 
     decode: tuple[DecodeToken, ...] = ()
+    """One token for each generating slot."""
     prefill: tuple[PrefillChunk, ...] = ()
+    """The chunks of prompts."""
 
     @property
     def parts(self) -> tuple[DecodeToken | PrefillChunk, ...]:

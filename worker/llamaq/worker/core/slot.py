@@ -18,12 +18,15 @@ class SlotState(Enum):
     """The activity of a slot."""
 
     IDLE = "idle"
+    """Has no job."""
     FOLLOW = "follow"
     """Waits until the prefill of another job has computed the prefix that both prompts share."""
     LOAD = "load"
     """Waits for cells that are loaded from host memory or disk."""
     PREFILL = "prefill"
+    """Computes the prompt, or tokens that have lost their cells."""
     DECODE = "decode"
+    """Generates tokens."""
 
 
 # A slot goes from IDLE to PREFILL, then to DECODE, then back to IDLE. A job in PREFILL may first wait until another job
@@ -49,7 +52,9 @@ class Run:
     """A job in a slot: its sequence and its progress."""
 
     job: Job
+    """The job."""
     seq_id: int
+    """The sequence of llama.cpp that the job runs in."""
     tokens: list[int]
     """The history: the prompt, then the generated tokens."""
     n_past: int = 0
@@ -118,8 +123,11 @@ class Slot:
     """One slot of a worker. `run` is None when the state is IDLE, and is set in every other state."""
 
     index: int
+    """Index of the slot, from 0 on."""
     state: SlotState = SlotState.IDLE
+    """What the slot does."""
     run: Run | None = None
+    """The job in the slot. None: the slot is idle."""
     content: bytes = b""
     """The packed history of the last job in this slot. A job whose prompt begins with the same tokens prefers this
     slot."""

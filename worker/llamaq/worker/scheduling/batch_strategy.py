@@ -131,6 +131,10 @@ def decode_tokens(slots: Sequence[Slot], limit: int) -> tuple[DecodeToken, ...]:
     """Return one decode token for each slot in DECODE, at most `limit` in total.
 
     Slots with fewer generated tokens come first.
+
+    Args:
+        slots: All slots of the worker.
+        limit: Largest number of decode tokens.
     """
     decoding = [slot for slot in slots if slot.state is SlotState.DECODE]
     if len(decoding) > limit:
@@ -144,6 +148,11 @@ def prefill_chunks(slots: Sequence[Slot], limit: int, chunk_size: int) -> tuple[
 
     A slot that needs less than an equal share gets only what it needs. The other slots divide the rest. If the division
     leaves a remainder, the slots whose jobs were admitted earlier get one more token each.
+
+    Args:
+        slots: All slots of the worker.
+        limit: Largest number of tokens in all chunks together.
+        chunk_size: Largest number of tokens in one chunk.
     """
     in_prefill = [slot for slot in slots if slot.state is SlotState.PREFILL]
     by_admission = sorted(in_prefill, key=lambda slot: slot.active.admitted_s)
