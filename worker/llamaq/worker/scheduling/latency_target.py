@@ -41,15 +41,17 @@ class LatencyTarget(BuiltInStrategy):
     def _divide(self, slots: Sequence[Slot], budget: int, chunk_size: int) -> Batch:
         decode = decode_tokens(slots, budget)
         room = budget - len(decode)
-        return Batch(decode, prefill_chunks(slots, min(room, self._n_prefill()) if decode else room, chunk_size))
+        n_prefill = min(room, self._n_prefill(len(decode))) if decode else room
+        return Batch(decode, prefill_chunks(slots, n_prefill, chunk_size))
 
-    def _n_prefill(self) -> int:
-        """Return the number of prompt tokens for a tick with streams."""
+    def _n_prefill(self, n_decode: int) -> int:
+        """Return the number of prompt tokens for a tick with streams. 0: the streams alone are to be measured."""
         model = self._model
-        if model.n_since_decode >= MAX_TICKS_WITH_PROMPTS:
+        decode_s = model.decode_s(n_decode)
+        if decode_s is None or model.n_since_decode >= MAX_TICKS_WITH_PROMPTS:
             return 0
         tick_s = HEADROOM * self.target_itl_ms / 1000 / model.safety_factor
-        return max(1, model.n_prefill_within(max(tick_s, (1 + PREFILL_SHARE) * model.decode_s)))
+        return max(1, model.n_prefill_within(max(tick_s - decode_s, PREFILL_SHARE * decode_s)))
 
     def __repr__(self) -> str:
         return f"<LatencyTarget {self.target_itl_ms:g} ms {self._model!r}>"

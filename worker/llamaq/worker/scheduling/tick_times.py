@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-N_DECODE_TICKS = 5
+N_DECODE_TICKS = 9
 """Number of newest ticks without prompt tokens that tell the time of the decode tokens."""
-N_PREFILL_TICKS = 5
+SIMILAR = 2
+"""The time of decode tokens is known from ticks with up to this many times more or fewer streams."""
+N_PREFILL_TICKS = 16
 """Number of newest ticks with prompt tokens that tell the time of one prompt token."""
+DECAY = 0.7
+"""Weight of a tick, compared with the next newer one, for the time of one prompt token."""
 N_ERRORS = 64
 """Number of newest predictions whose errors give the safety factor."""
 ERROR_RANK = 0.95
@@ -64,14 +68,13 @@ class TickTimer:
 class TickTimeModel:
     """Predicts the time of a tick: the time of its decode tokens, and a time for each prompt token.
 
-    The time of a prompt token is a median of few ticks: it changes from tick to tick, because attention covers more
-    cells with each chunk, and the median ignores a single slow tick. A tick with prompt tokens may have a cost that
-    does not depend on their number; that cost is part of the time of each prompt token, which is then larger in small
-    chunks. All errors together are measured: a prediction is multiplied by the factor that covered 95 % of them.
+    Both are medians, so a single slow tick changes little. The time of a prompt token follows the newest ticks, because
+    attention covers more cells with each chunk. Ticks with many prompt tokens count more, because noise is longer than
+    the time of few of them. The errors of the predictions are measured too: plans leave room for 95 % of them.
     """
 
     def __init__(self) -> None:
-        self._decode_s: deque[float] = deque(maxlen=N_DECODE_TICKS)
+        self._decode: deque[TickTime] = deque(maxlen=N_DECODE_TICKS)
         self._prefill: deque[TickTime] = deque(maxlen=N_PREFILL_TICKS)
         self._errors: deque[float] = deque([FIRST_ERROR], maxlen=N_ERRORS)
         self.n_since_decode = 0
@@ -80,31 +83,34 @@ class TickTimeModel:
     def record(self, tick: TickTime) -> None:
         """Learn from a tick."""
         if not tick.n_prefill:
-            self._decode_s.append(tick.seconds)
+            self._decode.append(tick)
             self.n_since_decode = 0
             return
         self.n_since_decode += 1
         if tick.n_decode and self._prefill:
-            predicted_s = self.decode_s + tick.n_prefill * self.prefill_token_s
+            predicted_s = self._decode_s_or_0(tick.n_decode) + tick.n_prefill * self.prefill_token_s
             self._errors.append(min(tick.seconds / predicted_s, LARGEST_ERROR))
         self._prefill.append(tick)
 
-    @property
-    def decode_s(self) -> float:
-        """Seconds of the decode tokens of a tick. 0 if nothing is known."""
-        if not self._decode_s:
-            return 0.0
-        # Every tick computes decode tokens, so the median is too long if a tick with prompt tokens took less.
-        shorter = (tick.seconds for tick in self._prefill if tick.n_decode)
-        return min(statistics.median(self._decode_s), *shorter, float("inf"))
+    def decode_s(self, n_decode: int) -> float | None:
+        """Return the seconds of the decode tokens of a tick. None: no tick with a similar number of them is known."""
+        times = [one.seconds for one in self._decode if n_decode <= SIMILAR * one.n_decode <= SIMILAR**2 * n_decode]
+        return statistics.median(times) if times else None
+
+    def _decode_s_or_0(self, n_decode: int) -> float:
+        return (self.decode_s(n_decode) or 0.0) if n_decode else 0.0
 
     @property
     def prefill_token_s(self) -> float:
-        """Seconds of one prompt token. Requires a recorded tick with prompt tokens."""
-        decode_s = self.decode_s
-        times = [(tick.seconds - (decode_s if tick.n_decode else 0.0)) / tick.n_prefill for tick in self._prefill]
-        # Two slow ticks in a row are no accident: the model follows them at once.
-        return max(statistics.median(times), min(times[-2:]), SHORTEST_TOKEN_S)
+        """Seconds of one prompt token: a median with weights. 0 if nothing is known."""
+        times = []
+        weight = 1.0
+        for tick in reversed(self._prefill):
+            times.append(
+                ((tick.seconds - self._decode_s_or_0(tick.n_decode)) / tick.n_prefill, weight * tick.n_prefill)
+            )
+            weight *= DECAY
+        return max(_weighted_median(times), SHORTEST_TOKEN_S)
 
     @property
     def safety_factor(self) -> float:
@@ -112,16 +118,27 @@ class TickTimeModel:
         ordered = sorted(self._errors)
         return max(1.0, ordered[min(int(ERROR_RANK * len(ordered)), len(ordered) - 1)])
 
-    def n_prefill_within(self, tick_s: float) -> int:
-        """Return the number of prompt tokens with which a tick takes `tick_s` seconds. 0 if none fits."""
+    def n_prefill_within(self, seconds: float) -> int:
+        """Return the number of prompt tokens that take `seconds`, beside the decode tokens. 0 if none fits."""
         if not self._prefill:
             return FIRST_TOKENS
-        n_tokens = int((tick_s - self.decode_s) / self.prefill_token_s)
-        return max(0, min(n_tokens, GROWTH * max(tick.n_prefill for tick in self._prefill)))
+        n_largest = GROWTH * max(tick.n_prefill for tick in self._prefill)
+        return max(0, min(int(seconds / self.prefill_token_s), n_largest))
 
     def __repr__(self) -> str:
-        token_us = self.prefill_token_s * 1e6 if self._prefill else 0.0
+        newest = self._decode[-1].n_decode if self._decode else 0
+        times_ms = (self._decode_s_or_0(newest) * 1000, self.prefill_token_s * 1000)
         return (
-            f"<TickTimeModel {self.decode_s * 1000:.1f} ms, {token_us:.0f} us a prompt token, "
+            f"<TickTimeModel {times_ms[0]:.1f} ms for {newest} streams, {times_ms[1]:.3f} ms a prompt token, "
             f"factor {self.safety_factor:.2f}>"
         )
+
+
+def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    """Return the value at which half of the weight is reached. `values` are pairs of a value and its weight."""
+    half = sum(weight for _, weight in values) / 2
+    for value, weight in sorted(values):
+        half -= weight
+        if half <= 0:
+            return value
+    return 0.0
