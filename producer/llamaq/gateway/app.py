@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from llamaq.common.errors import LlamaqError
-from llamaq.gateway.answer_forms import AnswerForms
 from llamaq.gateway.batches.runner import BatchRunner
 from llamaq.gateway.chat_page import chat_page
 from llamaq.gateway.context import Context
@@ -46,6 +45,7 @@ from llamaq.gateway.routes import (
 )
 from llamaq.gateway.settings import ServeSettings
 from llamaq.gateway.token_pieces import TokenPieces
+from llamaq.producer.answer_forms import AnswerForms
 
 ROUTES = [
     Route("/health", health.health),
@@ -116,7 +116,7 @@ def build_app(settings: ServeSettings) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
         keys = KeyStore(queues.default.redis, queues.default.keys, key_file)
-        models = ModelKnowledge(queues, TokenPieces(queues), AnswerForms(queues))
+        models = ModelKnowledge(queues, TokenPieces(queues), AnswerForms(queues.chat_template))
         runner = BatchRunner(settings, models, keys)
         app.state.context = Context(settings, queues, keys, models, runner)
         runner.start()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamaq.gateway.answer_forms import AnswerForms
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.token_pieces import TokenPieces
+from llamaq.producer.answer_forms import AnswerForms
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from llamaq.common.errors import (
     ResultTimeout,
     SlotCommandRefused,
 )
-from llamaq.common.protocol.chat import Message
+from llamaq.common.protocol.chat import Message, ToolCall
 from llamaq.common.protocol.embedding import Embedding, JobKind, Normalization, Pooling
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, Priority
@@ -45,7 +45,9 @@ from llamaq.common.protocol.snapshots import (
     WorkerCard,
 )
 from llamaq.common.settings import ClientSettings
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Reasoning
 from llamaq.producer.async_stream import AsyncStream
+from llamaq.producer.chat_answers import Answer, ChatAnswers
 from llamaq.producer.client import AsyncClient, JobArguments, Messages
 from llamaq.producer.embeddings import EmbeddingOptions, RankedDocument
 from llamaq.producer.job import AsyncJob, Chunk
@@ -54,14 +56,19 @@ from llamaq.producer.sync import Client, Job, Stream
 from llamaq.producer.tokenizer import Tokenizer
 
 __all__ = [
+    "Answer",
     "AsyncClient",
     "AsyncJob",
     "AsyncStream",
     "BatchIncomplete",
     "CacheSnapshot",
+    "CallArguments",
+    "CallStarted",
+    "ChatAnswers",
     "Chunk",
     "Client",
     "ClientSettings",
+    "Content",
     "DeadLetter",
     "DeadLetterDetails",
     "DeadLetterNotFound",
@@ -102,6 +109,7 @@ __all__ = [
     "QueueStats",
     "QueueSummary",
     "RankedDocument",
+    "Reasoning",
     "RecentJob",
     "RedisFull",
     "RequestFailed",
@@ -115,6 +123,7 @@ __all__ = [
     "TickStats",
     "TickTotals",
     "Tokenizer",
+    "ToolCall",
     "Worker",
     "WorkerCard",
     "WorkerSlots",

@@ -24,15 +24,17 @@ SYNONYMS = {
     "penalty_freq": "frequency_penalty",
     "penalty_present": "presence_penalty",
     "penalty_repeat": "repeat_penalty",
+    "reasoning_budget_tokens": "reasoning_budget",
     "repeat_last_n": "penalty_last_n",
     "repetition_penalty": "repeat_penalty",
     "stop_sequences": "stop",
     "temp": "temperature",
+    "thinking_token_budget": "reasoning_budget",
     "typ_p": "typical_p",
 }
 """Maps the name of an option in another program to our name. Both mean the same, in the same unit."""
 
-UNSET_BY_MINUS_ONE = frozenset({"max_tokens", "seed", "slot"})
+UNSET_BY_MINUS_ONE = frozenset({"max_tokens", "reasoning_budget", "seed", "slot"})
 """Options for which -1 means "not set" in llama.cpp."""
 
 HINTS = {
@@ -44,7 +46,7 @@ HINTS = {
     "system": "add a message with the role system",
     "t_max_predict_ms": "use timeout_s, the longest running time of the job in seconds",
     "timeout": "use timeout_s, the longest running time of the job",
-    "tool_choice": "llamaq parses no tool calls",
+    "tool_choice": "use chat_answers, which reads the calls of tools",
     "top_logprobs": "use logprobs, the number of alternatives at each position",
     "user": "use metadata",
 }

@@ -19,12 +19,14 @@ from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, 
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode
 from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlots
-from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
+from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker, WorkerCard
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.common.settings import client_settings
 from llamaq.producer import batch, embeddings, submission
+from llamaq.producer.answer_forms import AnswerForms
 from llamaq.producer.async_stream import AsyncStream
 from llamaq.producer.auto_cancelled_jobs import AutoCancelledJobs
+from llamaq.producer.chat_answers import ChatAnswers, read_form
 from llamaq.producer.embeddings import EmbeddingInputs, EmbeddingOptions, RankedDocument
 from llamaq.producer.job import AsyncJob
 from llamaq.producer.map_call import MapCall
@@ -109,6 +111,7 @@ class AsyncClient(MapCall):
         self.connection = QueueConnection(self.settings)
         self.keys = self.connection.keys
         self.auto_cancelled = AutoCancelledJobs(self.connection)
+        self._answer_forms = AnswerForms(self._chat_template)
 
     def __repr__(self) -> str:
         return f"<AsyncClient queue={self.queue!r} {self.connection!r}>"
@@ -195,6 +198,39 @@ class AsyncClient(MapCall):
         return await self.auto_cancelled.generate(
             await build_request(options, stream=False, messages=messages), timeout
         )
+
+    async def chat_answers(
+        self,
+        messages: Messages,
+        *,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        **options: Unpack[JobOptions],
+    ) -> ChatAnswers:
+        """Return how the model writes its answers to a chat, to tell reasoning and calls of tools from the content.
+
+            answers = client.chat_answers(messages, tools=tools)
+            answer = answers.read(client.chat(messages, **answers.options))
+            print(answer.reasoning, answer.content, answer.tool_calls)
+
+        The parts of a stream are `answers.parts(client.stream_chat(messages, **answers.options))`.
+
+        Args:
+            messages: The messages, oldest first.
+            tool_choice: `auto`: the model decides whether it calls a tool. `none`: it has no tools. `required`, or
+                `{"type": "function", "function": {"name": NAME}}`: it must call a tool, or this tool.
+            parallel_tool_calls: Whether a demanded call may be followed by further ones.
+            **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
+
+        Returns:
+            The job options for the chat, and what splits its answer.
+
+        Raises:
+            InvalidRequest: The tools or their choice are not valid.
+            NoWorker: No worker serves the queue.
+        """
+        choice = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
+        return await read_form(self._answer_forms, self.connection, messages, options, choice)
 
     async def embed(
         self,
@@ -738,7 +774,13 @@ class AsyncClient(MapCall):
             MissingExtra: `llamaq[tokenizer]` is not installed.
             ProtocolError: The vocabulary in Redis is damaged.
         """
+        return await load_tokenizer(self.redis, self.keys, await self._worker_card())
+
+    async def _worker_card(self) -> WorkerCard:
         workers = await self.workers()
         if not workers:
             raise NoWorker(self.queue)
-        return await load_tokenizer(self.redis, self.keys, workers[0].card)
+        return workers[0].card
+
+    async def _chat_template(self, _queue: str) -> str | None:
+        return (await self._worker_card()).chat_template

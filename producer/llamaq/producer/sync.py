@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from pydantic import JsonValue
 
@@ -17,6 +17,7 @@ from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.producer.blocking_base import BlockingClient, BlockingJob, BlockingStream
 from llamaq.producer.call_timeout import CallTimeout
+from llamaq.producer.chat_answers import ChatAnswers
 from llamaq.producer.client import AsyncClient, JobArguments, Messages
 from llamaq.producer.embeddings import EmbeddingInputs, EmbeddingOptions, RankedDocument
 from llamaq.producer.job import Chunk
@@ -140,6 +141,42 @@ class Client(BlockingClient):
             LlamaqError: The same errors as `generate`.
         """
         return self._call(lambda client: client.chat(messages, timeout=timeout, **options))
+
+    def chat_answers(
+        self,
+        messages: Messages,
+        *,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        **options: Unpack[JobOptions],
+    ) -> ChatAnswers:
+        """Return how the model writes its answers to a chat, to tell reasoning and calls of tools from the content.
+
+            answers = client.chat_answers(messages, tools=tools)
+            answer = answers.read(client.chat(messages, **answers.options))
+            print(answer.reasoning, answer.content, answer.tool_calls)
+
+        The parts of a stream are `answers.parts(client.stream_chat(messages, **answers.options))`.
+
+        Args:
+            messages: The messages, oldest first.
+            tool_choice: `auto`: the model decides whether it calls a tool. `none`: it has no tools. `required`, or
+                `{"type": "function", "function": {"name": NAME}}`: it must call a tool, or this tool.
+            parallel_tool_calls: Whether a demanded call may be followed by further ones.
+            **options: Job options for the chat, `tools` among them; `JobParams` documents each of them.
+
+        Returns:
+            The job options for the chat, and what splits its answer.
+
+        Raises:
+            InvalidRequest: The tools or their choice are not valid.
+            NoWorker: No worker serves the queue.
+        """
+        return self._call(
+            lambda client: client.chat_answers(
+                messages, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls, **options
+            )
+        )
 
     def embed(
         self,

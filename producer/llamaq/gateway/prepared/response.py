@@ -63,7 +63,7 @@ class PreparedResponse:
         """
         messages = [*history, *body.messages]
         values = {**body.options, "messages": messages}
-        form = await models.forms.of(client, values)
+        form = await models.forms.of(client.connection, values)
         values["messages"] = await _prompt_of(models.queues, client, body, messages)
         record = ResponseRecord(
             model=body.model or client.queue,

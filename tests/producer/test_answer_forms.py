@@ -9,13 +9,13 @@ import pytest
 
 from llamaq.common.errors import NoWorker
 from llamaq.common.protocol.text_commands import TextReply
-from llamaq.gateway.answer_forms import PROBE, AnswerForms
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.settings import serve_settings
+from llamaq.producer.answer_forms import PROBE, AnswerForms
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat
 
 TEMPLATE = "<tool_call> <think></think>"
-CLIENT: Any = SimpleNamespace(queue="q", connection=None)
+CONNECTION: Any = SimpleNamespace(settings=SimpleNamespace(queue="q"))
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
@@ -46,19 +46,19 @@ async def test_a_worker_is_asked_once_how_a_template_begins_an_answer(
             raise NoWorker("q")
         return TextReply(text=f"<think> {PROBE} <think>\n" + ("" if chat_template_kwargs else "</think>"))
 
-    monkeypatch.setattr("llamaq.gateway.answer_forms.text_commands.ask", ask)
-    forms = AnswerForms(directory)
+    monkeypatch.setattr("llamaq.producer.answer_forms.text_commands.ask", ask)
+    forms = AnswerForms(directory.chat_template)
     thinking = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
-    found = [await forms.of(CLIENT, thinking) for _ in range(3)]
+    found = [await forms.of(CONNECTION, thinking) for _ in range(3)]
     assert [form.starts_in_reasoning for form in found] == [False, True, True]
-    assert (await forms.of(CLIENT, {"messages": HELLO})).has_reasoned
+    assert (await forms.of(CONNECTION, {"messages": HELLO})).has_reasoned
     assert len(asked) == 3
 
 
 async def test_what_the_request_constrains_is_no_reasoning(directory: QueueDirectory) -> None:
-    forms = AnswerForms(directory)
-    assert await forms.of(CLIENT, {"messages": HELLO, "regex": "a"}) == CONTENT_ALONE
-    called = await forms.of(CLIENT, {"messages": HELLO, "lark": "start: A", "tools": [{}]})
+    forms = AnswerForms(directory.chat_template)
+    assert await forms.of(CONNECTION, {"messages": HELLO, "regex": "a"}) == CONTENT_ALONE
+    called = await forms.of(CONNECTION, {"messages": HELLO, "lark": "start: A", "tools": [{}]})
     assert (called.format, called.has_tools, called.reasoning_open) == (AnswerFormat.HERMES, True, "")
     begun = [*HELLO, {"role": "assistant", "content": "<think>Well"}]
-    assert (await forms.of(CLIENT, {"messages": begun, "continue_final_message": True})).starts_in_reasoning
+    assert (await forms.of(CONNECTION, {"messages": begun, "continue_final_message": True})).starts_in_reasoning

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.text_commands import TextAction
-from llamaq.gateway.queue_directory import QueueDirectory
-from llamaq.producer import AsyncClient
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, form_of
 from llamaq.producer.openai_format.tools import has_free_constraint
 from llamaq.producer.queries import text_commands
+from llamaq.producer.queue_connection import QueueConnection
 
 MAX_KNOWN = 256
 ASK_TIMEOUT_S = 5.0
@@ -22,21 +21,25 @@ PROBE = "llamaq-probe"
 
 
 class AnswerForms:
-    """The forms of answers. A worker is asked once for each template and its variables."""
+    """The forms of answers. A worker is asked once for each template and its variables.
 
-    def __init__(self, queues: QueueDirectory) -> None:
-        self._queues = queues
+    Args:
+        chat_template: Returns the chat template of the model of a queue. None: it has none, or is not known.
+    """
+
+    def __init__(self, chat_template: Callable[[str], Awaitable[str | None]]) -> None:
+        self._chat_template = chat_template
         self._beginnings: dict[tuple[str, str], str] = {}
         """Maps a chat template and its variables to the text between the last message and the answer."""
 
     def __repr__(self) -> str:
         return f"<AnswerForms of {len(self._beginnings)} templates>"
 
-    async def of(self, client: AsyncClient, job: Mapping[str, Any], *, may_reason: bool = True) -> AnswerForm:
+    async def of(self, connection: QueueConnection, job: Mapping[str, Any], *, may_reason: bool = True) -> AnswerForm:
         """Return the form of the answer to a chat.
 
         Args:
-            client: The client of the queue.
+            connection: The connection to the queue.
             job: The arguments of `submit`.
             may_reason: Whether reasoning is a part of its own. False: it is content, as in an answer whose constraint
                 has no room for it.
@@ -44,28 +47,28 @@ class AnswerForms:
         tools, is_free = job.get("tools") or (), has_free_constraint(job)
         if is_free and not tools:
             return CONTENT_ALONE
-        template = await self._queues.chat_template(client.queue)
+        template = await self._chat_template(connection.settings.queue)
         form = form_of(template, tools=tools, may_reason=may_reason and not is_free)
         if not form.reasoning_open:
             return form
         if job.get("continue_final_message"):
             return form.after(job["messages"][-1]["content"])
-        return form.after(await self._beginning(client, template or "", job.get("chat_template_kwargs") or {}))
+        return form.after(await self._beginning(connection, template or "", job.get("chat_template_kwargs") or {}))
 
-    async def _beginning(self, client: AsyncClient, template: str, kwargs: Mapping[str, Any]) -> str:
+    async def _beginning(self, connection: QueueConnection, template: str, kwargs: Mapping[str, Any]) -> str:
         key = (template, json.dumps(kwargs, sort_keys=True))
         if key not in self._beginnings:
             if len(self._beginnings) >= MAX_KNOWN:
                 self._beginnings.clear()
             # Without a reply, the job itself will tell what is wrong.
             with suppress(LlamaqError):
-                self._beginnings[key] = await self._ask(client, kwargs)
+                self._beginnings[key] = await self._ask(connection, kwargs)
         return self._beginnings.get(key, "")
 
-    async def _ask(self, client: AsyncClient, kwargs: Mapping[str, Any]) -> str:
+    async def _ask(self, connection: QueueConnection, kwargs: Mapping[str, Any]) -> str:
         probe = [{"role": "user", "content": PROBE}]
         reply = await text_commands.ask(
-            client.connection,
+            connection,
             TextAction.APPLY_TEMPLATE,
             ASK_TIMEOUT_S,
             messages=probe,

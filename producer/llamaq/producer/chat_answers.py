@@ -1,0 +1,102 @@
+"""The answers to a chat: the job options for tools and reasoning, and the parts of what the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llamaq.common.protocol.chat import Message, ToolCall
+from llamaq.common.protocol.job_outcome import Result
+from llamaq.producer.answer_forms import AnswerForms
+from llamaq.producer.answer_parts.answer_format import AnswerForm
+from llamaq.producer.answer_parts.parts import Content, Part
+from llamaq.producer.job import Chunk
+from llamaq.producer.openai_format.tools import form_options, message_of, read_tools
+from llamaq.producer.queue_connection import QueueConnection
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to a chat, split into its parts."""
+
+    content: str
+    """What the user is told. It may be empty if the model calls tools."""
+    reasoning: str
+    """What the model wrote before it answered. Empty: it did not reason, or its chat template has no reasoning."""
+    tool_calls: tuple[ToolCall, ...]
+    """The calls of tools, in their order. The arguments are JSON text, which is cut off where the answer is."""
+    result: Result
+    """The result of the job: tokens, finish reason, stats, and the whole text with its tags."""
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message, to append to the chat before the messages with the results of its calls."""
+        return Message(
+            role="assistant",
+            content=self.content,
+            tool_calls=self.tool_calls or None,
+            reasoning_content=self.reasoning or None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswers:
+    """How a model writes its answers to a chat. `AsyncClient.chat_answers` returns it."""
+
+    form: AnswerForm
+    """How the model writes reasoning and calls of tools."""
+    options: Mapping[str, Any]
+    """The job options for `chat`, `stream_chat` and `submit`: the given ones, and what the form needs."""
+
+    def read(self, result: Result) -> Answer:
+        """Split the text of a job."""
+        splitter = self.form.splitter()
+        if splitter is None:
+            return Answer(result.text, "", (), result)
+        message = message_of([*splitter.feed(result.text), *splitter.finish()], result.job_id)
+        calls = tuple(ToolCall.model_validate(call) for call in message.get("tool_calls", ()))
+        return Answer(message["content"] or "", message.get("reasoning_content", ""), calls, result)
+
+    def parts(self, chunks: Iterable[Chunk]) -> Iterator[Part]:
+        """Yield the parts of a stream as they arrive. Each is content, reasoning, or belongs to a call of a tool."""
+        splitter = self.form.splitter()
+        for chunk in chunks:
+            yield from [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text)
+        if splitter is not None:
+            yield from splitter.finish()
+
+    async def async_parts(self, chunks: AsyncIterable[Chunk]) -> AsyncGenerator[Part, None]:
+        """Yield the parts of a stream of the asyncio client, like `parts`."""
+        splitter = self.form.splitter()
+        async for chunk in chunks:
+            for part in [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text):
+                yield part
+        for part in splitter.finish() if splitter is not None else ():
+            yield part
+
+
+async def read_form(
+    forms: AnswerForms,
+    connection: QueueConnection,
+    messages: Sequence[Message | Mapping[str, Any]],
+    options: Mapping[str, Any],
+    choice: Mapping[str, Any],
+) -> ChatAnswers:
+    """Return how a queue's model writes its answers to a chat.
+
+    Args:
+        forms: What is known about the forms of answers.
+        connection: The connection to the queue.
+        messages: The messages of the chat.
+        options: The job options, `tools` among them.
+        choice: The fields `tool_choice` and `parallel_tool_calls` of the OpenAI API.
+
+    Raises:
+        InvalidRequest: The tools or their choice are not valid.
+        NoWorker: No worker serves the queue, so its model is not known.
+    """
+    tools = read_tools({**choice, "tools": options.get("tools")})
+    job = {**options, "messages": messages, "tools": tools.tools}
+    form = await forms.of(connection, job)
+    return ChatAnswers(form, {**options, "tools": tools.tools or None, **form_options(form, tools, job)})

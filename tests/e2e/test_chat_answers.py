@@ -1,0 +1,88 @@
+"""Chats with tools and reasoning through the Python clients.
+
+The model has random weights, so grammars stand for what a trained model decides by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llamaq.producer import AsyncClient, Client, InvalidRequest, NoWorker
+from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Reasoning
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import ServedQueue
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+SCHEMA = {
+    "type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"], "additionalProperties": False
+}  # fmt: skip
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>'
+THINKING: Any = {"enable_thinking": True}
+
+
+def test_a_call_of_the_blocking_client_is_read_from_the_result_and_from_the_stream(caller: ServedQueue) -> None:
+    with Client(caller.url, caller.queue) as client:
+        answers = client.chat_answers(HELLO, tools=TOOLS, lark=f"start: {json.dumps(f'I look. {CALL}')}")
+        answer = answers.read(client.chat(HELLO, **answers.options))
+        parts = list(answers.parts(client.stream_chat(HELLO, **answers.options)))
+        assert (answer.content, answer.reasoning) == ("I look.", "")
+        (call,) = answer.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"unit": "C"})
+        assert "".join(part.text for part in parts if isinstance(part, Content)) == "I look."
+        assert [part.name for part in parts if isinstance(part, CallStarted)] == ["weather"]
+        arguments = [part.text for part in parts if isinstance(part, CallArguments)]
+        assert len(arguments) > 1
+        assert json.loads("".join(arguments)) == {"unit": "C"}
+        told = {"role": "tool", "content": "20", "tool_call_id": call.id}
+        assert client.chat([*HELLO, answer.message, told], max_tokens=4).text, "the answer is a message of the chat"
+
+
+async def test_a_demanded_call_follows_the_schema_of_its_tool(caller: ServedQueue) -> None:
+    async with AsyncClient(caller.url, caller.queue) as client:
+        answers = await client.chat_answers(
+            HELLO,
+            tools=TOOLS,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            max_tokens=200,
+            chat_template_kwargs={"enable_thinking": False},
+        )
+        answer = answers.read(await client.chat(HELLO, **answers.options))
+        assert len(answer.tool_calls) == 1, answer
+        (call,) = answer.tool_calls
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments)["unit"] in ("C", "F")
+
+
+async def test_reasoning_is_a_part_of_its_own(caller: ServedQueue) -> None:
+    options: Any = {"chat_template_kwargs": THINKING, "max_tokens": 6}
+    async with AsyncClient(caller.url, caller.queue) as client:
+        answers = await client.chat_answers(HELLO, **options)
+        answer = answers.read(await client.chat(HELLO, **answers.options))
+        stream = await client.stream_chat(HELLO, **answers.options)
+        parts = [part async for part in answers.async_parts(stream)]
+    assert answer.reasoning
+    assert (answer.content, answer.message.reasoning_content) == ("", answer.reasoning)
+    assert all(isinstance(part, Reasoning) for part in parts)
+
+
+async def test_without_tools_the_text_is_the_content(caller: ServedQueue) -> None:
+    async with AsyncClient(caller.url, caller.queue) as client:
+        answers = await client.chat_answers(HELLO, tools=TOOLS, tool_choice="none", regex="yes")
+        assert not answers.options["tools"]
+        answer = answers.read(await client.chat(HELLO, **answers.options))
+        assert (answer.content, answer.tool_calls, answer.message.tool_calls) == ("yes", (), None)
+
+
+async def test_wrong_tools_and_a_queue_without_a_worker_are_errors(caller: ServedQueue, queue: str) -> None:
+    async with AsyncClient(caller.url, caller.queue) as client, AsyncClient(caller.url, queue) as unserved:
+        choice = {"type": "function", "function": {"name": "cook"}}
+        with pytest.raises(InvalidRequest, match="there is no tool 'cook'"):
+            await client.chat_answers(HELLO, tools=TOOLS, tool_choice=choice)
+        with pytest.raises(NoWorker):
+            await unserved.chat_answers(HELLO, tools=TOOLS)
