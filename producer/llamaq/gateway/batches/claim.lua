@@ -5,7 +5,7 @@
 -- ARGV[2]  integer   ms until the lease ends; 0 releases the batch
 --
 -- Returns {code, status, end of the lease in ms since the epoch}. The code is `mine`, `held` by another runner, `ended`
--- or `missing`. `starts` counts runners that began and stored nothing: a batch that ends each server is given up.
+-- or `missing`. `starts` counts runners that began and stored nothing, because a batch may be the reason why they ended.
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local status, runner, lease = unpack(redis.call('HMGET', KEYS[1], 'status', 'runner', 'lease_ms'))

@@ -13,7 +13,7 @@
 --   run_at_ms             time in ms since the epoch at which the job is due; absent: it is due. A job that is not due is
 --                         `queued`, has no entry, and is in the sorted set `later`
 --   waits_from_ms         time in ms since the epoch from which the job waits, if that is not `submitted_ms`
---   retries_left          number of retries after failures that may pass; absent: the job has the option `retries=0`
+--   retries_left          number of retries left after temporary failures; absent: the job has the option `retries=0`
 --   retried               number of retries so far
 --   retry_error           msgpack of the event `failed` of the last failure that was retried
 --   attempt               number of the newest attempt; only this attempt may write (the fence)
@@ -51,7 +51,7 @@
 -- consumer named after the worker that runs the job. The idle time of an entry tells when its lease expires.
 local WAITING = 'waiting'
 local EXPIRED_IDLE_MS = 100000000000   -- the idle time at which a lease expires
-local REQUEUED_IDLE_MS = 1000000000000 -- the idle time of a requeued entry; no jump of a clock makes it of an expired one
+local REQUEUED_IDLE_MS = 1000000000000 -- the idle time of a requeued entry; far above the former, also after a jump of the clock
 
 -- Returns the time of the server in ms since the epoch.
 local function now_ms()

@@ -33,7 +33,7 @@ local function metrics_key(job)
 end
 
 -- Counts one event of a job, and returns the counter. The function ignores errors of Redis, and returns a table then: a
--- counter must not keep a job from its way.
+-- counter must not stop a job.
 local function count_one(job, name)
   return redis.pcall('HINCRBY', metrics_key(job), name, 1)
 end

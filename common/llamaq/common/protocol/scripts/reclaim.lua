@@ -8,7 +8,7 @@
 -- ARGV[1]  group      consumer group of the job stream
 -- ARGV[2]  count      number of entries to take at most
 -- ARGV[3]  lease_ms   how long the caller keeps an entry without a renewal, in ms
--- ARGV[4]  trusted_ms time of the server in ms until which leases that look expired are expired. After this time, and if
+-- ARGV[4]  trusted_ms time of the server in ms. Until then, entries whose lease looks expired are taken. Later, and if
 --                     it is 0, only requeued entries are taken
 --
 -- Returns an array with {id, {name, value, ...}} for each entry.

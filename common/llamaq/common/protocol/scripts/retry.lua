@@ -1,5 +1,5 @@
--- Retries a job later whose attempt failed, if the failure may pass. All tokens of the attempt are stored already, and the
--- next attempt continues after them. The attempt number rises, so that the worker can no longer write. Clients that wait
+-- Schedules a retry of a job whose attempt failed temporarily. All tokens of the attempt are stored already, and the next
+-- attempt continues after them. The attempt number rises, so that the worker can no longer write. Clients that wait
 -- for the job receive the event `retried`, and read from the job when it is due.
 --
 -- KEYS[1]  job       hash of the job

@@ -20,7 +20,7 @@
 -- ARGV[12] partitions   number of partitions that the client knows; 0: it submits to a queue of another client
 -- ARGV[13] delay_ms     time after the submit at which the job is due, in ms; 0: at once
 -- ARGV[14] run_at_ms    time at which the job is due, in ms since the epoch; 0: at once
--- ARGV[15] retries      number of retries after failures that may pass
+-- ARGV[15] retries      number of retries after temporary failures
 -- ARGV[16] tenant       name of the tenant; '': none
 -- ARGV[17] kind         what the job computes: 'generation' | 'embedding' | 'reranking'
 --
