@@ -51,7 +51,7 @@
 -- consumer named after the worker that runs the job. The idle time of an entry tells when its lease expires.
 local WAITING = 'waiting'
 local EXPIRED_IDLE_MS = 100000000000   -- the idle time at which a lease expires
-local REQUEUED_IDLE_MS = 1000000000000 -- the idle time of a requeued entry; far above the former, also after a jump of the clock
+local REQUEUED_IDLE_MS = 1000000000000 -- the idle time of a requeued entry, far above that of an expired one
 
 -- Returns the time of the server in ms since the epoch.
 local function now_ms()

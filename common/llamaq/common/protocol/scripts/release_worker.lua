@@ -1,5 +1,5 @@
--- Requeues all jobs of a worker that is known to be dead, and removes the worker from the consumer groups of one partition. Other workers take the jobs at once, and do not wait for the leases. This works also when Redis
--- is full.
+-- Requeues all jobs of a worker that is known to be dead, and removes the worker from the consumer groups of one partition.
+-- Other workers take the jobs at once, and do not wait for the leases. This works also when Redis is full.
 --
 -- The hashes of the jobs are not in KEYS: they follow from the entries. All of them have the hash tag of the partition.
 --
