@@ -161,8 +161,9 @@ class _Call(Generic[T]):
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self.work = work
         self.unfinished = threading.Lock()
-        """Locked until the coroutine has ended. From a wait for this lock, an exception of a signal handler surfaces as
-        itself. From a wait for a future it may surface as a RuntimeError about the lock of the future."""
+        """Locked until the coroutine has ended. If a signal handler raises an exception during a wait for this lock,
+        that exception is raised unchanged. During a wait for a future, it may become a RuntimeError about the lock of
+        the future."""
         self.unfinished.acquire()
         self.has_finished = False
         self.result: Callable[[], T]

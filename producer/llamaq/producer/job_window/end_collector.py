@@ -77,7 +77,7 @@ class _Followed(Generic[T]):
     """A job in the queue."""
 
     requests: list[WindowJob[T]]
-    """The requests whose job this is: several if they have the same idempotency key."""
+    """The requests that this job answers. Several requests with the same idempotency key have one job."""
     listener: EndListener
     listening: AbstractContextManager[None]
     """Receives the messages of the job until its exit."""
