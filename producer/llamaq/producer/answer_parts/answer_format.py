@@ -65,13 +65,15 @@ _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 class AnswerForm(WireModel):
     """How one answer is written. It is all that a splitter needs, so a stored answer can be split at any time."""
 
-    format: AnswerFormat = Field(AnswerFormat.JSON, description="How the model writes tool calls.") has_tools: bool =
-    Field(False, description="Whether the answer may call tools.") text_parameters: dict[str, tuple[str, ...]] = Field(
-    default_factory=dict, description="For calls in XML: the parameters of each tool whose values are texts." )
-    reasoning_open: str = Field("", description="Tag before reasoning. Empty: reasoning is not separated from the
-    content.") reasoning_close: str = Field("", description="Tag after reasoning.") starts_in_reasoning: bool =
-    Field(False, description="Whether the prompt has begun the reasoning.") has_reasoned: bool = Field(False,
-    description="Whether the prompt has ended the reasoning.")
+    format: AnswerFormat = Field(AnswerFormat.JSON, description="How the model writes tool calls.")
+    has_tools: bool = Field(False, description="Whether the answer may call tools.")
+    text_parameters: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="For calls in XML: the parameters of each tool whose values are texts."
+    )
+    reasoning_open: str = Field("", description="Tag before reasoning. Empty: reasoning is part of the content.")
+    reasoning_close: str = Field("", description="Tag after reasoning.")
+    starts_in_reasoning: bool = Field(False, description="Whether the prompt has begun the reasoning.")
+    has_reasoned: bool = Field(False, description="Whether the prompt has ended the reasoning.")
 
     @property
     def is_split(self) -> bool:
