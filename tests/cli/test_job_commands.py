@@ -54,10 +54,13 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
         "timeout_s": "30", "queue_timeout_s": "60", "deadline_s": "90", "priority": "bulk", "idempotency_key": "k",
         "metadata": '{"user": "u"}', "cache_salt": "salt", "tenant": "acme", "logprobs": "2",
         "cache_public": "5", "slot": "1", "run_at": "2020-12-24T18:00+01:00", "retries": "3",
+        "reasoning_budget": "7", "reasoning_open": "<r>", "reasoning_close": "</r>",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     }  # fmt: skip
     flags = [
         "--special",
+        "--ignore-eos",
+        "--post-sampling-probs",
         "--no-cache-prompt",
         "--no-stream",
         "--cancel-on-disconnect",
@@ -82,7 +85,7 @@ def test_every_job_parameter_has_an_option_that_reaches_the_worker(redis_url: st
     changed = {
         name for name in JobParams.model_fields if getattr(request, name) != JobParams.model_fields[name].default
     }
-    not_allowed = {"grammar", "regex", "choice", "lark", "ignore_eos", "delay_s"}  # with json_schema and run_at
+    not_allowed = {"grammar", "regex", "choice", "lark", "delay_s"}  # with json_schema and run_at
     not_allowed |= {"tools", "add_generation_prompt", "continue_final_message"}  # without a chat
     assert JobParams.model_fields.keys() - changed == not_allowed
 

@@ -144,6 +144,19 @@ async def test_the_model_thinks_only_if_the_request_says_so(caller: ServedQueue)
     assert streamed.stop_reason == "max_tokens"
 
 
+async def test_the_thinking_ends_after_its_budget_and_the_model_answers(caller: ServedQueue) -> None:
+    plain: Any = {"model": caller.queue, "max_tokens": 40, "messages": BLOCKS, "extra_body": {"temperature": 0}}
+    async with connected(caller) as api:
+        bounded = await api.messages.create(**plain, thinking={"type": "enabled", "budget_tokens": 5})
+        unbounded = await api.messages.create(**plain, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert [block.type for block in unbounded.content] == ["thinking"]
+    assert [block.type for block in bounded.content] == ["thinking", "text"]
+    short, long = bounded.content[0], unbounded.content[0]
+    assert (short.type, long.type) == ("thinking", "thinking")
+    assert len(short.thinking) < len(long.thinking)
+    assert long.thinking.startswith(short.thinking[:3])
+
+
 async def test_structured_output_is_an_object_of_the_given_class(caller: ServedQueue) -> None:
     async with connected(caller) as api:
         parsed = await api.messages.parse(model=caller.queue, max_tokens=100, messages=BLOCKS, output_format=Unit)

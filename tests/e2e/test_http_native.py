@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 from tests.support.http_server import serving_http
 
 from llamaq.producer import Client
@@ -98,6 +99,8 @@ async def test_an_answer_tells_what_the_request_asked_for(demo: ServedQueue) -> 
         probabilities = await http.post(
             "/completion", json={"prompt": PROMPT, "n_predict": 4, "n_probs": 2, "stream": True}
         )
+        few = {"prompt": PROMPT, "n_predict": 4, "n_probs": 9, "top_k": 3, "post_sampling_probs": True}
+        drawn = (await http.post("/completion", json=few)).json()["completion_probabilities"]
         props = (await http.get("/props")).json()
         both = {**chat, "messages": [*MESSAGES, {"role": "assistant", "content": "I"}]}
         excluded = await http.post(
@@ -115,6 +118,10 @@ async def test_an_answer_tells_what_the_request_asked_for(demo: ServedQueue) -> 
     tokens = [event["completion_probabilities"] for event in events_of(probabilities) if not event["stop"]]
     assert [len(each) for each in tokens] == [1] * 4
     assert [len(each[0]["top_logprobs"]) for each in tokens] == [2] * 4
+    for each in drawn:
+        assert 0 < each["prob"] <= 1
+        assert len(each["top_probs"]) <= 3
+        assert sum(alternative["prob"] for alternative in each["top_probs"]) == pytest.approx(1, abs=1e-3)
     assert (excluded.status_code, excluded.json()["error"]["param"]) == (400, "add_generation_prompt")
 
 

@@ -82,6 +82,7 @@ def test_options_of_a_job_and_the_tenant() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "there is no tool 'g'"),
         ({"tool_choice": {"type": "some"}}, r"tool_choice\.type: auto, any, none"),
         ({"thinking": {"type": "always"}}, r"thinking\.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, r"thinking\.budget_tokens"),
         ({"mcp_servers": [{}]}, "mcp_servers: llamaq does not support it"),
         ({"system": [{"type": "image"}]}, r"system\.0\.type: llamaq does not support blocks of the type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, r"content\.0\.tool_use_id"),

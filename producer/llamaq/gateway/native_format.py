@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 from typing import Any, Self
 
 from llamaq.common.errors import InvalidRequest
@@ -33,6 +34,8 @@ class NativeOptions:
 
     has_tokens: bool
     """Whether the answer has the token ids."""
+    has_drawn_probs: bool
+    """Whether probabilities are those of the draw. They are numbers from 0 to 1, and not logarithms."""
     fields: tuple[str, ...]
     """The only fields of the answer, such as `content` or `generation_settings/n_predict`. Empty: all."""
 
@@ -46,7 +49,11 @@ class NativeOptions:
         fields = body.get("response_fields") or []
         if not isinstance(fields, list) or not all(isinstance(each, str) for each in fields):
             raise InvalidRequest("response_fields: a list of names is required")
-        return cls(has_tokens=read_flag(body, "return_tokens"), fields=tuple(fields))
+        return cls(
+            has_tokens=read_flag(body, "return_tokens"),
+            has_drawn_probs=read_flag(body, "post_sampling_probs"),
+            fields=tuple(fields),
+        )
 
     def chosen(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of an answer that the request wants. A name may be a path, with `/` between its parts."""
@@ -60,6 +67,18 @@ class NativeOptions:
             if value is not _MISSING:
                 found[path] = value
         return found
+
+
+def drawn_object(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a token in `completion_probabilities` with its probability in the draw.
+
+    Args:
+        entry: The entry with logarithms.
+    """
+    drawn = {name: entry[name] for name in ("id", "token", "bytes")} | {"prob": exp(entry["logprob"])}
+    if "top_logprobs" in entry:
+        drawn["top_probs"] = [drawn_object(each) for each in entry["top_logprobs"]]
+    return drawn
 
 
 def read_native_body(body: Mapping[str, Any]) -> GenerationBody:
@@ -158,6 +177,8 @@ def generation_settings(request: JobRequest | None, card: WorkerCard | None, see
         "ignore_eos": given.ignore_eos,
         "logit_bias": biases,
         "n_probs": given.logprobs or 0,
+        "post_sampling_probs": given.post_sampling_probs,
+        "reasoning_budget_tokens": -1 if given.reasoning_budget is None else given.reasoning_budget,
         "grammar": given.grammar or "",
         "stream": given.stream,
         "lora": [],

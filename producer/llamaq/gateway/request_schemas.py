@@ -111,7 +111,9 @@ class MessagesRequest(Body):
         None, description="`type`: `auto`, `any`, `none`, or `tool` with a `name`; `disable_parallel_tool_use`."
     )
     thinking: dict[str, JsonValue] | None = Field(
-        None, description="`type`: `enabled` or `adaptive` let the model reason, `disabled` does not."
+        None,
+        description="`type`: `enabled` or `adaptive` let the model reason, `disabled` does not. `budget_tokens`: the "
+        "largest number of tokens of reasoning.",
     )
     output_config: dict[str, JsonValue] | None = Field(
         None, description="`format`: a JSON schema of the answer; `effort`: of the reasoning, for the chat template."

@@ -75,6 +75,15 @@ def test_a_suppressed_token_is_never_drawn(vocab: Vocab, monkeypatch: pytest.Mon
     assert prepare(vocab, request).sampler.sample(logits.copy(), [1], 1) == second
 
 
+def test_the_budget_of_reasoning_knows_the_prompt_and_the_tags_of_the_job(vocab: Vocab) -> None:
+    request = JobRequest(prompt="<why>", seed=1, reasoning_budget=1, reasoning_open="<why>", reasoning_close="</why>")
+    sampler, history = prepare(vocab, request).sampler, vocab.encode("<why>")
+    n_prompt = len(history)
+    for _ in range(1 + len(vocab.encode_part("</why>"))):
+        history.append(sampler.sample(np.zeros(vocab.n_tokens, np.float32), history, n_prompt))
+    assert vocab.decode(history[n_prompt + 1 :]) == "</why>"
+
+
 def test_the_text_has_control_tokens_on_request(vocab: Vocab) -> None:
     tokens = vocab.encode("<|user|>hi")
     texts = [

@@ -34,6 +34,7 @@ GRAMMAR_ROOT_PATTERN = r"^[A-Za-z][A-Za-z0-9\-]{0,63}$"
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
 MAX_RETRIES = 100
+MAX_TAG_CHARS = 64
 TENANT_PATTERN = r"^[A-Za-z0-9_.:@/+=\-]{1,128}$"
 
 EMBEDDING_OPTIONS = frozenset({
@@ -131,6 +132,30 @@ class JobParams(TemplateParams, SamplingParams):
         le=MAX_LOGPROBS,
         description="Return the natural logarithm of each token's probability, and of this many most probable "
         "alternatives at its position, at most 20. They are the model's own: sampling parameters do not change them.",
+    )
+    post_sampling_probs: bool = Field(
+        False,
+        description="`logprobs` are those of the draw, after all samplers. Tokens that the samplers have removed are "
+        "no alternatives.",
+    )
+    reasoning_budget: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_GENERATED_TOKENS,
+        description="Largest number of tokens of reasoning. Then the worker ends the reasoning with `reasoning_close`, "
+        "and the model answers. If not set: no limit.",
+    )
+    reasoning_open: str = Field(
+        "<think>",
+        min_length=1,
+        max_length=MAX_TAG_CHARS,
+        description="Text before reasoning, for `reasoning_budget`. `llamaq serve` takes that of the chat template.",
+    )
+    reasoning_close: str = Field(
+        "</think>",
+        min_length=1,
+        max_length=MAX_TAG_CHARS,
+        description="Text after reasoning, for `reasoning_budget`. `llamaq serve` takes that of the chat template.",
     )
     stop: tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)], ...] = Field(
         (),
@@ -390,6 +415,10 @@ class JobOptions(TypedDict, total=False):
     choice: list[str] | tuple[str, ...] | None
     lark: str | None
     logprobs: int | None
+    post_sampling_probs: bool
+    reasoning_budget: int | None
+    reasoning_open: str
+    reasoning_close: str
     stop: str | list[str] | tuple[str, ...]
     ignore_eos: bool
     special: bool

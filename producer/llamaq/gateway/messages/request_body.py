@@ -64,8 +64,6 @@ def _may_think(body: Mapping[str, Any]) -> bool:
     """Return whether the model is asked to reason. In Anthropic's API it is not, unless the request says so."""
     thinking = _object(body, "thinking")
     match thinking.get("type", "disabled"):
-        case "enabled" if type(thinking.get("budget_tokens", 0)) is not int:
-            raise InvalidRequest("thinking.budget_tokens: a number is required")
         case "enabled" | "adaptive":
             return True
         case "disabled":
@@ -73,10 +71,19 @@ def _may_think(body: Mapping[str, Any]) -> bool:
     raise InvalidRequest("thinking.type: enabled, adaptive or disabled is required")
 
 
+def _read_budget(body: Mapping[str, Any]) -> int | None:
+    """Return the largest number of tokens of reasoning. None: no limit."""
+    thinking = _object(body, "thinking")
+    budget = thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
+    if budget is not None and (type(budget) is not int or budget < 0):
+        raise InvalidRequest("thinking.budget_tokens: a number of tokens is required")
+    return budget
+
+
 def _read_options(body: Mapping[str, Any]) -> dict[str, Any]:
     user = _object(body, "metadata").get("user_id")
     output = _object(body, "output_config").get("format") or body.get("output_format")
-    renamed = {"user": user, **body, "response_format": output}
+    renamed = {"user": user, "reasoning_budget": _read_budget(body), **body, "response_format": output}
     return read_options({name: value for name, value in renamed.items() if name != "metadata"})
 
 

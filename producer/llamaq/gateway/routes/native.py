@@ -15,7 +15,7 @@ from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.long_prompts import explaining_long_prompts
-from llamaq.gateway.native_format import NativeOptions, final_object, partial_object, read_native_body
+from llamaq.gateway.native_format import NativeOptions, drawn_object, final_object, partial_object, read_native_body
 from llamaq.gateway.permissions import generation_for, queue_for
 from llamaq.gateway.prompt_texts import with_tokens
 from llamaq.producer import Chunk, Result
@@ -97,4 +97,5 @@ class _Answers:
             return {}
         pieces = await self._context.models.pieces.of(self._generation.client, tokens_of(tokens, logprobs))
         pairs = zip(tokens, logprobs, strict=True)
-        return {"completion_probabilities": [token_object(token, each, pieces) for token, each in pairs]}
+        entries = [token_object(token, each, pieces) for token, each in pairs]
+        return {"completion_probabilities": [*map(drawn_object, entries)] if self._options.has_drawn_probs else entries}

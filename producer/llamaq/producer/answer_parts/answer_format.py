@@ -59,6 +59,7 @@ _TAGS = {
     AnswerFormat.LLAMA3: Tags(call_open="<|python_tag|>", call_separators=";", starts_with_call=True),
     AnswerFormat.JSON: Tags(call_separators="[],", starts_with_call=True),
 }
+HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
 _REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -79,6 +80,13 @@ class AnswerForm(WireModel):
     def is_split(self) -> bool:
         """Whether the answer can have other parts than content."""
         return self.has_tools or bool(self.reasoning_open) or self.format is AnswerFormat.HARMONY
+
+    @property
+    def reasoning_tags(self) -> tuple[str, str] | None:
+        """The texts before and after reasoning. None: the answer has no reasoning."""
+        if self.format is AnswerFormat.HARMONY:
+            return HARMONY_REASONING
+        return (self.reasoning_open, self.reasoning_close) if self.reasoning_open else None
 
     def splitter(self) -> AnswerSplitter | None:
         """Return a splitter for one answer. None: the whole text is content."""

@@ -40,9 +40,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "image_data": ([],),
     "lora": ([],),
-    "post_sampling_probs": (False,),
     "prompt_logprobs": (0,),
-    "reasoning_budget_tokens": (-1,),
     "stop_token_ids": ([],),
     "suffix": ("",),
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
+from llamaq.producer.accepted_forms import SYNONYMS
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.answer_parts.call_grammar import answer_grammar
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
@@ -70,21 +71,25 @@ def has_free_constraint(job: Mapping[str, Any]) -> bool:
 
 
 def form_options(form: AnswerForm, choice: ToolChoice, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job options for answers of a form: the texts of control tokens, and a grammar.
+    """Return the job options for answers of a form: the texts of control tokens, the tags of reasoning, and a grammar.
 
     If the answer must be a call, the grammar describes calls. Otherwise, if the request has a JSON schema, the grammar
     allows the reasoning first, and then either content that matches the schema or a call.
     """
     if not form.is_split:
         return {}
+    options: dict[str, Any] = {"special": True}
+    has_budget = any(SYNONYMS.get(name, name) == "reasoning_budget" for name in job)
+    if has_budget and (tags := form.reasoning_tags):
+        options |= {"reasoning_open": tags[0], "reasoning_close": tags[1]}
     schema = job.get("json_schema")
     if choice.demanded:
         grammar = answer_grammar(form, choice.demanded, parallel=choice.is_parallel)
     elif schema is not None:
         grammar = answer_grammar(form, choice.tools, schema, parallel=choice.is_parallel)
     else:
-        return {"special": True}
-    return {"special": True, "json_schema": None, "lark": grammar}
+        return options
+    return options | {"json_schema": None, "lark": grammar}
 
 
 def call_id(job_id: str, index: int) -> str:

@@ -40,3 +40,24 @@ def test_a_job_that_does_not_ask_gets_none() -> None:
     sampler = LogitSampler(SamplingDefaults(), seed=1)
     sampler.sample(LOGITS.copy(), [1], 1)
     assert sampler.logprobs is None
+
+
+def test_those_of_the_draw_are_after_all_samplers() -> None:
+    params = SamplingDefaults(temperature=0.5, top_k=2, min_p=0, top_p=1)
+    logits = np.array([1.0, 3.0, -2.0, 2.5, 0.5], np.float32)
+    sampler = LogitSampler(params, seed=1, masked_tokens=[2], n_logprobs=4, has_drawn_logprobs=True)
+    token = sampler.sample(logits.copy(), [1], 1)
+    assert sampler.logprobs is not None
+    probability = 1 / (1 + np.exp(-1.0))  # of the better one of two candidates, 0.5 / temperature apart
+    assert [each for each, _ in sampler.logprobs.top] == [1, 3]
+    assert np.exp([value for _, value in sampler.logprobs.top]) == pytest.approx(
+        [probability, 1 - probability], abs=1e-4
+    )
+    assert sampler.logprobs.logprob == dict(sampler.logprobs.top)[token]
+
+
+def test_a_greedy_draw_has_one_candidate() -> None:
+    params = SamplingDefaults(temperature=0)
+    sampler = LogitSampler(params, seed=1, n_logprobs=4, has_drawn_logprobs=True)
+    assert sampler.sample(LOGITS.copy(), [1], 1) == 1
+    assert sampler.logprobs == (0.0, ((1, 0.0),))

@@ -21,6 +21,7 @@ from llamaq.worker.generation.detokenizer import StreamDetokenizer
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
+from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, SequenceBreakers
 
 SYSTEM_PREFIX_CACHE_SIZE = 32
@@ -95,7 +96,7 @@ class JobPreparer:
             lease=lease,
             request=request,
             prompt=prompt,
-            sampler=self._sampler(request, published.draws),
+            sampler=self._sampler(request, prompt, published.draws),
             detokenizer=detokenizer,
             resumed=list(published.tokens),
             resumed_logprobs=list(published.logprobs),
@@ -144,7 +145,7 @@ class JobPreparer:
                 message = f"{name}: token id {max(ids)} is not in the model's vocabulary of {n_vocab} tokens"
                 raise JobRejected(ErrorCode.INVALID_TOKEN, message)
 
-    def _sampler(self, request: JobRequest, draws: Sequence[float]) -> LogitSampler:
+    def _sampler(self, request: JobRequest, prompt: Sequence[int], draws: Sequence[float]) -> LogitSampler:
         grammar, breakers, params = None, SequenceBreakers(), self._defaults.resolve(request)
         if params.dry_multiplier:
             breakers = self._breaker_finder.breakers(params.dry_sequence_breakers)
@@ -156,7 +157,23 @@ class JobPreparer:
             logit_bias=request.logit_bias,
             masked_tokens=self._vocab.suppressed_tokens | (self._vocab.end_tokens if request.ignore_eos else set()),
             grammar=grammar,
+            reasoning=self._reasoning_budget(request, prompt),
             n_logprobs=request.logprobs,
+            has_drawn_logprobs=request.post_sampling_probs and request.logprobs is not None,
             breakers=breakers,
             draws=draws,
+        )
+
+    def _reasoning_budget(self, request: JobRequest, prompt: Sequence[int]) -> ReasoningBudget | None:
+        """Return what bounds the reasoning of a job. None: nothing does."""
+        if request.reasoning_budget is None:
+            return None
+        piece, closing = self._vocab.piece_with_special, request.reasoning_close
+        return ReasoningBudget(
+            request.reasoning_budget,
+            request.reasoning_open.encode(),
+            closing.encode(),
+            self._vocab.encode_part(closing, parse_special=True),
+            piece,
+            b"".join(map(piece, prompt)),
         )

@@ -5,7 +5,7 @@ Arrays have one dimension: (n_vocab,) for logits of the whole vocabulary, (n_can
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,11 @@ class Candidates:
         order = (-self.logits).argsort(kind="stable")
         tokens = order if self.tokens is None else self.tokens[order]
         return Candidates(self.logits[order], tokens, is_sorted=True)
+
+    @classmethod
+    def only(cls, token: int) -> Self:
+        """Return a token alone, with the logit 0, so that it is drawn even if it is masked."""
+        return cls(np.zeros(1, np.float32), np.array([token]), is_sorted=True)
 
     def by_token(self) -> Candidates:
         """Return the candidates in ascending order of ids."""

@@ -16,8 +16,9 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.worker.generation.grammar.token_constraint import TokenConstraint
 from llamaq.worker.generation.sampling.candidates import Candidates, Logits
-from llamaq.worker.generation.sampling.logprobs import token_logprobs
+from llamaq.worker.generation.sampling.logprobs import drawn_logprobs, token_logprobs
 from llamaq.worker.generation.sampling.mirostat_and_adaptive_p import draw_feedback
+from llamaq.worker.generation.sampling.reasoning_budget import ReasoningBudget
 from llamaq.worker.generation.sampling.sampler_chain import build_chain, is_greedy
 from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
 from llamaq.worker.generation.sampling.uniform_numbers import UniformNumbers
@@ -38,7 +39,9 @@ class LogitSampler:
         masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`. Only where the grammar is
             complete, so that no other token is left, a masked end token is drawn.
         grammar: Restricts the tokens.
+        reasoning: Bounds the reasoning. None: it is not bounded.
         n_logprobs: Number of alternatives in `logprobs`. None: `logprobs` is always None.
+        has_drawn_logprobs: Whether `logprobs` are the probabilities of the draw, and not those of the model.
         breakers: The sequence breakers of DRY.
         draws: `draw_probability` of each token that earlier attempts generated.
     """
@@ -51,18 +54,22 @@ class LogitSampler:
         logit_bias: Mapping[int, float] | None = None,
         masked_tokens: Iterable[int] = (),
         grammar: TokenConstraint | None = None,
+        reasoning: ReasoningBudget | None = None,
         n_logprobs: int | None = None,
+        has_drawn_logprobs: bool = False,
         breakers: SequenceBreakers = NO_BREAKERS,
         draws: Sequence[float] = (),
     ) -> None:
         self.logprobs: TokenLogprobs | None = None
         self.draw_probability: float | None = None
         self._n_logprobs = n_logprobs
+        self._has_drawn_logprobs = has_drawn_logprobs
         self._uniform = UniformNumbers(seed)
         self._bias_tokens = np.fromiter(logit_bias or (), np.int64)
         self._bias = np.fromiter((logit_bias or {}).values(), np.float32)
         self._masked = np.fromiter(masked_tokens, np.int64)
         self._grammar = grammar
+        self._reasoning = reasoning
         self._is_greedy = is_greedy(params)
         self._feedback = None if self._is_greedy else draw_feedback(params, draws)
         chain = build_chain(params, self._uniform, breakers)
@@ -73,12 +80,13 @@ class LogitSampler:
         self._reduce = chain[n_first].apply if starts_with_top_k else _drop_masked
         """The step after which no token is masked."""
         self._filters = [step.apply for step in chain[n_first + starts_with_top_k :]]
-        is_changed = self._bias.size or self._masked.size or grammar is not None or self._penalties
-        self.takes_best = self._is_greedy and not is_changed and n_logprobs is None
+        is_changed = self._bias.size or self._masked.size or self._penalties
+        is_bound = grammar is not None or reasoning is not None
+        self.takes_best = self._is_greedy and not is_changed and not is_bound and n_logprobs is None
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
-        if self._n_logprobs is None:
+        if self._n_logprobs is None or self._has_drawn_logprobs:
             return self._sample(logits, history, n_prompt)
         computed = logits.copy()
         token = self._sample(logits, history, n_prompt)
@@ -94,7 +102,11 @@ class LogitSampler:
         candidates = self._penalized(logits, history, n_prompt)
         if self._is_greedy:
             token = _best_token(candidates)
-            return self._end_token() if token is None else token
+            if token is None:
+                return self._end_token()
+            if self._has_drawn_logprobs:
+                self.logprobs = drawn_logprobs(Candidates.only(token), 0, self._n_logprobs or 0)
+            return token
         candidates = self._filtered(candidates, history, position)
         return self._draw(candidates, position, n_vocab) if len(candidates) else self._end_token()
 
@@ -138,15 +150,19 @@ class LogitSampler:
             logits[self._masked] = -np.inf
 
     def _allowed(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
-        """Return the tokens that the grammar allows, or many of those that it does not allow masked."""
+        """Return the tokens that grammar and reasoning allow, or many of those that they do not allow masked."""
+        candidates = Candidates(logits)
+        forced = None if self._reasoning is None else self._reasoning.forced_token(history, n_prompt)
         if self._grammar is None:
-            return Candidates(logits)
+            return candidates if forced is None else Candidates.only(forced)
         self._grammar.accept(history[n_prompt:])
         mask = self._grammar.allowed_mask()
+        if forced is not None and mask[forced]:
+            return Candidates.only(forced)
         tokens = np.flatnonzero(mask)
         if len(tokens) > FEW_ALLOWED * logits.size:
             np.copyto(logits, -np.inf, where=~mask)
-            return Candidates(logits)
+            return candidates
         return Candidates(logits[tokens], tokens)
 
     def _draw(self, candidates: Candidates, position: int, n_vocab: int) -> int:
@@ -162,6 +178,8 @@ class LogitSampler:
         cumulative = candidates.weights().cumsum(dtype=np.float64)
         index = int(cumulative.searchsorted(self._uniform.at(position) * cumulative[-1], side="right"))
         index = min(index, len(candidates) - 1)  # rounding can make the product equal to the total
+        if self._has_drawn_logprobs:
+            self.logprobs = drawn_logprobs(candidates, index, self._n_logprobs or 0)
         if self._feedback is not None and probabilities is not None:
             self.draw_probability = float(probabilities[index])
             self._feedback.record(self.draw_probability)

@@ -1,4 +1,4 @@
-"""The probabilities of a drawn token and of its alternatives, as the model computed them."""
+"""The probabilities of a drawn token and of its alternatives: those of the model, or those of the draw."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
+from llamaq.worker.generation.sampling.candidates import Candidates
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
@@ -24,6 +25,20 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> T
     best = best[np.argsort(-logits[best], kind="stable")]
     top = tuple((int(index), _rounded(float(logits[index]) - log_total)) for index in best)
     return TokenLogprobs(_rounded(float(logits[token]) - log_total), top)
+
+
+def drawn_logprobs(candidates: Candidates, index: int, n_top: int) -> TokenLogprobs:
+    """Return ln(p_i) in a draw, for the drawn token and for the most probable candidates.
+
+    Args:
+        candidates: The candidates of the draw, after the sampler chain. Other tokens have the probability 0.
+        index: Index of the drawn candidate.
+        n_top: Largest number of most probable candidates.
+    """
+    probabilities = candidates.probabilities()
+    best = [each for each in (-probabilities).argsort(kind="stable")[:n_top].tolist() if probabilities[each] > 0]
+    top = tuple((candidates.token_at(each), _rounded(float(np.log(probabilities[each])))) for each in best)
+    return TokenLogprobs(_rounded(float(np.log(probabilities[index]))), top)
 
 
 def _rounded(value: float) -> float:
