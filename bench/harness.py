@@ -179,6 +179,12 @@ def _show_log(log_file: BinaryIO) -> None:
     console.print(log_file.read().decode(errors="replace")[-4000:], markup=False, highlight=False)
 
 
+def path_with_this_folder() -> str:
+    """Return a `PYTHONPATH` with which a worker's process can import the modules of this folder."""
+    folders = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, folders))
+
+
 def facts() -> Figures:
     """Return date, hardware, versions and commit."""
     return {

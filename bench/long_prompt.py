@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import Figures, Plan, note, run, show, start_stack
+from harness import Figures, Plan, note, path_with_this_folder, run, show, start_stack
 from job_timings import median_of, spread
 from streams_beside_prompt import Load, Timelines, run_on_worker
 from workload import Prompts
@@ -81,7 +81,7 @@ def measure(plan: Plan) -> Figures:
     with ExitStack() as exits:
         ticks_file = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "ticks.jsonl"
         ticks_file.touch()
-        os.environ |= {TICKS_FILE: str(ticks_file), "PYTHONPATH": _path_with_this_folder()}
+        os.environ |= {TICKS_FILE: str(ticks_file), "PYTHONPATH": path_with_this_folder()}
         sizes = {"chunked": chunk_size, "unchunked": n_batch}
         settings = [
             plan.settings(queue=name, n_ctx=N_CTX, n_batch=n_batch, chunk_size=size, hooks=("long_prompt:record",))
@@ -105,12 +105,6 @@ def measure(plan: Plan) -> Figures:
     sizes_used = {"streams": N_STREAMS, "prompt_tokens": n_long, "chunk_size": chunk_size}
     verdict = {"target": TARGET, "is_met": results["chunked"]["gap_per_median_tick"] <= TARGET}
     return sizes_used | verdict | {"worst_gap_per_median_tick": worst} | results
-
-
-def _path_with_this_folder() -> str:
-    """Return a `PYTHONPATH` with which the worker's process can import the hook from this file."""
-    folders = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(filter(None, folders))
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:

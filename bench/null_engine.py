@@ -1,0 +1,28 @@
+"""Makes the engine of a worker compute nothing: each job gets the same token again and again, at once.
+
+A worker imports this module with `--batch-strategy null_engine:DecodeMaximal`, which is the default strategy. All other
+parts of the worker are the real ones.
+"""
+
+from __future__ import annotations
+
+from llamaq.worker.core.batch import Batch, DecodeToken, SlotResult
+from llamaq.worker.engine.engine import Engine
+from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
+
+__all__ = ["DecodeMaximal"]
+TOKEN = 100
+
+
+def _run(_: Engine, batch: Batch) -> list[SlotResult]:
+    return [
+        SlotResult(
+            part.slot,
+            part.slot.active.n_past + part.n_tokens,
+            token=TOKEN if isinstance(part, DecodeToken) or part.is_last else None,
+        )
+        for part in batch.parts
+    ]
+
+
+Engine.run = _run  # type: ignore[method-assign]
