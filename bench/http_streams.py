@@ -63,7 +63,7 @@ class StreamConnection(asyncio.Protocol):
         for waiting in (self._begun, self._ended):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(exc or ConnectionError("the server closed the connection"))
-                waiting.exception()  # a closed benchmark waits for it no more
+                waiting.exception()  # marks the error as retrieved, because nothing awaits it after the benchmark
 
     async def begin(self, prompt: list[int], n_out: int) -> Timeline:
         """Send a request and return when the first text of its answer is there."""
@@ -90,7 +90,7 @@ class StreamConnection(asyncio.Protocol):
         found = N_TOKENS.findall(bytes(self._received))
         if not found or int(found[-1]) != n_out or not timeline.arrivals_s:
             raise LlamaqError(f"not an answer of {n_out} tokens: {bytes(self._received[:1000])!r}")
-        timeline.counts[-1] = n_out  # which token came with which arrival is not told
+        timeline.counts[-1] = n_out  # the server does not say which tokens came with which arrival
         return timeline
 
 

@@ -37,7 +37,7 @@ N_CTX = 16_384
 N_SINGLE, QUICK_N_SINGLE = 60, 3
 SINGLE_N_OUT = 4
 PAUSE_S = 0.02
-"""Before each single request: the worker has then told that the previous job has ended."""
+"""Pause before each single request, so that the worker has reported the end of the previous job."""
 CLIENT, SERVE = "client", "serve"
 RATE_TARGET = 0.92
 """Smallest rate of `serve`, as a share of that of the Python client."""
@@ -104,7 +104,7 @@ class Systems:
 
 
 def time_streams(systems: Systems, prompts: Prompts, plan: Plan, first: int) -> dict[str, Any]:
-    """Measure each system with as many streams at once, beginning with the system of the number `first`."""
+    """Measure each system with the same number of streams at once. `first` is the index of the system that begins."""
     n_streams, n_out = (QUICK_N_STREAMS, QUICK_N_OUT) if plan.quick else (N_STREAMS, N_OUT)
     clock, names = CpuClock(systems.stack), systems.names
     figures: dict[str, Any] = {}

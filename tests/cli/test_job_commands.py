@@ -120,7 +120,7 @@ def test_cancel_ends_a_waiting_job(redis_url: str, queue: str) -> None:
 
 @pytest.fixture
 def unserved(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A queue without a worker that the commands use by default."""
+    """The default queue of the commands. No worker serves it."""
     monkeypatch.setenv("LLAMAQ_REDIS_URL", redis_url)
     monkeypatch.setenv("LLAMAQ_QUEUE", queue)
     return queue

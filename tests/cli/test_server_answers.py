@@ -33,7 +33,7 @@ async def served_by_http(redis_url: str, queue: str, **settings: Any) -> AsyncIt
 
 @pytest.fixture
 def no_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands know no Redis that answers."""
+    """The setting of the Redis URL names a port at which no server answers."""
     monkeypatch.setenv("LLAMAQ_REDIS_URL", "redis://127.0.0.1:1")
 
 

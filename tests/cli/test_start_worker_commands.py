@@ -1,4 +1,4 @@
-"""The commands of a GPU host: help, options and errors."""
+"""The commands that start workers: help, options and errors."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ else:
     tiktoken = lazy_import("tiktoken")
 
 NOISE = 2e-3
-"""Bound on the difference between the same embedding from two batches: llama.cpp rounds otherwise in another batch."""
+"""Bound on the difference between the same embedding from two batches, whose rounding errors differ."""
 TEXTS = ["A cat sleeps on the sofa.", "The sun is hot.", "A kitten sleeps on the couch."]
 
 

@@ -186,7 +186,7 @@ def test_the_stats_stream_has_every_finished_job_newest_first(
     assert all(one.finish_reason and one.error_code is None for one in recent[:3])
     with Redis.from_url(demo.url) as redis:
         ((entry, fields),) = redis.xrevrange(Keys().stats(demo.queue), count=1)
-    ended_ms = int(entry.partition(b"-")[0])  # the model has the time of the end from the id of the entry
+    ended_ms = int(entry.partition(b"-")[0])  # the client reads the time of the end from the id of the entry
     assert codec.decode_model(RecentJob, fields[b"job"]).model_copy(update={"ended_ms": ended_ms}) == recent[0]
 
 

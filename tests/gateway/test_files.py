@@ -68,7 +68,7 @@ async def test_a_file_is_stored_shown_listed_and_removed(redis_url: str, queue: 
     assert wrong == [400] * 3
     redis = connect(redis_url, name="test")
     contents = [key async for key in redis.scan_iter(f"{queue}:{{*}}:file")]
-    assert len(contents) == 1  # that of the removed file is gone, and an empty file has none
+    assert len(contents) == 1  # the content of the removed file is deleted, and an empty file has no content
     assert await redis.ttl(contents[0]) <= 3600
     await redis.aclose()
 

@@ -13,7 +13,7 @@ import pytest
 from llamaq.producer import AsyncClient, AsyncJob, FinishReason
 from llamaq.producer.testing import serving
 
-# A loop that is closed leaves the sockets in it open until they are garbage collected: only the loop can close them.
+# Only an event loop can close its sockets. After the loop was closed, they stay open until they are garbage collected.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 

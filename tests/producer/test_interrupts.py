@@ -1,4 +1,5 @@
-"""An exception raised in a thread that waits for the blocking client surfaces as itself, and cancels the job."""
+"""An exception raised in a thread that waits for the blocking client reaches the caller unchanged, and cancels the
+job."""
 
 from __future__ import annotations
 

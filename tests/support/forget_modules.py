@@ -10,8 +10,8 @@ import pytest
 def forget_modules(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Make the next import of these modules, and of all modules inside them, execute them again.
 
-    After the test, `sys.modules` has the modules of before. So has the package that each of them is an attribute of:
-    an import sets that attribute too.
+    After the test, `sys.modules` has its earlier content. The attributes of the packages that contain these modules are
+    restored too, because an import also sets them.
     """
     for name in names:
         parent, _, attribute = name.rpartition(".")

@@ -23,7 +23,7 @@ from llamaq.tools.random_gguf import CHATML, PLAIN, write_model
 WIDTH = 40
 """Number of attacks at the same time."""
 WARM_UP = 0.25
-"""Share of the attacks after which the memory is measured first."""
+"""The memory is measured for the first time after this share of the attacks."""
 MAX_GROWTH_MB = 40.0
 SETTINGS: dict[str, Any] = {"n_parallel": 8, "n_ctx": 512}
 """A small context ends the answers of requests without `max_tokens` soon."""

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {"n_parallel": 4, "n_ctx": 16384, "chunk_size": 32}
 
 
 async def leaving(seed: int, report: ProgressReport, *, n_jobs: int = 200) -> Outcome:
-    """Of every two jobs, one has two callers and the first of them leaves, and one has a single caller, who leaves."""
+    """In half of the jobs, the first of two callers leaves. In the other half, the only caller leaves."""
     checker, rng, started_s = Checker(), seeded_random(seed, "leaving"), time.monotonic()
     numbers = iter(range(n_jobs))
     async with Environment(settings=SETTINGS) as environment:

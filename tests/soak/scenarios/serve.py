@@ -23,7 +23,7 @@ N_CHARS = 3 * N_NUMBERS - 1
 """Number of characters of each text: numbers of two digits, with spaces between."""
 TICK_S = 0.01
 LATEST_KILL = 0.9
-"""Share of the text after which the worker and the server are dead at the latest."""
+"""The worker and the server are killed before this share of the text was read."""
 READ_TIMEOUT_S = 60.0
 SETTINGS: dict[str, Any] = {"n_parallel": N_STREAMS, "lease_s": 1.0}
 
@@ -121,7 +121,7 @@ class _Stream:
     def _begin(self, http: httpx.AsyncClient, url: str) -> Any:
         grammar = f'root ::= "{self._expected}"'
         body = {"input": "Count", "grammar": grammar, "stream": True, "background": True}
-        # With the same key, a second server finds the response whose id the first one could not tell any more.
+        # If the first server dies before it has sent the id of the response, the second one finds it by this key.
         return http.stream("POST", f"{url}/v1/responses", json=body, headers={"Idempotency-Key": self._key})
 
     def _resume(self, http: httpx.AsyncClient, url: str) -> Any:

@@ -1,4 +1,5 @@
-"""Bulk jobs beside an interactive load that keeps every slot busy: they get their share, and do not thrash."""
+"""Bulk jobs beside an interactive load that keeps every slot busy: they get their share, and are not preempted again
+and again."""
 
 from __future__ import annotations
 

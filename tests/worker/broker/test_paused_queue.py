@@ -86,7 +86,7 @@ async def test_an_interrupted_job_continues_in_a_paused_queue_and_others_are_not
         again = await worker.begin(attempt.claim)
         assert again is not None
         assert again.text == "a"
-        # A claim that began before the pause gives the job back.
+        # A claim that began before the pause requeues the job.
         assert await worker.scripts.claim_job(claim, "late", LEASE_MS) == "paused"
         assert await worker.scripts.reclaim(claim.stream, 9, LEASE_MS, trusted_until_ms=NOW_MS) == []
         assert (await claimed.status()).attempt == 0

@@ -1,4 +1,4 @@
-"""A worker without a free moment still takes the jobs that other workers gave back, before new ones."""
+"""A worker whose slots are always busy still takes the jobs that other workers requeued, before new jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs with retries: a failure that may pass is tried again later, after the tokens so far."""
+"""Jobs with retries: after a temporary failure, the job continues later with its next token."""
 
 from __future__ import annotations
 

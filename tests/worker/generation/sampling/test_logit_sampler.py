@@ -136,7 +136,8 @@ def test_samplers_are_applied_in_the_order_of_the_job_as_by_llama_cpp(
     samplers = llama_samplers(params, 200)
     expected = normalized(llama_chain(logits, samplers, history))
     nudged = [float(p) for p in np.linspace(0.999, 1.001, 5)]
-    # The two may differ where a border is as close as a rounding error. Then nearby logits have other candidates too.
+    # The two may differ where a border is as close as a rounding error. Such cases are skipped: there, almost equal
+    # logits have other candidates.
     assume(all(
         set(llama_chain((logits * p).astype(np.float32), llama_samplers(params, 200), history)) == set(expected)
         for p in nudged

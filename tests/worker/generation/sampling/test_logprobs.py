@@ -48,7 +48,7 @@ def test_those_of_the_draw_are_after_all_samplers() -> None:
     sampler = LogitSampler(params, seed=1, masked_tokens=[2], n_logprobs=4, has_drawn_logprobs=True)
     token = sampler.sample(logits.copy(), [1], 1)
     assert sampler.logprobs is not None
-    probability = 1 / (1 + np.exp(-1.0))  # of the better one of two candidates, 0.5 / temperature apart
+    probability = 1 / (1 + np.exp(-1.0))  # of the better of two candidates: their logits differ by 0.5 / temperature
     assert [each for each, _ in sampler.logprobs.top] == [1, 3]
     assert np.exp([value for _, value in sampler.logprobs.top]) == pytest.approx(
         [probability, 1 - probability], abs=1e-4
