@@ -121,8 +121,8 @@ class FileStore:
             await self.delete(file_id)
             raise RequestRefused(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the files would have {n_bytes} bytes together (--max-files-bytes {self._max_files_bytes}), or be "
-                f"more than {MAX_FILES}: delete files, or let them expire earlier",
+                f"the files would have {n_bytes} bytes together (--max-files-bytes {self._max_files_bytes}), or "
+                f"there would be more than {MAX_FILES}: delete files, or let them expire earlier",
                 code="file_quota_exceeded",
             )
         return upload
