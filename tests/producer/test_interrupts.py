@@ -1,5 +1,4 @@
-"""An exception raised in a thread that waits for the blocking client reaches the caller unchanged, and cancels the
-job."""
+"""An exception in a thread that waits for the blocking client reaches the caller unchanged, and cancels the job."""
 
 from __future__ import annotations
 

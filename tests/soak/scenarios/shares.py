@@ -1,5 +1,4 @@
-"""Bulk jobs beside an interactive load that keeps every slot busy: they get their share, and are not preempted again
-and again."""
+"""Bulk jobs beside an interactive load that keeps every slot busy: they get their share, and are seldom preempted."""
 
 from __future__ import annotations
 
