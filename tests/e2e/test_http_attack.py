@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 import httpx
+from tests.support.bad_uploads import MAX_FILE_BYTES
 from tests.support.http_attack import MAX_BODY_BYTES, PATIENCE_S, Attacker, complaint_about, run_attack
 from tests.support.http_server import serving_http
 
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import ServedQueue
 
 N_ATTACKS, WIDTH = 150, 15
-LIMITS = {"max_body_bytes": MAX_BODY_BYTES, "header_timeout_s": PATIENCE_S, "body_timeout_s": PATIENCE_S}
+LIMITS = {
+    "max_body_bytes": MAX_BODY_BYTES,
+    "max_file_bytes": MAX_FILE_BYTES,
+    "header_timeout_s": PATIENCE_S,
+    "body_timeout_s": PATIENCE_S,
+}
 
 
 async def test_bad_requests_show_no_defect_and_leave_no_task_and_no_job(demo: ServedQueue) -> None:
@@ -32,12 +38,15 @@ async def test_bad_requests_show_no_defect_and_leave_no_task_and_no_job(demo: Se
                 await asyncio.sleep(0)
             await begun
         attacker = Attacker(description, demo.queue, random.Random(7))
-        attacks = [attacker.draw() for _ in range(N_ATTACKS)]
-        left = iter(attacks)
+        left = (attacker.draw() for _ in range(N_ATTACKS))
 
         async def attack() -> list[str]:
-            answers = [(each, await run_attack(url, each)) for each in left]
-            return [found for found in (complaint_about(*pair) for pair in answers) if found is not None]
+            complaints = []
+            for each in left:
+                answer = await run_attack(url, each)
+                attacker.learn(answer)
+                complaints.append(complaint_about(each, answer))
+            return [found for found in complaints if found is not None]
 
         found = await asyncio.gather(*(attack() for _ in range(WIDTH)))
         assert not [complaint for some in found for complaint in some]

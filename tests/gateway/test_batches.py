@@ -227,6 +227,22 @@ async def test_a_server_that_stops_leaves_its_batch_to_another_with_another_queu
     ]
 
 
+async def test_a_server_that_ends_the_batch_of_another_one_cancels_its_jobs(redis_url: str, queue: str) -> None:
+    async with FakeWorker(redis_url, queue) as worker:
+        await worker.announce()
+        async with serving_http(redis_url, queue) as first, httpx.AsyncClient(base_url=first) as http:
+            batch = await begin(http, b"\n\n" + jsonl(line("a", "x", n=3), line("b", "y"), line("c", "z")))
+            stream = worker.keys.jobs(queue, 0, Priority.BULK)
+            while await worker.redis.xlen(stream) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await worker.redis.xlen(stream) == 5
+        async with serving_http(redis_url, queue, max_batches=0) as idle, httpx.AsyncClient(base_url=idle) as http:
+            assert (await http.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] == "cancelling"
+        async with serving_http(redis_url, queue) as second, httpx.AsyncClient(base_url=second) as http:
+            assert (await end_of(http, batch))["status"] == "cancelled"
+        assert await worker.redis.xlen(stream) == 0
+
+
 async def test_a_line_is_computed_again_if_another_version_of_the_server_has_submitted_it_otherwise(
     redis_url: str, queue: str
 ) -> None:

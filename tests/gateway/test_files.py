@@ -79,8 +79,8 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
     monkeypatch.setattr(store_module, "MAX_FILES", 2)
     settings = {"key_prefix": queue, "max_file_bytes": 500_000, "max_files_bytes": 600_000, "body_timeout_s": 0.2}
 
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    async def chunks(end: bytes = b"") -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + end
         for _ in range(10):
             yield os.urandom(100_000)
 
@@ -91,6 +91,7 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
         form = {"Content-Type": "multipart/form-data; boundary=b"}
         announced = await upload(http, b"x" * 700_000)
         streamed = await http.post("/v1/files", content=chunks(), headers=form)
+        followed = await http.post("/v1/files", content=chunks(b"\r\n--b--\r\n"), headers=form)
         malformed = [
             await http.post("/v1/files", content=b"x"),
             await http.post("/v1/files", content=b"x", headers=form),
@@ -101,6 +102,9 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
             await upload(http, b"x", **{"expires_after[seconds]": "60"}),
             await upload(http, b"x", **{f"field {number}": "" for number in range(20)}),
             await upload(http, b"x", long="x" * 5000),
+            await http.post(
+                "/v1/files", content=b"--b" + b"\r\nX: " + b"\r\nX: ".join([b"x" * 3000] * 4), headers=form
+            ),
         ]
         begun = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
         async with sending(url, begun + b"Content-Length: 999\r\n\r\n--b") as (reader, _):
@@ -114,9 +118,10 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
         accepted += [await upload(http, b"x") for _ in range(2)]
         contents = [key async for key in redis.scan_iter(f"{queue}:{{*}}:file*")]
         await redis.aclose()
-    assert announced.status_code == streamed.status_code == 413
-    assert announced.json()["error"]["code"] == streamed.json()["error"]["code"] == "file_too_large"
-    assert [each.status_code for each in malformed] == [400] * 9
+    for too_large in (announced, streamed, followed):
+        assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "file_too_large")
+    assert [each.status_code for each in malformed] == [400] * 10
+    assert "headers" in malformed[-1].text
     assert b" 408 " in slow
     assert [each.status_code for each in accepted] == [200, 413, 200, 413]
     assert accepted[1].json()["error"]["code"] == "file_quota_exceeded"

@@ -1,4 +1,4 @@
-"""Malformed, oversized, slow and half-closed HTTP requests, drawn from a seed."""
+"""Malformed, oversized, slow and half-closed HTTP requests and uploads, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import re
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from tests.support.bad_requests import BAD_HTTP, HEADERS, JUNK
+from tests.support.bad_uploads import draw_upload
 
 MAX_BODY_BYTES = 32 * 1024
 """The setting `max_body_bytes` of an attacked server."""
@@ -29,14 +31,20 @@ ENDINGS = ("read", "half_close", "reset", "leave", "never_read")
 """What a client does after its last byte: read the answer, first close its own direction, reset the connection, close
 it a moment later, or read nothing."""
 
+ANSWERED = ("valid", "wrong fields", "broken JSON", "upload", "known object")
+"""Kinds of attacks that the server answers if the client reads."""
+
 SKELETONS: Mapping[str, dict[str, Any]] = {
     "messages": {"messages": [{"role": "user", "content": "hi"}], "model": None},
     "prompt": {"prompt": "hi"},
     "input": {"input": "hi"},
     "content": {"content": "hi"},
     "tokens": {"tokens": [1, 2, 3]},
+    "input_file_id": {"input_file_id": None, "endpoint": "/v1/completions", "completion_window": "1h"},
 }
 """Small bodies, by a field that the body of an endpoint has."""
+NO_IDS = ("0", "x", "resp_x", "é", "a/b", "resp_q.0.1", str(10**30), "file-", "batch_", "..", "%00")
+N_KNOWN_IDS = 60
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ class Attacker:
     """Method, path and schema of the body of each operation."""
     _names: list[str] = field(init=False)
     """The names of all fields of all bodies."""
+    _known: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=N_KNOWN_IDS))
+    """The ids of the newest files, batches and responses."""
 
     def __post_init__(self) -> None:
         schemas = self.description["components"]["schemas"]
@@ -78,8 +88,14 @@ class Attacker:
             self._bad_http: 15,
             self._large: 8,
             self._slow: 7,
+            self._upload: 20,
+            self._known_object: 15,
         }
         return self.rng.choices(list(draws), list(draws.values()))[0]()
+
+    def learn(self, answer: bytes) -> None:
+        """Remember the ids of files, batches and responses in an answer. Later attacks name them."""
+        self._known.extend(found.decode() for found in re.findall(rb'"id":\s*"((?:file-|batch_|resp_)[^"]+)"', answer))
 
     def _valid(self) -> Attack:
         return Attack("valid", [self._request(*self._body())], self.rng.choice(ENDINGS))
@@ -120,6 +136,40 @@ class Attacker:
             data = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * (size // 4096 + 1) + b"0\r\n\r\n"
         return Attack("oversized", [data], self.rng.choice(["read", "half_close", "reset", "leave"]))
 
+    def _upload(self) -> Attack:
+        """Return the upload of a file. It may be cut off, slow, or as large as no request may be."""
+        kind, body = draw_upload(self.rng)
+        lines = ["POST /v1/files HTTP/1.1", "Host: x", "Connection: close", f"Content-Type: {kind}"]
+        if is_chunked := self.rng.random() < 0.2:
+            body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in _parts_of(body)) + b"0\r\n\r\n"
+        lines.append("Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {len(body)}")
+        data = "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+        if self.rng.random() < 0.2:
+            data = data[: self.rng.randrange(len(data))]
+            return Attack("upload that is cut off", [data], self.rng.choice(["half_close", "reset", "leave"]))
+        if self.rng.random() < 0.1:
+            middle = self.rng.randrange(1, len(data))
+            return Attack("slow upload", [data[:middle], data[middle:]], "read", self.rng.uniform(0, SLOW_S))
+        return Attack("upload", [data], "read" if self.rng.random() < 0.8 else self.rng.choice(ENDINGS))
+
+    def _known_object(self) -> Attack:
+        """Return a request for a file, batch or response that exists, or that another attack deletes."""
+        known = self._pick(["file-x", *self._known])
+        path = f"/v1/{'files' if known[:1] == 'f' else 'batches' if known[:1] == 'b' else 'responses'}"
+        body = json.dumps({**SKELETONS["input_file_id"], "input_file_id": known}).encode()
+        calls = {
+            ("GET", f"{path}/{known}"): 3,
+            ("GET", f"{path}/{known}/content"): 3,
+            ("GET", f"{path}/{known}?stream=true&starting_after={self.rng.randint(-2, 9)}"): 1,
+            ("GET", f"{path}?limit={self.rng.choice([0, 1, 3, 'x'])}&after={known}&order=desc"): 2,
+            ("DELETE", f"{path}/{known}"): 1,
+            ("POST", f"{path}/{known}/cancel"): 1,
+            ("POST", "/v1/batches"): 4,
+        }
+        method, target = self.rng.choices(list(calls), list(calls.values()))[0]
+        sent = body if target == "/v1/batches" else b""
+        return Attack("known object", [_post(method, target, sent)], self.rng.choice(("read", "read", *ENDINGS)))
+
     def _slow(self) -> Attack:
         whole = self._request(*self._body())
         cuts = sorted(self.rng.sample(range(1, len(whole)), min(len(whole) - 1, self.rng.randint(1, 4))))
@@ -128,24 +178,36 @@ class Attacker:
             parts.pop()  # the request never ends
         return Attack("slow", parts, self.rng.choice(ENDINGS), self.rng.uniform(0, SLOW_S))
 
+    def _pick(self, ids: Sequence[str]) -> str:
+        """Return one of the ids. Exactly one random number is drawn, so the later draws do not depend on the number of
+        ids."""
+        return ids[int(self.rng.random() * len(ids))]
+
     def _body(self) -> tuple[str, str, dict[str, Any]]:
         """Return the method, the path and a body without mistakes for one operation."""
         method, path, schema = self.rng.choice(self._operations)
         path = re.sub(
             r"\{(\w+)\}",
-            lambda _: quote(str(self.rng.choice(["0", "x", "resp_x", "é", "a/b", "resp_q.0.1", 10**30]))),
+            lambda _: quote(self._pick([*NO_IDS, *self._known])),
             path,
         )
         properties = (schema or {}).get("properties", {})
         body: dict[str, Any] = next((dict(one) for name, one in SKELETONS.items() if name in properties), {})
         if "model" in body:
             body["model"] = self.queue
+        if "input_file_id" in body:
+            body["input_file_id"] = self._pick(["file-x", *self._known])
         body |= {name: self.rng.randint(1, 6) for name in ("max_tokens", "max_output_tokens") if name in properties}
         return method, path, body | ({"stream": self.rng.random() < 0.5} if "stream" in properties else {})
 
     def _request(self, method: str, path: str, body: dict[str, Any]) -> bytes:
         headers = self.rng.sample(HEADERS, 2) if self.rng.random() < 0.2 else ()
         return _post(method, path, json.dumps(body).encode() if method == "POST" else b"", headers)
+
+
+def _parts_of(body: bytes) -> list[bytes]:
+    """Return the chunks of a body."""
+    return [body[start : start + 1000] for start in range(0, len(body), 1000)]
 
 
 def _operations(
@@ -229,6 +291,6 @@ def complaint_about(attack: Attack, answer: bytes) -> str | None:
         return f"a status from 500 on: {attack!r}: {answer[:600]!r}"
     if b"a defect of the server" in answer:
         return f"an event that tells of a defect: {attack!r}: {answer[-600:]!r}"
-    if not statuses and attack.ending == "read" and attack.kind in ("valid", "wrong fields", "broken JSON"):
+    if not statuses and attack.ending == "read" and attack.kind in ANSWERED:
         return f"no answer: {attack!r}"
     return None

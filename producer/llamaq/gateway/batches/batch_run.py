@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,6 +29,7 @@ from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkState
 from llamaq.producer.bulk.bulk_run import RunParameters
 from llamaq.producer.bulk.execution import Execution
+from llamaq.producer.bulk.row_cancellation import cancel_rows_in_flight
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class BatchRun:
         self._request = batch.request
         self._key = batch.request.key
         self._runner = runner
+        self._run_id = batch.request.id.removeprefix("batch_")
         self.stop = asyncio.Event()
         """Set when the batch is to be cancelled."""
 
@@ -158,6 +161,7 @@ class BatchRun:
             self._runner,
             BatchStatus.IN_PROGRESS,
             total=found.n_lines,
+            last_line=found.last_line,
             queue=client.queue,
             model=found.model or client.queue,
         )
@@ -195,7 +199,7 @@ class BatchRun:
         generates = self._request.endpoint.kind is JobKind.GENERATION
         limit = {"max_tokens": self._request.max_tokens} if generates and self._request.max_tokens else {}
         return RunParameters(
-            run_id=self._request.id.removeprefix("batch_"),
+            run_id=self._run_id,
             form="openai",
             options=dict(limit),
             window=None if self._key is None or self._key.max_open is None else min(self._key.max_open, 100_000),
@@ -203,11 +207,22 @@ class BatchRun:
             rate=None if per_minute is None else per_minute / 60,
         )
 
+    async def _cancel_jobs(self) -> None:
+        """Cancel the jobs that are left in the queue. A server that was killed may have submitted them."""
+        last_line = self._batch.number("last_line")
+        if not last_line:  # nothing was submitted
+            return
+        with suppress(BatchFailed):  # no worker has served the queue for days
+            client = await self._client(self._batch.fields["queue"])
+            await cancel_rows_in_flight(client, self._run_id, last_line)
+
     async def _end(self, status: BatchStatus, **fields: str) -> None:
         """Show the files of the batch, and set its last status. Each step may be repeated by another server."""
         shown = BatchStatus.CANCELLING if status is BatchStatus.CANCELLED else BatchStatus.FINALIZING
         if status is not BatchStatus.FAILED:
             await self._store.advance(self._request, self._runner, shown, outcome=status.value)
+        if status is not BatchStatus.COMPLETED:
+            await self._cancel_jobs()
         file_fields = await finish_files(self._store, await self._reread())
         await self._store.advance(self._request, self._runner, status, **fields, **file_fields)
         await self._store.close(self._request.id)

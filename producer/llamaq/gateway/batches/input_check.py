@@ -23,6 +23,8 @@ class CheckedInput:
 
     n_lines: int = 0
     """Number of lines that are not empty."""
+    last_line: int = 0
+    """Number of the last line that is not empty, counted with the empty ones."""
     model: str | None = None
     """The `model` of all lines. None: they name none."""
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -45,7 +47,7 @@ async def check_input(blocks: AsyncIterator[bytes], endpoint: BatchEndpoint, max
     found = CheckedInput()
     ids: set[int] = set()
     async for number, line in read_lines(blocks, max_line_bytes):
-        found.n_lines += 1
+        found.n_lines, found.last_line = found.n_lines + 1, number
         if found.n_lines > MAX_LINES:
             found.refuse("too_many_requests", f"the file has more than {MAX_LINES} lines: divide it", line=number)
             break
@@ -59,7 +61,7 @@ async def check_input(blocks: AsyncIterator[bytes], endpoint: BatchEndpoint, max
         if found.n_lines % LINES_PER_YIELD == 0:
             await asyncio.sleep(0)
     if not found.n_lines:
-        found.refuse("empty_file", "the input file has no lines")
+        found.refuse("empty_file", "the input file has no lines, or was deleted")
     return found
 
 

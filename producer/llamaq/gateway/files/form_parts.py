@@ -8,6 +8,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from llamaq.gateway.http.errors import invalid
 
 MAX_FIELD_BYTES = 4096
+MAX_HEADER_BYTES = 8192
+"""Largest size of all headers of a part. python-multipart has a limit of its own since version 0.0.27."""
 MAX_PARTS = 16
 MAX_FILENAME_CHARS = 255
 
@@ -34,6 +36,7 @@ class FormParts:
         self.is_complete = False
         """Whether the end of the form has arrived."""
         self._header, self._value = bytearray(), bytearray()
+        self._n_header_bytes = 0
         self._disposition: dict[bytes, bytes] = {}
         self._field = bytearray()
         self._n_parts = 0
@@ -76,14 +79,21 @@ class FormParts:
         self._n_parts += 1
         if self._n_parts > MAX_PARTS:
             raise invalid(f"the form has more than {MAX_PARTS} fields")
-        self._disposition, self._is_file = {}, False
+        self._disposition, self._is_file, self._n_header_bytes = {}, False, 0
         self._field.clear()
 
     def _add_to_header(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
         self._header += data[start:end]
 
     def _add_to_value(self, data: bytes, start: int, end: int) -> None:
+        self._count_header(end - start)
         self._value += data[start:end]
+
+    def _count_header(self, n_bytes: int) -> None:
+        self._n_header_bytes += n_bytes
+        if self._n_header_bytes > MAX_HEADER_BYTES:
+            raise invalid(f"the form has a part with headers of more than {MAX_HEADER_BYTES} bytes")
 
     def _end_header(self) -> None:
         if self._header.lower() == b"content-disposition":

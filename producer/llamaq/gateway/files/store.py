@@ -158,8 +158,11 @@ class Upload:
     async def _push(self) -> None:
         if self._buffer:
             content, self._buffer = bytes(self._buffer), bytearray()
-            await self._redis.rpush(self._key, *await compress(content))
-            await self._redis.expireat(self._key, self._record.expires_s)
+            blocks = await compress(content)
+            async with self._redis.pipeline(transaction=True) as pipe:  # no server may die between the two commands
+                pipe.rpush(self._key, *blocks)
+                pipe.expireat(self._key, self._record.expires_s)
+                await pipe.execute()
 
     async def finish(self, filename: str, purpose: str, ttl_s: int) -> FileRecord:
         """Store the rest, and return the record of the file."""

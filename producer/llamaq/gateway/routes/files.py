@@ -52,8 +52,12 @@ async def _upload(request: Request, body: UploadBody) -> FileRecord:
             raise too_large_file(settings.max_file_bytes)
         most_bytes = min(most_bytes, int(announced))
     upload = await files_of(request).begin_upload(most_bytes)
+    n_bytes = 0
     try:
         async for data in body.parts():
+            n_bytes += len(data)
+            if n_bytes > settings.max_file_bytes + FORM_BYTES:  # a body in chunks announces no length
+                raise too_large_file(settings.max_file_bytes)
             if content := form.feed(data):
                 await upload.write(content)
         if not form.is_complete or form.filename is None:

@@ -1,4 +1,4 @@
-"""Cancels the jobs that a killed bulk run has left in the queue."""
+"""Cancels the jobs that the killed process of a bulk run has left in the queue."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobId
-from llamaq.producer import AsyncClient
 from llamaq.producer.bulk.stored_results import row_key
+from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.window_job import replacement_key
 
 ROWS_AT_ONCE = 1000
@@ -33,7 +33,7 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
     n_cancelled = 0
     rows = count(1) if n_rows is None else iter(range(1, n_rows + 1))
     while some := list(islice(rows, ROWS_AT_ONCE)):
-        jobs = await _find_jobs(client, [row_key(run_id, row) for row in some])
+        jobs = await _find_jobs_of_rows(client, run_id, some)
         if n_rows is None and not jobs:
             break
         open_jobs = [job_id for job_id, is_open in jobs.values() if is_open]
@@ -41,6 +41,19 @@ async def cancel_rows_in_flight(client: AsyncClient, run_id: str, n_rows: int | 
         codes = await asyncio.gather(*(client.connection.scripts.cancel(job_id) for job_id in open_jobs))
         n_cancelled += sum(code not in ("gone", "done") for code in codes)
     return n_cancelled
+
+
+async def _find_jobs_of_rows(client: AsyncClient, run_id: str, rows: Sequence[int]) -> dict[str, tuple[str, bool]]:
+    """Return all jobs of some rows. A row with several jobs has submitted them in their order."""
+    found: dict[str, tuple[str, bool]] = {}
+    for index in count():
+        by_key = {row_key(run_id, row, index): row for row in rows}
+        jobs = await _find_jobs(client, by_key)
+        if not jobs:
+            break
+        found |= jobs
+        rows = [by_key[key] for key in jobs]
+    return found
 
 
 async def _find_replacements(client: AsyncClient, ended: Sequence[str]) -> list[str]:
