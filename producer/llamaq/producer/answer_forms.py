@@ -1,4 +1,4 @@
-"""Knows how the answers of a queue's model are written, and whether a prompt has begun their reasoning."""
+"""Finds out in which form a queue's model writes its answers, and whether a prompt has begun their reasoning."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class AnswerForms:
         Args:
             connection: The connection to the queue.
             job: The arguments of `submit`.
-            may_reason: Whether reasoning is a part of its own. False: it is content, as in an answer whose constraint
-                has no room for it.
+            may_reason: Whether reasoning is separated from the content. False: it is part of the content, for example
+                because a constraint of the answer has no room for it.
         """
         tools, is_free = job.get("tools") or (), has_free_constraint(job)
         if is_free and not tools:

@@ -25,7 +25,8 @@ class Answer:
     reasoning: str
     """What the model wrote before it answered. Empty: it did not reason, or its chat template has no reasoning."""
     tool_calls: tuple[ToolCall, ...]
-    """The calls of tools, in their order. The arguments are JSON text, which is cut off where the answer is."""
+    """The calls of tools, in their order. The arguments are JSON text, which is incomplete if the answer was cut
+    off."""
     result: Result
     """The result of the job: tokens, finish reason, stats, and the whole text with its tags."""
 
