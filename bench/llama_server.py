@@ -22,12 +22,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
@@ -51,14 +52,24 @@ class LlamaServer:
         self._n_slots: int = params["n_parallel"]
         self.version = version
 
-    def generate(self, prompts: Sequence[list[int]], n_out: int, *, cache_prompt: bool = True) -> list[Answer]:
-        """Send all prompts at once and stream the answers. All connections are open before the first prompt is sent."""
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        n_out: int,
+        *,
+        cache_prompt: bool = True,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[Answer]:
+        """Send all prompts at once and stream the answers. All connections are open before the first prompt is sent.
+
+        Decoding is greedy, unless `options` of the request say otherwise.
+        """
         with ThreadPoolExecutor(len(prompts)) as threads, ExitStack() as exits:
             connections = [exits.enter_context(self._connected()) for _ in prompts]
-            complete = partial(_complete, n_out=n_out, cache_prompt=cache_prompt)
+            complete = partial(_complete, n_out=n_out, options={"cache_prompt": cache_prompt, **options})
             answers = list(threads.map(complete, connections, prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
-            if len(answer.timeline.tokens) < n_out:
+            if len(answer.timeline.tokens) < n_out and not options:
                 answer.timeline.tokens[:] = self._generate_again(prompt, n_out)
         return answers
 
@@ -99,9 +110,9 @@ def _request(prompt: list[int], n_out: int, **more: Any) -> bytes:
     return json.dumps({"prompt": prompt, **greedy, **more}).encode()
 
 
-def _complete(connection: HTTPConnection, prompt: list[int], *, n_out: int, cache_prompt: bool) -> Answer:
+def _complete(connection: HTTPConnection, prompt: list[int], *, n_out: int, options: Mapping[str, Any]) -> Answer:
     timeline = Timeline(time.perf_counter())
-    response = _post(connection, _request(prompt, n_out, stream=True, cache_prompt=cache_prompt))
+    response = _post(connection, _request(prompt, n_out, stream=True, **options))
     event: dict[str, Any] = {}
     for line in response:
         if not line.startswith(b"data: "):
@@ -114,6 +125,7 @@ def _complete(connection: HTTPConnection, prompt: list[int], *, n_out: int, cach
     timeline.ended_s = time.perf_counter()
     if not event.get("stop") or event["tokens_predicted"] != n_out:
         raise LlamaqError(f"llama-server did not answer with {n_out} tokens: {event}")
+    timeline.counts[-1] += n_out - sum(timeline.counts)  # a stream omits tokens that end inside a character
     timings = event["timings"]
     return Answer(timeline, timings["cache_n"] + timings["prompt_n"], timings["cache_n"])
 

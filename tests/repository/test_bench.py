@@ -52,12 +52,13 @@ def test_a_single_job_gives_the_tokens_of_the_bare_loop() -> None:
 
 
 def test_concurrent_jobs_are_all_streamed_to_their_ends() -> None:
-    figures = run_quickly("worker_concurrent")
-    for number, sides in figures["jobs"].items():
-        for side in ("greedy", "sampled"):
-            assert sides[side]["tokens"] == int(number) * figures["tokens_out"]
-            assert sides[side]["vs_bare"] > 0
-            assert_spread(sides[side]["ttft_ms"])
+    figures = run_quickly("overhead")
+    for number, kinds in figures["jobs"].items():
+        for kind in ("greedy", "sampled", "schema"):
+            worker = kinds[kind]["worker"]
+            assert worker["tokens"] == int(number) * figures["tokens_out"]
+            assert worker["vs_bare"] > 0
+            assert_spread(worker["ttft_ms"])
 
 
 def test_every_strategy_runs_the_same_jobs() -> None:
@@ -135,7 +136,7 @@ def test_the_cost_of_a_client_is_measured_for_streams_waiting_calls_and_long_pro
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads the processes of /proc")
 def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
-    command = [sys.executable, str(ROOT / "bench" / "worker_concurrent.py"), "--model", "demo", "--rounds", "100"]
+    command = [sys.executable, str(ROOT / "bench" / "overhead.py"), "--model", "demo", "--rounds", "100"]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert running.stderr is not None
