@@ -75,7 +75,7 @@ _DYNATEMP_EXPONENT = Field(
     gt=0, le=100, description="Exponent of the normalized entropy, which determines the dynamic temperature."
 )
 _REPEAT_PENALTY = Field(
-    gt=0,
+    ge=0.01,  # a logit that is divided by a much smaller number is infinite
     le=100,
     description="Lowers the logits of repeated tokens: positive logits are divided by this number, negative logits "
     "multiplied. 1 changes nothing.",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.support.llama_samplers import llama_bias, llama_chain, random_logits, softmax
 
 from llamaq.common.errors import ErrorCode, JobRejected
@@ -304,3 +305,10 @@ def test_every_setting_within_bounds_draws_a_token(
 ) -> None:
     params = SamplingDefaults(temperature=temperature, top_k=top_k_, top_p=top_p, min_p=min_p, typical_p=typical)
     assert 0 <= LogitSampler(params, seed=seed, logit_bias=bias).sample(logits, [0, 0], 1) < len(logits)
+
+
+def test_a_repeat_penalty_that_would_make_a_logit_infinite_is_refused() -> None:
+    with pytest.raises(ValidationError, match="repeat_penalty"):
+        SamplingDefaults(repeat_penalty=5e-324)
+    sampler = LogitSampler(SamplingDefaults(repeat_penalty=0.01), seed=1)
+    assert sampler.sample(np.full(50, 1e30, dtype=np.float32), [0, 1, 2], 1) in (0, 1, 2)
