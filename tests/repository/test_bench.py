@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from tests.support.forked_scripts import run_script
+
+from llamaq.worker.plugins import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100
@@ -64,7 +67,7 @@ def test_concurrent_jobs_are_all_streamed_to_their_ends() -> None:
 def test_every_strategy_runs_the_same_jobs() -> None:
     figures = run_quickly("strategies")
     for mix in ("interactive", "bulk"):
-        assert set(figures[mix]) == {"decode-maximal", "prefill-priority", "balanced", "latency-target"}
+        assert set(figures[mix]) == set(BUILT_IN)
         assert len({one["all"]["tokens"] for one in figures[mix].values()}) == 1
         assert len({one["all"]["jobs"] for one in figures[mix].values()}) == 1
         for one in figures[mix].values():
@@ -132,6 +135,54 @@ def test_the_cost_of_a_client_is_measured_for_streams_waiting_calls_and_long_pro
     assert all(one["cpu_us_per_token"] > 0 for one in figures["streams"].values())
     assert 0 < figures["idle_waiters"]["core_percent_later"] < 100
     assert 0 < figures["long_prompt"]["loop_blocked_ms"] < figures["long_prompt"]["submit_ms"]
+
+
+def test_streams_are_measured_under_each_strategy_while_a_prompt_is_computed() -> None:
+    figures = run_quickly("itl_under_prefill")
+    assert set(figures["systems"]) == set(BUILT_IN)
+    for one in figures["systems"].values():
+        assert_spread(one["gap_ms"])
+        assert one["ttft_long_ms"] > 0
+    assert figures["targets"]["gap_p95_ms"]["target"] == figures["target_ms"]
+
+
+def test_the_latency_of_the_queue_is_measured_without_and_with_a_model() -> None:
+    figures = run_quickly("queue_latency")
+    for engine in ("null", "model"):
+        assert_spread(figures["engines"][engine]["submit_to_admitted_ms"])
+        assert_spread(figures["engines"][engine]["token_to_subscriber_ms"])
+
+
+def test_jobs_a_second_are_measured_beside_rq_and_a_plain_stream() -> None:
+    figures = run_quickly("queue_throughput")
+    assert set(figures["systems"]) == {"llamaq", "llamaq_bulk", "rq", "rq_simple", "stream"}
+    assert all(one["jobs_per_s"] > 0 for one in figures["systems"].values())
+    assert figures["systems"]["rq"]["vs_rq"] == 1
+
+
+def test_the_page_of_results_has_the_targets_and_a_table_for_each_plot() -> None:
+    hardware = {"cpu": "a cpu", "cores": 2, "load_before": 0.1}
+    facts = {"date": "today", "model": "tiny", "rounds": 5, "commit": "0" * 40, "changed_since_commit": False}
+    spread = {"p50": 1.0, "p95": 2.0, "p99": 3.0, "max": 4.0}
+    systems = {
+        "latency-target": {"gap_ms": spread, "ttft_long_ms": 9.5},
+        "llama-server": {"gap_ms": spread, "ttft_long_ms": 8.0},
+    }
+    figures = {"systems": systems, "targets": {"gap_p95_ms": {"value": 2.0, "target": 1.5, "is_met": False}}}
+    page = results_page().describe({"itl_under_prefill": {"hardware": hardware, "figures": figures, **facts}})
+    assert "| gap_p95_ms | 2 | 1.5 | **no** |" in page
+    assert "| latency-target | 1 | 2 |" in page
+    assert "(ttft_under_streams.svg)" in page
+
+
+def results_page() -> Any:
+    """Return the module `bench/results_page.py`, which no package contains."""
+    spec = importlib.util.spec_from_file_location("results_page", ROOT / "bench" / "results_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads the processes of /proc")
