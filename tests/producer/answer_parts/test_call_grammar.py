@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llamaq.common.errors import JobRejected
+from llamaq.common.errors import InvalidRequest, JobRejected
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
@@ -130,3 +130,11 @@ def test_the_grammar_of_harmony_names_its_channels() -> None:
     )
     assert json.dumps(TOOLS[1]["function"]["parameters"])[:-1] in grammar
     assert 'content: <|channel|> "final" <|message|> object' in grammar
+
+
+def test_a_schema_that_no_grammar_holds_is_an_invalid_request() -> None:
+    form = AnswerForm(has_tools=True)
+    with pytest.raises(InvalidRequest, match="`uniqueItems` at #/properties/a is not supported"):
+        answer_grammar(form, [tool("f", a={"uniqueItems": True})])
+    with pytest.raises(InvalidRequest, match="larger than 65536 bytes"):
+        answer_grammar(form, [tool("f", a={"enum": ["x" * 70_000]})])

@@ -301,14 +301,17 @@ def nested_schema(depth: int) -> dict[str, Any]:
 
 
 BAD_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
-    "deep": (nested_schema(150), "recursion limit"),
-    "remote reference": ({"$ref": "https://example.com/schema.json"}, "does not fetch resources"),
-    "dangling reference": ({"$ref": "#/definitions/x"}, "does not exist"),
+    "deep": (nested_schema(150), "nests deeper than 128 levels"),
+    "remote reference": ({"$ref": "https://example.com/schema.json"}, "copy it into $defs"),
     "unknown type": ({"type": "nothing"}, "Invalid type: nothing"),
     "wrong type": ({"properties": 5}, "properties must be an object"),
     "huge": ({"enum": ["x" * 70_000]}, "larger than"),
     "bad pattern": ({"type": "string", "pattern": "("}, "regex parse error"),
-    "not supported": ({"type": "object", "not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+    "not supported": ({"type": "array", "items": {"not": {"type": "string"}}}, "`not` at #/items is not supported"),
+    "overlapping": (
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        "its schemas 0 and 1 may match the same value",
+    ),
 }
 
 
@@ -350,6 +353,16 @@ TREE = {
             ['{"n_a": "x"}', '{"m": 1}'],
         ),
         ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, ["1", "null"], ["true"]),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"a": 1}', '{"b": 2}'],
+            ['{"a": 1, "b": 2}', "{}"],
+        ),
+        (
+            {"properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}, "type": "object"},
+            ["{}", '{"b": 2}', '{"a": 1, "b": 2}'],
+            ['{"a": 1}'],
+        ),
         (TREE, ['{"v": 1, "next": {"v": 2, "next": null}}'], ['{"v": 1}']),
     ],
 )

@@ -107,7 +107,7 @@ class JobParams(TemplateParams, SamplingParams):
     json_schema: dict[str, JsonValue] | None = Field(
         None,
         description="A JSON schema that constrains the output, at most 64 KiB. A keyword that is not supported is an "
-        "error; `oneOf` means the same as `anyOf`.",
+        "error.",
     )
     regex: str | None = Field(
         None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 SCHEMA_OPTIONS: dict[str, Any] = {
-    "coerce_one_of": True,  # `oneOf` is treated as `anyOf`: an output may match several of the schemas
     "whitespace_pattern": r" |\n[ \t]{0,20}",  # without a bound, some models write white space without end
 }
 """The options that llamaq sets. In a schema inside a grammar they are the value of `x-guidance`."""

@@ -10,6 +10,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.json_schema.rewriting import rewrite_schema
+from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
 from llamaq.common.protocol.schema_options import SCHEMA_OPTIONS
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
 
@@ -27,6 +30,9 @@ def answer_grammar(
         tools: The tools that may be called, in the form of the OpenAI API. Empty: none.
         schema: JSON schema of the content. None: the answer is a call.
         parallel: Whether several calls are allowed.
+
+    Raises:
+        InvalidRequest: A schema is too large, or has a keyword that is not supported.
     """
     if form.format is AnswerFormat.HARMONY:
         return _harmony_grammar(tools, schema)
@@ -93,7 +99,12 @@ def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | N
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': SCHEMA_OPTIONS})}"
+    if len(json.dumps(schema)) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"a JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
+    try:
+        return f"%json {json.dumps({**rewrite_schema(schema), 'x-guidance': SCHEMA_OPTIONS})}"
+    except ValueError as exc:
+        raise InvalidRequest(f"a JSON schema cannot be used: {exc}") from exc
 
 
 def _function(tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -22,6 +22,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.json_schema.rewriting import rewrite_schema
 from llamaq.common.protocol.schema_options import SCHEMA_OPTIONS
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar.gbnf import gbnf_to_lark, lark_string
@@ -101,7 +102,7 @@ def _convert(request: dict[str, Any]) -> str:
                 return LLMatcher.grammar_from_lark(gbnf_to_lark(value, request["root"]))
             case "json_schema":
                 options: Any = SCHEMA_OPTIONS  # a typed dictionary of llguidance, which `common` does not import
-                return LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options)
+                return LLMatcher.grammar_from_json_schema(json.dumps(rewrite_schema(value)), overrides=options)
             case "regex":
                 return LLMatcher.grammar_from_regex(value)
             case "choice":

@@ -1,0 +1,248 @@
+"""Decides whether two JSON schemas can describe the same value, which `oneOf` does not allow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf, nextafter
+from typing import Any
+
+from llamaq.common.json_schema.references import References, Schema
+
+TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+MAX_DEPTH = 8
+"""Schemas below this level are taken to overlap."""
+MAX_STEPS = 200_000
+"""Upper bound on the keywords, names and values that are read for one document, about 0.2 s. All further schemas are
+taken to overlap."""
+_LARGEST = 1e300
+"""Larger bounds are ignored."""
+ALTERNATIVES = ("anyOf", "oneOf")
+_SIZES = (
+    ("number", "minimum", "maximum"),
+    ("string", "minLength", "maxLength"),
+    ("array", "minItems", "maxItems"),
+    ("object", "minProperties", "maxProperties"),
+)
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What several schemas that a value must match together say about the value."""
+
+    types: set[str] = field(default_factory=lambda: set(TYPES))
+    values: set[str] | None = None
+    """The values that `const` and `enum` allow, as JSON."""
+    least: dict[str, float] = field(default_factory=dict)
+    most: dict[str, float] = field(default_factory=dict)
+    """Bounds of numbers and sizes by type."""
+    required: set[str] = field(default_factory=set)
+    properties: dict[str, list[Schema]] = field(default_factory=dict)
+    closed: list[set[str]] = field(default_factory=list)
+    """The names that each `additionalProperties: false` allows."""
+    prefix: dict[int, list[Schema]] = field(default_factory=dict)
+    items: list[Schema] = field(default_factory=list)
+
+
+class Overlaps:
+    """Compares the schemas of one document.
+
+    Args:
+        references: The definitions of the document.
+    """
+
+    def __init__(self, references: References) -> None:
+        self._references = references
+        self._n_steps = 0
+
+    def are_disjoint(self, one: Sequence[Schema], other: Sequence[Schema], depth: int = 0) -> bool:
+        """Return whether no value matches all schemas of `one` and all of `other`. False: it is not known."""
+        if depth > MAX_DEPTH or self._n_steps > MAX_STEPS:
+            return False
+        one, other = self._conjuncts(one), self._conjuncts(other)
+        first, second = _shape(one), _shape(other)
+        if _are_disjoint_values(first, second) or self._have_disjoint_parts(first, second, depth):
+            return True
+        return self._have_disjoint_alternatives(one, other, depth) or self._have_disjoint_alternatives(
+            other, one, depth
+        )
+
+    def discriminators(self, branches: Sequence[Schema]) -> Iterator[str]:
+        """Yield the properties of all branches that have different values in each two of them."""
+        shapes = [_shape(self._conjuncts([branch])) for branch in branches]
+        names = [name for name in shapes[0].properties if all(name in shape.properties for shape in shapes)]
+        for name in names:
+            schemas = [shape.properties[name] for shape in shapes]
+            pairs = ((one, two) for index, one in enumerate(schemas) for two in schemas[:index])
+            if all(self.are_disjoint(one, two, 1) for one, two in pairs):
+                yield name
+
+    def _have_disjoint_alternatives(self, schemas: Sequence[Schema], other: Sequence[Schema], depth: int) -> bool:
+        """Return whether `schemas` have an `anyOf` of which each schema is disjoint from `other`."""
+        rest = [
+            {name: value for name, value in schema.items() if name not in ALTERNATIVES}
+            if isinstance(schema, dict)
+            else schema
+            for schema in schemas
+        ]
+        return any(
+            all(self.are_disjoint([*rest, one], other, depth + 1) for one in schema[name])
+            for schema in schemas
+            for name in ALTERNATIVES
+            if isinstance(schema, dict) and isinstance(schema.get(name), list)
+        )
+
+    def _have_disjoint_parts(self, one: _Shape, other: _Shape, depth: int) -> bool:
+        if one.types == other.types == {"object"}:
+            return self._have_disjoint_objects(one, other, depth) or self._have_disjoint_objects(other, one, depth)
+        if one.types == other.types == {"array"}:
+            n_common = int(min(max(one.least.get("array", 0), other.least.get("array", 0)), MAX_DEPTH))
+            return any(
+                self.are_disjoint(_item(one, index), _item(other, index), depth + 1) for index in range(n_common)
+            )
+        return False
+
+    def _have_disjoint_objects(self, one: _Shape, other: _Shape, depth: int) -> bool:
+        """Return whether a property that `one` requires has no value that `other` allows."""
+        return any(
+            any(name not in names for names in other.closed)
+            or (
+                name in other.properties
+                and self.are_disjoint(one.properties.get(name, [True]), other.properties[name], depth + 1)
+                and (name in other.required or False in other.properties[name])
+            )
+            for name in one.required
+        )
+
+    def _conjuncts(self, schemas: Sequence[Schema]) -> list[Schema]:
+        """Return the schemas, the targets of their references and the schemas of their `allOf`, in one list."""
+        found: list[Schema] = []
+        waiting, refs = list(schemas), set()
+        while waiting:
+            schema = waiting.pop()
+            if not isinstance(schema, dict):
+                found.append(schema)
+                continue
+            self._n_steps += 3 + sum(len(value) if isinstance(value, dict | list) else 1 for value in schema.values())
+            found.append({name: value for name, value in schema.items() if name not in ("$ref", "allOf")})
+            if isinstance(schema.get("allOf"), list):
+                waiting += schema["allOf"]
+            ref = schema.get("$ref")
+            if isinstance(ref, str) and ref not in refs:
+                refs.add(ref)
+                waiting.append(self._references.resolve(ref))
+        return found
+
+
+def _shape(schemas: Sequence[Schema]) -> _Shape:
+    """Return what schemas without `$ref` and `allOf` say together."""
+    shape = _Shape()
+    for schema in schemas:
+        if schema is False:
+            shape.types.clear()
+        elif isinstance(schema, dict):
+            _add_values(shape, schema)
+            _add_sizes(shape, schema)
+            _add_object(shape, schema)
+            _add_array(shape, schema)
+    return shape
+
+
+def _are_disjoint_values(one: _Shape, other: _Shape) -> bool:
+    if one.values is not None and other.values is not None and not one.values & other.values:
+        return True
+    return all(_are_disjoint_sizes(one, other, kind) for kind in one.types & other.types)
+
+
+def _are_disjoint_sizes(one: _Shape, other: _Shape, kind: str) -> bool:
+    name = "number" if kind == "integer" else kind
+    least = max(one.least.get(name, -inf), other.least.get(name, -inf))
+    return least > min(one.most.get(name, inf), other.most.get(name, inf))
+
+
+def _add_values(shape: _Shape, schema: dict[str, Any]) -> None:
+    types = schema.get("type")
+    if isinstance(types, str | list):
+        names = {types} if isinstance(types, str) else {name for name in types if isinstance(name, str)}
+        shape.types &= names | ({"integer"} if "number" in names else set())
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    if "const" in schema:
+        values = [schema["const"]]
+    if "const" in schema or "enum" in schema:
+        shape.types &= {_type_of(value) for value in values}
+        texts = {_as_text(value) for value in values}
+        shape.values = texts if shape.values is None else shape.values & texts
+
+
+def _add_sizes(shape: _Shape, schema: dict[str, Any]) -> None:
+    for name, least, most in _SIZES:
+        if _is_number(schema.get(least)):
+            shape.least[name] = max(shape.least.get(name, -inf), schema[least])
+        if _is_number(schema.get(most)):
+            shape.most[name] = min(shape.most.get(name, inf), schema[most])
+    if _is_number(schema.get("exclusiveMinimum")):
+        shape.least["number"] = max(shape.least.get("number", -inf), nextafter(schema["exclusiveMinimum"], inf))
+    if _is_number(schema.get("exclusiveMaximum")):
+        shape.most["number"] = min(shape.most.get("number", inf), nextafter(schema["exclusiveMaximum"], -inf))
+
+
+def _add_object(shape: _Shape, schema: dict[str, Any]) -> None:
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    for name, value in properties.items():
+        shape.properties.setdefault(name, []).append(value)
+    if isinstance(schema.get("required"), list):
+        shape.required |= {name for name in schema["required"] if isinstance(name, str)}
+    if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
+        shape.closed.append(set(properties))
+
+
+def _add_array(shape: _Shape, schema: dict[str, Any]) -> None:
+    prefix = schema.get("prefixItems")
+    prefix = prefix if isinstance(prefix, list) else []
+    for index, value in enumerate(prefix):
+        shape.prefix.setdefault(index, []).append(value)
+    if not prefix and isinstance(schema.get("items"), dict | bool):
+        shape.items.append(schema["items"])
+
+
+def _item(shape: _Shape, index: int) -> list[Schema]:
+    return [*shape.prefix.get(index, []), *shape.items]
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as JSON. Numbers that are equal have the same text."""
+    return json.dumps(_with_integers(value), sort_keys=True)
+
+
+def _with_integers(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_with_integers(one) for one in value]
+        case dict():
+            return {name: _with_integers(one) for name, one in value.items()}
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST

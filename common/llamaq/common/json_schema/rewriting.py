@@ -1,0 +1,253 @@
+"""Rewrites a JSON schema for llguidance, so that every output matches the schema.
+
+llguidance implements most keywords. Some of the others can be written with them: `dependentRequired`, `propertyNames`,
+and `oneOf` whose schemas have no value in common. The rest is refused with the place of the keyword and a way out. A
+rewritten schema may allow fewer values than the original, but never others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from llamaq.common.json_schema.formats import rewrite_format
+from llamaq.common.json_schema.objects import check_min_properties, rewrite_dependencies, rewrite_property_names
+from llamaq.common.json_schema.overlap import Overlaps
+from llamaq.common.json_schema.references import References, Schema, refused
+
+MAX_NESTING = 128
+"""Upper bound on the levels of objects and arrays in a schema."""
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "not": "describe the values that are allowed",
+        "if": "use anyOf with one schema for each case",
+        "contains": "use prefixItems for the items at fixed places, or items for all of them",
+        "uniqueItems": "remove it and check the result, or list the arrays that are allowed with enum",
+        "unevaluatedProperties": "use additionalProperties",
+        "unevaluatedItems": "use items",
+        "propertyNames": "use patternProperties and additionalProperties",
+        "$dynamicRef": "use $ref",
+        "$recursiveRef": "use $ref",
+    }
+)
+"""Maps each keyword that no grammar holds to what can be used in its place."""
+IMPLEMENTED = frozenset({
+    "type", "const", "enum", "$ref", "$schema", "allOf", "anyOf", "oneOf",
+    "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
+    "items", "prefixItems", "additionalItems", "minItems", "maxItems",
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "minLength", "maxLength", "pattern", "format",
+})  # fmt: skip
+"""The keywords that llguidance implements. All others are left out: they describe a value, but do not constrain it, and
+llguidance does not accept unknown ones in recursive schemas."""
+_IN_PLACE = (
+    "$ref",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "if",
+    "dependentSchemas",
+    "dependencies",
+    "$dynamicRef",
+    "$recursiveRef",
+)
+"""Keywords whose schemas describe the same value as the schema that has them."""
+_ONE = ("items", "additionalProperties", "additionalItems")
+_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties")
+
+
+def rewrite_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema for llguidance whose values all match `schema`.
+
+    Raises:
+        ValueError: A keyword is not supported. The message names it and its place.
+    """
+    _check_nesting(schema)
+    return _Rewriting(schema).run()
+
+
+class _Rewriting:
+    """The rewriting of one document. The targets of its references become `$defs`.
+
+    Args:
+        root: The whole schema.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._references = References(root)
+        self._overlaps = Overlaps(self._references)
+        self._targets: dict[str, str] = {}
+        """Maps each reference that the rewritten schemas contain to its name in `$defs`."""
+        self._demanded: dict[str, set[str]] = {}
+        """The properties that targets must require, so that the schemas of a `oneOf` have no value in common."""
+
+    def run(self) -> dict[str, Any]:
+        rewritten = self._rewrite(self._root, "#")
+        definitions: dict[str, Schema] = {}
+        while len(definitions) < len(self._targets):  # a target may refer to further ones
+            for ref, name in list(self._targets.items())[len(definitions) :]:
+                definitions[name] = self._rewrite(self._references.resolve(ref), ref)
+        for ref, names in self._demanded.items():
+            name = self._targets[ref]
+            definitions[name] = _requiring(definitions[name], names)
+        return {**rewritten, "$defs": definitions} if definitions else dict(rewritten)
+
+    def _rewrite(self, schema: Schema, place: str) -> Schema:
+        """Return a schema and all schemas in it rewritten."""
+        if not isinstance(schema, dict):
+            return schema
+        if "$id" in schema and place != "#" and '"$ref"' in json.dumps(schema):
+            raise refused("$id", place, "is not supported where its schema has references: remove it")
+        schema = self._simplify(schema)
+        for keyword, way_out in REFUSED.items():
+            if keyword in schema:
+                raise refused(keyword, place, f"is not supported: {way_out}")
+        check_min_properties(schema, place)
+        if "oneOf" in schema:
+            schema = self._rewrite_one_of(schema, place)
+        if "$ref" in schema:
+            schema = {**schema, "$ref": self._rewrite_ref(schema["$ref"], place)}
+        return self._rewrite_parts({name: value for name, value in schema.items() if name in IMPLEMENTED}, place)
+
+    def _simplify(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema with some keywords expressed by others."""
+        schema = rewrite_format(schema)
+        schema = rewrite_dependencies(schema)
+        schema = rewrite_property_names(schema, self._references)
+        if schema.get("uniqueItems") is False or _is_at_most_one(schema.get("maxItems")):
+            schema = _without(schema, "uniqueItems")
+        if not any(name in schema for name in _IN_PLACE):
+            schema = _renamed(schema, "unevaluatedProperties", "additionalProperties")
+            schema = _renamed(schema, "unevaluatedItems", "items")
+        return schema
+
+    def _rewrite_parts(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+        result = dict(schema)
+        for name in _ONE:
+            if isinstance(schema.get(name), dict):
+                result[name] = self._rewrite(schema[name], f"{place}/{name}")
+        for name in _SEVERAL:
+            if isinstance(schema.get(name), list):
+                result[name] = [self._rewrite(one, f"{place}/{name}/{n}") for n, one in enumerate(schema[name])]
+        for name in _NAMED:
+            if isinstance(schema.get(name), dict):
+                result[name] = {key: self._rewrite(one, f"{place}/{name}/{key}") for key, one in schema[name].items()}
+        return result
+
+    def _rewrite_one_of(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+        """Return a schema with `anyOf` in place of `oneOf`, if no two of the schemas have a value in common."""
+        branches, rest = schema["oneOf"], _without(schema, "oneOf")
+        if not isinstance(branches, list):
+            return schema
+        branches = _excluding_each_other(branches)
+        overlap = self._overlap(branches, rest)
+        if overlap is not None:
+            branches = self._with_discriminator(branches, rest)
+            if branches is None:
+                message = (
+                    f"is not supported where its schemas {overlap[0]} and {overlap[1]} may match the same value: use "
+                    "anyOf, or give each of them a required property with a different const"
+                )
+                raise refused("oneOf", place, message)
+        if "anyOf" in rest:
+            return {**rest, "allOf": [*_list(rest.get("allOf")), {"anyOf": branches}]}
+        return {**rest, "anyOf": branches}
+
+    def _overlap(self, branches: Sequence[Schema], rest: dict[str, Any]) -> tuple[int, int] | None:
+        """Return the places of two schemas that may match the same value beside the other keywords, or None."""
+        for place, branch in enumerate(branches):
+            for earlier in range(place):
+                if not self._overlaps.are_disjoint([rest, branches[earlier]], [rest, branch]):
+                    return earlier, place
+        return None
+
+    def _with_discriminator(self, branches: list[Schema], rest: dict[str, Any]) -> list[Schema] | None:
+        """Return the schemas with a property required whose value differs in each of them, or None.
+
+        pydantic does not require the discriminator of a union where it has a default. The target of a reference gets
+        `required` itself: llguidance does not allow keywords beside a reference in a recursive schema.
+        """
+        for name in self._overlaps.discriminators(branches):
+            if self._overlap(branches, {**rest, "required": [*_list(rest.get("required")), name]}) is not None:
+                continue
+            for branch in branches:
+                if _is_target(branch):
+                    self._demanded.setdefault(branch["$ref"], set()).add(name)
+            return [branch if _is_target(branch) else _requiring(branch, {name}) for branch in branches]
+        return None
+
+    def _rewrite_ref(self, ref: Any, place: str) -> str:
+        """Return the reference to a target as a member of `$defs`."""
+        if ref == "#":
+            return "#"
+        if not isinstance(self._references.resolve(ref), dict | bool):
+            raise refused("$ref", place, f"points to {ref!r}, which is not in the schema: copy it into $defs")
+        return f"#/$defs/{self._targets.setdefault(ref, str(len(self._targets)))}"
+
+
+def _excluding_each_other(branches: list[Schema]) -> list[Schema]:
+    """Let each schema that only requires one property exclude the properties that the others require."""
+    names = [_only_required(branch) for branch in branches]
+    if len(set(names)) < len(names) or None in names:
+        return branches
+    return [
+        {**branch, "properties": {other: False for other in names if other != name}}
+        for branch, name in zip(branches, names, strict=True)
+    ]
+
+
+def _only_required(schema: Schema) -> str | None:
+    if isinstance(schema, dict) and schema.keys() == {"required"} and _is_one_name(schema["required"]):
+        return str(schema["required"][0])
+    return None
+
+
+def _is_target(schema: Schema) -> bool:
+    return isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and schema["$ref"] != "#"
+
+
+def _is_one_name(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)
+
+
+def _is_at_most_one(value: Any) -> bool:
+    return isinstance(value, int) and value <= 1
+
+
+def _requiring(schema: Schema, names: Iterable[str]) -> Schema:
+    required = _list(schema.get("required"))
+    return {**schema, "required": [*required, *(name for name in sorted(names) if name not in required)]}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _without(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != name}
+
+
+def _renamed(schema: dict[str, Any], name: str, other: str) -> dict[str, Any]:
+    """Return a schema with a keyword renamed; without it if it has the other one too, which decides alone."""
+    if name not in schema:
+        return schema
+    return {other: schema[name], **_without(schema, name)}
+
+
+def _check_nesting(schema: dict[str, Any]) -> None:
+    level: list[Any] = [schema]
+    for _ in range(MAX_NESTING):
+        level = [
+            part
+            for one in level
+            for part in (one.values() if isinstance(one, dict) else one)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it nests deeper than {MAX_NESTING} levels")

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field, TypeAdapter
+
+from llamaq.common.json_schema.overlap import Overlaps
+from llamaq.common.json_schema.references import References
+from llamaq.common.json_schema.rewriting import rewrite_schema
+
+INTEGER: dict[str, Any] = {"type": "integer"}
+A_AND_B: dict[str, Any] = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
+
+
+class Leaf(BaseModel):
+    kind: Literal["leaf"] = "leaf"
+    value: int
+
+
+class Pair(BaseModel):
+    kind: Literal["pair"] = "pair"
+    left: Node
+    right: Node
+
+
+Node = Annotated[Leaf | Pair, Field(discriminator="kind")]
+Pair.model_rebuild()
+
+REWRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "descriptions are left out": ({**INTEGER, "title": "T", "x-order": 1, "nullable": True}, INTEGER),
+    "options of llguidance are left out": ({**INTEGER, "x-guidance": {"lenient": True}}, INTEGER),
+    "unused definitions are left out": ({**INTEGER, "$defs": {"a": {"not": {}}}}, INTEGER),
+    "values are not schemas": ({"enum": [{"not": 1, "$ref": 2}]}, {"enum": [{"not": 1, "$ref": 2}]}),
+    "a property may be named as a keyword": (
+        {"properties": {"not": INTEGER, "$ref": INTEGER}},
+        {"properties": {"not": INTEGER, "$ref": INTEGER}},
+    ),
+    "targets of references become definitions": (
+        {"properties": {"a": {"$ref": "#/parts/A~1%25"}, "b": {"$ref": "#/properties/a"}}, "parts": {"A/%": INTEGER}},
+        {
+            "properties": {"a": {"$ref": "#/$defs/0"}, "b": {"$ref": "#/$defs/1"}},
+            "$defs": {"0": INTEGER, "1": {"$ref": "#/$defs/0"}},
+        },
+    ),
+    "an anchor is a target": (
+        {"$id": "https://a.com/s", "$ref": "https://a.com/s#x", "$defs": {"a": {"$anchor": "x", **INTEGER}}},
+        {"$ref": "#/$defs/0", "$defs": {"0": INTEGER}},
+    ),
+    "a reference to the root stays": ({"items": {"$ref": "#"}}, {"items": {"$ref": "#"}}),
+    "an unknown format does not constrain": ({"type": "string", "format": "password"}, {"type": "string"}),
+    "a format becomes a narrower one": ({"format": "iri"}, {"format": "uri"}),
+    "a format becomes a pattern": ({"format": "regex"}, {"pattern": "^[A-Za-z0-9 _,;:=/@-]*$"}),
+    "one item is unique": ({"uniqueItems": True, "maxItems": 1}, {"maxItems": 1}),
+    "items that may be equal": ({"uniqueItems": False, "maxItems": 3}, {"maxItems": 3}),
+    "unevaluated properties are additional ones": (
+        {**A_AND_B, "unevaluatedProperties": False},
+        {**A_AND_B, "additionalProperties": False},
+    ),
+    "names from an enum": (
+        {"propertyNames": {"$ref": "#/$defs/n"}, "additionalProperties": INTEGER, "$defs": {"n": {"enum": ["a", "b"]}}},
+        {"properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False},
+    ),
+    "names with a pattern": (
+        {"propertyNames": {"pattern": "^a"}, "additionalProperties": INTEGER},
+        {"patternProperties": {"^a": INTEGER}, "additionalProperties": False},
+    ),
+    "a property that needs another one": (
+        {**A_AND_B, "dependentRequired": {"a": ["b"]}},
+        {**A_AND_B, "allOf": [{"anyOf": [{"properties": {"a": False}}, {"required": ["a", "b"]}]}]},
+    ),
+    "a property that needs a schema": (
+        {**A_AND_B, "dependencies": {"a": {"title": "T", "required": ["b"]}}},
+        {
+            **A_AND_B,
+            "allOf": [{"anyOf": [{"properties": {"a": False}}, {"allOf": [{"required": ["a"]}, {"required": ["b"]}]}]}],
+        },
+    ),
+    "oneOf of different types": (
+        {"oneOf": [INTEGER, {"type": "string"}]},
+        {"anyOf": [INTEGER, {"type": "string"}]},
+    ),
+    "oneOf beside anyOf": (
+        {"anyOf": [{"minimum": 1}], "oneOf": [INTEGER, {"type": "string"}]},
+        {"anyOf": [{"minimum": 1}], "allOf": [{"anyOf": [INTEGER, {"type": "string"}]}]},
+    ),
+    "oneOf of required properties": (
+        {**A_AND_B, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {
+            **A_AND_B,
+            "anyOf": [
+                {"required": ["a"], "properties": {"b": False}},
+                {"required": ["b"], "properties": {"a": False}},
+            ],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "expected"), REWRITTEN.values(), ids=REWRITTEN)
+def test_a_schema_is_written_with_the_keywords_of_llguidance(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+    before = json.dumps(schema)
+    assert rewrite_schema(schema) == expected
+    assert json.dumps(schema) == before
+
+
+def test_a_discriminator_with_a_default_is_required_in_each_model() -> None:
+    rewritten = rewrite_schema(TypeAdapter(Node).json_schema())
+    assert [one["required"] for one in rewritten["$defs"].values()] == [["value", "kind"], ["left", "right", "kind"]]
+    assert "oneOf" not in json.dumps(rewritten)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "place": ({"properties": {"a": {"items": {"not": {}}}}}, "`not` at #/properties/a/items is not supported"),
+    "place in a definition": ({"$ref": "#/$defs/a", "$defs": {"a": {"if": {}}}}, "`if` at #/\\$defs/a"),
+    "way out": ({"uniqueItems": True}, "remove it and check the result"),
+    "contains": ({"contains": {}}, "`contains`"),
+    "dynamic": ({"$dynamicRef": "#a"}, "use \\$ref"),
+    "unevaluated": ({"allOf": [A_AND_B], "unevaluatedProperties": False}, "use additionalProperties"),
+    "names": ({**A_AND_B, "propertyNames": {"pattern": "^a"}}, "use patternProperties"),
+    "keys that may be equal": ({"required": ["a"], "minProperties": 3}, "above 2, because a key may occur twice"),
+    "overlap": ({"oneOf": [{"minimum": 1}, {"maximum": 1}]}, "schemas 0 and 1 may match the same value: use anyOf"),
+    "oneOf of no type": ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "may match the same value"),
+    "remote": ({"$ref": "https://example.com/a"}, "points to 'https://example.com/a', which is not in the schema"),
+    "nested identifier": ({"items": {"$id": "b", "$ref": "#/a"}, "a": {}}, "`\\$id` at #/items"),
+    "nested": ({"enum": [json.loads("[" * 200 + "]" * 200)]}, "deeper than 128 levels"),
+}
+
+
+@pytest.mark.parametrize(("schema", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_keyword_that_no_grammar_holds_is_refused_with_its_place(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        rewrite_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 5, "required": 3, "oneOf": 1, "$ref": "#", "allOf": {}, "type": 3},
+        {"oneOf": [], "dependentRequired": 3, "propertyNames": 7, "minProperties": "x", "format": 3},
+        {"oneOf": [3, None], "anyOf": [True, False], "enum": 7, "items": "x", "maxItems": "y"},
+    ],
+)
+def test_a_malformed_schema_is_refused_or_left_to_the_compiler(schema: dict[str, Any]) -> None:
+    with suppress(ValueError):
+        rewrite_schema(schema)
+
+
+def kind(value: Any, *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": value}, "required": list(required)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "disjoint"),
+    [
+        ({"type": "integer"}, {"type": "number"}, False),
+        ({"const": 1}, {"const": 1.0}, False),
+        ({"const": [1]}, {"const": [1.0]}, False),
+        ({"enum": ["a", "b"]}, {"enum": ["b", "c"]}, False),
+        ({"enum": ["a", "b"]}, {"type": "integer"}, True),
+        ({"maximum": 5}, {"minimum": 6}, False),
+        ({**INTEGER, "maximum": 5}, {**INTEGER, "minimum": 6}, True),
+        ({**INTEGER, "maximum": 5}, {**INTEGER, "exclusiveMinimum": 5}, True),
+        ({"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}, True),
+        (kind({"const": "a"}, "kind"), kind({"const": "b"}, "kind"), True),
+        (kind({"const": "a"}, "kind"), kind({"const": "b"}), False),
+        (kind({"const": "a"}, "kind"), {**kind({}), "additionalProperties": False}, False),
+        (kind({"const": "a"}, "kind"), {"type": "object", "additionalProperties": False}, True),
+        ({"type": "array", "items": INTEGER}, {"type": "array", "items": {"type": "null"}}, False),
+        ({"type": "array", "items": INTEGER, "minItems": 1}, {"type": "array", "items": {"type": "null"}}, True),
+        ({"anyOf": [INTEGER, {"type": "null"}]}, {"type": "string"}, True),
+        ({"anyOf": [INTEGER, {"type": "null"}]}, {"enum": [None]}, False),
+        ({"allOf": [{"$ref": "#/$defs/i"}]}, {"type": "string"}, True),
+        ({"$ref": "#"}, {"$ref": "#"}, False),
+        (False, {}, True),
+    ],
+)
+def test_schemas_are_disjoint_only_if_no_value_matches_both(one: Any, other: Any, disjoint: bool) -> None:
+    overlaps = Overlaps(References({"$defs": {"i": INTEGER}}))
+    assert overlaps.are_disjoint([one], [other]) is disjoint
+    assert overlaps.are_disjoint([other], [one]) is disjoint
+
+
+def test_the_comparison_of_hostile_schemas_is_bounded() -> None:
+    names = [f"a{number}" for number in range(40)]
+    definitions = {name: {"oneOf": [{"$ref": f"#/$defs/{other}"} for other in names]} for name in names}
+    overlaps = Overlaps(References({"$defs": definitions}))
+    assert not overlaps.are_disjoint([{"$ref": "#/$defs/a0"}], [{"$ref": "#/$defs/a1"}])
+    assert overlaps._n_steps < 400_000
