@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.soak.checker import Verdict
 from tests.soak.report import ROOT, Outcome, ProgressReport, write_report
 from tests.soak.scenarios.attack import attack
+from tests.soak.scenarios.batches import batches
 from tests.soak.scenarios.cancels import cancels
 from tests.soak.scenarios.closings import closings
 from tests.soak.scenarios.full import full
@@ -76,6 +77,7 @@ SCENARIOS = {
     "rq_kills": Scenario(rq_kills, {"n_rows": 2000, "n_kills": 10}, 300),
     "closings": Scenario(closings, {"n_stops": 40}, 60),
     "serve": Scenario(serve, {"n_rounds": 50}, 200),
+    "batches": Scenario(batches, {"n_lines": 50_000, "n_faults": 12}, 240),
     "attack": Scenario(attack, {"n_attacks": 10_000, "n_examples": 30}, 120),
 }
 

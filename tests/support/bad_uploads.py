@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 MAX_FILE_BYTES = 64 * 1024
 """The setting `max_file_bytes` of an attacked server."""
@@ -76,7 +77,13 @@ def draw_upload(rng: random.Random) -> Upload:
 
 def rows(rng: random.Random) -> bytes:
     """Return an input file of a batch. Some of its lines are not valid."""
-    bodies = ({"prompt": "hi", "max_tokens": 2}, {"prompt": {}}, {"prompt": "x", "n": 3, "max_tokens": 1}, [], None)
+    bodies: Sequence[Any] = (
+        {"prompt": "hi", "max_tokens": 2},
+        {"prompt": {}},
+        {"prompt": "x", "n": 3, "max_tokens": 1},
+        [],
+        None,
+    )
     lines: list[bytes] = []
     for number in range(rng.randrange(6)):
         line = {"custom_id": str(number), "url": "/v1/completions", "body": rng.choice(bodies[: rng.randint(1, 5)])}
