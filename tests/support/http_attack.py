@@ -180,7 +180,8 @@ class Attacker:
 
     def _pick(self, ids: Sequence[str]) -> str:
         """Return one of the ids. Exactly one random number is drawn, so the later draws do not depend on the number of
-        ids."""
+        ids.
+        """
         return ids[int(self.rng.random() * len(ids))]
 
     def _body(self) -> tuple[str, str, dict[str, Any]]:
