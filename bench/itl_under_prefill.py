@@ -70,14 +70,15 @@ def measure(plan: Plan) -> Figures:
     )
     base = plan.settings(n_parallel=n_streams + 1, n_ctx=4096 if plan.quick else N_CTX)
     target_ms = measure_target_ms(base, n_streams, plan.seed)
+    strategies = [LATENCY_TARGET] if plan.quick else list(BUILT_IN)
     note(f"target: {target_ms} ms")
     with ExitStack() as exits:
-        stack = exits.enter_context(start_stack([_worker(base, name, target_ms) for name in BUILT_IN]))
+        stack = exits.enter_context(start_stack([_worker(base, name, target_ms) for name in strategies]))
         llama_server = exits.enter_context(start_llama_server(base))
         prompts = Prompts(plan.seed, stack.worker.card.n_vocab)
-        names = [*BUILT_IN, *([LLAMA_SERVER] if llama_server else [])]
+        names = [*strategies, *([LLAMA_SERVER] if llama_server else [])]
         rounds: list[dict[str, Figures]] = []
-        for index in range(plan.rounds + 1):
+        for index in range(plan.rounds if plan.quick else plan.rounds + 1):
             load = Load.draw(prompts, n_streams, n_long, n_out)
             figures: dict[str, Figures] = {}
             for name in names[index % len(names) :] + names[: index % len(names)]:

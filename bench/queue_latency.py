@@ -109,8 +109,8 @@ def read_times(times_file: Path, n_jobs: int) -> dict[str, dict[str, Any]]:
 
 def measure_round(stack: Stack, prompts: Prompts, times_file: Path, n_jobs: int) -> Figures:
     """Return the figures of one round for both engines."""
-    figures = {}
-    for name in (NULL, MODEL):
+    figures: dict[str, Figures] = {}
+    for name in stack.workers:
         timelines = stack.run(partial(run_jobs, prompts.several(n_jobs, N_IN)), name)
         figures[name] = summarize(timelines, read_times(times_file, n_jobs + 1))  # one more job opens the connections
     admitted = figures[NULL]["submit_to_admitted_ms"]
@@ -125,7 +125,7 @@ def measure(plan: Plan) -> Figures:
         times_file = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "times.jsonl"
         times_file.touch()
         os.environ |= {TIMES_FILE: str(times_file), "PYTHONPATH": path_with_this_folder()}
-        strategies = {NULL: "null_engine:DecodeMaximal", MODEL: "decode-maximal"}
+        strategies = {NULL: "null_engine:DecodeMaximal", **({} if plan.quick else {MODEL: "decode-maximal"})}
         hooks = ("queue_latency:record",)
         settings = [
             plan.settings(n_parallel=N_PARALLEL, queue=name, batch_strategy=strategy, hooks=hooks)
@@ -133,7 +133,8 @@ def measure(plan: Plan) -> Figures:
         ]
         stack = exits.enter_context(start_stack(settings))
         prompts = Prompts(plan.seed, stack.worker.card.n_vocab)
-        measure_round(stack, prompts, times_file, QUICK_N_JOBS)  # warm up
+        if not plan.quick:
+            measure_round(stack, prompts, times_file, QUICK_N_JOBS)  # warm up
         engines = median_of([measure_round(stack, prompts, times_file, n_jobs) for _ in range(plan.rounds)])
     _show(engines)
     admitted = engines[NULL]["submit_to_admitted_ms"]

@@ -111,7 +111,7 @@ def measure(plan: Plan) -> Figures:
         os.environ["PYTHONPATH"] = path_with_this_folder()
         settings = plan.settings(n_parallel=N_PARALLEL, batch_strategy="null_engine:DecodeMaximal")
         stack = exits.enter_context(start_stack([settings]))
-        for warm_up in _systems(stack, BLOCK, QUICK_N_RQ_JOBS).values():
+        for warm_up in () if plan.quick else _systems(stack, BLOCK, QUICK_N_RQ_JOBS).values():
             warm_up()
         systems = _systems(stack, n_jobs, n_rq_jobs)
         names, rounds = list(systems), []
