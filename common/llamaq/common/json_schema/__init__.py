@@ -1,1 +1,1 @@
-"""Rewrites JSON schemas into the keywords that a grammar can hold, and refuses those that no grammar holds."""
+"""Rewrites JSON schemas into keywords that a grammar can enforce, and refuses keywords that no grammar can enforce."""

@@ -18,7 +18,7 @@ NARROWER: Mapping[str, str] = MappingProxyType(
         "iri-reference": "uri",
     }
 )
-"""Maps formats to one whose strings all have the format as well."""
+"""Maps a format to another one whose strings all have this format too."""
 _POINTER = "(/([^~/]|~[01])*)*"
 _BASE64 = "^([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?$"
 _HEX = "[0-9a-f]"

@@ -91,7 +91,7 @@ def _name_pattern(names: dict[str, Any]) -> str | None:
 def check_min_properties(schema: dict[str, Any], place: str) -> None:
     """Refuse a `minProperties` that an output could miss because it has a key twice.
 
-    A grammar cannot remember the keys that it has not got from the schema.
+    A grammar cannot remember keys that the schema does not name.
 
     Raises:
         ValueError: At most one key more than those in `required` can be demanded.

@@ -33,7 +33,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "$recursiveRef": "use $ref",
     }
 )
-"""Maps each keyword that no grammar holds to what can be used in its place."""
+"""Maps each keyword that no grammar can enforce to what can be used in its place."""
 IMPLEMENTED = frozenset({
     "type", "const", "enum", "$ref", "$schema", "allOf", "anyOf", "oneOf",
     "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
