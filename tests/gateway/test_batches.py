@@ -23,6 +23,7 @@ from llamaq.gateway.batches import request_body, runner
 from llamaq.gateway.batches.batch_run import BatchFailed, check_kind
 from llamaq.gateway.batches.record import BatchEndpoint, BatchStatus
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
+from llamaq.gateway.files import blocks
 from llamaq.gateway.files.blocks import compress
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.prepared.completion import PreparedCompletion
@@ -241,6 +242,32 @@ async def test_a_server_that_ends_the_batch_of_another_one_cancels_its_jobs(redi
         async with serving_http(redis_url, queue) as second, httpx.AsyncClient(base_url=second) as http:
             assert (await end_of(http, batch))["status"] == "cancelled"
         assert await worker.redis.xlen(stream) == 0
+
+
+async def test_a_batch_whose_input_is_deleted_fails_and_leaves_no_job(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCKS_AT_ONCE", 1)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 200)
+    async with (
+        key_store(redis_url, queue) as keys,
+        FakeWorker(redis_url, queue, key_prefix=queue) as worker,
+        serving_http(redis_url, queue, key_prefix=queue, require_key=True) as url,
+        httpx.AsyncClient(base_url=url, headers=bearer(await keys.add(name="narrow", max_open=2))) as http,
+    ):
+        await worker.announce()
+        batch = await begin(http, jsonl(*(line(str(number), "x") for number in range(40))))
+        attempt = await worker.start_next()
+        assert (await http.delete(f"/v1/files/{batch['input_file_id']}")).json()["deleted"]
+        await attempt.answer(["done"])
+        serving = asyncio.create_task(worker.serve(echo))
+        now = await end_of(http, batch)
+        await cancel_tasks(serving)
+        answers = await lines_of(http, now["output_file_id"])
+        assert await worker.redis.xlen(worker.keys.jobs(queue, 0, Priority.BULK)) == 0
+    assert now["status"] == "failed"
+    assert "deleted" in now["errors"]["data"][0]["message"]
+    assert now["request_counts"]["completed"] == len(answers) < 40
 
 
 async def test_a_line_is_computed_again_if_another_version_of_the_server_has_submitted_it_otherwise(
