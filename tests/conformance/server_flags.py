@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf import PoolingType
-
-from llamaq.tools.random_gguf.bert_model import write_bert
+from tests.conformance.stand_in_models import StandInModels
 
 CHAT_TEMPLATES = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -38,13 +36,13 @@ class StackSettings:
     api_key: str | None
 
 
-def read_flags(flags: Sequence[str], folder: Path, model: Path) -> StackSettings:
+def read_flags(flags: Sequence[str], folder: Path, models: StandInModels) -> StackSettings:
     """Return the settings that the flags of llama-server mean. Flags without a meaning for llamaq are ignored.
 
     Args:
         flags: The flags.
         folder: The working folder of the test, to which file names are relative.
-        model: The model that generates text.
+        models: The files of the models.
     """
     given, _ = _parser().parse_known_args(list(flags))
     queue = min((given.alias or DEFAULT_ALIAS).split(","))
@@ -57,7 +55,7 @@ def read_flags(flags: Sequence[str], folder: Path, model: Path) -> StackSettings
         "disabled_endpoints": _disabled_endpoints(given),
     }
     return StackSettings(
-        _worker_settings(given, folder, model), serve, queue, tuple(given.host.split(",")), given.api_key
+        _worker_settings(given, folder, models), serve, queue, tuple(given.host.split(",")), given.api_key
     )
 
 
@@ -66,7 +64,7 @@ def _disabled_endpoints(given: argparse.Namespace) -> tuple[str, ...]:
     return tuple(name for name, is_disabled in flags.items() if is_disabled)
 
 
-def _worker_settings(given: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
+def _worker_settings(given: argparse.Namespace, folder: Path, models: StandInModels) -> dict[str, Any]:
     n_parallel = given.parallel or 4
     n_ctx = given.ctx_size or 4096
     n_batch = max(min(given.batch_size or 2048, n_ctx), n_parallel)
@@ -85,20 +83,17 @@ def _worker_settings(given: argparse.Namespace, folder: Path, model: Path) -> di
         "chat_template_file": _chat_template_file(given, folder),
         "cell_margin": 1,
         "embeddings": given.embedding or given.reranking or None,
-        "model": _embedding_model(given) or str(model),
+        "model": str(_model_of(given, models)),
         "pooling": given.pooling,
         "log_level": "info",
     }
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _embedding_model(given: argparse.Namespace) -> str | None:
-    """Return a random model for embeddings or reranking, of the architecture and the pooling of the tests' models."""
-    if not (given.embedding or given.reranking):
-        return None
-    with tempfile.NamedTemporaryFile("w", suffix=".gguf", delete=False) as file:
-        pooling = PoolingType.RANK if given.reranking else PoolingType.CLS
-        return str(write_bert(Path(file.name), pooling=pooling, has_head=given.reranking))
+def _model_of(given: argparse.Namespace, models: StandInModels) -> Path:
+    if given.reranking:
+        return models.reranking
+    return models.embedding if given.embedding else models.generation
 
 
 def _chat_template_file(given: argparse.Namespace, folder: Path) -> Path | None:

@@ -20,6 +20,7 @@ from types import FrameType
 
 import redis
 from tests.conformance.server_flags import StackSettings, read_flags
+from tests.conformance.stand_in_models import StandInModels
 
 from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.common.protocol.keys import Keys
@@ -41,9 +42,9 @@ MAX_REQUEST_BYTES = 65536
 class StackHost:
     """Accepts the connections of shims, and forks a stack for each. It must stay without threads."""
 
-    def __init__(self, path: Path, redis_url: str, model: Path) -> None:
+    def __init__(self, path: Path, redis_url: str, models: StandInModels) -> None:
         self._redis_url = redis_url
-        self._model = model
+        self._models = models
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(path))
         self._listening.listen()
@@ -57,7 +58,7 @@ class StackHost:
             with connection:
                 if (pid := os.fork()) == 0:
                     self._listening.close()
-                    _run_stack(connection, self._redis_url, self._model)
+                    _run_stack(connection, self._redis_url, self._models)
                 self._stacks.add(pid)
         self._stacks = {pid for pid in self._stacks if not _has_ended(pid)}
 
@@ -67,14 +68,14 @@ class StackHost:
             os.kill(pid, signal.SIGTERM)
 
 
-def _run_stack(connection: socket.socket, redis_url: str, model: Path) -> None:
+def _run_stack(connection: socket.socket, redis_url: str, models: StandInModels) -> None:
     """Serve one shim, and end this process. If the stack does not start, the shim gets the reason."""
     worker = 0
     try:
         signal.signal(signal.SIGTERM, _interrupt)
         with connection.makefile("rb") as lines:
             request = json.loads(lines.readline(MAX_REQUEST_BYTES))
-        chosen = read_flags(request["flags"], Path(request["folder"]), model)
+        chosen = read_flags(request["flags"], Path(request["folder"]), models)
         configure_logging("info", LogFormat.TEXT)
         log.info("stack.start flags=%s", request["flags"])
         _prepare_redis(redis_url, chosen)
