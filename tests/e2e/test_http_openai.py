@@ -124,7 +124,7 @@ async def test_the_options_of_a_request_reach_the_job(demo: ServedQueue, client:
         {"role": "developer", "content": "You are kind."},
         {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
     ]
-    same: Any = [{"role": "system", "content": "You are kind."}, {"role": "user", "content": "Hello"}]
+    same: Any = [{"role": "system", "content": "You are kind."}, {"role": "user", "content": "Hel\nlo"}]
     plain = client.chat(same, max_tokens=8, temperature=0)
     async with connected(demo) as api:
         biased = await api.chat.completions.create(

@@ -81,11 +81,11 @@ def test_synonyms_and_hints_are_no_options_themselves() -> None:
 
 
 def test_text_parts_of_a_content_are_joined_and_a_name_is_kept() -> None:
-    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}]
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "world"}]
     chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "name": "mia_1", "content": parts}]
     assert built(messages=chat).messages == (
         Message(role="system", content="Be kind."),
-        Message(role="user", content="Hello world", name="mia_1"),
+        Message(role="user", content="Hello\nworld", name="mia_1"),
     )
 
 

@@ -90,7 +90,7 @@ def _hint(name: str) -> str:
 
 
 def _join_parts(messages: Any) -> Any:
-    """Return the messages with plain contents. OpenAI's API also allows a list of parts.
+    """Return the messages with plain contents. OpenAI's API also allows a list of parts: each begins on its own line.
 
     Raises:
         InvalidRequest: This is no list, or a message has no text.
@@ -116,7 +116,7 @@ def _join_message(index: int, message: Any) -> Any:
         )
     if isinstance(content, str) or not isinstance(content, Sequence):
         return message
-    return {**message, "content": "".join(_texts_of(content, f"messages.{index}.content"))}
+    return {**message, "content": "\n".join(_texts_of(content, f"messages.{index}.content"))}
 
 
 def _texts_of(parts: Sequence[Any], place: str) -> Iterator[str]:

@@ -72,7 +72,7 @@ def test_contents_in_parts_and_other_roles_become_plain_messages() -> None:
         {"role": "user", "content": "d"},
     ]
     assert job(messages=messages)["messages"] == [
-        {"role": "system", "content": "ab"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": ""},
+        {"role": "system", "content": "a\nb"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": ""},
         {"role": "user", "content": "d"},
     ]  # fmt: skip
 

@@ -97,12 +97,12 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
 
 
 def _read_content(place: str, content: Any) -> str:
-    """Return the text of a content, which may be a list of parts."""
+    """Return the text of a content, which may be a list of parts. As in llama-server, each begins on a new line."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(f"{place}: a text or a list of parts is required")
-    return "".join(_read_part(f"{place}.{number}", part) for number, part in enumerate(content))
+    return "\n".join(_read_part(f"{place}.{number}", part) for number, part in enumerate(content))
 
 
 def _read_part(place: str, part: Any) -> str:
