@@ -47,8 +47,9 @@ from llamaq.common.protocol.snapshots import (
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Reasoning
 from llamaq.producer.async_stream import AsyncStream
+from llamaq.producer.calls.client_calls import Messages
 from llamaq.producer.chat_answers import Answer, ChatAnswers
-from llamaq.producer.client import AsyncClient, JobArguments, Messages
+from llamaq.producer.client import AsyncClient, JobArguments
 from llamaq.producer.embeddings import EmbeddingOptions, RankedDocument
 from llamaq.producer.job import AsyncJob, Chunk
 from llamaq.producer.job_window.request_map import MappedResult

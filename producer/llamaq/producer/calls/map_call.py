@@ -9,14 +9,12 @@ from typing import Any, Literal, Unpack, overload
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import RequestFailed
 from llamaq.common.protocol.job_request import JobOptions
+from llamaq.producer.calls.client_calls import ClientCalls
 from llamaq.producer.job_window.request_map import MappedResult, MapRequest, RequestMap
-from llamaq.producer.queue_connection import QueueConnection
 
 
-class MapCall:
-    """Base of `AsyncClient` with the call `map`."""
-
-    connection: QueueConnection
+class MapCall(ClientCalls):
+    """The call `map`."""
 
     @overload
     def map(

@@ -1,0 +1,1 @@
+"""The calls of the asyncio client, apart from those that submit and follow jobs: one class for each subject."""
