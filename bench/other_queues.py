@@ -1,4 +1,4 @@
-"""The workers of RQ and of a plain Redis Stream. Run as a script, each prints the seconds that it worked.
+"""The workers of RQ and of a plain Redis Stream. Run as a script, each prints its seconds and its processor seconds.
 
 Usage: python bench/other_queues.py rq|rq_simple|stream REDIS_URL N_JOBS
 """
@@ -45,23 +45,34 @@ def work_stream(url: str, n_jobs: int) -> None:
         n_jobs -= len(ids)
 
 
-def time_worker(kind: str, url: str, n_jobs: int) -> float:
-    """Return the seconds in which a worker process, which has imported its modules, takes all jobs."""
+def time_worker(kind: str, url: str, n_jobs: int) -> tuple[float, float]:
+    """Run a worker process until it has taken all jobs.
+
+    Returns:
+        The seconds that the worker needed after the import of its modules, and the processor seconds of this time.
+    """
     folder = Path(__file__).resolve().parent
     command = [sys.executable, __file__, kind, url, str(n_jobs)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return float(done.stdout.splitlines()[-1])
+    seconds, used_s = done.stdout.splitlines()[-1].split()
+    return float(seconds), float(used_s)
 
 
 def main(kind: str, url: str, n_jobs: int) -> None:
     """Run one worker until it has taken all jobs."""
-    started_s = time.perf_counter()
+    started_s, used_s = time.perf_counter(), _cpu_s()
     if kind == "stream":
         work_stream(url, n_jobs)
     else:
         work_rq(url, rq.SimpleWorker if kind == "rq_simple" else rq.Worker)
-    print(time.perf_counter() - started_s)
+    print(time.perf_counter() - started_s, _cpu_s() - used_s)
+
+
+def _cpu_s() -> float:
+    """Return the processor seconds of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ Each system gets the same number of jobs while its worker does not take any. The
 - `stream`: XREADGROUP, XACK and XDEL of entries of the same size, in blocks of 32, without any state of a job.
 
 `jobs_per_s` is the rate of the worker, `submits_per_s` that of one client that submits one job after the other, or, as
-`submits_per_s_many`, in calls with 100 jobs each. Systems take turns in every round.
+`submits_per_s_many`, in calls with 100 jobs each. `cpu_us_per_job` is the processor time of the worker and of Redis
+while the worker takes the jobs; other load on the machine changes it little. Systems take turns in every round.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from typing import Any
 import redis
 import rq
 
+from cpu_clock import CpuClock, cpu_s
 from harness import Figures, Plan, Stack, note, path_with_this_folder, run, show, start_stack
 from job_timings import median_of
 from llamaq.producer import AsyncClient, JobArguments
+from llamaq.worker.local.embedded_redis import EmbeddedRedis
 from other_queues import GROUP, STREAM, time_worker
 from systems import check_target
 
@@ -47,7 +50,7 @@ RQ_TARGET = 10
 # ---- one round of each system
 
 
-async def _time_llamaq(priority: str, n_jobs: int, client: AsyncClient) -> Figures:
+async def _time_llamaq(priority: str, n_jobs: int, clock: CpuClock, client: AsyncClient) -> Figures:
     await client.pause()
     options: JobArguments = {"tokens": PROMPT, "max_tokens": 1, "cache_prompt": False, "stream": False}
     options["priority"] = priority  # type: ignore[typeddict-item]
@@ -57,7 +60,7 @@ async def _time_llamaq(priority: str, n_jobs: int, client: AsyncClient) -> Figur
     one_by_one_s, started_s = time.perf_counter() - started_s, time.perf_counter()
     for first in range(0, n_jobs // 2, BLOCK):
         jobs = await client.submit_many([options] * min(BLOCK, n_jobs // 2 - first))
-    many_s, started_s = time.perf_counter() - started_s, time.perf_counter()
+    many_s, started_s, before = time.perf_counter() - started_s, time.perf_counter(), clock.read()
     await client.resume()
     await jobs[-1].result(timeout=300)
     while (depth := await client.queue_depth()).waiting or depth.running:  # noqa: ASYNC110 - Redis is asked
@@ -68,39 +71,46 @@ async def _time_llamaq(priority: str, n_jobs: int, client: AsyncClient) -> Figur
         "jobs_per_s": round(n_jobs / seconds, 1),
         "submits_per_s": round(rates[0], 1),
         "submits_per_s_many": round(rates[1], 1),
+        "cpu_us_per_job": {name: used for name, used in clock.us_per_token(before, n_jobs).items() if name != "client"},
     }
 
 
-def _time_rq(kind: str, url: str, n_jobs: int) -> Figures:
-    queue = rq.Queue(connection=redis.Redis.from_url(url))
+def _time_rq(kind: str, n_jobs: int, server: EmbeddedRedis) -> Figures:
+    queue = rq.Queue(connection=redis.Redis.from_url(server.url))
     started_s = time.perf_counter()
     for number in range(n_jobs):
         queue.enqueue("other_queues.echo", number)
-    submit_s = time.perf_counter() - started_s
-    seconds = time_worker(kind, url, n_jobs)
-    return {"jobs_per_s": round(n_jobs / seconds, 1), "submits_per_s": round(n_jobs / submit_s, 1)}
+    return {"submits_per_s": round(n_jobs / (time.perf_counter() - started_s), 1)} | _time_worker(kind, n_jobs, server)
 
 
-def _time_stream(url: str, n_jobs: int) -> Figures:
-    client = redis.Redis.from_url(url)
+def _time_stream(n_jobs: int, server: EmbeddedRedis) -> Figures:
+    client = redis.Redis.from_url(server.url)
     client.delete(STREAM)
     client.xgroup_create(STREAM, GROUP, mkstream=True)
     started_s = time.perf_counter()
     for _ in range(n_jobs):
         client.xadd(STREAM, {"request": PAYLOAD})
-    submit_s = time.perf_counter() - started_s
-    seconds = time_worker("stream", url, n_jobs)
-    return {"jobs_per_s": round(n_jobs / seconds, 1), "submits_per_s": round(n_jobs / submit_s, 1)}
+    submits = {"submits_per_s": round(n_jobs / (time.perf_counter() - started_s), 1)}
+    return submits | _time_worker("stream", n_jobs, server)
+
+
+def _time_worker(kind: str, n_jobs: int, server: EmbeddedRedis) -> Figures:
+    """Return the figures of a worker that takes all jobs of another system."""
+    before_s = cpu_s(server.pid or 0)
+    seconds, used_s = time_worker(kind, server.url, n_jobs)
+    used = {"worker": used_s, "redis": cpu_s(server.pid or 0) - before_s}
+    cpu = {name: round(one * 1e6 / n_jobs, 1) for name, one in used.items()}
+    return {"jobs_per_s": round(n_jobs / seconds, 1), "cpu_us_per_job": cpu}
 
 
 def _systems(stack: Stack, n_jobs: int, n_rq_jobs: int) -> dict[str, Callable[[], Figures]]:
-    url = stack.redis.url
+    clock = CpuClock(stack)
     return {
-        "llamaq": lambda: stack.run(partial(_time_llamaq, "interactive", n_jobs)),
-        "llamaq_bulk": lambda: stack.run(partial(_time_llamaq, "bulk", n_jobs)),
-        "rq": partial(_time_rq, "rq", url, n_rq_jobs),
-        "rq_simple": partial(_time_rq, "rq_simple", url, n_rq_jobs),
-        "stream": partial(_time_stream, url, n_jobs),
+        "llamaq": lambda: stack.run(partial(_time_llamaq, "interactive", n_jobs, clock)),
+        "llamaq_bulk": lambda: stack.run(partial(_time_llamaq, "bulk", n_jobs, clock)),
+        "rq": partial(_time_rq, "rq", n_rq_jobs, stack.redis),
+        "rq_simple": partial(_time_rq, "rq_simple", n_rq_jobs, stack.redis),
+        "stream": partial(_time_stream, n_jobs, stack.redis),
     }
 
 
@@ -133,10 +143,18 @@ def measure(plan: Plan) -> Figures:
 
 def _show(results: dict[str, Any]) -> None:
     rows = [
-        (name, one["jobs_per_s"], f"{one['vs_rq']:.1f}", one["submits_per_s"], one.get("submits_per_s_many", "-"))
+        (
+            name,
+            one["jobs_per_s"],
+            f"{one['vs_rq']:.1f}",
+            *one["cpu_us_per_job"].values(),
+            one["submits_per_s"],
+            one.get("submits_per_s_many", "-"),
+        )
         for name, one in results.items()
     ]
-    show("jobs a second", ("system", "jobs/s", "vs rq", "submits/s", "in blocks of 100"), rows)
+    columns = ("system", "jobs/s", "vs rq", "worker us of CPU a job", "Redis us", "submits/s", "in blocks of 100")
+    show("jobs a second", columns, rows)
 
 
 if __name__ == "__main__":
