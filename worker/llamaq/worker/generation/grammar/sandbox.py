@@ -1,7 +1,9 @@
-"""Tries grammars in another process before the engine uses them.
+"""Compiles grammars in another process before the engine uses them.
 
-The limits of llguidance bound most grammars, but not all: some regular expressions need gigabytes and minutes. Such a
-grammar ends only the sandbox process, and only the job with the grammar fails.
+The limits of llguidance bound each step of a compiled grammar, and most compilations. They do not bound the
+intersection of regular expressions, as `&` in Lark or `allOf` with several `pattern`: 40 of them need minutes, also
+with the smallest `initial_lexer_fuel`. Such a grammar ends only the sandbox process, and only the job with the grammar
+fails.
 """
 
 from __future__ import annotations

@@ -1,24 +1,20 @@
 """The process that tries grammars: `python -m llamaq.worker.generation.grammar.sandbox_process VOCAB_FD`.
 
 VOCAB_FD is the descriptor of a file with the model's vocabulary. The process reads requests from stdin and writes
-answers to stdout, both as a length (four bytes, big-endian) followed by JSON. It ends when stdin is closed. If a
-grammar needs too much memory or time, only this process is affected.
+answers to stdout, both as a length (four bytes, big-endian) followed by JSON. It ends when stdin is closed. If the
+compilation of a grammar needs too much memory or time, only this process is affected.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
@@ -27,20 +23,15 @@ from llamaq.common.protocol.schema_options import SCHEMA_OPTIONS
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.generation.grammar.gbnf import gbnf_to_lark, lark_string
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack
-from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
+from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 
 MAX_MEMORY_BYTES = STACK_BYTES + 512 * 1024 * 1024
 """Memory that the process may use in addition to the vocabulary. The stack counts as a whole."""
-WALK_TOKENS = 40
-"""Upper bound on the tokens of a walk. A walk generates one short output."""
-WALK_S = 0.06
-"""Upper bound on the time of a walk."""
-N_WALKS = 4
 MAX_MESSAGE_CHARS = 400
 
 
 class GrammarTrial:
-    """Compiles grammars for one vocabulary, and generates some tokens with each.
+    """Compiles grammars for one vocabulary.
 
     Args:
         vocab: The model's vocabulary.
@@ -48,48 +39,19 @@ class GrammarTrial:
 
     def __init__(self, vocab: Vocab) -> None:
         self._tokenizer = ConstraintTokenizer(vocab)
-        self._end_tokens = sorted(vocab.end_tokens)
-        self._lengths = np.array([len(vocab.piece(token)) for token in range(vocab.n_tokens)])
 
     def compile(self, request: dict[str, Any]) -> str:
-        """Try the constraint of a request, and return it in the form that llguidance compiles.
+        """Compile the constraint of a request, and return it in the form that llguidance compiles.
 
         Raises:
             JobRejected: The constraint cannot be used. The message gives the reason.
         """
         compiled = _convert(request)
-        self._walk_all(compiled)
-        return compiled
-
-    def _walk_all(self, compiled: str) -> None:
-        """Generate short outputs with random tokens and with the longest tokens.
-
-        If a grammar is too complex, this usually shows within these short outputs.
-        """
         constraint = self._tokenizer.compile_on_this_stack(compiled)
         if not constraint.allowed_mask().any():
             message = "the grammar cannot be used: no token of this model's vocabulary is allowed first"
             raise JobRejected(ErrorCode.INVALID_GRAMMAR, message)
-        rng = random.Random(0)
-
-        def longest(allowed: Sequence[int]) -> int:
-            return int(max(allowed, key=lambda token: self._lengths[token]))
-
-        choices: list[Callable[[Sequence[int]], int]] = [longest, *[rng.choice] * N_WALKS]
-        for choose in choices:
-            self._walk(self._tokenizer.compile_on_this_stack(compiled), choose)
-
-    def _walk(self, constraint: TokenConstraint, choose: Callable[[Sequence[int]], int]) -> None:
-        """Generate tokens with `choose` until only end tokens are allowed, or `WALK_TOKENS` or `WALK_S` is reached."""
-        deadline_s = time.monotonic() + WALK_S
-        generated: list[int] = []
-        while len(generated) < WALK_TOKENS and time.monotonic() < deadline_s:
-            allowed = constraint.allowed_mask().copy()
-            allowed[self._end_tokens] = False
-            if not allowed.any():
-                return
-            generated.append(int(choose(np.flatnonzero(allowed).tolist())))
-            constraint.accept(generated)
+        return compiled
 
 
 def _convert(request: dict[str, Any]) -> str:
