@@ -18,6 +18,7 @@ from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.batches.input_lines import read_lines
+from llamaq.gateway.files import blocks
 from llamaq.gateway.files import store as store_module
 from llamaq.gateway.files.blocks import BLOCK_BYTES, compress, decompress
 from llamaq.gateway.files.form_parts import FormParts
@@ -126,6 +127,30 @@ async def test_uploads_have_bounds_and_leave_nothing_behind(
     assert [each.status_code for each in accepted] == [200, 413, 200, 413]
     assert accepted[1].json()["error"]["code"] == "file_quota_exceeded"
     assert len(contents) == 2
+
+
+async def test_a_file_that_is_deleted_while_it_is_read_ends_the_connection(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCKS_AT_ONCE", 1)
+    async with (
+        serving_http(redis_url, queue, key_prefix=queue) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        file_id = (await upload(http, os.urandom(40 * BLOCK_BYTES))).json()["id"]
+
+        async def read_and_delete() -> None:
+            async with http.stream("GET", f"/v1/files/{file_id}/content") as answer:
+                parts = answer.aiter_bytes()
+                await anext(parts)
+                await http.delete(f"/v1/files/{file_id}")
+                async for _ in parts:
+                    pass
+
+        with pytest.raises(httpx.RemoteProtocolError):
+            await read_and_delete()
+    assert "file.deleted_while_read" in caplog.text or "without completing" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_full_redis_is_named() -> None:

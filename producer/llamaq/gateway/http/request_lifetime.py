@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -21,6 +22,10 @@ UPLOADS = frozenset({("POST", "/v1/files")})
 
 class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
+
+
+class RestMissing(Exception):
+    """The rest of a response that has begun cannot be sent. The server closes the connection, so the client notices."""
 
 
 class RequestLifetime:
@@ -47,7 +52,8 @@ class RequestLifetime:
         except RequestRefused as exc:
             await error_response(exc, scope["path"])(scope, receive, send)
             return
-        await _run_until_disconnect(self.app, scope, body, receive, send)
+        with suppress(RestMissing):
+            await _run_until_disconnect(self.app, scope, body, receive, send)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         headers = Headers(scope=scope)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -22,8 +24,10 @@ from llamaq.gateway.files.upload_body import UploadBody
 from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.pages import page_of, read_page
-from llamaq.gateway.http.request_lifetime import ClientGone
+from llamaq.gateway.http.request_lifetime import ClientGone, RestMissing
 from llamaq.gateway.permissions import api_key_of
+
+log = logging.getLogger(__name__)
 
 MAX_LISTED = 10_000
 FORM_BYTES = 64 * 1024
@@ -95,7 +99,22 @@ async def content(request: Request) -> Response:
     files = files_of(request)
     record = await files.find(request.path_params["file"])
     headers = {"Content-Length": str(record.n_bytes), "X-Content-Type-Options": "nosniff"}
-    return StreamingResponse(files.read(record), media_type="application/octet-stream", headers=headers)
+    return StreamingResponse(_whole(files, record), media_type="application/octet-stream", headers=headers)
+
+
+async def _whole(files: FileStore, record: FileRecord) -> AsyncIterator[bytes]:
+    """Yield the content of a file.
+
+    Raises:
+        RestMissing: The file was deleted before its end was read.
+    """
+    n_missing = record.n_bytes
+    async for data in files.read(record):
+        n_missing -= len(data)
+        yield data
+    if n_missing:
+        log.info("file.deleted_while_read id=%s missing_bytes=%d", record.id, n_missing)
+        raise RestMissing
 
 
 async def delete(request: Request) -> Response:
