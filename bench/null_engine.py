@@ -25,4 +25,4 @@ def _run(_: Engine, batch: Batch) -> list[SlotResult]:
     ]
 
 
-Engine.run = _run  # type: ignore[method-assign]
+Engine.run = _run  # type: ignore[method-assign, assignment]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import redis
 import rq
@@ -36,7 +37,8 @@ def work_stream(url: str, n_jobs: int) -> None:
     """Read, acknowledge and delete the entries of the stream."""
     client = redis.Redis.from_url(url)
     while n_jobs:
-        ((_, entries),) = client.xreadgroup(GROUP, "me", {STREAM: ">"}, count=BLOCK)
+        reply: Any = client.xreadgroup(GROUP, "me", {STREAM: ">"}, count=BLOCK)
+        ((_, entries),) = reply
         ids = [entry_id for entry_id, _ in entries]
         with client.pipeline(transaction=True) as pipe:
             pipe.xack(STREAM, GROUP, *ids)

@@ -71,7 +71,7 @@ def record(name: str, measurements: Mapping[str, Any]) -> None:
 
 
 if __name__ == "queue_latency":  # imported by a worker
-    Engine.run = _note_ends(Engine.run)  # type: ignore[method-assign]
+    Engine.run = _note_ends(Engine.run)  # type: ignore[method-assign, assignment]
 
 
 async def run_jobs(prompts: list[list[int]], client: AsyncClient) -> list[Timeline]:

@@ -94,11 +94,11 @@ def describe(results: Mapping[str, Result]) -> str:
 def _tables(name: str, figures: Result) -> list[str]:
     tables = []
     if targets := dict(_targets(figures.get("targets", {}))):
-        rows = [
+        checks = [
             f"| {target} | {one['value']:g} | {one['target']:g} | {'yes' if one['is_met'] else '**no**'} |"
             for target, one in targets.items()
         ]
-        tables.append("\n".join(["| target | measured | wanted | met |", "| --- | --- | --- | --- |", *rows]))
+        tables.append("\n".join(["| target | measured | wanted | met |", "| --- | --- | --- | --- |", *checks]))
     for plot, (title, rows_of, _) in PLOTS.get(name, {}).items():
         rows = rows_of(figures)
         columns = list(rows[0][1])
