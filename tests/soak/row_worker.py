@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
+
+from redis.exceptions import ResponseError
 
 from llamaq.common.protocol.script_values import Attempt, Claim
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
 JOBS_AT_ONCE = 100
-IDLE_S = 0.005
+IDLE_S, FULL_S = 0.005, 0.1
 
 
 async def serve(url: str, queue: str) -> None:
@@ -21,21 +24,30 @@ async def serve(url: str, queue: str) -> None:
         await worker.announce(ttl_s=3600)
         stream = worker._streams[1]  # bulk jobs
         while True:
-            claims = [
-                Claim(fields[b"id"].decode(), stream, entry_id.decode())
-                for _, entries in await worker.scripts.read([stream], JOBS_AT_ONCE, LEASE_MS)
-                for entry_id, fields in entries
-            ]
+            claims: list[Claim] = []
+            with suppress(ResponseError):  # Redis is full
+                claims = [
+                    Claim(fields[b"id"].decode(), stream, entry_id.decode())
+                    for _, entries in await worker.scripts.read([stream], JOBS_AT_ONCE, LEASE_MS)
+                    for entry_id, fields in entries
+                ]
             await asyncio.gather(*(_answer(worker, claim) for claim in claims))
             if not claims:
                 await asyncio.sleep(IDLE_S)
 
 
 async def _answer(worker: FakeWorker, claim: Claim) -> None:
-    claimed = await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
-    if isinstance(claimed, Attempt):
-        attempt = FakeAttempt(worker, claim, claimed)
-        await attempt.finish(tokens=[1, 2], text=attempt.request.prompt or "")
+    """Answer a job. While Redis is full, this is tried again."""
+    while True:
+        try:
+            claimed = await worker.scripts.claim_job(claim, worker.name, LEASE_MS)
+            if isinstance(claimed, Attempt):
+                attempt = FakeAttempt(worker, claim, claimed)
+                await attempt.finish(tokens=[1, 2], text=attempt.request.prompt or "")
+        except ResponseError:
+            await asyncio.sleep(FULL_S)
+        else:
+            return
 
 
 if __name__ == "__main__":

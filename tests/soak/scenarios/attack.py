@@ -26,8 +26,8 @@ WIDTH = 40
 WARM_UP = 0.25
 """The memory is measured for the first time after this share of the attacks."""
 MAX_GROWTH_MB = 40.0
-SETTINGS: dict[str, Any] = {"n_parallel": 8, "n_ctx": 512}
-"""A small context ends the answers of requests without `max_tokens` soon."""
+SETTINGS: dict[str, Any] = {"n_parallel": 8, "n_ctx": 512, "heartbeat_s": 5.0}
+"""A small context ends the answers of requests without `max_tokens` soon. On a busy machine, heartbeats may be late."""
 SERVER: dict[str, Any] = {
     "max_body_bytes": MAX_BODY_BYTES,
     "max_file_bytes": MAX_FILE_BYTES,
