@@ -54,9 +54,9 @@ class Timelines:
         return [(before, after) for before, after in pairs if after > begin_s and before < end_s]
 
     @property
-    def all_streamed_to_the_end(self) -> bool:
-        """Whether every stream had tokens left when the first token of the long prompt arrived."""
-        return all(stream.ended_s > self.long.arrivals_s[0] for stream in self.streams)
+    def n_ended_early(self) -> int:
+        """Number of streams that had no token left when the first token of the long prompt arrived."""
+        return sum(stream.ended_s <= self.long.arrivals_s[0] for stream in self.streams)
 
 
 async def _run(load: Load, send: Send) -> Timelines:
