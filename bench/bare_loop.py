@@ -7,7 +7,6 @@ the tokens per second of 1, 4, 8, ... sequences.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from bare_context import load
 from harness import Figures, Plan, note, run, show
 from job_timings import median_of, spread
 from llamaq.worker.settings import WorkerSettings
 from workload import Prompts
-
-_discard_log = llama_cpp.llama_log_callback(lambda _level, _text, _user_data: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,7 @@ class BareLoop:
     """A model and a context with the options of a worker."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        llama_cpp.llama_log_set(_discard_log, ctypes.c_void_p())
-        llama_cpp.llama_backend_init()
-        model_params = llama_cpp.llama_model_default_params()
-        model_params.n_gpu_layers = settings.n_gpu_layers
-        self._model = llama_cpp.llama_model_load_from_file(str(settings.model).encode(), model_params)
-        self._context = llama_cpp.llama_init_from_model(self._model, _context_params(settings))
-        if not self._context:
-            raise MemoryError(f"llama.cpp cannot load {settings.model} or make a context of {settings.n_ctx} cells")
+        self._model, self._context = load(str(settings.model), settings.n_gpu_layers, context_options(settings))
         self._capacity = settings.batch_budget
         self._batch = llama_cpp.llama_batch_init(self._capacity, 0, 1)
         self._token = _view(self._batch.token, self._capacity)
@@ -152,16 +143,17 @@ def _view(pointer: Any, length: int) -> npt.NDArray[Any]:
     return np.ctypeslib.as_array(pointer, shape=(length,))
 
 
-def _context_params(settings: WorkerSettings) -> Any:
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = settings.n_ctx
-    params.n_batch = settings.batch_budget
-    params.n_ubatch = settings.ubatch_tokens
-    params.n_seq_max = params.n_outputs_max = settings.n_parallel
-    params.n_threads = params.n_threads_batch = settings.n_threads
-    params.kv_unified = True
-    params.no_perf = True
-    return params
+def context_options(settings: WorkerSettings) -> dict[str, int]:
+    """Return the fields of `llama_context_params` that a worker with these settings sets."""
+    return {
+        "n_ctx": settings.n_ctx,
+        "n_batch": settings.batch_budget,
+        "n_ubatch": settings.ubatch_tokens,
+        "n_seq_max": settings.n_parallel,
+        "n_outputs_max": settings.n_parallel,
+        "n_threads": settings.n_threads,
+        "n_threads_batch": settings.n_threads,
+    }
 
 
 def measure(plan: Plan) -> Figures:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +24,7 @@ from http_streams import StreamConnection, connected
 from job_timings import median_of, spread
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
+from process_memory import resident_kb
 from serve_overhead import start_serve
 
 N_STREAMS, QUICK_N_STREAMS = 2000, 20
@@ -122,12 +122,6 @@ async def time_first_text(url: str) -> float:
     connection: StreamConnection
     async with connected(url, 1) as (connection,):
         return (await connection.begin(PROMPT, N_OUT)).ttft_ms
-
-
-def resident_kb(pid: int) -> int:
-    """Return the memory that a process holds."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
 def measure(plan: Plan) -> Figures:

@@ -181,6 +181,28 @@ def results_page() -> Any:
     return module
 
 
+def test_every_output_of_a_json_schema_matches_it() -> None:
+    figures = run_quickly("json_schema_coverage")
+    assert figures["faults"] == []
+    assert figures["compiled"] + figures["refused"] == figures["schemas"]
+    assert figures["compiled"] > figures["refused"]
+    assert figures["outputs_valid"] == figures["outputs_complete"] > 0
+
+
+def test_the_cost_of_a_new_json_schema_and_of_its_masks_is_measured() -> None:
+    figures = run_quickly("json_schema_masks")
+    for name in ("new_schema_ms", "again_ms", "mask_ms"):
+        assert_spread(figures[name])
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads the memory of processes from /proc")
+def test_the_memory_of_a_worker_is_measured_over_many_jobs() -> None:
+    figures = run_quickly("worker_memory")
+    assert [step["jobs"] for step in figures["steps"]] == list(range(0, figures["jobs"] + 1, figures["jobs"] // 10))
+    assert 0 < figures["bare_mb"] < figures["steps"][0]["resident_mb"]
+    assert figures["targets"]["over_bare_mb"]["is_met"]
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads the processes of /proc")
 def test_an_interrupted_benchmark_leaves_no_process_behind() -> None:
     command = [sys.executable, str(ROOT / "bench" / "overhead.py"), "--model", "demo", "--rounds", "100"]
