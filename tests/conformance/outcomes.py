@@ -11,7 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+
+WIDTH = 180
+"""Columns of the tables, also where the output is no terminal: ids of tests are long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def print_comparison(
         each for each in outcomes if each.test in expected and not any(group.names(each.test) for group in internal)
     ]
     failed = [each for each in compared if each.outcome != "passed"]
-    table = Table("test", "llama-server", "llamaq serve", "reason")
+    table = Table(Column("test", overflow="fold"), "llama-server", "llamaq serve", "reason", show_lines=True)
     for each in failed:
         reasons = [group.reason for group in left_out if group.names(each.test)]
         table.add_row(each.test, "passed", each.outcome, *reasons[:1])
@@ -134,4 +137,4 @@ def print_comparison(
 
 
 def _console() -> Console:
-    return Console(soft_wrap=True, markup=False, highlight=False)
+    return Console(width=WIDTH, soft_wrap=True, markup=False, highlight=False)
