@@ -31,8 +31,8 @@ from systems import LLAMA_SERVER, check_target
 from workload import Prompts
 
 N_STREAMS, QUICK_N_STREAMS = 7, 2
-N_LONG, QUICK_N_LONG = 4000, 300
-N_OUT, QUICK_N_OUT = 1024, 300
+N_LONG, QUICK_N_LONG = 4000, 200
+N_OUT, QUICK_N_OUT = 1024, 64
 N_CTX = 16_384
 """Room for the streams and the long prompt, so that no job is preempted."""
 TARGET_TICKS = 4
