@@ -1,7 +1,7 @@
 """The engine thread: receives commands from the I/O thread and runs ticks while there is work.
 
 The engine thread never waits for Redis. Commands arrive through a queue, and outputs leave through a mailbox that
-never blocks.
+never blocks. What a tick has produced is published while the next tick computes, see `Publisher`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot, TickSt
 from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import BaseJob, Output
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn
+from llamaq.worker.engine_loop.publisher import Publisher
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_time_prediction import TickTimePredictor
 
@@ -118,6 +119,7 @@ class TickLoop:
         """When the last tick began, or the idle engine last woke up."""
         self._slowest_tick_s = 0.0
         self._tick_times = TickTimePredictor()
+        self._publisher = Publisher(shared)
         self._snapshot_s = clock()
         self.snapshot = self._take_snapshot()
         """The slots and cells as of the last snapshot."""
@@ -177,12 +179,13 @@ class TickLoop:
     # ---- the engine thread
 
     def run(self) -> None:
-        """Run commands and ticks until stopped."""
-        while not self._has_stopped():
-            self._run_commands()
-            started_s = self.tick_started_s = self._clock()
-            self._tick()
-            self._slowest_tick_s = max(self._slowest_tick_s, self._clock() - started_s)
+        """Run commands and ticks until stopped. May be called once."""
+        with self._publisher:
+            while not self._has_stopped():
+                self._run_commands()
+                started_s = self.tick_started_s = self._clock()
+                self._tick()
+                self._slowest_tick_s = max(self._slowest_tick_s, self._clock() - started_s)
 
     def _has_stopped(self) -> bool:
         if self._stop_s is None:
@@ -201,18 +204,21 @@ class TickLoop:
             return
 
     def _tick(self) -> None:
-        """Run one tick: decide what to compute, compute it, and report the outcome."""
-        scheduler, shared = self._scheduler, self._shared
+        """Run one tick: decide what to compute, compute it while the last tick is published, and apply the results."""
+        scheduler, publisher = self._scheduler, self._publisher
         scheduler.expire()
         self._withdraw_when_stopping()
         scheduler.admit()
         self._withdraw_surplus()
         has_loaded = scheduler.move(self._tick_times.predict_s(scheduler.n_prefill_next))
-        batch = scheduler.plan(shared.queue_depth.n_waiting)
+        batch = scheduler.plan(self._shared.queue_depth.n_waiting)
+        publisher.publish()
         results, eval_s = self._compute(batch)
         outputs = scheduler.apply(batch, results)
-        self._record(batch, eval_s)  # before the outputs: a hook sees a job's last tick before the job's end
-        shared.outputs.put(outputs)
+        self._record(batch, eval_s)
+        publisher.add(outputs)
+        if not scheduler.has_work:
+            publisher.publish()
         if not (batch or outputs or has_loaded):
             time.sleep(DISK_WAIT_S)
         self._update_snapshot()
@@ -228,7 +234,7 @@ class TickLoop:
             self._requeue(self._scheduler.shed(self._capacity))
 
     def _requeue(self, jobs: Iterable[BaseJob]) -> None:
-        self._shared.outputs.put([JobWithdrawn(job) for job in jobs])
+        self._publisher.add([JobWithdrawn(job) for job in jobs])
 
     def _compute(self, batch: TickBatch) -> tuple[Any, float]:
         """Return the results of the batch and the computing time in seconds. An empty batch is not computed."""
@@ -239,7 +245,7 @@ class TickLoop:
         return results, eval_s
 
     def _record(self, batch: TickBatch, eval_s: float) -> None:
-        """Record the measurements of a tick that computed something."""
+        """Add the measurements of a tick that computed something to what is published."""
         if not batch:
             return
         stats = TickStats.model_construct(  # without validation, which would cost time in every tick
@@ -250,7 +256,7 @@ class TickLoop:
             queue_depth=self._shared.queue_depth.n_waiting,
             eval_ms=eval_s * 1000,
         )
-        self._shared.telemetry.record_tick(stats)
+        self._publisher.add_tick(stats)
 
     def _update_snapshot(self) -> None:
         """Take a snapshot when the last one is old, or when the engine becomes idle."""
