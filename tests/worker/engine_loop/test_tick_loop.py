@@ -1,4 +1,4 @@
-"""The tick loop runs commands and ticks in order, and records each tick before it puts the outputs into the mailbox."""
+"""The tick loop runs commands and ticks in order, and publishes each tick while the next one computes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.snapshots import TickStats
 from llamaq.worker.core.batch import Batch, SlotResult
-from llamaq.worker.core.job import Job, JobEnded, SlotAcquired
+from llamaq.worker.core.job import Job, JobEnded, NewToken, SlotAcquired
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.engine_loop.tick_loop import SLOW_TICKS, TickLoop
 from llamaq.worker.scheduling.scheduler import SHED_AFTER_S
-from llamaq.worker.testing.fake_engine import FakeEngine
+from llamaq.worker.testing.fake_engine import FakeEngine, next_letter
 from llamaq.worker.testing.fake_job import make_job
 from llamaq.worker.testing.ticks import ManualClock, make_memory, make_scheduler
 
 N_SLOTS = 2
 HANG_S = 60.0
 POLL_S = 0.001
+WAIT_S = 60.0
 
 
 class RecordingTelemetry(Telemetry):
@@ -67,12 +68,17 @@ class SlowEngine(FakeEngine):
 class Loop:
     """A tick loop with a fake engine, and its effects in order: recorded ticks and messages."""
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int | None = None,
+        engine: type[SlowEngine] = SlowEngine,
+        mailbox: type[RecordingMailbox] = RecordingMailbox,
+    ) -> None:
         self.effects: list[object] = []
         self.clock = ManualClock()
-        self.engine = SlowEngine(self.clock)
+        self.engine = engine(self.clock)
         self.scheduler = make_scheduler(self.engine, make_memory(self.engine, n_slots=N_SLOTS), clock=self.clock)
-        self.shared = SharedState(RecordingTelemetry(self.effects), RecordingMailbox(self.effects))
+        self.shared = SharedState(RecordingTelemetry(self.effects), mailbox(self.effects))
         self.ticks = TickLoop(
             self.scheduler, self.engine, self.shared, hang_s=HANG_S, capacity=capacity, clock=self.clock
         )
@@ -99,6 +105,14 @@ class Loop:
             thread.join()
 
 
+def first_letters(n_tokens: int) -> str:
+    """Return the first letters that the fake model generates after the prompt of `make_job`."""
+    history = list(make_job().prompt)
+    for _ in range(n_tokens):
+        history.append(next_letter(history))
+    return bytes(history[-n_tokens:]).decode()
+
+
 def admit_all(loop: Loop, jobs: Sequence[Job]) -> None:
     for job in jobs:
         loop.ticks.admit(job)
@@ -113,6 +127,114 @@ def test_the_measurements_of_a_tick_are_recorded_before_its_outputs_are_put_into
     assert kinds == [*first, "TickStats", "NewToken", "TickStats", "NewToken", "JobEnded"]
     assert loop.shared.telemetry.n_ticks == 3
     assert repr(loop.ticks) == "<TickLoop ticks=3 <Scheduler 0/2 slots, 0 waiting>>"
+
+
+def test_the_outputs_of_a_tick_are_published_while_the_next_batch_is_computed() -> None:
+    published = threading.Event()
+    is_computing = threading.Event()
+
+    class Mailbox(RecordingMailbox):
+        def put(self, messages: Sequence[Message]) -> None:
+            assert is_computing.wait(WAIT_S)  # the engine thread would wait here for ever
+            super().put(messages)
+            published.set()
+
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            if self.batches:
+                is_computing.set()
+                assert published.wait(WAIT_S)
+            return super().run(batch)
+
+    loop = Loop(engine=Engine, mailbox=Mailbox)
+    loop.start(make_job(max_tokens=3))
+    loop.run_until_empty()
+    assert len(loop.engine.batches) == 3
+    assert isinstance(loop.effects[-1], JobEnded)
+
+
+def test_a_job_that_is_cancelled_while_a_batch_is_computed_publishes_the_token_of_the_batch_and_ends() -> None:
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            if len(self.batches) == 1:
+                loop.ticks.cancel(job.id)
+            return super().run(batch)
+
+    loop, job = Loop(engine=Engine), make_job(max_tokens=9)
+    loop.start(job)
+    loop.run_until_empty()
+    messages = [effect for effect in loop.effects if not isinstance(effect, TickStats)]
+    assert [type(message).__name__ for message in messages] == ["SlotAcquired", "NewToken", "NewToken", "JobEnded"]
+    assert isinstance(messages[-1], JobEnded)
+    assert messages[-1].reason is FinishReason.CANCELLED
+    assert len(loop.engine.batches) == 2
+    assert loop.engine.sequences.memory == {}
+
+
+def test_a_stop_string_ends_a_job_before_the_next_batch() -> None:
+    loop = Loop()
+    other, job = make_job(max_tokens=6), make_job(max_tokens=6, stop=[first_letters(2)[1]])
+    loop.start(other)
+    loop.start(job)
+    loop.run_until_empty()
+    assert [len(batch.parts) for batch in loop.engine.batches] == [2, 2, 1, 1, 1, 1]
+    assert loop.engine.sequences.memory == {}
+
+
+def test_a_preempted_job_is_withdrawn_after_its_tokens_and_the_loss_of_its_slot_are_published() -> None:
+    bulk = [make_job(max_tokens=9, priority=Priority.BULK) for _ in range(N_SLOTS)]
+    urgent = make_job(max_tokens=1)
+
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            if len(self.batches) == 1:
+                loop.ticks.admit(urgent)
+            if len(self.batches) == 2:
+                loop.ticks.stop(HANG_S)
+            return super().run(batch)
+
+    loop = Loop(engine=Engine, capacity=N_SLOTS)
+    for job in bulk:
+        loop.start(job)
+    loop.ticks.run()
+    loop.scheduler.check_integrity()
+    of_last = [type(effect).__name__ for effect in loop.effects if getattr(effect, "job", None) is bulk[-1]]
+    assert of_last == ["SlotAcquired", "NewToken", "NewToken", "SlotLost", "JobWithdrawn"]
+    assert JobEnded in {type(effect) for effect in loop.effects if getattr(effect, "job", None) is urgent}
+
+
+def test_the_loop_ends_with_the_error_of_the_publishing_thread() -> None:
+    class Mailbox(RecordingMailbox):
+        def put(self, messages: Sequence[Message]) -> None:
+            raise OSError("expected")
+
+    loop = Loop(mailbox=Mailbox)
+    loop.start(make_job(max_tokens=1000))
+    with pytest.raises(OSError, match="expected"):
+        loop.run_until_empty()
+
+
+def test_an_error_of_the_engine_ends_the_loop_after_the_earlier_outputs_are_published() -> None:
+    class Engine(SlowEngine):
+        def run(self, batch: Batch) -> list[SlotResult]:
+            if len(self.batches) == 2:
+                raise OSError("expected")
+            return super().run(batch)
+
+    loop = Loop(engine=Engine)
+    loop.start(make_job(max_tokens=9))
+    with pytest.raises(OSError, match="expected"):
+        loop.run_until_empty()
+    assert sum(isinstance(effect, NewToken) for effect in loop.effects) == 2
+
+
+async def test_the_last_outputs_of_an_engine_that_becomes_idle_are_published_at_once() -> None:
+    loop = Loop()
+    with loop.running():
+        loop.ticks.admit(make_job(max_tokens=1))
+        async with asyncio.timeout(WAIT_S):
+            while not any(isinstance(effect, JobEnded) for effect in loop.effects):  # noqa: ASYNC110 - as above
+                await asyncio.sleep(POLL_S)
 
 
 def test_the_queue_depth_of_the_gauge_is_in_the_measurements() -> None:

@@ -1,4 +1,4 @@
-"""The mailbox that passes the outputs of jobs from the engine thread to the I/O thread."""
+"""The mailbox that passes the outputs of jobs from the publishing thread to the I/O thread."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Receiver = Callable[[Sequence[Message]], None]
 
 
 class OutputMailbox:
-    """Carries messages from the engine thread to the I/O thread, in the order in which they were put.
+    """Carries messages from the publishing thread to the I/O thread, in the order in which they were put.
 
-    Threads: the engine thread calls `put`, which never blocks. The I/O thread calls `attach`, and the receiver runs on
-    the I/O thread. Messages that are put before `attach` are delivered after it.
+    Threads: the publishing thread calls `put`, which never blocks. The I/O thread calls `attach`, and the receiver runs
+    on the I/O thread. Messages that are put before `attach` are delivered after it.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class OutputMailbox:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def put(self, messages: Sequence[Message]) -> None:
-        """Add messages. Called on the engine thread."""
+        """Add messages. Called on the publishing thread."""
         if not messages:
             return
         self._messages.put(messages)

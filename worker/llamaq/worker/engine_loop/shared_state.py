@@ -22,6 +22,6 @@ class SharedState:
     telemetry: Telemetry = field(default_factory=Telemetry)
     """Measurements of ticks and jobs, from both threads."""
     outputs: OutputMailbox = field(default_factory=OutputMailbox)
-    """Outputs of jobs, from the engine thread to the outbox."""
+    """Outputs of jobs, from the publishing thread to the outbox."""
     queue_depth: QueueDepthGauge = field(default_factory=QueueDepthGauge)
     """The depth of the queue, from the heartbeat to the batch strategy."""

@@ -117,7 +117,7 @@ class Telemetry:
         )
 
     def record_tick(self, stats: TickStats) -> None:
-        """Record the measurements of a tick. Called on the engine thread."""
+        """Record the measurements of a tick. Called on the publishing thread."""
         self.last_tick = stats
         self.n_ticks += 1
         self._decode_tokens += stats.decode_tokens
