@@ -34,10 +34,12 @@ class Greedy:
     The gaps are in standard deviations of the logits.
     """
 
-    takes_best = False
-
-    def __init__(self) -> None:
+    def __init__(self, takes_best: bool = False) -> None:
         self.gaps: list[float] = []
+        self._takes_best = takes_best
+
+    def takes(self, best: int) -> bool:
+        return self._takes_best
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         assert not logits[:0].flags.owndata
@@ -214,8 +216,7 @@ def test_a_failing_sampler_fails_only_its_own_job(engine: Engine, caplog: pytest
 
 
 def test_a_sampler_that_takes_the_best_token_is_not_called(engine: Engine) -> None:
-    called, spared = Greedy(), Greedy()
-    spared.takes_best = True
+    called, spared = Greedy(), Greedy(takes_best=True)
     slots = [prefill_slot(0, prompt(9, seed=1), spared), prefill_slot(1, prompt(9, seed=1), called)]
     assert generate(engine, slots, 6) == {}
     assert slots[0].active.tokens[:11] == slots[1].active.tokens[:11], "later tokens may differ by the shape of a batch"

@@ -242,14 +242,24 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_only_a_sampler_that_changes_no_logits_takes_the_best_token() -> None:
     def takes_best(arguments: dict[str, Any], **params: Any) -> bool:
-        return LogitSampler(SamplingDefaults(**{"temperature": 0} | params), seed=1, **arguments).takes_best
+        return LogitSampler(SamplingDefaults(**{"temperature": 0} | params), seed=1, **arguments).takes(2)
 
     assert takes_best({})
     assert takes_best({}, top_p=0.1, mirostat=1, samplers="kt")
-    for arguments in ({"logit_bias": {1: 1.0}}, {"masked_tokens": [2]}, {"n_logprobs": 0}):
+    assert takes_best({"masked_tokens": [1, 3]})
+    for arguments in ({"logit_bias": {1: 1.0}}, {"masked_tokens": [1, 2]}, {"n_logprobs": 0}):
         assert not takes_best(arguments)
     for params in ({"temperature": 0.1}, {"repeat_penalty": 1.1}, {"dry_multiplier": 0.5}, {"samplers": "k"}):
         assert not takes_best({}, **params)
+
+
+def test_the_best_token_is_taken_exactly_where_sample_would_return_it() -> None:
+    sampler = LogitSampler(SamplingDefaults(temperature=0), seed=1, masked_tokens={0, 2})
+    for seed in range(50):
+        logits = np.random.default_rng(seed).integers(0, 3, 5).astype(np.float32)  # with ties
+        best = int(logits.argmax())
+        assert sampler.takes(best) == (best not in {0, 2})
+        assert (sampler.sample(logits, [], 0) == best) == sampler.takes(best)
 
 
 def test_masked_tokens_are_never_drawn() -> None:

@@ -87,4 +87,4 @@ def test_a_forced_token_is_drawn_although_it_is_masked(temperature: float, miros
     for _ in range(2):
         drawn.append(sampler.sample(logits.copy(), [7, 7, *drawn], 2))
     assert drawn == [first, CLOSE_1, CLOSE_2]
-    assert not sampler.takes_best
+    assert not sampler.takes(0)

@@ -26,10 +26,11 @@ class Sampler(Protocol):
 
     logprobs: TokenLogprobs | None
     """The probabilities of the token that was drawn last. None: the job did not ask for them."""
-    takes_best: bool
-    """Whether `sample` would always return the token with the largest logit. Then it need not be called."""
     draw_probability: float | None
     """The probability of the token that was drawn last, if later draws depend on it (Mirostat, adaptive-p)."""
+
+    def takes(self, best: int) -> bool:
+        """Whether `sample` would return `best`, the token with the largest logit. Then it need not be called."""
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`.

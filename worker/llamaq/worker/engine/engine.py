@@ -74,7 +74,7 @@ class Engine:
         alone: list[Part] = []
         isolated = self.sequences.isolated
         for part in batch.parts:
-            if (rejected := self._reject_bad_tokens(part)) is not None:
+            if isinstance(part, PrefillChunk) and (rejected := self._reject_bad_tokens(part)) is not None:
                 results.append(rejected)
             elif _seq_id(part) in isolated:
                 alone.append(part)
@@ -185,7 +185,7 @@ class Engine:
             return SlotResult(part.slot, n_past, error=JobRejected(ErrorCode.DECODE_FAILED, NOT_NUMBERS))
         try:
             sampler = run.job.sampler
-            token = best if sampler.takes_best else sampler.sample(logits, run.tokens, run.n_prompt)
+            token = best if sampler.takes(best) else sampler.sample(logits, run.tokens, run.n_prompt)
         except JobRejected as exc:
             return SlotResult(part.slot, n_past, error=exc)
         except Exception as exc:  # an error in one sampler must not end other jobs
@@ -193,7 +193,8 @@ class Engine:
             return SlotResult(part.slot, n_past, error=JobRejected(ErrorCode.INTERNAL, f"sampling failed: {exc!r}"))
         return SlotResult(part.slot, n_past, token=token)
 
-    def _reject_bad_tokens(self, part: Part) -> SlotResult | None:
+    def _reject_bad_tokens(self, part: PrefillChunk) -> SlotResult | None:
+        """Return the failure of a job whose prompt has a token that is not in the vocabulary. A sampled token is."""
         run = part.slot.active
         tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
         if min(tokens) >= 0 and max(tokens) < self._n_vocab:

@@ -205,20 +205,17 @@ class TickLoop:
 
     def _tick(self) -> None:
         """Run one tick: decide what to compute, compute it while the last tick is published, and apply the results."""
-        scheduler, publisher = self._scheduler, self._publisher
+        scheduler = self._scheduler
         scheduler.expire()
         self._withdraw_when_stopping()
         scheduler.admit()
         self._withdraw_surplus()
         has_loaded = scheduler.move(self._tick_times.predict_s(scheduler.n_prefill_next))
         batch = scheduler.plan(self._shared.queue_depth.n_waiting)
-        publisher.publish()
+        self._publisher.publish()
         results, eval_s = self._compute(batch)
         outputs = scheduler.apply(batch, results)
-        self._record(batch, eval_s)
-        publisher.add(outputs)
-        if not scheduler.has_work:
-            publisher.publish()
+        self._report(batch, eval_s, outputs)
         if not (batch or outputs or has_loaded):
             time.sleep(DISK_WAIT_S)
         self._update_snapshot()
@@ -244,11 +241,16 @@ class TickLoop:
         self._tick_times.record(batch, eval_s)
         return results, eval_s
 
-    def _record(self, batch: TickBatch, eval_s: float) -> None:
-        """Add the measurements of a tick that computed something to what is published."""
-        if not batch:
-            return
-        stats = TickStats.model_construct(  # without validation, which would cost time in every tick
+    def _report(self, batch: TickBatch, eval_s: float, outputs: Sequence[Output]) -> None:
+        """Add the measurements and the outputs of a tick to what is published. Publish it if no tick follows."""
+        if batch:
+            self._publisher.add_tick(self._measure(batch, eval_s))
+        self._publisher.add(outputs)
+        if not self._scheduler.has_work:
+            self._publisher.publish()
+
+    def _measure(self, batch: TickBatch, eval_s: float) -> TickStats:
+        return TickStats.model_construct(  # without validation, which would cost time in every tick
             batch_size=batch.n_tokens,
             decode_tokens=batch.n_decode,
             prefill_tokens=batch.n_prefill,
@@ -256,7 +258,6 @@ class TickLoop:
             queue_depth=self._shared.queue_depth.n_waiting,
             eval_ms=eval_s * 1000,
         )
-        self._publisher.add_tick(stats)
 
     def _update_snapshot(self) -> None:
         """Take a snapshot when the last one is old, or when the engine becomes idle."""

@@ -50,9 +50,11 @@ class GreedySampler:
         self.fails_at = fails_at
         self.logprobs: TokenLogprobs | None = None
         self.draw_probability: float | None = None
-        self.takes_best = False
         self.closed = 0
         """Number of calls of `close`."""
+
+    def takes(self, best: int) -> bool:  # noqa: ARG002 - part of the protocol
+        return False
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         if self.closed:

@@ -80,9 +80,14 @@ class LogitSampler:
         self._reduce = chain[n_first].apply if starts_with_top_k else _drop_masked
         """The step after which no token is masked."""
         self._filters = [step.apply for step in chain[n_first + starts_with_top_k :]]
-        is_changed = self._bias.size or self._masked.size or self._penalties
+        is_changed = self._bias.size or self._penalties
         is_bound = grammar is not None or reasoning is not None
-        self.takes_best = self._is_greedy and not is_changed and not is_bound and n_logprobs is None
+        self._takes_best = self._is_greedy and not is_changed and not is_bound and n_logprobs is None
+        self._never_best = frozenset(self._masked.tolist())
+
+    def takes(self, best: int) -> bool:
+        """Whether `sample` would return the token with the largest logit; see `core.job.Sampler`."""
+        return self._takes_best and best not in self._never_best
 
     def sample(self, logits: Logits, history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`; see `core.job.Sampler`. Changes `logits`."""
