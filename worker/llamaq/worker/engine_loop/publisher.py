@@ -3,8 +3,8 @@
 To publish means to wake the I/O thread, which then needs the GIL for up to a few milliseconds. Between two batches the
 device would wait for that. While `llama_decode` runs, nothing else needs the GIL.
 
-`llama_decode` stays on the engine thread, which has the GIL when it hands over the work. On the second thread, the decode
-would have to wait for the GIL. Moreover, two threads would use the llama_context, which is not thread-safe.
+`llama_decode` stays on the engine thread, which has the GIL when it hands over the work. On the second thread, the
+decode would have to wait for the GIL. Moreover, two threads would use the llama_context, which is not thread-safe.
 """
 
 from __future__ import annotations
