@@ -140,8 +140,7 @@ def test_the_cost_of_a_client_is_measured_for_streams_waiting_calls_and_long_pro
 def test_streams_are_measured_while_a_prompt_is_computed() -> None:
     figures = run_quickly("itl_under_prefill")
     one = figures["systems"]["latency-target"]
-    assert one["n_gaps"] >= 0  # there is none if the prompt is computed between two tokens of the streams
-    assert one["gap_ms"]["p50"] <= one["gap_ms"]["max"]
+    assert one["gap_ms"]["p50"] <= one["gap_ms"]["max"]  # both 0 if the prompt is computed between two tokens
     assert one["ttft_long_ms"] > 0
     assert figures["targets"]["gap_p95_ms"]["target"] == figures["target_ms"]
 
