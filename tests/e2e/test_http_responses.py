@@ -106,6 +106,11 @@ async def test_a_background_response_is_polled_and_cancelled(demo: ServedQueue) 
         cancelled = await api.responses.cancel(running.id)
         deleted = await api.responses.create(**options, extra_body=endless)
         await api.responses.delete(deleted.id)
+        delayed = await api.responses.create(**options, extra_body={"delay_s": 0.2})
+        with pytest.raises(openai.BadRequestError, match="`background`: true"):
+            await api.responses.create(model=demo.queue, input="x", extra_body={"delay_s": 0.2})
+        while delayed.status in ("queued", "in_progress"):
+            delayed = await api.responses.retrieve(delayed.id)
         pending = await api.responses.create(**options, extra_body=endless)
         with pytest.raises(openai.BadRequestError, match="has not ended"):
             await api.responses.create(model=demo.queue, input="x", previous_response_id=pending.id)
@@ -114,6 +119,7 @@ async def test_a_background_response_is_polled_and_cancelled(demo: ServedQueue) 
         while failed.status in ("queued", "in_progress"):
             failed = await api.responses.retrieve(failed.id)
     assert done.output_text
+    assert delayed.output_text
     assert running.status in ("queued", "in_progress")
     assert cancelled.status == "cancelled"
     assert failed.status == "failed"

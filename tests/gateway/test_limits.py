@@ -58,6 +58,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
     {"logit_bias": {"1": "b"}}, {"response_format": {"type": "xml"}}, {"response_format": "json"},
     {"structured_outputs": 1}, {"structured_outputs": {"sql": 1}}, {"metadata": "x"}, {"max_tokens": 0},
     {"max_tokens": 1, "n_predict": 2}, {"tools": [{"type": "function"}]}, {"priority": "high"},
+    {"delay_s": 5}, {"run_at": 1}, {"delay_s": 5, "store": True},
     {"grammar": "root ::= 1", "response_format": {"type": "json_object"}},
 ]  # fmt: skip
 

@@ -36,8 +36,9 @@ def test_every_endpoint_is_described_and_every_reference_leads_to_a_schema() -> 
     assert len({operation["operationId"] for operation in operations}) == len(operations)
     schemas = {f"#/components/schemas/{name}" for name in description["components"]["schemas"]}
     assert references(description) <= schemas
-    fields = description["components"]["schemas"]["ChatRequest"]["properties"]
-    assert set(JobParams.model_fields) <= set(fields)
+    chat, response = (description["components"]["schemas"][name] for name in ("ChatRequest", "ResponseRequest"))
+    assert set(JobParams.model_fields) <= set(response["properties"])
+    assert set(JobParams.model_fields) - set(chat["properties"]) == {"delay_s", "run_at"}
 
 
 def test_parameters_and_errors_are_described_as_the_endpoints_have_them() -> None:

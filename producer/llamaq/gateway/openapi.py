@@ -13,8 +13,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from llamaq.common.protocol.job_request import JobParams
+from llamaq.gateway.permissions import DELAYS
 from llamaq.gateway.request_parameters import parameters_of
-from llamaq.gateway.request_schemas import BODIES, FORMS, WITH_JOB_OPTIONS, ErrorBody, MessageErrorBody
+from llamaq.gateway.request_schemas import BODIES, FORMS, WITH_JOB_OPTIONS, ErrorBody, MessageErrorBody, ResponseRequest
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
@@ -46,8 +47,9 @@ def _schemas() -> dict[str, Any]:
     schemas: dict[str, Any] = top["$defs"]
     options = schemas["JobParams"]["properties"]
     for model in WITH_JOB_OPTIONS:
-        schema = schemas[model.__name__]
-        schema["properties"] = {name: {**field} for name, field in options.items()} | schema["properties"]
+        left_out = () if model is ResponseRequest else DELAYS
+        taken = {name: {**field} for name, field in options.items() if name not in left_out}
+        schemas[model.__name__]["properties"] = taken | schemas[model.__name__]["properties"]
     return schemas
 
 

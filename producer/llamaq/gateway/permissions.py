@@ -23,6 +23,8 @@ from llamaq.producer.trace_context import current_traceparent
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 MAX_IDEMPOTENCY_CHARS = 255
+DELAYS = ("delay_s", "run_at")
+"""Job options that only a response in the background may have: another request would keep its connection open."""
 
 
 def api_key_of(request: Request) -> KeyRecord | None:
@@ -76,7 +78,12 @@ async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> A
 
 
 def generation_for(
-    request: Request, client: AsyncClient, jobs: Sequence[dict[str, Any]], *, is_kept: bool = False
+    request: Request,
+    client: AsyncClient,
+    jobs: Sequence[dict[str, Any]],
+    *,
+    is_kept: bool = False,
+    is_background: bool = False,
 ) -> Generation:
     """Return the jobs of a request, with what its API key and its headers decide.
 
@@ -88,14 +95,27 @@ def generation_for(
         client: The client of the queue.
         jobs: The arguments of `submit` for each job.
         is_kept: Whether the jobs run to their end although the client is gone.
+        is_background: Whether the client need not wait for the answer. Only such jobs may have a delay.
 
     Raises:
-        RequestRefused: The header `Idempotency-Key` is not valid.
+        RequestRefused: The header `Idempotency-Key` is not valid, or a job has a delay that it may not have.
     """
+    if not is_background:
+        _refuse_delays(jobs)
     key, trace = api_key_of(request), _trace_of(request)
     allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
     own_key = _idempotency_key(request, key, is_kept=is_kept)
     return Generation(client, allowed, own_key, max_tokens=context_of(request).settings.default_max_tokens)
+
+
+def _refuse_delays(jobs: Sequence[dict[str, Any]]) -> None:
+    """Refuse jobs with a delay.
+
+    Raises:
+        RequestRefused: A job has a delay.
+    """
+    if given := next((name for job in jobs for name in DELAYS if job.get(name) is not None), None):
+        raise invalid(f"{given}: this request waits for its answer; use /v1/responses with `background`: true", given)
 
 
 def _trace_of(request: Request) -> dict[str, str]:

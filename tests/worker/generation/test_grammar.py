@@ -31,7 +31,7 @@ def blob(demo_model: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def sandbox(blob: bytes) -> Iterator[GrammarSandbox]:
-    sandbox = GrammarSandbox(blob, timeout_s=60)  # the machine may be busy
+    sandbox = GrammarSandbox(blob, timeout_s=3)
     yield sandbox
     sandbox.close()
 

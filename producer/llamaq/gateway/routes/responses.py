@@ -35,7 +35,7 @@ async def create(request: Request) -> Response:
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
     client = await queue_for(request, body.model, is_kept=body.is_stored)
     asked = await PreparedResponse.read(models, client, body, history, owner)
-    generation = generation_for(request, client, asked.jobs, is_kept=body.is_stored)
+    generation = generation_for(request, client, asked.jobs, is_kept=body.is_stored, is_background=body.is_background)
     await generation.start(stream=body.is_streamed or body.is_background)
     try:
         job = generation.streams[0].job
