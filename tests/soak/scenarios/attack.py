@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from tests.soak.chaos import seeded_random
@@ -139,7 +139,7 @@ async def _check_end(client: AsyncClient, environment: Environment, server: Http
         answer = await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})
     if (health.status_code, answer.status_code) != (200, 200):
         verdict.others.append(f"afterwards: {health.status_code} {answer.status_code} {answer.text[:300]}")
-    later = await client.redis.zrange(client.keys.later(client.queue, 0), 0, -1)
+    later = cast("list[bytes]", await client.redis.zrange(client.keys.later(client.queue, 0), 0, -1))
     delayed = tuple(b":job:" + job_id for job_id in later)
     async for key in client.redis.scan_iter(count=1000):
         if key.endswith(delayed):
