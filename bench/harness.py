@@ -29,12 +29,12 @@ from rich.table import Table
 
 import random_models
 from llamaq.common.errors import LlamaqError, ModelError
-from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.protocol.queue_and_worker_state import Worker
 from llamaq.producer import AsyncClient
 from llamaq.worker.cpu_cores import usable_cores
 from llamaq.worker.engine.model_files import demo_model_path
 from llamaq.worker.local.embedded_redis import EmbeddedRedis, find_server
-from llamaq.worker.local.local_stack import interrupt_on_sigterm
+from llamaq.worker.local.stop_signals import interrupt_on_sigterm
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
 

@@ -26,7 +26,7 @@ from typing import Any
 from cpu_clock import CpuClock
 from engine_thread_time import HOOK, Totals, read_totals, stopwatches_in_workers
 from harness import Figures, Plan, Stack, note, run, show
-from llamaq.common.protocol.snapshots import CacheSnapshot
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot
 from llamaq.producer import AsyncClient
 from llamaq.worker.settings import WorkerSettings
 from systems import Round, System, Systems, check_target, figures_of, format_range, merge_rounds, start_systems

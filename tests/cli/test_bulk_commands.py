@@ -16,9 +16,9 @@ from tests.support.redis_servers import wait_until
 from typer.testing import CliRunner, Result
 
 from llamaq.cli.bulk_progress import details
+from llamaq.cli.bulk_run_options import read_time
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
 from llamaq.cli.main import build_app
-from llamaq.cli.run_options import read_time
 from llamaq.common.errors import InvalidRequest
 from llamaq.producer.bulk import BulkProgress
 

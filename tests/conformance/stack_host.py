@@ -25,8 +25,8 @@ from tests.conformance.stand_in_models import StandInModels
 from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.common.protocol.keys import Keys
 from llamaq.gateway.keys.key_record import KeyRecord, hash_of
-from llamaq.gateway.server import bind, build_server
 from llamaq.gateway.settings import serve_settings
+from llamaq.gateway.uvicorn_server import bind, build_server
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries.queue_snapshots import read_workers
 from llamaq.worker.process.worker_process import serve as serve_worker

@@ -13,7 +13,7 @@ from redis import Redis
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.keys import JobId, Keys
-from llamaq.common.protocol.snapshots import SlotSnapshot
+from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot
 from llamaq.producer import AsyncClient, Client, JobNotFound, ResultTimeout
 from llamaq.producer.sync import Job
 

@@ -11,7 +11,7 @@ from redis import Redis
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState, JobStats
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.snapshots import RecentJob, TickStats, TickTotals, Worker
+from llamaq.common.protocol.queue_and_worker_state import RecentJob, TickStats, TickTotals, Worker
 from llamaq.producer import Client, JobFailed, JobOptions, NoWorker
 from llamaq.worker.engine.llama_bindings import has_gpu
 

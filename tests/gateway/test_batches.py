@@ -14,10 +14,10 @@ from tests.support.http_server import serving_http
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import NoWorker, ResultTimeout
-from llamaq.common.protocol.embedding import JobKind, Pooling
+from llamaq.common.protocol.embedding_task import JobKind, Pooling
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.redis.connect import connect
 from llamaq.gateway.batches import request_body, runner
 from llamaq.gateway.batches.batch_run import BatchFailed, check_kind

@@ -10,7 +10,7 @@ from tests.support.top_readings import make_worker
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobRequest
-from llamaq.common.protocol.snapshots import QueueDepth
+from llamaq.common.protocol.queue_and_worker_state import QueueDepth
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.gateway.generation import limited
 from llamaq.gateway.llama_metrics import metrics_text

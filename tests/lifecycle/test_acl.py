@@ -10,7 +10,7 @@ from redis import Redis
 from redis.exceptions import NoPermissionError
 
 from llamaq.cli.metrics_command import read_metrics
-from llamaq.common.metrics.families import REDIS_UP
+from llamaq.common.metrics.metric_definitions import REDIS_UP
 from llamaq.common.settings import client_settings
 from llamaq.producer import Client, NotDurable
 from llamaq.producer import durability as durability_module

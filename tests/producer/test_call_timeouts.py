@@ -123,7 +123,7 @@ async def test_the_read_of_the_result_is_repeated_while_redis_loads_its_data(
             raise BusyLoadingError("Redis is loading the dataset in memory")
         return await read_result(*args)
 
-    monkeypatch.setattr("llamaq.producer.job.read_result", loading)
+    monkeypatch.setattr("llamaq.producer.job_handle.read_result", loading)
     async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
         waiting = asyncio.create_task(client.generate("hello"))
         await (await worker.start_next()).answer(["a"])
@@ -144,7 +144,7 @@ async def test_every_error_after_the_submit_names_the_job(
         caught = [await error_of(failing), await error_of(client.generate("hello", timeout=0.5))]
         await worker.announce()
         caught.append(await error_of(client.generate("hello", timeout=0.5)))
-        monkeypatch.setattr("llamaq.producer.job.read_result", forbidden)
+        monkeypatch.setattr("llamaq.producer.job_handle.read_result", forbidden)
         denied = asyncio.create_task(client.generate("hello"))
         await (await worker.start_next()).answer(["a"])
         caught.append(await error_of(denied))

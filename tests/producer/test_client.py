@@ -28,7 +28,7 @@ from llamaq.producer import (
     QueueFull,
     ResultTimeout,
 )
-from llamaq.producer.streaming import look_schedule
+from llamaq.producer.streaming import poll_schedule
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 
 
@@ -264,7 +264,7 @@ async def test_every_method_of_an_unknown_job_raises_job_not_found(redis_url: st
 async def test_readers_of_a_deleted_job_raise_job_not_found(
     redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_schedule, "WAITING_SILENCE_S", 0.2)
+    monkeypatch.setattr(poll_schedule, "WAITING_SILENCE_S", 0.2)
     async with AsyncClient(redis_url, queue) as client:
         job = await client.submit("hello")
         waiting = [asyncio.ensure_future(job.result()), asyncio.ensure_future(anext(job.stream()))]

@@ -11,7 +11,7 @@ import pytest
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.snapshots import RecentJob
+from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.producer import AsyncClient, AsyncJob, Client, InvalidRequest, QueueFull, RedisFull
 from llamaq.producer.queries.queue_snapshots import RATE_WINDOW_S
 from llamaq.producer.testing import FakeWorker

@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Client, InvalidRequest, JobFailed
-from llamaq.producer.embeddings import join_results
+from llamaq.producer.embed_and_rerank import join_results
 from llamaq.producer.testing import fake_embedding, serving
 
 

@@ -65,11 +65,11 @@ BREACHES = {
         "import asyncio",
     ),
     "llamaq top: what the view shows is decided without Redis and without a screen": (
-        "producer/llamaq/cli/top/overview.py",
+        "producer/llamaq/cli/top/summarize_reading.py",
         "import redis",
     ),
     "Only the screen of llamaq top imports textual": ("producer/llamaq/cli/top/command.py", "import textual"),
-    "Only the codec imports msgpack": ("producer/llamaq/producer/job.py", "import msgpack"),
+    "Only the codec imports msgpack": ("producer/llamaq/producer/job_handle.py", "import msgpack"),
     "Few modules import llama.cpp": ("worker/llamaq/worker/engine/engine.py", "import llama_cpp"),
     "Only the grammar package imports llguidance": (
         "worker/llamaq/worker/generation/sampling/logit_sampler.py",

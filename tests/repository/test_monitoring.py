@@ -23,9 +23,9 @@ from tests.monitoring.queries import (
     without_variables,
 )
 
-from llamaq.common.metrics import families as f
+from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.exposition import SamplesCollector
-from llamaq.common.metrics.families import Family, Histogram, Samples
+from llamaq.common.metrics.metric_definitions import Family, Histogram, Samples
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "monitoring.md").read_text()

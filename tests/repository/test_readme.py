@@ -25,7 +25,7 @@ from tests.support.readme import README, block
 
 from llamaq.cli.main import build_app
 from llamaq.common.protocol.job_outcome import Result
-from llamaq.common.protocol.snapshots import TickStats
+from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.producer import Client, JobFailed
 from llamaq.worker.engine_loop.telemetry import EndedJob, JobTimeline
 from llamaq.worker.local.embedded_redis import EmbeddedRedis

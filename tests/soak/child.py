@@ -21,7 +21,7 @@ from typing import Any
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_values import Attempt, Increment
+from llamaq.common.protocol.script_types import Attempt, Increment
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.core.batch import Batch, PrefillChunk, SlotResult
 from llamaq.worker.engine.engine import Engine

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from tests.soak.environment import Environment, wait_until
 
-from llamaq.gateway.server import bind, url_of
 from llamaq.gateway.settings import serve_settings
+from llamaq.gateway.uvicorn_server import bind, url_of
 
 
 @dataclass(eq=False)

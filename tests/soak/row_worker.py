@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from redis.exceptions import ResponseError
 
-from llamaq.common.protocol.script_values import Attempt, Claim
+from llamaq.common.protocol.script_types import Attempt, Claim
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 
 JOBS_AT_ONCE = 100

@@ -22,7 +22,7 @@ from typing import Any
 def import_commands() -> None:
     """Import what the scripts import."""
     from llamaq.cli import main, start_worker_commands  # noqa: F401
-    from llamaq.gateway import app, server  # noqa: F401
+    from llamaq.gateway import app, uvicorn_server  # noqa: F401
     from llamaq.worker.process import worker_process  # noqa: F401
 
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from llamaq.gateway.server import bind, build_server, url_of
 from llamaq.gateway.settings import serve_settings
+from llamaq.gateway.uvicorn_server import bind, build_server, url_of
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

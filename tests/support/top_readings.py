@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamaq.cli.top.readings import QueueReading, Reading
+from llamaq.cli.top.reading_types import QueueReading, Reading
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.job_snapshots import DeadLetter, JobSummary
-from llamaq.common.protocol.snapshots import (
+from llamaq.common.protocol.job_status import DeadLetter, JobSummary
+from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,
     QueueDepth,
     RecentJob,

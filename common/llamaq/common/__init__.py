@@ -30,10 +30,8 @@ from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.job_events import Event, Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, Priority
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus
-from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
-from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
-from llamaq.common.protocol.snapshots import (
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
+from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,
     QueueDepth,
     QueueStats,
@@ -44,6 +42,8 @@ from llamaq.common.protocol.snapshots import (
     Worker,
     WorkerCard,
 )
+from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
+from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.settings import ClientSettings, QueueSettings
 
 __all__ = [

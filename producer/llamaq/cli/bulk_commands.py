@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from llamaq.cli import bulk_queue_commands, views
+from llamaq.cli import rq_bulk_commands, views
 from llamaq.cli.bulk_progress import show_progress
+from llamaq.cli.bulk_run_options import with_run_options
 from llamaq.cli.common_options import AsJson, Queue, RedisUrl, RequireWorker
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
-from llamaq.cli.run_options import with_run_options
 from llamaq.common.errors import NoWorker
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
@@ -29,7 +29,7 @@ def build_app() -> typer.Typer:
     """Return the group of commands."""
     app = typer.Typer(help="Compute all rows of a file.", no_args_is_help=True)
     app.command("run")(with_run_options(run_here))
-    bulk_queue_commands.register(app)
+    rq_bulk_commands.register(app)
     return app
 
 

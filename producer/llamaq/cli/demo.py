@@ -19,7 +19,7 @@ from rich.live import Live
 from llamaq.cli.demo_view import DemoJob, DemoView, stats_table
 from llamaq.producer import AsyncClient, JobFailed, LlamaqError
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
-from llamaq.worker.local.local_stack import interrupt_on_sigterm, recorded_signals
+from llamaq.worker.local.stop_signals import interrupt_on_sigterm, recorded_signals
 from llamaq.worker.process.supervisor import Supervisor
 from llamaq.worker.settings import WorkerSettings, load_settings
 

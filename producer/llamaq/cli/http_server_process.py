@@ -48,7 +48,7 @@ class HttpServerProcess:
         if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
             self.state = "not started: pip install 'llamaq[serve]'"
             return self
-        from llamaq.gateway.server import bind, url_of
+        from llamaq.gateway.uvicorn_server import bind, url_of
 
         try:
             self._socket = bind(self._settings)

@@ -10,8 +10,8 @@ import typer
 from llamaq.cli import views
 from llamaq.cli.answer_sources import Answers, AnswerStream, QueueAnswers, WholeAnswer
 from llamaq.cli.common_options import ApiKey, AsJson, Queue, RedisUrl, RequireWorker, Server, WaitForJob
-from llamaq.cli.conversation import Conversation
 from llamaq.cli.exit_codes import EXIT_FAILED
+from llamaq.cli.interactive_chat import Conversation
 from llamaq.cli.job_options import with_job_options
 from llamaq.cli.line_history import line_editing
 from llamaq.common.errors import InvalidRequest, MissingExtra

@@ -23,14 +23,14 @@ from llamaq.cli import (
     job_commands,
     key_commands,
     metrics_command,
-    queue_commands,
     queue_mode_commands,
+    queue_status_commands,
     serve_command,
     slot_commands,
 )
 from llamaq.cli.error_report import exit_code_of, explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
-from llamaq.cli.option_hints import add_hint
+from llamaq.cli.foreign_option_hints import add_hint
 from llamaq.cli.top import command as top_command
 from llamaq.common.errors import LlamaqError, MissingExtra
 
@@ -78,7 +78,7 @@ def build_app(called: str | None = None) -> typer.Typer:
     app.callback()(_read_options)
     job_commands.register(app)
     embed_commands.register(app)
-    queue_commands.register(app)
+    queue_status_commands.register(app)
     queue_mode_commands.register(app)
     top_command.register(app)
     serve_command.register(app)

@@ -13,8 +13,8 @@ from redis.exceptions import RedisError
 
 from llamaq.cli.common_options import OfLogFormat, RedisUrl
 from llamaq.common.logging_setup import LogFormat, configure_logging
-from llamaq.common.metrics.families import Samples
-from llamaq.common.metrics.server import server_class
+from llamaq.common.metrics.metric_definitions import Samples
+from llamaq.common.metrics.optional_server import server_class
 from llamaq.common.settings import ClientSettings, client_settings
 from llamaq.producer.queries.metrics import MetricsReader
 from llamaq.producer.queue_connection import QueueConnection

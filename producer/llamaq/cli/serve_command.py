@@ -33,18 +33,18 @@ def serve(*, settings_options: dict[str, Any]) -> None:
     """Serve the queues over HTTP, with the APIs of OpenAI, Anthropic and llama-server. `model` names the queue."""
     settings = serve_settings(**settings_options)
     try:
-        from llamaq.gateway import server
+        from llamaq.gateway import uvicorn_server
     except ModuleNotFoundError as exc:
         raise MissingExtra("llamaq serve", "serve") from exc
     configure_logging(settings.log_level, settings.log_format)
     try:
-        bound = server.bind(settings)
+        bound = uvicorn_server.bind(settings)
     except OSError as exc:
         place = f"{settings.http_host} port {settings.http_port}"
         raise InvalidSettings(f"--http-host, --http-port: cannot listen at {place}: {exc.strerror}") from exc
     with bound:
-        log.info("http.ready url=%s", server.url_of(settings, bound))
-        server.build_server(settings).run([bound])
+        log.info("http.ready url=%s", uvicorn_server.url_of(settings, bound))
+        uvicorn_server.build_server(settings).run([bound])
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -19,7 +19,7 @@ from llamaq.cli.http_server_process import HttpServerProcess
 from llamaq.common.logging_setup import LogFormat, configure_logging
 from llamaq.common.settings import QueueSettings
 from llamaq.gateway.settings import ServeSettings, serve_settings
-from llamaq.worker.local.local_stack import DEFAULT_PORT
+from llamaq.worker.local.supervise_local import DEFAULT_PORT
 from llamaq.worker.settings import WorkerSettings, load_settings
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def run_worker(
     configure_logging(settings.log_level, settings.log_format)
     note_demo_model(settings)
     if supervised or settings.devices:
-        from llamaq.worker.local.local_stack import supervise
+        from llamaq.worker.local.supervise_local import supervise
 
         raise typer.Exit(supervise(settings))
     from llamaq.worker.process.worker_process import serve
@@ -105,7 +105,7 @@ def run_up(
 ) -> None:
     """Start Redis, workers and an HTTP server on this machine. Redis is embedded, unless --redis-url is given."""
     from llamaq.worker.local.embedded_redis import EmbeddedRedis
-    from llamaq.worker.local.local_stack import supervise
+    from llamaq.worker.local.supervise_local import supervise
 
     settings = load_settings(config, **settings_options)
     configure_logging(settings.log_level, settings.log_format)

@@ -17,6 +17,7 @@ from llamaq.common.errors import LlamaqError
 from llamaq.gateway.batches.runner import BatchRunner
 from llamaq.gateway.chat_page import chat_page
 from llamaq.gateway.context import Context
+from llamaq.gateway.disabled_endpoints import enabled_routes
 from llamaq.gateway.http.cors import Cors, cors_options
 from llamaq.gateway.http.errors import respond_to_error
 from llamaq.gateway.http.json_body import json_response
@@ -27,7 +28,6 @@ from llamaq.gateway.keys.key_file import KeyFile
 from llamaq.gateway.keys.key_store import KeyStore
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.openapi import describe
-from llamaq.gateway.optional_endpoints import enabled_routes
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.routes import (
     batches,
@@ -40,12 +40,12 @@ from llamaq.gateway.routes import (
     native,
     rerank,
     responses,
-    slots,
+    slots_props_metrics,
     texts,
 )
 from llamaq.gateway.settings import ServeSettings
 from llamaq.gateway.token_pieces import TokenPieces
-from llamaq.producer.answer_forms import AnswerForms
+from llamaq.producer.answer_form_detection import AnswerForms
 
 ROUTES = [
     Route("/health", health.health),
@@ -88,11 +88,11 @@ ROUTES = [
     Route("/tokenize", texts.tokenize, methods=["POST"]),
     Route("/detokenize", texts.detokenize, methods=["POST"]),
     Route("/apply-template", texts.apply_template, methods=["POST"]),
-    Route("/props", slots.props),
-    Route("/lora-adapters", slots.list_adapters),
-    Route("/slots", slots.list_slots),
-    Route("/slots/{slot:int}", slots.act_on_slot, methods=["POST"]),
-    Route("/metrics", slots.metrics),
+    Route("/props", slots_props_metrics.props),
+    Route("/lora-adapters", slots_props_metrics.list_adapters),
+    Route("/slots", slots_props_metrics.list_slots),
+    Route("/slots/{slot:int}", slots_props_metrics.act_on_slot, methods=["POST"]),
+    Route("/metrics", slots_props_metrics.metrics),
 ]
 
 

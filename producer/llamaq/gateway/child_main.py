@@ -1,4 +1,4 @@
-"""The entry point of an HTTP server that `llamaq up` starts.
+"""The entry point of the child process in which `llamaq up` runs the HTTP server.
 
 The parent writes the settings as one line of JSON to the standard input of this process, because the password of a
 Redis URL must not appear in a process list. The standard input then stays open as a lifeline: its end means that the
@@ -14,8 +14,8 @@ import sys
 import threading
 
 from llamaq.common.logging_setup import configure_logging
-from llamaq.gateway.server import build_server
 from llamaq.gateway.settings import ServeSettings
+from llamaq.gateway.uvicorn_server import build_server
 
 
 def _end_with_parent() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.snapshots import QueueDepth, Worker
+from llamaq.common.protocol.queue_and_worker_state import QueueDepth, Worker
 
 Line = tuple[str, str, str, float]
 """Name, type, help and value of a metric."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llamaq.gateway.queue_directory import QueueDirectory
 from llamaq.gateway.token_pieces import TokenPieces
-from llamaq.producer.answer_forms import AnswerForms
+from llamaq.producer.answer_form_detection import AnswerForms
 
 
 @dataclass(frozen=True, slots=True)

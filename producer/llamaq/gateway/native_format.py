@@ -10,8 +10,8 @@ from typing import Any, Self
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
+from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot, Worker, WorkerCard
 from llamaq.common.protocol.sampling import SamplingDefaults
-from llamaq.common.protocol.snapshots import SlotSnapshot, Worker, WorkerCard
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import GenerationBody, read_body, read_flag
 from llamaq.producer.openai_format.response_body import timings_object

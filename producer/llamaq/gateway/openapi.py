@@ -13,9 +13,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from llamaq.common.protocol.job_request import JobParams
-from llamaq.gateway.permissions import DELAYS
-from llamaq.gateway.request_parameters import parameters_of
-from llamaq.gateway.request_schemas import BODIES, FORMS, WITH_JOB_OPTIONS, ErrorBody, MessageErrorBody, ResponseRequest
+from llamaq.gateway.openapi_parameters import parameters_of
+from llamaq.gateway.openapi_schemas import BODIES, FORMS, WITH_JOB_OPTIONS, ErrorBody, MessageErrorBody, ResponseRequest
+from llamaq.gateway.queue_access import DELAYS
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:

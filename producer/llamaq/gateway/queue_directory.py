@@ -8,9 +8,9 @@ from http import HTTPStatus
 from typing import Any
 
 from llamaq.common.errors import NoWorker
+from llamaq.common.protocol.queue_and_worker_state import QueueDepth, Worker, WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.snapshots import QueueDepth, Worker, WorkerCard
 from llamaq.common.settings import ClientSettings
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.settings import ServeSettings

@@ -9,8 +9,8 @@ from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.gateway.context import Context
 from llamaq.gateway.generation import Generation
-from llamaq.gateway.long_prompts import chat_of
 from llamaq.gateway.native_format import final_object
+from llamaq.gateway.prompt_too_long_error import chat_of
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.openai_format.request_body import read_flag
 from llamaq.producer.queries import text_commands

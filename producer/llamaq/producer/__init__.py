@@ -25,13 +25,11 @@ from llamaq.common.errors import (
     SlotCommandRefused,
 )
 from llamaq.common.protocol.chat import Message, ToolCall
-from llamaq.common.protocol.embedding import Embedding, JobKind, Normalization, Pooling
+from llamaq.common.protocol.embedding_task import Embedding, JobKind, Normalization, Pooling
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, Priority
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
-from llamaq.common.protocol.queue_config import QueueMode
-from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
-from llamaq.common.protocol.snapshots import (
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
+from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,
     QueueDepth,
     QueueStats,
@@ -44,14 +42,16 @@ from llamaq.common.protocol.snapshots import (
     Worker,
     WorkerCard,
 )
+from llamaq.common.protocol.queue_config import QueueMode
+from llamaq.common.protocol.slot_commands import SlotFile, WorkerSlots
 from llamaq.common.settings import ClientSettings
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Reasoning
-from llamaq.producer.async_stream import AsyncStream
-from llamaq.producer.calls.client_calls import Messages
+from llamaq.producer.auto_cancelled_stream import AsyncStream
+from llamaq.producer.calls.calls_base import Messages
 from llamaq.producer.chat_answers import Answer, ChatAnswers
 from llamaq.producer.client import AsyncClient, JobArguments
-from llamaq.producer.embeddings import EmbeddingOptions, RankedDocument
-from llamaq.producer.job import AsyncJob, Chunk
+from llamaq.producer.embed_and_rerank import EmbeddingOptions, RankedDocument
+from llamaq.producer.job_handle import AsyncJob, Chunk
 from llamaq.producer.job_window.request_map import MappedResult
 from llamaq.producer.sync import Client, Job, Stream
 from llamaq.producer.tokenizer import Tokenizer

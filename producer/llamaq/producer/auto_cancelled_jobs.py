@@ -13,9 +13,9 @@ from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, ResultTimeout
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.async_stream import AsyncStream
+from llamaq.producer.auto_cancelled_stream import AsyncStream
 from llamaq.producer.call_timeout import CallTimeout, drop_error
-from llamaq.producer.job import AsyncJob
+from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.submission import new_job_id, require_worker, send
 

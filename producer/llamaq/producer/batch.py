@@ -9,10 +9,10 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import BatchIncomplete, InvalidRequest, LlamaqError, NotDurable
-from llamaq.common.protocol.script_values import Submission, SubmitRefused, SubmitReply
+from llamaq.common.protocol.script_types import Submission, SubmitRefused, SubmitReply
 from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.durability import check_durable, confirm
-from llamaq.producer.job import AsyncJob
+from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.submission import (
     build_request,

@@ -18,11 +18,11 @@ from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 from llamaq.common.protocol.keys import JobId
-from llamaq.producer.async_stream import AsyncStream
+from llamaq.producer.auto_cancelled_stream import AsyncStream
 from llamaq.producer.blocking_map import BlockingMapCall
 from llamaq.producer.blocking_portal import BlockingPortal, next_or_none
 from llamaq.producer.client import AsyncClient
-from llamaq.producer.job import AsyncJob, Chunk
+from llamaq.producer.job_handle import AsyncJob, Chunk
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from llamaq.common.protocol.chat import Message, ToolCall
 from llamaq.common.protocol.job_outcome import Result
-from llamaq.producer.answer_forms import AnswerForms
+from llamaq.producer.answer_form_detection import AnswerForms
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.answer_parts.parts import Content, Part
-from llamaq.producer.job import Chunk
+from llamaq.producer.job_handle import Chunk
 from llamaq.producer.openai_format.tools import form_options, message_of, read_tools
 from llamaq.producer.queue_connection import QueueConnection
 

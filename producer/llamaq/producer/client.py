@@ -10,14 +10,14 @@ from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobOptions
 from llamaq.common.settings import client_settings
 from llamaq.producer import batch, submission
-from llamaq.producer.async_stream import AsyncStream
-from llamaq.producer.calls.client_calls import Messages
+from llamaq.producer.auto_cancelled_stream import AsyncStream
+from llamaq.producer.calls.calls_base import Messages
 from llamaq.producer.calls.dead_letter_calls import DeadLetterCalls
 from llamaq.producer.calls.embedding_calls import EmbeddingCalls
 from llamaq.producer.calls.map_call import MapCall
 from llamaq.producer.calls.slot_calls import SlotCalls
 from llamaq.producer.calls.text_calls import TextCalls
-from llamaq.producer.job import AsyncJob
+from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.streaming.subscriber import Subscriber
 from llamaq.producer.submission import build_request
 

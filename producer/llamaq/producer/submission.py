@@ -23,7 +23,7 @@ from llamaq.common.errors import (
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_request import JobOptions, JobRequest
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_values import (
+from llamaq.common.protocol.script_types import (
     OtherKind,
     OtherPartitions,
     Submission,
@@ -33,11 +33,11 @@ from llamaq.common.protocol.script_values import (
     SubmitReply,
     Submitted,
 )
-from llamaq.common.redis.redis_errors import is_full
-from llamaq.producer.accepted_forms import translate
+from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.durability import check_durable, confirm
-from llamaq.producer.job import AsyncJob
+from llamaq.producer.job_handle import AsyncJob
+from llamaq.producer.option_synonyms import translate
 from llamaq.producer.queries import dead_letters
 from llamaq.producer.queries.queue_snapshots import estimate_wait_s
 from llamaq.producer.queue_connection import QueueConnection

@@ -26,14 +26,14 @@ from redis.exceptions import ResponseError
 
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.embedding import Embedding
+from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, RecentJob, Worker, WorkerCard
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_values import Attempt, Claim, FlushReply, Increment, TerminalWrite
-from llamaq.common.protocol.snapshots import CacheSnapshot, RecentJob, Worker, WorkerCard
+from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment, TerminalWrite
 from llamaq.common.redis.connect import connect
 from llamaq.producer.queries.job_records import read_output
 

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from llamaq.common.errors import MissingExtra, NoWorker, ProtocolError
 from llamaq.common.protocol.chat import Message
 from llamaq.common.protocol.keys import Keys
-from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 
 if TYPE_CHECKING:
     from llamaq.common.vocab.llama_vocab import Vocab

@@ -19,7 +19,7 @@ from tests.support.top_readings import (
 from textual.pilot import Pilot
 
 from llamaq.cli.top.app import TopApp
-from llamaq.cli.top.readings import Reading
+from llamaq.cli.top.reading_types import Reading
 from llamaq.cli.top.row_list import RowList
 from llamaq.cli.top.table_columns import WORKERS
 from llamaq.common.errors import LlamaqError

@@ -8,9 +8,9 @@ from tests.support.top_readings import NOW_MS, make_queue, make_reading, make_wo
 
 from llamaq.cli.top.formats import elide, format_bytes, format_ms, format_number, format_rate
 from llamaq.cli.top.header_texts import pages_text, server_name, status_text
-from llamaq.cli.top.lines import Overview
-from llamaq.cli.top.overview import summarize
+from llamaq.cli.top.line_types import Overview
 from llamaq.cli.top.rates import RateTracker
+from llamaq.cli.top.summarize_reading import summarize
 from llamaq.cli.top.table import Order, Table, layout, row_text, select
 from llamaq.cli.top.table_columns import PAGES, QUEUES, WORKERS
 

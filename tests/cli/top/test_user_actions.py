@@ -7,8 +7,8 @@ from unittest.mock import AsyncMock
 
 from tests.support.top_readings import job_id, make_letter, make_queue, make_reading, make_summary, make_worker
 
-from llamaq.cli.top.overview import summarize
 from llamaq.cli.top.rates import RateTracker
+from llamaq.cli.top.summarize_reading import summarize
 from llamaq.cli.top.user_actions import Command, cancel_job, pause_or_resume, retry_letter
 
 

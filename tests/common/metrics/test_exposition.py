@@ -12,13 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.forget_modules import forget_modules
 
 from llamaq.common.errors import InvalidSettings, MissingExtra
-from llamaq.common.metrics import families as f
+from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.exposition import MetricsServer
-from llamaq.common.metrics.families import Histogram, Samples
 from llamaq.common.metrics.job_counters import add_job_counters
-from llamaq.common.metrics.server import server_class
+from llamaq.common.metrics.metric_definitions import Histogram, Samples
+from llamaq.common.metrics.optional_server import server_class
 from llamaq.common.metrics.worker_samples import add_worker
-from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot, TickTotals, Worker, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot, TickTotals, Worker, WorkerCard
 
 CARD = WorkerCard(
     worker="w1", queue="q", model='a "model"', n_ctx=512, n_ctx_train=512, n_vocab=8, n_parallel=2, quantization="F32",

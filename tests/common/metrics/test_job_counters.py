@@ -13,14 +13,14 @@ from tests.support.fake_redis import replace_redis
 
 import llamaq.common.protocol
 from llamaq.common.errors import ErrorCode
-from llamaq.common.metrics import families as f
+from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.buckets import JOB_TIMES_MS, LENGTHS_TOKENS
-from llamaq.common.metrics.families import Family, Histogram, Samples
 from llamaq.common.metrics.job_counters import add_job_counters, sum_partitions
+from llamaq.common.metrics.metric_definitions import Family, Histogram, Samples
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.script_values import TerminalWrite
+from llamaq.common.protocol.script_types import TerminalWrite
 from llamaq.producer import AsyncClient
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 

@@ -19,7 +19,7 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Failed, Finished, Started, Tokens
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.keys import GROUP, JobId
-from llamaq.common.protocol.script_values import Attempt, Claim, SubmitRefused, Submitted, TerminalWrite
+from llamaq.common.protocol.script_types import Attempt, Claim, SubmitRefused, Submitted, TerminalWrite
 from llamaq.producer import AsyncClient, AsyncJob, IdempotencyConflict
 from llamaq.producer.testing import LEASE_MS, FakeAttempt, FakeWorker
 

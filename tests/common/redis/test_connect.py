@@ -19,7 +19,7 @@ from llamaq.common.errors import InvalidSettings
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_values import Increment
+from llamaq.common.protocol.script_types import Increment
 from llamaq.common.redis.connect import RETRY_S, connect, make_connection
 from llamaq.common.redis.retry import retry_until_deadline
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from array import array
 
-from llamaq.common.protocol.embedding import Embedding
+from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
 from llamaq.producer.bulk.answer import answer_line
-from llamaq.producer.bulk.bulk_run import RunParameters
 from llamaq.producer.bulk.row import read_row
+from llamaq.producer.bulk.run_description import RunParameters
 
 
 async def test_a_row_with_texts_to_embed_is_answered_with_their_vectors() -> None:

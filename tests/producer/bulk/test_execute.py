@@ -18,7 +18,7 @@ from llamaq.common.errors import BulkRunBusy, BulkRunRefused
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute, execution
-from llamaq.producer.streaming import look_schedule
+from llamaq.producer.streaming import poll_schedule
 from llamaq.producer.testing import FakeWorker
 
 
@@ -178,7 +178,7 @@ async def test_a_cancelled_job_of_an_earlier_process_is_computed_again(redis_url
 async def test_jobs_that_redis_has_lost_are_submitted_again(
     redis_url: str, queue: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_schedule, "WAITING_SILENCE_S", 0.2)  # a lost job is noticed by a look at its hash
+    monkeypatch.setattr(poll_schedule, "WAITING_SILENCE_S", 0.2)  # a lost job is noticed by a look at its hash
     async with AsyncClient(redis_url, queue) as client:
         running = asyncio.create_task(execute(rows.run, client))
         while (await client.queue_depth()).waiting < 30:  # noqa: ASYNC110  # Redis has no event for it

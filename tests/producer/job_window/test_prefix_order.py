@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer import Message
-from llamaq.producer.job_window.pace import Pace
 from llamaq.producer.job_window.prefix_order import PrefixOrder
+from llamaq.producer.job_window.submit_rate_limit import Pace
 from llamaq.producer.job_window.window_job import WindowJob
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from llamaq.producer.accepted_forms import translate
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, form_of
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_body
 from llamaq.producer.openai_format.tools import ToolChoice, form_options
+from llamaq.producer.option_synonyms import translate
 
 
 @pytest.mark.parametrize("name", ["reasoning_budget", "reasoning_budget_tokens", "thinking_token_budget"])

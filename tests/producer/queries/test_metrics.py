@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from tests.support.fake_redis import replace_redis
 
-from llamaq.common.metrics import families as f
-from llamaq.common.metrics.families import Samples
+from llamaq.common.metrics import metric_definitions as f
+from llamaq.common.metrics.metric_definitions import Samples
 from llamaq.common.settings import client_settings
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries.metrics import FIND_QUEUES_EVERY_S, MetricsReader

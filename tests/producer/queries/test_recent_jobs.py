@@ -7,7 +7,7 @@ from tests.support.fake_redis import replace_redis
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.common.protocol.snapshots import RecentJob
+from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries.queue_snapshots import read_recent
 

@@ -19,9 +19,9 @@ from redis.exceptions import ResponseError
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.producer import AsyncClient, AsyncJob, Chunk, FinishReason, ResultTimeout
-from llamaq.producer.streaming import look_schedule, subscriber
+from llamaq.producer.streaming import poll_schedule, subscriber
 from llamaq.producer.streaming.event_reader import INBOX_EVENTS, PAGE_EVENTS, EventReader
-from llamaq.producer.streaming.position import Position
+from llamaq.producer.streaming.output_position import Position
 from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.local.embedded_redis import EmbeddedRedis
@@ -98,7 +98,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let clients poll silent jobs 20 times a second."""
     monkeypatch.setattr(subscriber, "CHECK_S", 0.02)
     for name in ("SILENCE_S", "WAITING_SILENCE_S", "LONGEST_SILENCE_S"):
-        monkeypatch.setattr(look_schedule, name, 0.05)
+        monkeypatch.setattr(poll_schedule, name, 0.05)
 
 
 class LossyDispatch:

@@ -10,7 +10,7 @@ import pytest
 from tests.worker.broker.test_suspects import until, working
 
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_values import Claim
+from llamaq.common.protocol.script_types import Claim
 from llamaq.producer import AsyncClient
 from llamaq.worker.broker import intake
 from llamaq.worker.broker.job_claims import JobClaims

@@ -11,8 +11,8 @@ import pytest
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_outcome import FinishReason, JobState
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.script_values import Attempt
-from llamaq.common.protocol.upkeep_scripts import UpkeepScripts
+from llamaq.common.protocol.script_types import Attempt
+from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.testing import LEASE_MS, FakeWorker

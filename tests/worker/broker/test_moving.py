@@ -10,7 +10,7 @@ from tests.worker.broker.test_suspects import FOREVER, until, until_true, workin
 from llamaq.common.protocol import script_calls
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_values import Claim, StreamEntries
+from llamaq.common.protocol.script_types import Claim, StreamEntries
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module

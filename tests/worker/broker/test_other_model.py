@@ -10,7 +10,7 @@ import pytest
 from tests.worker.broker.test_suspects import FOREVER
 
 from llamaq.common.errors import JobFailed
-from llamaq.common.protocol.script_values import Claim
+from llamaq.common.protocol.script_types import Claim
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import FakeAttempt, FakeWorker
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims

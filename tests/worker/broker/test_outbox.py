@@ -22,12 +22,12 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_values import Attempt, Claim
-from llamaq.common.protocol.upkeep_scripts import UpkeepScripts
-from llamaq.common.redis.redis_errors import is_full
+from llamaq.common.protocol.script_types import Attempt, Claim
+from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
+from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.testing import LEASE_MS, FakeWorker
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
 from llamaq.worker.core.job_times import JobTimes

@@ -17,7 +17,7 @@ from llamaq.common.protocol.job_events import Started
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP
-from llamaq.common.protocol.script_values import Attempt, Claim
+from llamaq.common.protocol.script_types import Attempt, Claim
 from llamaq.producer import AsyncClient, AsyncJob, QueueFull
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module

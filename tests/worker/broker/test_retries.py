@@ -16,10 +16,10 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
-from llamaq.producer.streaming.look_schedule import LookSchedule
+from llamaq.producer.streaming.poll_schedule import LookSchedule
 from llamaq.producer.testing import FakeWorker
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
-from llamaq.worker.broker.job_progress import JobProgress
+from llamaq.worker.broker.job_output_buffer import JobProgress
 from llamaq.worker.core.job import JobEnded
 
 BROKEN = JobRejected(ErrorCode.DECODE_FAILED, "no room")

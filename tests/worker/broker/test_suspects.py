@@ -16,13 +16,13 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_values import Attempt
+from llamaq.common.protocol.script_types import Attempt
 from llamaq.producer import AsyncClient, AsyncJob
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker import intake as intake_module
 from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, PreparedJob, SlotAcquired
 from llamaq.worker.core.job_times import JobTimes

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from llamaq.common.errors import ErrorCode
-from llamaq.common.protocol.embedding import EmbeddingTask, Normalization, Pooling
+from llamaq.common.protocol.embedding_task import EmbeddingTask, Normalization, Pooling
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys
 from llamaq.worker.core.job import Lease

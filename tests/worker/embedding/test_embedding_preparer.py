@@ -9,7 +9,7 @@ import pytest
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.embedding import EmbeddingTask, Pooling
+from llamaq.common.protocol.embedding_task import EmbeddingTask, Pooling
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys

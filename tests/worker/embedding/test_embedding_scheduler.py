@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.embedding import Embedding, EmbeddingTask
+from llamaq.common.protocol.embedding_task import Embedding, EmbeddingTask
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import Keys

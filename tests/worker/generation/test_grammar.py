@@ -18,7 +18,7 @@ from llamaq.common.protocol.sampling import SamplingDefaults
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.engine.gguf_vocab import extract_vocab
 from llamaq.worker.generation.grammar import sandbox as sandbox_module
-from llamaq.worker.generation.grammar.gbnf import MAX_NESTING, gbnf_to_lark
+from llamaq.worker.generation.grammar.gbnf_to_lark import MAX_NESTING, gbnf_to_lark
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer, TokenConstraint
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler

@@ -23,13 +23,13 @@ from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
-from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.offload.host_arena import HostArena
-from llamaq.worker.scheduling.batch_strategy import DecodeMaximal
+from llamaq.worker.scheduling.batch_strategies import DecodeMaximal
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing import make_job

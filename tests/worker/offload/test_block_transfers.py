@@ -9,11 +9,11 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.cell_buffers import Data
 from llamaq.worker.core.packed_tokens import pack
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, WriteBlock
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.offload.block_transfers import MIN_ENTRY_TOKENS, BlockTransfers, NoBlockFiles
 from llamaq.worker.offload.host_arena import HostArena

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.cell_buffers import Data
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, WriteBlock
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.offload import disk_block_files
 from llamaq.worker.offload.atomic_files import write_file
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
@@ -360,7 +360,7 @@ import os, signal, sys
 from pathlib import Path
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.kv_cache.blocks.block import TokenSpan
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 files = DiskBlockFiles(Path(sys.argv[1]), "model", max_file_bytes=10**9)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.cell_buffers import footprint
 from llamaq.worker.core.packed_tokens import pack
+from llamaq.worker.core.saved_cells import footprint
 from llamaq.worker.kv_cache.blocks.block import BLOCK_BYTES
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.offload.host_arena import PAGE_BYTES, SLAB_BYTES, HostArena
 
 BUFFER_TOKENS = 64

@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobStats
-from llamaq.common.protocol.snapshots import WorkerCard
-from llamaq.worker.broker.job_timeline import timeline_of
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
+from llamaq.worker.broker.wall_clock_timeline import timeline_of
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import REQUEST_DONE, TICK, EndedJob, JobTimeline, Telemetry
 from llamaq.worker.process.job_spans import JobSpans, span_hooks
@@ -112,8 +112,8 @@ def test_ticks_make_no_spans() -> None:
 
 
 def test_the_timeline_has_the_times_of_the_job_on_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaq.worker.broker.job_timeline.time.time", lambda: 1000.0)
-    monkeypatch.setattr("llamaq.worker.broker.job_timeline.time.monotonic", lambda: 50.0)
+    monkeypatch.setattr("llamaq.worker.broker.wall_clock_timeline.time.time", lambda: 1000.0)
+    monkeypatch.setattr("llamaq.worker.broker.wall_clock_timeline.time.monotonic", lambda: 50.0)
     times = JobTimes(submitted_s=40.0, queue_ms=2000.0, started_s=43.0)
     stats = JobStats(ttft_ms=500.0, duration_ms=4000.0)
     assert timeline_of(times, stats) == JobTimeline(990.0, 992.0, 993.0, 993.5, 997.0)

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.forget_modules import forget_modules
 
 from llamaq.common.errors import InvalidSettings, MissingExtra
-from llamaq.common.metrics import families as f
+from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.exposition import MetricsServer
-from llamaq.common.protocol.snapshots import CacheSnapshot, TickStats, Worker, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, TickStats, Worker, WorkerCard
 from llamaq.worker.engine_loop.telemetry import Telemetry
 from llamaq.worker.process.own_metrics import bind_metrics_server
 from llamaq.worker.process.supervisor import Supervisor

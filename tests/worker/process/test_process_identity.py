@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.support.redis_servers import wait_until
 
-from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.worker.process.process_identity import identify_this_process, is_dead_here
 
 PRINT_CARD = """

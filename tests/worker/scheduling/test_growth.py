@@ -10,7 +10,7 @@ import pytest
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import FakeEngine, make_job, make_memory, make_scheduler, run_tick, run_to_end

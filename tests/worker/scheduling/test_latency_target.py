@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from tests.worker.scheduling.test_batch_strategy import slots_of
+from tests.worker.scheduling.test_batch_strategies import slots_of
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.plugins import load_strategy
-from llamaq.worker.scheduling.batch_strategy import DecodeMaximal, TickTimeReader
+from llamaq.worker.scheduling.batch_strategies import DecodeMaximal, TickTimeReader
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, PlanFault, TickLimits
 from llamaq.worker.scheduling.latency_target import MAX_TICKS_WITH_PROMPTS, LatencyTarget
 from llamaq.worker.scheduling.tick_times import FIRST_TOKENS, TickTime, TickTimer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.offload.block_transfers import BlockTransfers
 from llamaq.worker.testing import (

@@ -9,7 +9,7 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.waiting_queue import MAX_OVERTAKEN
 from llamaq.worker.testing import (
     ByteVocab,

@@ -15,7 +15,7 @@ from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.job import Job, JobEnded, NewToken
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.plugins import BUILT_IN
-from llamaq.worker.scheduling.batch_strategy import BatchStrategy
+from llamaq.worker.scheduling.batch_strategies import BatchStrategy
 from llamaq.worker.testing import (
     ByteVocab,
     FakeEngine,

@@ -13,7 +13,7 @@ from llamaq.common.protocol.job_outcome import CacheTier, JobStats
 from llamaq.worker.core.cache_scope import Scope, namespace_key
 from llamaq.worker.core.job import Job, JobEnded
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, pack
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.offload.block_transfers import BlockTransfers

@@ -12,7 +12,7 @@ from __future__ import annotations
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import Run, Slot, SlotState
 from llamaq.worker.engine_loop.telemetry import Hook
-from llamaq.worker.scheduling.batch_strategy import (
+from llamaq.worker.scheduling.batch_strategies import (
     Balanced,
     BatchStrategy,
     DecodeMaximal,

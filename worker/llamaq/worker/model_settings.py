@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, field_validator
 from pydantic_settings import NoDecode
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.protocol.embedding import Pooling
+from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.worker.cpu_cores import usable_cores
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]

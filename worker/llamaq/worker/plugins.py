@@ -1,4 +1,4 @@
-"""Loads the batch strategy and the hooks that the settings name: built-in, or from a module of the user."""
+"""Loads plugins, built-in or from a module of the user: the batch strategy and the hooks that the settings name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidSettings
 from llamaq.common.settings import ENV_PREFIX
-from llamaq.worker.scheduling.batch_strategy import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
+from llamaq.worker.scheduling.batch_strategies import Balanced, BatchStrategy, DecodeMaximal, PrefillPriority
 from llamaq.worker.scheduling.latency_target import DEFAULT_TARGET_ITL_MS, LatencyTarget
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llamaq.common.json_schema.formats import rewrite_format
-from llamaq.common.json_schema.objects import check_min_properties, rewrite_dependencies, rewrite_property_names
+from llamaq.common.json_schema.object_keywords import check_min_properties, rewrite_dependencies, rewrite_property_names
 from llamaq.common.json_schema.overlap import Overlaps
 from llamaq.common.json_schema.references import References, Schema, refused
 

@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.common.metrics.families import Family, Histogram, Labels, Samples
+from llamaq.common.metrics.metric_definitions import Family, Histogram, Labels, Samples
 
 log = logging.getLogger(__name__)
 

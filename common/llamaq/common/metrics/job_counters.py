@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from llamaq.common.errors import ErrorCode
-from llamaq.common.metrics import families as f
+from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.buckets import INFINITE
-from llamaq.common.metrics.families import Histogram, Labels, Samples
+from llamaq.common.metrics.metric_definitions import Histogram, Labels, Samples
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason
 from llamaq.common.protocol.job_request import Priority
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llamaq.common.metrics import families as f
-from llamaq.common.metrics.families import Family, Histogram, Labels, Samples
-from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.metrics import metric_definitions as f
+from llamaq.common.metrics.metric_definitions import Family, Histogram, Labels, Samples
+from llamaq.common.protocol.queue_and_worker_state import Worker
 
 
 def add_worker(samples: Samples, worker: Worker, now_ms: float) -> None:

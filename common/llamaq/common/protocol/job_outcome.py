@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from llamaq.common.protocol.embedding import Embedding
+from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.protocol.wire_model import WireModel
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypedDict
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError, WrapValidator, model_validator
 
 from llamaq.common.protocol.chat import Message, TemplateParams
-from llamaq.common.protocol.embedding import EmbeddingTask, JobKind
+from llamaq.common.protocol.embedding_task import EmbeddingTask, JobKind
 from llamaq.common.protocol.sampling import MAX_TOKEN_ID, SamplingDefaults, SamplingParams
 
 # Bounds of one request, so that one job cannot cost a worker too much memory or time. The size of the whole request

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from llamaq.common.protocol.embedding import JobKind
+from llamaq.common.protocol.embedding_task import JobKind
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

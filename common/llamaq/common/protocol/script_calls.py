@@ -17,12 +17,12 @@ from redis.exceptions import RedisError, ResponseError
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.embedding import JobKind
+from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
-from llamaq.common.protocol.script_values import (
+from llamaq.common.protocol.script_types import (
     Attempt,
     CancelCode,
     Claim,
@@ -45,7 +45,7 @@ from llamaq.common.protocol.script_values import (
     Submitted,
     TerminalWrite,
 )
-from llamaq.common.redis.redis_errors import is_job_key_error
+from llamaq.common.redis.write_refusals import is_job_key_error
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

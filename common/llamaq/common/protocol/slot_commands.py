@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from llamaq.common.protocol.snapshots import SlotSnapshot
+from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot
 from llamaq.common.protocol.wire_model import WireModel
 
 # A plain name without dots and slashes: it becomes the name of a file.

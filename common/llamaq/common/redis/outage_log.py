@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from llamaq.common.redis.redis_errors import is_full
+from llamaq.common.redis.write_refusals import is_full
 
 REPEAT_S = 60.0
 

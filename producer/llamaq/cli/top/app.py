@@ -15,10 +15,10 @@ from llamaq.cli.error_report import explain
 from llamaq.cli.exit_codes import EXIT_INTERRUPTED
 from llamaq.cli.top.dialogs import Question
 from llamaq.cli.top.header_texts import pages_text, status_text
-from llamaq.cli.top.lines import Overview, QueueLine, WorkerLine
-from llamaq.cli.top.overview import summarize
+from llamaq.cli.top.line_types import Overview, QueueLine, WorkerLine
 from llamaq.cli.top.rates import RateTracker
 from llamaq.cli.top.row_list import RowList
+from llamaq.cli.top.summarize_reading import summarize
 from llamaq.cli.top.table import Order, Table, select
 from llamaq.cli.top.table_columns import DEAD, PAGES, QUEUES, SLOTS, WAITING, WORKERS
 from llamaq.cli.top.user_actions import Command, Queues, cancel_job, pause_or_resume, retry_letter

@@ -12,10 +12,10 @@ import typer
 from llamaq.cli.common_options import RedisUrl
 from llamaq.cli.top import report
 from llamaq.cli.top.header_texts import server_name
-from llamaq.cli.top.lines import Overview
+from llamaq.cli.top.line_types import Overview
 from llamaq.cli.top.live_queues import LiveQueues
-from llamaq.cli.top.overview import summarize
 from llamaq.cli.top.rates import RateTracker
+from llamaq.cli.top.summarize_reading import summarize
 from llamaq.common.errors import InvalidRequest, MissingExtra
 from llamaq.producer import AsyncClient
 

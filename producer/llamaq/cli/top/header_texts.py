@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from llamaq.cli.top.formats import format_rate
-from llamaq.cli.top.lines import Overview
+from llamaq.cli.top.line_types import Overview
 from llamaq.cli.top.table import Order, Table
 from llamaq.cli.top.table_columns import PAGES
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamaq.cli.top.readings import QueueReading, Reading
+from llamaq.cli.top.reading_types import QueueReading, Reading
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.oldest_waiting import oldest_waiting_s
+from llamaq.common.protocol.queue_and_worker_state import RecentJob
 from llamaq.common.protocol.queue_config import QueueConfig, QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode
-from llamaq.common.protocol.snapshots import RecentJob
 from llamaq.common.redis.server_time import server_time_ms
 from llamaq.producer import AsyncClient
 from llamaq.producer.queries import dead_letters

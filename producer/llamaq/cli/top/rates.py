@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llamaq.common.protocol.snapshots import RecentJob, Worker
+from llamaq.common.protocol.queue_and_worker_state import RecentJob, Worker
 
 FINISH_WINDOW_S = 300.0
 """Jobs that ended longer ago than this do not count for the rate of a queue."""

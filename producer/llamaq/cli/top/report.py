@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from llamaq.cli.columns import show_rows
-from llamaq.cli.top.lines import Overview
+from llamaq.cli.top.line_types import Overview
 from llamaq.cli.top.table import Table
 from llamaq.cli.top.table_columns import DEAD, QUEUES, RECENT, SLOTS, WORKERS
 

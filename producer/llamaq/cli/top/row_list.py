@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from llamaq.cli.top.lines import QueueLine, RecentLine, WorkerLine
+from llamaq.cli.top.line_types import QueueLine, RecentLine, WorkerLine
 from llamaq.cli.top.table import Line, Order, Table, layout, row_text
 from llamaq.common.protocol.queue_config import QueueMode
 

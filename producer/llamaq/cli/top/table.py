@@ -9,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from llamaq.cli.top.formats import elide
-from llamaq.cli.top.lines import DeadLine, Overview, QueueLine, RecentLine, SlotLine, WaitingLine, WorkerLine
+from llamaq.cli.top.line_types import DeadLine, Overview, QueueLine, RecentLine, SlotLine, WaitingLine, WorkerLine
 
 Line = QueueLine | WorkerLine | SlotLine | WaitingLine | RecentLine | DeadLine
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llamaq.cli.top.formats import format_bytes, format_duration, format_ms, format_number, format_rate, format_share
-from llamaq.cli.top.lines import QueueLine, SlotLine, WorkerLine
+from llamaq.cli.top.line_types import QueueLine, SlotLine, WorkerLine
 from llamaq.cli.top.table import Column, Table
 
 

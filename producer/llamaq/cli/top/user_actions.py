@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from llamaq.cli.top.lines import DeadLine, QueueLine, SlotLine, WaitingLine
-from llamaq.cli.top.readings import Reading
+from llamaq.cli.top.line_types import DeadLine, QueueLine, SlotLine, WaitingLine
+from llamaq.cli.top.reading_types import Reading
 from llamaq.cli.top.table import Line
 from llamaq.common.protocol.queue_config import QueueMode
 

@@ -13,23 +13,23 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import BulkRunRefused, InvalidSettings
-from llamaq.common.protocol.embedding import JobKind, Pooling
-from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.common.protocol.embedding_task import JobKind, Pooling
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
+from llamaq.gateway.batches.finish_output_files import finish_files, write_unfinished
 from llamaq.gateway.batches.input_check import check_input
 from llamaq.gateway.batches.line_requests import LineRequests
-from llamaq.gateway.batches.outputs import finish_files, write_unfinished
 from llamaq.gateway.batches.record import Batch, BatchEndpoint, BatchStatus
+from llamaq.gateway.batches.redis_row_store import StoredRows
 from llamaq.gateway.batches.store import BatchStore, LeaseLost
-from llamaq.gateway.batches.stored_rows import StoredRows
 from llamaq.gateway.files.blocks import read_blocks
 from llamaq.gateway.http.errors import RequestRefused, code_of, message_of
 from llamaq.gateway.model_knowledge import ModelKnowledge
 from llamaq.gateway.responses.record import ResponseStore
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkState
-from llamaq.producer.bulk.bulk_run import RunParameters
 from llamaq.producer.bulk.execution import Execution
-from llamaq.producer.bulk.row_cancellation import cancel_rows_in_flight
+from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
+from llamaq.producer.bulk.run_description import RunParameters
 
 log = logging.getLogger(__name__)
 

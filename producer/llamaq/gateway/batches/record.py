@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from llamaq.common.protocol.embedding import JobKind
+from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.gateway.http.errors import RequestRefused, not_found
 from llamaq.gateway.keys.key_record import KeyRecord

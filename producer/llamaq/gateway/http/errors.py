@@ -24,7 +24,7 @@ from llamaq.common.errors import (
     RedisFull,
     SlotCommandRefused,
 )
-from llamaq.common.redis.redis_errors import is_full
+from llamaq.common.redis.write_refusals import is_full
 
 RETRY_AFTER_S = 5
 """The value of `Retry-After` where no better one is known."""

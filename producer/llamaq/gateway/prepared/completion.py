@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.gateway.model_knowledge import ModelKnowledge
-from llamaq.gateway.prompt_texts import with_tokens
+from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, AnswerSplitter
 from llamaq.producer.openai_format.endpoints import Endpoint

@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from llamaq.common.protocol.embedding import Pooling
-from llamaq.gateway.embedding_format import EmbeddingBody, embedding_list, native_embeddings, read_embedding_body
+from llamaq.common.protocol.embedding_task import Pooling
+from llamaq.gateway.embedding_and_rerank_format import (
+    EmbeddingBody,
+    embedding_list,
+    native_embeddings,
+    read_embedding_body,
+)
 from llamaq.gateway.http.errors import invalid
-from llamaq.gateway.prompt_texts import with_tokens
 from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import AsyncClient, Result
-from llamaq.producer.embeddings import INPUTS_PER_JOB, join_results, split_task
+from llamaq.producer.embed_and_rerank import INPUTS_PER_JOB, join_results, split_task
 from llamaq.producer.openai_format.request_body import read_model
 
 NOT_POOLED = (

@@ -7,14 +7,14 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.gateway.choice_stream import ChoiceStream
+from llamaq.gateway.choice_chunks import ChoiceStream
 from llamaq.gateway.context import context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.long_prompts import explaining_long_prompts
-from llamaq.gateway.permissions import generation_for, queue_for
 from llamaq.gateway.prepared.completion import FINGERPRINT, PreparedCompletion
+from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
+from llamaq.gateway.queue_access import generation_for, queue_for
 from llamaq.gateway.verbose_answers import verbose_fields
 from llamaq.producer import Result
 from llamaq.producer.openai_format.endpoints import Endpoint

@@ -9,12 +9,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaq.common.protocol.embedding import JobKind
-from llamaq.common.protocol.snapshots import Worker, WorkerCard
+from llamaq.common.protocol.embedding_task import JobKind
+from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.json_body import json_response
-from llamaq.gateway.permissions import api_key_of
+from llamaq.gateway.queue_access import api_key_of
 
 
 async def list_models(request: Request) -> Response:

@@ -14,10 +14,10 @@ from llamaq.gateway.context import Context, context_of
 from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.long_prompts import explaining_long_prompts
 from llamaq.gateway.native_format import NativeOptions, drawn_object, final_object, partial_object, read_native_body
-from llamaq.gateway.permissions import generation_for, queue_for
-from llamaq.gateway.prompt_texts import with_tokens
+from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
+from llamaq.gateway.queue_access import generation_for, queue_for
+from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import Chunk, Result
 from llamaq.producer.openai_format.logprobs import token_object, tokens_of
 from llamaq.producer.openai_format.request_body import read_model

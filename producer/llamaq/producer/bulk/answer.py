@@ -10,8 +10,8 @@ from typing import Any
 
 from llamaq.common.errors import BulkRunRefused, JobFailed, LlamaqError
 from llamaq.common.protocol.job_outcome import FinishReason, Result
-from llamaq.producer.bulk.bulk_run import RunParameters
 from llamaq.producer.bulk.row import Row
+from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.openai_format.response_body import completion_object, error_object, usage_object
 
 _LINE_START = re.compile(rb'\{"(?:line": (\d{1,18})|id": "batch_req_[A-Za-z0-9_\-]{1,64}_(\d{1,18})"),')

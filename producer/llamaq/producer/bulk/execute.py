@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 
-from llamaq.producer.bulk.bulk_run import BulkProgress, BulkRun, BulkState
 from llamaq.producer.bulk.execution import Execution, OnProgress
 from llamaq.producer.bulk.output_files import open_output
+from llamaq.producer.bulk.run_description import BulkProgress, BulkRun, BulkState
 from llamaq.producer.client import AsyncClient
 
 

@@ -29,16 +29,16 @@ from llamaq.common.errors import (
 )
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.accepted_forms import translate
 from llamaq.producer.bulk.answer import answer_line, error_line, error_of
-from llamaq.producer.bulk.bulk_run import BulkProgress, BulkState, RunParameters
 from llamaq.producer.bulk.meter import Meter
-from llamaq.producer.bulk.row import Row, read_row
-from llamaq.producer.bulk.row_store import RowStore
-from llamaq.producer.bulk.stored_results import delete_results, row_key
+from llamaq.producer.bulk.result_deletion import delete_results
+from llamaq.producer.bulk.row import Row, read_row, row_key
+from llamaq.producer.bulk.row_store_interface import RowStore
+from llamaq.producer.bulk.run_description import BulkProgress, BulkState, RunParameters
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
 from llamaq.producer.openai_format.response_body import usage_object
+from llamaq.producer.option_synonyms import translate
 from llamaq.producer.streaming.retried_reads import may_pass
 from llamaq.producer.submission import SEED_BITS, build_request
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from llamaq.common.protocol.job_outcome import JobStats
-from llamaq.producer.bulk.bulk_run import BulkProgress, BulkState
+from llamaq.producer.bulk.run_description import BulkProgress, BulkState
 
 RATE_S = 60.0
 """Rates are means over the last time of this length."""

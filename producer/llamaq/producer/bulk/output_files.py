@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from llamaq.common.errors import BulkRunRefused
 from llamaq.producer.bulk.answer import row_number_of
 from llamaq.producer.bulk.appended_file import AppendedFile, refusing_to_write
-from llamaq.producer.bulk.bulk_run import BulkRun
 from llamaq.producer.bulk.finished_rows import FinishedRows
 from llamaq.producer.bulk.input_file import (
     READ_ERRORS,
@@ -25,7 +24,8 @@ from llamaq.producer.bulk.input_file import (
     read_records,
     take_fingerprint,
 )
-from llamaq.producer.bulk.table_file import write_table
+from llamaq.producer.bulk.run_description import BulkRun
+from llamaq.producer.bulk.table_writer import write_table
 
 
 class StoredRun(BaseModel):

@@ -8,9 +8,14 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest, LlamaqError
 from llamaq.common.protocol.job_outcome import Result
-from llamaq.producer.bulk.bulk_run import RESERVED_OPTIONS, Form, RunParameters
+from llamaq.producer.bulk.run_description import RESERVED_OPTIONS, Form, RunParameters
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.request_body import read_body
+
+
+def row_key(run_id: str, number: int, index: int = 0) -> str:
+    """Return the idempotency key of a job of a row: `RUN_ID:ROW`, for its further jobs `RUN_ID:ROW.INDEX`."""
+    return f"{run_id}:{number}.{index}" if index else f"{run_id}:{number}"
 
 
 @dataclass(slots=True)

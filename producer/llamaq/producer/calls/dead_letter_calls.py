@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from llamaq.common.errors import DeadLetterNotFound
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
 from llamaq.producer import submission
-from llamaq.producer.calls.client_calls import ClientCalls
-from llamaq.producer.job import AsyncJob
+from llamaq.producer.calls.calls_base import ClientCalls
+from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queries import dead_letters
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Unpack
 
-from llamaq.common.protocol.embedding import Embedding, Normalization
-from llamaq.producer import embeddings
-from llamaq.producer.calls.client_calls import ClientCalls
-from llamaq.producer.embeddings import EmbeddingInputs, EmbeddingOptions, RankedDocument
+from llamaq.common.protocol.embedding_task import Embedding, Normalization
+from llamaq.producer import embed_and_rerank
+from llamaq.producer.calls.calls_base import ClientCalls
+from llamaq.producer.embed_and_rerank import EmbeddingInputs, EmbeddingOptions, RankedDocument
 
 
 class EmbeddingCalls(ClientCalls):
@@ -51,8 +51,8 @@ class EmbeddingCalls(ClientCalls):
             LlamaqError: The other errors of `generate`.
         """
         task = {"dimensions": dimensions, "normalization": normalization}
-        tasks = embeddings.split_task(embeddings.as_list(inputs), **task)
-        return await embeddings.compute(self.auto_cancelled, tasks, options, timeout)
+        tasks = embed_and_rerank.split_task(embed_and_rerank.as_list(inputs), **task)
+        return await embed_and_rerank.compute(self.auto_cancelled, tasks, options, timeout)
 
     async def rerank(
         self,
@@ -78,5 +78,7 @@ class EmbeddingCalls(ClientCalls):
         Raises:
             LlamaqError: The same errors as `embed`.
         """
-        tasks = embeddings.split_task(embeddings.as_list(documents), query=query)
-        return embeddings.rank(await embeddings.compute(self.auto_cancelled, tasks, options, timeout), top_n)
+        tasks = embed_and_rerank.split_task(embed_and_rerank.as_list(documents), query=query)
+        return embed_and_rerank.rank(
+            await embed_and_rerank.compute(self.auto_cancelled, tasks, options, timeout), top_n
+        )

@@ -9,11 +9,11 @@ from pydantic import JsonValue
 
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.job_snapshots import JobSummary
+from llamaq.common.protocol.job_status import JobSummary
+from llamaq.common.protocol.queue_and_worker_state import QueueDepth, QueueStats, QueueSummary, Worker
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.protocol.queue_mode import set_queue_mode
-from llamaq.common.protocol.snapshots import QueueDepth, QueueStats, QueueSummary, Worker
-from llamaq.producer.calls.client_calls import ClientCalls
+from llamaq.producer.calls.calls_base import ClientCalls
 from llamaq.producer.queries import job_list, queue_list, queue_snapshots
 
 

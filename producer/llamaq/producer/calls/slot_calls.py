@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamaq.common.protocol.slot_commands import SlotAction, SlotFile, WorkerSlots
-from llamaq.producer.calls.client_calls import ClientCalls
+from llamaq.producer.calls.calls_base import ClientCalls
 from llamaq.producer.queries import slot_commands
 
 

@@ -7,11 +7,11 @@ from typing import Any, Unpack
 
 from llamaq.common.errors import NoWorker
 from llamaq.common.protocol.job_request import JobOptions
-from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.common.settings import ClientSettings
-from llamaq.producer.answer_forms import AnswerForms
-from llamaq.producer.calls.client_calls import Messages
+from llamaq.producer.answer_form_detection import AnswerForms
+from llamaq.producer.calls.calls_base import Messages
 from llamaq.producer.calls.queue_calls import QueueCalls
 from llamaq.producer.chat_answers import ChatAnswers, read_form
 from llamaq.producer.queries import text_commands

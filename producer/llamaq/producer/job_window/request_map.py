@@ -12,8 +12,8 @@ from pydantic import Field
 from llamaq.common.errors import InvalidRequest, RequestFailed
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import Priority
-from llamaq.producer.accepted_forms import translate
 from llamaq.producer.job_window.window import JobWindow, Outcome, default_size
+from llamaq.producer.option_synonyms import translate
 from llamaq.producer.queries.queue_snapshots import read_workers
 from llamaq.producer.queue_connection import QueueConnection
 from llamaq.producer.submission import build_request

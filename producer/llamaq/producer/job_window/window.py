@@ -16,9 +16,9 @@ from llamaq.common.errors import IdempotencyConflict, JobNotFound
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.producer.job_window.end_collector import EndCollector
-from llamaq.producer.job_window.pace import Pace
 from llamaq.producer.job_window.prefix_order import PrefixOrder
-from llamaq.producer.job_window.submit_jobs import submit_jobs
+from llamaq.producer.job_window.submit_rate_limit import Pace
+from llamaq.producer.job_window.submit_window_jobs import submit_jobs
 from llamaq.producer.job_window.window_job import WindowJob
 from llamaq.producer.queue_connection import QueueConnection
 

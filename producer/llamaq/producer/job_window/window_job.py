@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from llamaq.common.protocol.job_outcome import FinishReason, Result
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.producer.job import AsyncJob
+from llamaq.producer.job_handle import AsyncJob
 
 T = TypeVar("T")
 

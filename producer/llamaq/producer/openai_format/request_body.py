@@ -13,12 +13,12 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.protocol.job_request import TENANT_PATTERN, JobRequest, Priority
-from llamaq.producer.accepted_forms import SYNONYMS
 from llamaq.producer.openai_format.chat_messages import TEMPLATE_FIELDS, read_chat
 from llamaq.producer.openai_format.endpoints import Endpoint
 from llamaq.producer.openai_format.logprobs import read_logprobs
 from llamaq.producer.openai_format.output_format import read_constraint
 from llamaq.producer.openai_format.tools import ToolChoice, read_tools
+from llamaq.producer.option_synonyms import SYNONYMS
 
 MAX_CHOICES = 128
 """Largest number of answers to one request: `n` times the number of prompts."""

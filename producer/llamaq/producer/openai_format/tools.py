@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamaq.common.errors import InvalidRequest
-from llamaq.producer.accepted_forms import SYNONYMS
 from llamaq.producer.answer_parts.answer_format import AnswerForm
-from llamaq.producer.answer_parts.call_grammar import answer_grammar
+from llamaq.producer.answer_parts.answer_grammar import answer_grammar
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
+from llamaq.producer.option_synonyms import SYNONYMS
 
 
 @dataclass(frozen=True, slots=True)

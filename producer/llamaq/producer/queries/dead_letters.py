@@ -12,7 +12,7 @@ from llamaq.common.errors import DeadLetterNotFound, InvalidRequest, JobNotFound
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import JobRequest
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails
 from llamaq.common.protocol.keys import JobId, Keys
 from llamaq.producer.queries.job_records import read_output
 

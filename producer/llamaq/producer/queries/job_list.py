@@ -14,10 +14,10 @@ from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.job_snapshots import JobSummary
+from llamaq.common.protocol.job_status import JobSummary
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.redis.server_time import server_time_ms
-from llamaq.producer.queries.due_jobs import handle_due
+from llamaq.producer.queries.handle_due_jobs import handle_due
 from llamaq.producer.queue_connection import QueueConnection
 
 PAGE = 100

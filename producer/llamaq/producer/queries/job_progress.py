@@ -10,8 +10,8 @@ from redis.exceptions import RedisError
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_outcome import JobState, JobStats
-from llamaq.common.protocol.job_snapshots import JobStatus
-from llamaq.common.protocol.snapshots import SlotSnapshot, Worker
+from llamaq.common.protocol.job_status import JobStatus
+from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot, Worker
 from llamaq.producer.queue_connection import QueueConnection
 
 

@@ -11,15 +11,15 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from llamaq.common.metrics import families as f
-from llamaq.common.metrics.families import Samples
+from llamaq.common.metrics import metric_definitions as f
 from llamaq.common.metrics.job_counters import add_job_counters, sum_partitions
+from llamaq.common.metrics.metric_definitions import Samples
 from llamaq.common.metrics.worker_samples import add_worker
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.queue_config import QueueMode
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.redis_errors import is_job_key_error
 from llamaq.common.redis.server_time import server_time_ms
+from llamaq.common.redis.write_refusals import is_job_key_error
 from llamaq.producer.queries.dead_letters import count_all
 from llamaq.producer.queries.queue_list import find_queues, summarize
 from llamaq.producer.queries.queue_snapshots import read_workers

@@ -1,4 +1,4 @@
-"""Reads the live workers of a queue and the stats of its last finished jobs."""
+"""Reads the state of a queue: its depth, its live workers, and the stats of its last finished jobs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from redis.asyncio import Redis
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_and_worker_state import QueueDepth, RecentJob, Worker
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.snapshots import QueueDepth, RecentJob, Worker
 from llamaq.common.redis.server_time import server_time_ms
-from llamaq.producer.queries.due_jobs import handle_due
+from llamaq.producer.queries.handle_due_jobs import handle_due
 from llamaq.producer.queue_connection import QueueConnection
 
 RECENT_JOBS = 100

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from llamaq.common.errors import InvalidRequest, NoWorker
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.text_commands import TextAction, TextCommand, TextReply
-from llamaq.producer.accepted_forms import translate
+from llamaq.producer.option_synonyms import translate
 from llamaq.producer.queries.worker_commands import exchange, new_command_id, worker_ids
 from llamaq.producer.queue_connection import QueueConnection
 

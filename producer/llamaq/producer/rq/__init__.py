@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamaq.producer.rq.bulk_queue import BulkQueue
+from llamaq.producer.rq.bulk_run_queue import BulkQueue
 from llamaq.producer.rq.generation import cancel_job, chat, generate
 from llamaq.producer.rq.run_status import RunState, RunStatus
 

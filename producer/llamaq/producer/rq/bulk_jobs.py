@@ -16,9 +16,9 @@ from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import BulkRunBusy, BulkRunIncomplete, LlamaqError
 from llamaq.producer import AsyncClient
 from llamaq.producer.bulk import BulkProgress, BulkRun, BulkState, drop_errors, execute
-from llamaq.producer.bulk.row_cancellation import cancel_rows_in_flight
-from llamaq.producer.rq.interruption import interruption
+from llamaq.producer.bulk.orphaned_job_cancellation import cancel_rows_in_flight
 from llamaq.producer.rq.library import DeserializationError, Job, Retry, get_current_job, import_attribute
+from llamaq.producer.rq.work_horse_stop import interruption
 
 log = logging.getLogger(__name__)
 

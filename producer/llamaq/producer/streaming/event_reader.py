@@ -13,9 +13,9 @@ from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import Event, Failed, Finished, Retried, TokenSpan
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, has_ended
-from llamaq.producer.streaming.job_listener import JobListener
+from llamaq.producer.streaming.job_listener_base import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, StoredState, read_state
-from llamaq.producer.streaming.position import Position
+from llamaq.producer.streaming.output_position import Position
 
 INBOX_EVENTS = 256
 """Largest number of live events that are queued for a slow reader. When one more arrives, the reader drops it and reads

@@ -15,7 +15,7 @@ from redis.exceptions import (
 )
 
 from llamaq.common.backoff import Backoff
-from llamaq.common.redis.redis_errors import refuses_writes
+from llamaq.common.redis.write_refusals import refuses_writes
 
 T = TypeVar("T")
 

@@ -32,14 +32,14 @@ from redis.exceptions import RedisError
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ProtocolError
-from llamaq.common.protocol.script_values import ExpireCode
+from llamaq.common.protocol.script_types import ExpireCode
 from llamaq.common.redis.connect import is_cluster, make_connection, node_of
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.redis_errors import is_job_key_error
-from llamaq.producer.streaming.deadline_watch import DeadlineWatch
-from llamaq.producer.streaming.job_listener import JobListener
+from llamaq.common.redis.write_refusals import is_job_key_error
+from llamaq.producer.streaming.due_job_watch import DeadlineWatch
+from llamaq.producer.streaming.job_listener_base import JobListener
 from llamaq.producer.streaming.job_state import STATE_FIELDS, read_state
-from llamaq.producer.streaming.look_schedule import LookSchedule
+from llamaq.producer.streaming.poll_schedule import LookSchedule
 from llamaq.producer.streaming.pubsub_connection import PubSubConnection
 
 log = logging.getLogger(__name__)

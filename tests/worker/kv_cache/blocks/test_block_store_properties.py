@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamaq.worker.core.cache_scope import PUBLIC, Scope, namespace_key
-from llamaq.worker.core.cell_buffers import Data
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import (
     BLOCK_BYTES,
     FILE_BYTES,
@@ -22,7 +22,7 @@ from llamaq.worker.kv_cache.blocks.block import (
     StoredPrefix,
     WriteBlock,
 )
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 
 ROOMY = 10**9
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamaq.common.metrics.families import QUEUE_FAMILIES, READER_FAMILIES, WORKER_FAMILIES, Family
+from llamaq.common.metrics.metric_definitions import QUEUE_FAMILIES, READER_FAMILIES, WORKER_FAMILIES, Family
 
 METRICS: dict[str, Sequence[Family]] = {
     "QueueMetrics": QUEUE_FAMILIES,

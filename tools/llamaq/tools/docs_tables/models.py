@@ -5,14 +5,12 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
-from llamaq.common.protocol.embedding import EmbeddingTask
+from llamaq.common.protocol.embedding_task import EmbeddingTask
 from llamaq.common.protocol.job_events import Failed, Finished, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
-from llamaq.common.protocol.job_snapshots import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
-from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
-from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots
-from llamaq.common.protocol.snapshots import (
+from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
+from llamaq.common.protocol.queue_and_worker_state import (
     CacheSnapshot,
     QueueDepth,
     QueueStats,
@@ -25,6 +23,8 @@ from llamaq.common.protocol.snapshots import (
     Worker,
     WorkerCard,
 )
+from llamaq.common.protocol.sampling import SamplingDefaults, SamplingParams
+from llamaq.common.protocol.slot_commands import SlotCommand, SlotFile, SlotReply, WorkerSlots
 from llamaq.common.protocol.text_commands import TextCommand, TextReply
 from llamaq.common.settings import ClientSettings, QueueSettings
 from llamaq.gateway.keys.key_record import KeyRecord

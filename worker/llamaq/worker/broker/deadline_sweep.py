@@ -13,7 +13,7 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from llamaq.common.protocol.due_jobs import MAX_DUE, end_expired
+from llamaq.common.protocol.end_expired_jobs import MAX_DUE, end_expired
 from llamaq.common.protocol.keys import Keys
 from llamaq.common.protocol.script_calls import Scripts
 

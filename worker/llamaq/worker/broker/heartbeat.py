@@ -17,11 +17,11 @@ from redis.exceptions import RedisError
 from llamaq.common.backoff import Backoff
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_and_worker_state import RecentJob, WorkerCard
 from llamaq.common.protocol.queue_depth import queue_depth
-from llamaq.common.protocol.snapshots import RecentJob, WorkerCard
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_time import server_time_ms
-from llamaq.worker.broker.worker_state import describe_worker
+from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.telemetry import EndedJob
 from llamaq.worker.engine_loop.tick_loop import TickLoop

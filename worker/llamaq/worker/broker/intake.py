@@ -17,11 +17,11 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.script_values import Claim
+from llamaq.common.protocol.script_types import Claim
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.worker.broker.arrival_order import ArrivalOrder, Place
 from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.read_order import Place, ReadOrder
 from llamaq.worker.core.job import BaseJob, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.scheduling.bulk_share import BulkShare
@@ -114,7 +114,7 @@ class Intake:
         """Time at which the running jobs are requeued, so that a waiting suspect can start. It is set when the first
         suspect begins to wait, and reset to None when other jobs are claimed."""
         self._tasks = BackgroundTasks()
-        self._order = ArrivalOrder()
+        self._order = ReadOrder()
         self._outage = OutageLog(log, "intake")
         self._n_starting = 0
         """Claimed jobs that are not registered in the outbox yet."""

@@ -1,4 +1,4 @@
-"""Reads entries of the job streams, claims their jobs, and moves unusable entries to the dead letters."""
+"""Takes jobs from a queue: reads new and abandoned entries, claims the jobs, and removes unusable entries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_calls import MAX_DEAD, Scripts
-from llamaq.common.protocol.script_values import Attempt, Claim, CrashVerdict
+from llamaq.common.protocol.script_types import Attempt, Claim, CrashVerdict
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
-from llamaq.common.redis.redis_errors import is_job_key_error, refuses_writes
+from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.telemetry import EndedJob

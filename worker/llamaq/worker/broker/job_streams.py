@@ -20,9 +20,9 @@ from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, Keys
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_values import StreamEntries
+from llamaq.common.protocol.script_types import StreamEntries
 from llamaq.common.redis.connect import is_cluster
-from llamaq.worker.broker.lease_guard import LeaseGuard
+from llamaq.worker.broker.lease_grace_period import LeaseGuard
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol.job_events import Failed
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_values import Attempt, Claim, FlushReply, Increment, TerminalWrite
+from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment, TerminalWrite
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.common.redis.redis_errors import is_full, is_job_key_error
-from llamaq.worker.broker.job_progress import Checkpoints, JobProgress, RetryDelay
+from llamaq.common.redis.write_refusals import is_full, is_job_key_error
+from llamaq.worker.broker.job_output_buffer import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, SlotAcquired, SlotLost
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox

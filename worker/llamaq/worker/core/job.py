@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.embedding import Embedding
+from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.token_logprobs import TokenLogprobs

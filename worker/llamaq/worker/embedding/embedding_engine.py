@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ErrorCode, JobRejected
-from llamaq.common.protocol.embedding import Embedding, EmbeddingTask, Normalization, Pooling
+from llamaq.common.protocol.embedding_task import Embedding, EmbeddingTask, Normalization, Pooling
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.embedding.embedding_job import Text, TextBatch, TextResult
 from llamaq.worker.engine.llama_bindings import SUCCESS, Context, Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from llamaq.common.errors import JobRejected
-from llamaq.common.protocol.embedding import Embedding
+from llamaq.common.protocol.embedding_task import Embedding
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import Priority
 from llamaq.worker.core.job import BaseJob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.embedding import EmbeddingTask, JobKind, Pooling
+from llamaq.common.protocol.embedding_task import EmbeddingTask, JobKind, Pooling
 from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.common.vocab.rerank_prompt import encode_pair

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from llamaq.common.errors import EngineError
-from llamaq.worker.core.cell_buffers import Allocate, Data, no_buffer
+from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
 from llamaq.worker.engine.llama_bindings import Context, Model
 from llamaq.worker.engine.state_format import SequenceState, StatePart, allocate_state
-from llamaq.worker.engine.swa_guards import SwaGuards
+from llamaq.worker.engine.swa_guard_sequences import SwaGuards
 
 
 class KvSequences:

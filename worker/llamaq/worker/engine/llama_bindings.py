@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaq.common.errors import EngineError, ModelError
-from llamaq.common.protocol.embedding import Pooling
+from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.worker.engine import abi_check
 from llamaq.worker.engine.load_options import ContextOptions, ModelOptions
 from llamaq.worker.engine.log_line_joiner import LogLineJoiner

@@ -10,7 +10,7 @@ import llama_cpp
 from llama_cpp import _ggml
 
 from llamaq.common.errors import ModelError
-from llamaq.common.protocol.embedding import Pooling
+from llamaq.common.protocol.embedding_task import Pooling
 
 FlashAttention = Literal["auto", "on", "off"]
 SplitMode = Literal["none", "layer", "row"]

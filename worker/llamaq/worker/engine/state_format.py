@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaq.worker.core.cell_buffers import Allocate, Data, no_buffer
+from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
 
 _HEADER = struct.Struct("<4sI")
 _PART = struct.Struct("<IIQ")

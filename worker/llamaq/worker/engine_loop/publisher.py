@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from llamaq.common.protocol.snapshots import TickStats
+from llamaq.common.protocol.queue_and_worker_state import TickStats
 from llamaq.worker.engine_loop.output_mailbox import Message
 from llamaq.worker.engine_loop.shared_state import SharedState
 

@@ -24,7 +24,7 @@ from pydantic import JsonValue
 
 from llamaq.common.metrics.buckets import BATCH_TOKENS, SHORT_TIMES_MS, BucketCounts
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
-from llamaq.common.protocol.snapshots import TickStats, TickTotals
+from llamaq.common.protocol.queue_and_worker_state import TickStats, TickTotals
 
 log = logging.getLogger(__name__)
 

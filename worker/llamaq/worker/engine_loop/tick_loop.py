@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot, TickStats
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot, TickStats
 from llamaq.worker.core.batch import TickBatch
 from llamaq.worker.core.job import BaseJob, Output
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from llamaq.worker.core.admission import Evicted
+from llamaq.worker.core.admission_record import Evicted
 from llamaq.worker.kv_cache.cached_prefix_index import Entry, PrefixCache
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixLookup

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.cell_buffers import Data
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, StoredPrefix
 from llamaq.worker.kv_cache.cached_prefix_index import Entry

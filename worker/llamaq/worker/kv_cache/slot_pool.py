@@ -1,4 +1,4 @@
-"""The slot pool records the owners of a worker's slots, sequences and KV cells."""
+"""The pool of a worker's slots: assigns slots, sequences and KV cells to jobs, and records who has which."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from llamaq.worker.core.cell_buffers import Data
+from llamaq.worker.core.saved_cells import Data
 
 TEMPORARY = ".tmp"
 """Suffix of the names of unfinished files."""

@@ -17,11 +17,11 @@ from typing import Protocol
 from llamaq.common.errors import EngineError
 from llamaq.common.protocol.job_outcome import CacheTier
 from llamaq.worker.core.cache_scope import Scope
-from llamaq.worker.core.cell_buffers import Data
-from llamaq.worker.core.sequence_ops import StateOps
+from llamaq.worker.core.saved_cells import Data
+from llamaq.worker.core.sequence_interface import StateOps
 from llamaq.worker.core.slot import Run
 from llamaq.worker.kv_cache.blocks.block import Block, DiskOperation, StoredPrefix, TokenSpan
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import Entry
 from llamaq.worker.kv_cache.offload_interface import LoadedTokens, OffloadStep
 from llamaq.worker.offload.host_arena import HostArena

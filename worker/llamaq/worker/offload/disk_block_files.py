@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from llamaq.common.errors import InvalidSettings
-from llamaq.worker.core.cell_buffers import Data
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import Block, BlockHeader, DiskOperation, WriteBlock
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.offload.atomic_files import LOCK, TEMPORARY, claim_folder, open_file, write_file
 from llamaq.worker.offload.background_thread import BackgroundThread
 from llamaq.worker.offload.disk_format import Fault, checksum, encode_header, fingerprint_key, read_data, read_header

@@ -24,8 +24,8 @@ import zlib
 from enum import StrEnum
 from typing import BinaryIO
 
-from llamaq.worker.core.cell_buffers import Data
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES
+from llamaq.worker.core.saved_cells import Data
 from llamaq.worker.kv_cache.blocks.block import FILE_BYTES, Block, BlockHeader, block_name
 from llamaq.worker.offload.atomic_files import file_size, read_up_to
 

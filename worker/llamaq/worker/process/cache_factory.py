@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine.llama_bindings import MAX_SEQUENCES, Model, has_gpu
-from llamaq.worker.kv_cache.blocks.block_store import BlockStore
+from llamaq.worker.kv_cache.blocks.block_tiers import BlockStore
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache, RadixPrefixCache
 from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
 from llamaq.worker.offload.block_transfers import BLOCK_TOKENS, BlockTransfers
@@ -14,7 +14,7 @@ from llamaq.worker.offload.disk_block_files import DiskBlockFiles
 from llamaq.worker.offload.host_arena import HostArena
 from llamaq.worker.process.cache_fingerprint import fingerprint
 from llamaq.worker.settings import WorkerSettings
-from llamaq.worker.slot_files.saved_files import SavedSlotFiles
+from llamaq.worker.slot_files.saved_slot_store import SavedSlotFiles
 
 CACHED_SEQUENCES = 64
 """Default number of cached sequences in a unified KV cache. Each further sequence costs no time, only memory: 8 bytes

@@ -18,7 +18,7 @@ from functools import partial
 
 from llamaq.common.logging_setup import configure_logging
 from llamaq.worker.process.exit_codes import EXIT_CRASHED
-from llamaq.worker.process.liveness_pipe import LivenessWriter
+from llamaq.worker.process.hang_detection_pipe import LivenessWriter
 from llamaq.worker.process.worker_process import Watch, serve
 from llamaq.worker.settings import WorkerSettings
 

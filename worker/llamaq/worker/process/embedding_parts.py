@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaq.common.errors import InvalidSettings, SlotCommandRefused
-from llamaq.common.protocol.embedding import Pooling
+from llamaq.common.protocol.embedding_task import Pooling
 from llamaq.common.protocol.slot_commands import SlotAction, SlotCommand, SlotReply
 from llamaq.worker.embedding.embedding_engine import EmbeddingEngine
 from llamaq.worker.embedding.embedding_preparer import EmbeddingPreparer

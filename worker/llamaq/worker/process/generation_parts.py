@@ -11,7 +11,7 @@ from llamaq.worker.engine.engine import Engine
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.job_preparer import JobPreparer
-from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.slot_pool import SlotPool
 from llamaq.worker.process.cache_factory import (
     choose_held_cells,
@@ -22,7 +22,7 @@ from llamaq.worker.process.cache_factory import (
 )
 from llamaq.worker.process.engine_options import context_options, load_model
 from llamaq.worker.process.model_sampling import job_defaults_for_model
-from llamaq.worker.scheduling.batch_strategy import BatchStrategy
+from llamaq.worker.scheduling.batch_strategies import BatchStrategy
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.settings import WorkerSettings

@@ -19,21 +19,21 @@ from redis.exceptions import RedisError
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import LlamaqError
 from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.snapshots import WorkerCard
 from llamaq.common.redis.connect import connect, dedicated_connection
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.server_check import log_dangers
+from llamaq.worker.broker.command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
-from llamaq.worker.broker.empty_queue import EmptyQueueWatch
+from llamaq.worker.broker.exit_when_empty import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
 from llamaq.worker.broker.intake import Intake, Preparer
 from llamaq.worker.broker.job_claims import JobClaims
-from llamaq.worker.broker.job_progress import Checkpoints, RetryDelay
+from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
-from llamaq.worker.broker.queue_membership import QueueMembership
-from llamaq.worker.broker.slot_command_inbox import TEXT_COMMANDS, CommandHandler, CommandInbox
+from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.scheduling.bulk_share import BulkShare

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llamaq.common.protocol.keys import JobId
-from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.worker.engine_loop.telemetry import REQUEST_DONE, Hook
 
 if TYPE_CHECKING:

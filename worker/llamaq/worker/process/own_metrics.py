@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from llamaq.common.metrics.families import Samples
-from llamaq.common.metrics.server import server_class
+from llamaq.common.metrics.metric_definitions import Samples
+from llamaq.common.metrics.optional_server import server_class
 from llamaq.common.metrics.worker_samples import add_worker
-from llamaq.common.protocol.snapshots import Worker
+from llamaq.common.protocol.queue_and_worker_state import Worker
 from llamaq.worker.settings import WorkerSettings
 
 

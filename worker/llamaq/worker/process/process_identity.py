@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import TypedDict
 
-from llamaq.common.protocol.snapshots import WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 
 PROC = Path("/proc")
 ENDED_STATES = frozenset("ZX")

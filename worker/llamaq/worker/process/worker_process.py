@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 from llamaq.common.errors import LlamaqError
-from llamaq.common.protocol.snapshots import Worker, WorkerCard
+from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
+from llamaq.worker.broker.heartbeat_content import describe_worker
 from llamaq.worker.broker.text_command_handler import TextCommandHandler
-from llamaq.worker.broker.worker_state import describe_worker
 from llamaq.worker.engine import gguf_vocab
 from llamaq.worker.engine.llama_bindings import has_gpu
 from llamaq.worker.engine.model_files import resolve_model_file
@@ -34,7 +34,7 @@ from llamaq.worker.process.generation_parts import GenerationParts
 from llamaq.worker.process.io_thread import IoThread
 from llamaq.worker.process.job_spans import span_hooks
 from llamaq.worker.process.model_fingerprint import fingerprint_model
-from llamaq.worker.process.model_parts import ModelParts
+from llamaq.worker.process.model_parts_interface import ModelParts
 from llamaq.worker.process.own_metrics import bind_metrics_server
 from llamaq.worker.process.process_identity import identify_this_process
 from llamaq.worker.settings import WorkerSettings

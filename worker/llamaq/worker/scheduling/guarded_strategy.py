@@ -12,7 +12,7 @@ from typing import Any
 from llamaq.common.errors import InvalidSettings
 from llamaq.worker.core.batch import Batch, DecodeToken, PrefillChunk
 from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
-from llamaq.worker.scheduling.batch_strategy import (
+from llamaq.worker.scheduling.batch_strategies import (
     Balanced,
     BatchStrategy,
     DecodeMaximal,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llamaq.worker.core.batch import Batch
 from llamaq.worker.core.slot import Slot
-from llamaq.worker.scheduling.batch_strategy import BuiltInStrategy, decode_tokens, prefill_chunks
+from llamaq.worker.scheduling.batch_strategies import BuiltInStrategy, decode_tokens, prefill_chunks
 from llamaq.worker.scheduling.tick_times import TickTime, TickTimeModel
 
 DEFAULT_TARGET_ITL_MS = 50.0

@@ -25,17 +25,17 @@ from collections.abc import Callable, Iterable
 from llamaq.common.errors import ErrorCode, InvalidSettings, JobRejected
 from llamaq.common.protocol.job_outcome import FinishReason
 from llamaq.common.protocol.job_request import Priority
-from llamaq.common.protocol.snapshots import CacheSnapshot, SlotSnapshot
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
 from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired, SlotLost
 from llamaq.worker.core.slot import COMPUTING, Slot, SlotState
 from llamaq.worker.kv_cache.eviction import Room
-from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.bulk_share import BulkShare
+from llamaq.worker.scheduling.finished_job_stats import measure
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
-from llamaq.worker.scheduling.job_stats import measure
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.tick_times import TickTime, TickTimer
 from llamaq.worker.scheduling.waiting_queue import WaitingQueue

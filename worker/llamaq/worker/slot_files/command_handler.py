@@ -20,7 +20,7 @@ from llamaq.worker.engine_loop.tick_loop import TickLoop
 from llamaq.worker.offload.background_thread import BackgroundThread
 from llamaq.worker.slot_files.engine_thread_operations import SlotOperations
 from llamaq.worker.slot_files.restore_slot import SlotRestore
-from llamaq.worker.slot_files.saved_files import SavedSlot, SavedSlotFiles, SavedSlotInfo
+from llamaq.worker.slot_files.saved_slot_store import SavedSlot, SavedSlotFiles, SavedSlotInfo
 from llamaq.worker.slot_files.slot_state_parts import SlotStatePart, join_parts, split_parts
 
 log = logging.getLogger(__name__)

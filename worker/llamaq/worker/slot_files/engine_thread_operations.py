@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from llamaq.common.errors import SlotCommandRefused
-from llamaq.common.protocol.snapshots import SlotSnapshot
+from llamaq.common.protocol.queue_and_worker_state import SlotSnapshot
 from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
-from llamaq.worker.core.sequence_ops import SlotStateOps
+from llamaq.worker.core.sequence_interface import SlotStateOps
 from llamaq.worker.core.slot import Slot
 from llamaq.worker.kv_cache.cached_prefix_index import Entry
-from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.slot_files.restore_slot import SlotRestore, SlotRestorer
 from llamaq.worker.slot_files.save_slot import SlotSave, SlotSaver

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from llamaq.worker.core.cell_buffers import Data
+from llamaq.worker.core.saved_cells import Data
 
 _PART = struct.Struct("<QQQ")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamaq.common.errors import EngineError
-from llamaq.worker.core.cell_buffers import Allocate, Data, no_buffer
+from llamaq.worker.core.saved_cells import Allocate, Data, no_buffer
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"fake"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from llamaq.worker.core.job import Output
 from llamaq.worker.kv_cache.cached_prefix_index import NullPrefixCache, PrefixCache
-from llamaq.worker.kv_cache.kv_memory import KvMemory
+from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.offload_interface import Offload
 from llamaq.worker.kv_cache.slot_pool import SlotPool
-from llamaq.worker.scheduling.batch_strategy import BatchStrategy, DecodeMaximal
+from llamaq.worker.scheduling.batch_strategies import BatchStrategy, DecodeMaximal
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy, TickLimits
 from llamaq.worker.scheduling.scheduler import Scheduler
 from llamaq.worker.testing.fake_engine import FakeEngine

@@ -19,9 +19,9 @@ from llguidance import LLMatcher
 
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.json_schema.rewriting import rewrite_schema
-from llamaq.common.protocol.schema_options import SCHEMA_OPTIONS
+from llamaq.common.protocol.llguidance_options import SCHEMA_OPTIONS
 from llamaq.common.vocab.llama_vocab import Vocab
-from llamaq.worker.generation.grammar.gbnf import gbnf_to_lark, lark_string
+from llamaq.worker.generation.grammar.gbnf_to_lark import gbnf_to_lark, lark_string
 from llamaq.worker.generation.grammar.large_stack import STACK_BYTES, on_large_stack
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 

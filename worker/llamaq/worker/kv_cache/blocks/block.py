@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llamaq.common.protocol.job_outcome import CacheTier
-from llamaq.worker.core.cell_buffers import Data, footprint
 from llamaq.worker.core.packed_tokens import TOKEN_BYTES, common_prefix
+from llamaq.worker.core.saved_cells import Data, footprint
 
 ROOT_NAME = bytes(32)
 """Name of the root of the tree. The root is the parent of every first block."""

@@ -1,0 +1,109 @@
+"""Rewrites the keywords of JSON schemas for object properties that llguidance lacks with those that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llamaq.common.json_schema.formats import PATTERNS
+from llamaq.common.json_schema.references import References, Schema, refused
+
+DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
+_NAME_FORMATS: Mapping[str, str] = MappingProxyType(
+    {
+        "uuid": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
+        "date": "^[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$",
+        **PATTERNS,
+    }
+)
+_ANNOTATIONS = frozenset({"type", "title", "description", "examples", "default", "$comment"})
+
+
+def rewrite_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without the keywords that depend on whether a property exists.
+
+    Each becomes two cases: the property is missing, or it exists and the rest must hold.
+    """
+    cases = [
+        {"anyOf": [{"properties": {name: False}}, _with_property(name, value)]}
+        for keyword in DEPENDENCIES
+        if isinstance(schema.get(keyword), dict)
+        for name, value in schema[keyword].items()
+    ]
+    if not cases:
+        return schema
+    rest = {key: value for key, value in schema.items() if key not in DEPENDENCIES}
+    earlier = rest.get("allOf")
+    return {**rest, "allOf": [*(earlier if isinstance(earlier, list) else []), *cases]}
+
+
+def _with_property(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, list):
+        return {"required": [name, *(other for other in value if other != name)]}
+    return {"allOf": [{"required": [name]}, value]}
+
+
+def rewrite_property_names(schema: dict[str, Any], references: References) -> dict[str, Any]:
+    """Return a schema that names its properties, or has a pattern for them, in place of `propertyNames`.
+
+    The schema is returned unchanged if that is not possible.
+    """
+    if "propertyNames" not in schema or schema.get("patternProperties"):
+        return schema
+    names = schema["propertyNames"]
+    if isinstance(names, dict) and "$ref" in names:
+        names = references.resolve(names["$ref"])
+    rest = {key: value for key, value in schema.items() if key != "propertyNames"}
+    if names is True or (isinstance(names, dict) and names.keys() <= _ANNOTATIONS):
+        return rest
+    if not isinstance(names, dict):
+        return schema
+    known = schema.get("properties")
+    known = known if isinstance(known, dict) else {}
+    other: Schema = schema.get("additionalProperties", {})
+    allowed = list(_allowed_names(names))
+    if allowed:
+        return {**rest, "properties": {name: known.get(name, other) for name in allowed}, "additionalProperties": False}
+    pattern = _name_pattern({key: value for key, value in names.items() if key not in _ANNOTATIONS})
+    if known or pattern is None:
+        return schema
+    return {**rest, "patternProperties": {pattern: other}, "additionalProperties": False}
+
+
+def _allowed_names(names: dict[str, Any]) -> Iterator[str]:
+    values = [names["const"]] if "const" in names else names.get("enum")
+    if isinstance(values, list):
+        yield from (value for value in values if isinstance(value, str))
+
+
+def _name_pattern(names: dict[str, Any]) -> str | None:
+    """Return a regular expression for names that one keyword or their length describes, or None."""
+    if names.keys() == {"pattern"} and isinstance(names["pattern"], str):
+        return str(names["pattern"])
+    if names.keys() == {"format"}:
+        return _NAME_FORMATS.get(names["format"])
+    if names.keys() <= {"minLength", "maxLength"} and all(isinstance(length, int) for length in names.values()):
+        return f"^[^\\x00-\\x1f]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    return None
+
+
+def check_min_properties(schema: dict[str, Any], place: str) -> None:
+    """Refuse a `minProperties` that an output could miss because it has a key twice.
+
+    A grammar cannot remember keys that the schema does not name.
+
+    Raises:
+        ValueError: At most one key more than those in `required` can be demanded.
+    """
+    n_least = schema.get("minProperties")
+    if not isinstance(n_least, int):
+        return
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    required = schema.get("required")
+    n_most = 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)
+    if n_least > n_most and not is_closed:
+        message = (
+            f"is not supported above {n_most}, because a key may occur twice: name the properties, and require them"
+        )
+        raise refused("minProperties", place, message)

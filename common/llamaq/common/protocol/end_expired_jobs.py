@@ -1,0 +1,41 @@
+"""Ends the jobs whose deadline has passed. Workers do it all the time, and clients before they count or list jobs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.script_calls import Scripts
+from llamaq.common.redis.write_refusals import refuses_writes
+
+log = logging.getLogger(__name__)
+
+MAX_DUE = 100
+"""Upper bound on the jobs that one search finds in each partition, for each of its two tasks."""
+
+
+async def end_expired(
+    redis: Redis, scripts: Scripts, keys: Keys, queue: str, partition: int, job_ids: Sequence[str]
+) -> None:
+    """End the jobs that `Scripts.due_jobs` has found.
+
+    If an id is not that of a valid job, because another client of Redis wrote it or overwrote the job, the id is
+    removed from the deadlines of the partition.
+
+    Raises:
+        RedisError: Redis is unreachable, or refused a write.
+    """
+    for job_id in job_ids:
+        try:
+            if await scripts.expire(job_id) == "ended":
+                log.info("job.expired id=%s", job_id)
+        except (ResponseError, InvalidRequest) as exc:
+            if isinstance(exc, ResponseError) and refuses_writes(exc):
+                raise
+            log.warning("job.cannot_expire id=%s error=%s", job_id, exc)
+            await redis.zrem(keys.deadlines(queue, partition), job_id)

@@ -1,0 +1,254 @@
+"""The values that the Lua scripts get and return, as Python objects. `script_calls` sends and receives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from llamaq.common.protocol.embedding_task import JobKind
+from llamaq.common.protocol.job_events import Event, Failed, Finished
+from llamaq.common.protocol.job_outcome import FinishReason
+from llamaq.common.protocol.job_request import JobRequest, Priority
+from llamaq.common.protocol.keys import JobId
+
+StreamEntries = list[tuple[bytes, dict[bytes, bytes]]]
+"""The id and the fields of each entry of one stream."""
+ClaimCode = Literal["gone", "done", "ended", "stale", "paused", "left"]
+"""Why a job was not claimed; claim.lua explains the values."""
+FlushCode = Literal["ok", "cancel", "lost"]
+"""What a worker must do with a job after a flush; flush.lua explains the values."""
+CancelCode = Literal["gone", "done", "cancelled", "requested", "running"]
+"""The effect of a call of `cancel`; cancel.lua explains the values."""
+ExpireCode = Literal["none", "ended", "given"]
+"""The effect of a call of `expire`; expire.lua explains the values."""
+PriorityCode = Literal["gone", "done", "running", "changed"]
+"""The effect of a call of `set_priority`; set_priority.lua explains the values."""
+CrashVerdict = Literal["ok", "suspect", "dead", "stale"]
+"""What a worker must do with a reclaimed job; check_crash.lua explains the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The reply to an accepted submit.
+
+    Attributes:
+        job_id: Id of the job.
+        existing: Whether an earlier job has the same idempotency key. Then `job_id` names the earlier job.
+    """
+
+    job_id: str
+    existing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRefused:
+    """The reply to a submit into a full queue.
+
+    Attributes:
+        depth: Number of waiting jobs in the partition.
+        max_queue: Number of waiting jobs that the workers allow.
+    """
+
+    depth: int
+    max_queue: int
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPartitions:
+    """The reply to a submit if client and queue have different numbers of partitions.
+
+    Attributes:
+        partitions: Number of partitions of the queue.
+    """
+
+    partitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitConflict:
+    """The reply to a submit whose idempotency key belongs to a job with another request.
+
+    Attributes:
+        job_id: Id of the job that has the key.
+    """
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDraining:
+    """The reply to a submit into a queue that is draining."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherKind:
+    """The reply to a submit of a job that the workers of the queue do not run.
+
+    Attributes:
+        kind: What the jobs of the queue compute.
+    """
+
+    kind: JobKind
+
+
+SubmitReply = Submitted | SubmitRefused | SubmitConflict | SubmitDraining | OtherPartitions | OtherKind
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job to submit.
+
+    Attributes:
+        job_id: Id of the new job.
+        request: The request.
+        payload: The same request, encoded.
+    """
+
+    job_id: JobId
+    request: JobRequest
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An entry of a job stream that a worker has read."""
+
+    job_id: str
+    stream: str
+    entry_id: str
+
+    @property
+    def priority(self) -> Priority:
+        """The priority of the stream, which is that of the job."""
+        return Priority.INTERACTIVE if self.stream.endswith(f":{Priority.INTERACTIVE}") else Priority.BULK
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt that has begun.
+
+    Attributes:
+        number: Number of the attempt. Every write contains it; Redis refuses writes of older attempts.
+        request: The encoded request.
+        generated: Number of tokens that earlier attempts stored.
+        waited_ms: Milliseconds from submit to this claim, or from the time for which the job was submitted.
+        queue_ms: Milliseconds from then to the first slot of the job. None: it had no slot so far.
+        slot_ms: Milliseconds that earlier attempts had a slot.
+        left_ms: Milliseconds from this claim to the deadline of the job. None: it has no deadline.
+        retries_left: Number of times that the job may be retried after a failure. None: it has the option `retries=0`.
+        token_times: The times of the tokens that earlier attempts stored, as `TokenTimes.encode` returns them.
+    """
+
+    number: int
+    request: bytes
+    generated: int
+    waited_ms: float
+    queue_ms: float | None
+    slot_ms: float
+    left_ms: float | None
+    retries_left: int | None
+    token_times: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """The tokens that one job generated since its last flush.
+
+    Attributes:
+        job_id: Id of the job.
+        attempt: Number of the attempt.
+        stream: Job stream that the job was read from.
+        entry_id: Id of the job's entry in that stream.
+        offset: Number of tokens of the job before the first token of this increment.
+        count: Number of tokens in this increment.
+        payload: The encoded event `tokens`; empty if there are no new tokens.
+        publish: Whether subscribers receive the event. False: it is only stored.
+        has_started: Whether the job has a slot, or had one in this attempt.
+        has_slot: Whether the job has a slot now. A job without one becomes `queued` when all its tokens are stored.
+        slot_ms: Milliseconds that the job has had a slot, over all attempts.
+        token_times: The times of all tokens of the job so far, as `TokenTimes.encode` returns them.
+    """
+
+    job_id: str
+    attempt: int
+    stream: str
+    entry_id: str
+    offset: int
+    count: int
+    payload: bytes
+    publish: bool = True
+    has_started: bool = True
+    has_slot: bool = True
+    slot_ms: int = 0
+    token_times: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReply:
+    """The reply to the increment of one job.
+
+    Attributes:
+        code: What the worker must do with the job.
+        stored: Number of tokens of the job that Redis has now.
+        listeners: Number of subscribers of the job.
+        refusal: Error text of Redis if it refused to store the event; otherwise empty.
+    """
+
+    code: FlushCode
+    stored: int
+    listeners: int
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEnd:
+    """How a job has ended. Exactly one of the fields is set.
+
+    Attributes:
+        finish_reason: Why the job ended without an error.
+        error_code: The code of a failed job.
+    """
+
+    finish_reason: FinishReason | None
+    error_code: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalWrite:
+    """The last write to a job.
+
+    Attributes:
+        event: The terminal event, `Finished` or `Failed`.
+        fields: Fields of the job's hash that store the result or the error.
+        dead_reason: Why the failed job becomes a dead letter. Empty: it does not.
+    """
+
+    event: Event
+    fields: Mapping[str, bytes | str]
+    dead_reason: str = ""
+
+    @property
+    def status(self) -> str:
+        return "finished" if isinstance(self.event, Finished) else "failed"
+
+    @property
+    def end(self) -> StoredEnd:
+        if isinstance(self.event, Finished):
+            return StoredEnd(self.event.finish_reason, None)
+        return StoredEnd(None, self.event.code if isinstance(self.event, Failed) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class DueJobs:
+    """The jobs of a partition that are due.
+
+    Attributes:
+        now_ms: The time of the server in milliseconds since the epoch.
+        n_given: Number of due jobs that got their entry in the job stream from this call.
+        expired: Ids of jobs whose deadline has passed. `expire` ends them.
+    """
+
+    now_ms: int
+    n_given: int
+    expired: list[str]

@@ -1,0 +1,177 @@
+"""Requests for embeddings and rankings, and their answers, in the forms of OpenAI, llama-server, Jina and TEI."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.embedding_task import MAX_DIMENSIONS, Embedding, Normalization
+from llamaq.common.protocol.sampling import MAX_TOKEN_ID
+from llamaq.producer.embed_and_rerank import RankedDocument
+
+MAX_INPUTS = 2048
+"""Largest number of texts in one request, as in OpenAI's API."""
+NORMALIZATIONS = {
+    -1: Normalization.NONE,
+    0: Normalization.MAX_ABSOLUTE,
+    1: Normalization.TAXICAB,
+    2: Normalization.EUCLIDEAN,
+}
+"""The values of llama-server's `embd_normalize`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingBody:
+    """What a request for embeddings asks for."""
+
+    inputs: Any
+    """The inputs as the request has them; lists may mix texts and tokens."""
+    is_native: bool
+    """Whether the request has llama-server's field `content`, which means an answer in its own form."""
+    dimensions: int | None
+    normalization: Normalization | None
+    is_base64: bool
+
+
+def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
+    """Return what a request for embeddings asks for.
+
+    Raises:
+        InvalidRequest: A field is wrong. The message names it.
+    """
+    name = "input" if "input" in body else "content"
+    if name not in body:
+        raise InvalidRequest("input: a text, token ids, or a list of these is required")
+    encoding = body.get("encoding_format") or "float"
+    if encoding not in ("float", "base64"):
+        raise InvalidRequest("encoding_format: float or base64 is required")
+    dimensions = body.get("dimensions")
+    if dimensions is not None and (not _is_int(dimensions) or not 1 <= dimensions <= MAX_DIMENSIONS):
+        raise InvalidRequest(f"dimensions: a number from 1 to {MAX_DIMENSIONS} is required")
+    how = body.get("embd_normalize", 2)
+    if not _is_int(how) or how not in NORMALIZATIONS:
+        raise InvalidRequest("embd_normalize: -1, 0, 1 or 2 is required")
+    inputs = _listed(body[name], name)
+    return EmbeddingBody(inputs, name == "content", dimensions, NORMALIZATIONS[how], encoding == "base64")
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    """Return the inputs of a request as a list. A list with a token id is one input."""
+    if not isinstance(value, list) or any(_is_int(each) for each in value):
+        return [_input(value, name)]
+    if not 1 <= len(value) <= MAX_INPUTS:
+        raise InvalidRequest(f"{name}: 1 to {MAX_INPUTS} texts are required")
+    return [_input(each, f"{name}.{index}") for index, each in enumerate(value)]
+
+
+def _input(value: Any, place: str) -> Any:
+    """Return one input. A list of content parts becomes a text."""
+    if isinstance(value, Mapping) and "content" in value:
+        return _joined(value["content"], f"{place}.content")
+    if isinstance(value, Mapping) and isinstance(value.get("prompt_string"), str) and "multimodal_data" not in value:
+        return value["prompt_string"]
+    if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_text_or_token, value))):
+        return value
+    raise InvalidRequest(f"{place}: a text or a list of token ids is required")
+
+
+def _joined(parts: Any, place: str) -> str:
+    """Return the text of content parts."""
+    if not isinstance(parts, list) or not parts or not all(map(_is_text_part, parts)):
+        raise InvalidRequest(f"{place}: parts of the form {{'type': 'text', 'text': …}} are required")
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_text_or_token(value: Any) -> bool:
+    return isinstance(value, str) or (_is_int(value) and 0 <= value <= MAX_TOKEN_ID)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def embedding_list(embeddings: Sequence[Embedding], model: str, *, is_base64: bool) -> dict[str, Any]:
+    """Return the answer of OpenAI's API."""
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(each) if is_base64 else each.vector}
+        for index, each in enumerate(embeddings)
+    ]
+    return {"object": "list", "model": model, "data": data, "usage": _usage(each.n_tokens for each in embeddings)}
+
+
+def native_embeddings(embeddings: Sequence[Embedding]) -> list[dict[str, Any]]:
+    """Return the answer of llama-server's own endpoint: a list of vectors for each input."""
+    return [{"index": index, "embedding": each.vectors} for index, each in enumerate(embeddings)]
+
+
+def _encoded(embedding: Embedding) -> str:
+    return base64.b64encode(embedding.data).decode()
+
+
+def _usage(numbers: Any) -> dict[str, int]:
+    total = sum(numbers)
+    return {"prompt_tokens": total, "total_tokens": total}
+
+
+@dataclass(frozen=True, slots=True)
+class RankingBody:
+    """What a request for a ranking asks for."""
+
+    query: str
+    documents: Sequence[str]
+    is_tei: bool
+    """Whether the request has the form of Text Embeddings Inference."""
+    top_n: int | None
+    returns_text: bool
+
+
+def read_ranking_body(body: Mapping[str, Any]) -> RankingBody:
+    """Return what a request for a ranking asks for.
+
+    Raises:
+        InvalidRequest: A field is wrong. The message names it.
+    """
+    query = body.get("query")
+    if not isinstance(query, str):
+        raise InvalidRequest("query: a text is required")
+    is_tei = "texts" in body
+    name = "texts" if is_tei else "documents"
+    given = body.get(name)
+    documents = [_document(each) for each in given] if isinstance(given, list) else []
+    if not 1 <= len(documents) <= MAX_INPUTS or None in documents:
+        raise InvalidRequest(f"{name}: a list of 1 to {MAX_INPUTS} texts is required")
+    top_n = body.get("top_n")
+    if top_n is not None and (not _is_int(top_n) or top_n < 1):
+        raise InvalidRequest("top_n: a number of at least 1 is required")
+    returns_text = bool(body.get("return_text" if is_tei else "return_documents"))
+    return RankingBody(query, [each for each in documents if each is not None], is_tei, top_n, returns_text)
+
+
+def _document(value: Any) -> str | None:
+    text = value.get("text") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def ranking_object(
+    ranking: Sequence[RankedDocument], body: RankingBody, model: str, n_tokens: int
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return the answer to a request for a ranking, the best document first."""
+    if body.is_tei:
+        return [
+            {"index": one.index, "score": one.score}
+            | ({"text": body.documents[one.index]} if body.returns_text else {})
+            for one in ranking
+        ]
+    results = [
+        {"index": one.index, "relevance_score": one.score}
+        | ({"document": {"text": body.documents[one.index]}} if body.returns_text else {})
+        for one in ranking
+    ]
+    return {"object": "list", "model": model, "results": results, "usage": _usage([n_tokens])}

@@ -1,0 +1,140 @@
+"""Chooses the queue of a request, which its API key must allow, and the options that key and headers give its jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from starlette.requests import Request
+
+from llamaq.common.protocol.embedding_task import JobKind
+from llamaq.common.protocol.job_request import TRACEPARENT_PATTERN
+from llamaq.gateway.context import context_of
+from llamaq.gateway.generation import Generation
+from llamaq.gateway.http.errors import RequestRefused, invalid
+from llamaq.gateway.keys.key_record import KeyRecord
+from llamaq.gateway.queue_directory import queue_of
+from llamaq.producer import AsyncClient
+from llamaq.producer.trace_context import current_traceparent
+
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+MAX_IDEMPOTENCY_CHARS = 255
+DELAYS = ("delay_s", "run_at")
+"""Job options that only a response in the background may have: another request would keep its connection open."""
+
+
+def api_key_of(request: Request) -> KeyRecord | None:
+    """Return the API key of a request. None: the server requires none."""
+    record: KeyRecord | None = getattr(request.state, "api_key", None)
+    return record
+
+
+async def queue_for(request: Request, model: str | None, *, is_kept: bool = False) -> AsyncClient:
+    """Return the client of the queue that a request means by its `model`.
+
+    Args:
+        request: The request.
+        model: The `model` of the request. None: it has none.
+        is_kept: Whether the results of the jobs of this client are stored for `response_ttl_s`.
+
+    Raises:
+        RequestRefused: There is no such queue, or the API key of the request does not allow it.
+        NoWorker: The queue has no live worker, and requests do not wait for one.
+    """
+    client = await context_of(request).queues.find(model, is_kept=is_kept)
+    key = api_key_of(request)
+    if key is not None and not key.allows(client.queue):
+        raise RequestRefused(
+            HTTPStatus.FORBIDDEN,
+            f"model: the API key {key.name!r} does not allow the queue {client.queue!r}",
+            code="queue_not_allowed",
+            param="model",
+        )
+    return client
+
+
+async def queue_of_kind(request: Request, model: str | None, kind: JobKind) -> AsyncClient:
+    """Return the client of the queue that a request means by its `model`, for jobs of a kind.
+
+    If the request names no queue and the default queue runs jobs of another kind, the first other queue that runs them
+    is meant.
+
+    Raises:
+        RequestRefused: As in `queue_for`.
+        NoWorker: As in `queue_for`.
+    """
+    client = await queue_for(request, model)
+    served = await context_of(request).queues.served()
+    if model is not None and queue_of(model, "", served):
+        return client  # if the queue is of another kind, the submit says so
+    key = api_key_of(request)
+    allowed = [queue for queue in served if key is None or key.allows(queue)]
+    fitting = [queue for queue in allowed if any(worker.card.kind is kind for worker in served[queue])]
+    return client if not fitting or client.queue in fitting else await queue_for(request, fitting[0])
+
+
+def generation_for(
+    request: Request,
+    client: AsyncClient,
+    jobs: Sequence[dict[str, Any]],
+    *,
+    is_kept: bool = False,
+    is_background: bool = False,
+) -> Generation:
+    """Return the jobs of a request, with what its API key and its headers decide.
+
+    The header `Idempotency-Key` makes a repeated request find its jobs again. The jobs belong to the span of the header
+    `traceparent`, unless the server makes spans of its own.
+
+    Args:
+        request: The request.
+        client: The client of the queue.
+        jobs: The arguments of `submit` for each job.
+        is_kept: Whether the jobs run to their end although the client is gone.
+        is_background: Whether the client need not wait for the answer. Only such jobs may have a delay.
+
+    Raises:
+        RequestRefused: The header `Idempotency-Key` is not valid, or a job has a delay that it may not have.
+    """
+    if not is_background:
+        _refuse_delays(jobs)
+    key, trace = api_key_of(request), _trace_of(request)
+    allowed = [{**trace, **(job if key is None else key.job_options(job))} for job in jobs]
+    own_key = _idempotency_key(request, key, is_kept=is_kept)
+    return Generation(client, allowed, own_key, max_tokens=context_of(request).settings.default_max_tokens)
+
+
+def _refuse_delays(jobs: Sequence[dict[str, Any]]) -> None:
+    """Refuse jobs with a delay.
+
+    Raises:
+        RequestRefused: A job has a delay.
+    """
+    if given := next((name for job in jobs for name in DELAYS if job.get(name) is not None), None):
+        raise invalid(f"{given}: this request waits for its answer; use /v1/responses with `background`: true", given)
+
+
+def _trace_of(request: Request) -> dict[str, str]:
+    """Return the job option `traceparent`, if a header names the span of the caller. Other forms of it are ignored."""
+    given = request.headers.get("traceparent", "")
+    is_used = re.fullmatch(TRACEPARENT_PATTERN, given) and current_traceparent() is None
+    return {"traceparent": given} if is_used else {}
+
+
+def _idempotency_key(request: Request, key: KeyRecord | None, *, is_kept: bool) -> str | None:
+    """Return the key of the jobs of a request. None: they belong to this request alone.
+
+    The jobs of a kept request have a key of their own, because jobs with a key are never cancelled.
+    """
+    given = request.headers.get(IDEMPOTENCY_HEADER)
+    if given is None:
+        return f"kept-{secrets.token_hex(16)}" if is_kept else None
+    if not 0 < len(given) <= MAX_IDEMPOTENCY_CHARS:
+        raise invalid(f"{IDEMPOTENCY_HEADER}: 1 to {MAX_IDEMPOTENCY_CHARS} characters are required", IDEMPOTENCY_HEADER)
+    # The same key of another caller, or at another endpoint, means another request.
+    parts = (key.name if key else "", request.url.path, given)
+    return "http-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,112 @@
+"""Grammars for answers with reasoning, tool calls and constrained content.
+
+A job that demands a call, or whose content must match a JSON schema, would otherwise have no room for the reasoning
+that the model writes first, or for a call instead of the content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.json_schema.rewriting import rewrite_schema
+from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
+from llamaq.common.protocol.llguidance_options import SCHEMA_OPTIONS
+from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
+
+_ARGUMENTS = {AnswerFormat.LLAMA3: "parameters"}
+"""The name of the arguments in the object of a call, where it is not `arguments`."""
+
+
+def answer_grammar(
+    form: AnswerForm, tools: Sequence[dict[str, Any]], schema: dict[str, Any] | None = None, *, parallel: bool = True
+) -> str:
+    """Return a Lark grammar of llguidance for answers that call tools, or whose content matches a schema.
+
+    Args:
+        form: The form of the answer.
+        tools: The tools that may be called, in the form of the OpenAI API. Empty: none.
+        schema: JSON schema of the content. None: the answer is a call.
+        parallel: Whether several calls are allowed.
+
+    Raises:
+        InvalidRequest: A schema is too large, or has a keyword that is not supported.
+    """
+    if form.format is AnswerFormat.HARMONY:
+        return _harmony_grammar(tools, schema)
+    ends = [*(["calls"] if tools else []), *([] if schema is None else ["content"])]
+    rules = [*_reasoning(form, " | ".join(ends))]
+    if tools:
+        rules += _calls(form.format, tools, parallel=parallel)
+    if schema is not None:
+        rules.append(f"content: {_json(schema)}")
+    return "\n".join(rules)
+
+
+def _reasoning(form: AnswerForm, rest: str) -> list[str]:
+    """Return the first rules of a grammar: reasoning, if there may be any, and the rest."""
+    if not form.reasoning_open or form.has_reasoned:
+        return [f"start: {rest}"]
+    reasoning = "reasoning" if form.starts_in_reasoning else f"({json.dumps(form.reasoning_open)} reasoning)?"
+    return [
+        f"start: {reasoning} SPACE? ({rest})",
+        f"reasoning[suffix={json.dumps(form.reasoning_close)}]: /(.|\\n)*/",
+        "SPACE: /[ \\n]{1,4}/",
+    ]
+
+
+def _calls(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, parallel: bool) -> list[str]:
+    match answer_format:
+        case AnswerFormat.HERMES | AnswerFormat.XML:
+            more = ' ("\\n" call)*' if parallel else ""
+            call = 'call: "<tool_call>\\n" object "\\n</tool_call>"'
+            return [f"calls: call{more}", call, *_objects(answer_format, tools)]
+        case AnswerFormat.MISTRAL:
+            more = "(/, ?/ object)*" if parallel else ""
+            return [f'calls: "[TOOL_CALLS][" object {more} "]"', *_objects(answer_format, tools)]
+    return ["calls: object", *_objects(answer_format, tools)]
+
+
+def _objects(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the rule `object`: an object with the name of a tool, and arguments that match its schema.
+
+    Each schema is a grammar of its own, so that its references find their definitions.
+    """
+    key = json.dumps(_ARGUMENTS.get(answer_format, "arguments"))
+    rules = [f"object: {' | '.join(f'object{number}' for number in range(len(tools)))}"]
+    for number, (name, parameters) in enumerate(map(_function, tools)):
+        opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, {key}: '
+        rules.append(f'object{number}: {json.dumps(opening, ensure_ascii=False)} arguments{number} "}}"')
+        rules.append(f"arguments{number}: {_json(parameters)}")
+    return rules
+
+
+def _harmony_grammar(tools: Sequence[dict[str, Any]], schema: dict[str, Any] | None) -> str:
+    """Return a grammar for reasoning in the channel `analysis`, which may be left out, and one call or the content."""
+    names = [f"call{number}" for number in range(len(tools))]
+    rules = [
+        f'{rule}: <|channel|> "commentary to=functions.{name} " <|constrain|> "json" <|message|> arguments{number}\n'
+        f"arguments{number}: {_json(parameters)}\n"
+        for number, (rule, (name, parameters)) in enumerate(zip(names, map(_function, tools), strict=True))
+    ]
+    if schema is not None:
+        names.append("content")
+        rules.append(f'content: <|channel|> "final" <|message|> object\nobject: {_json(schema)}\n')
+    start = 'start: (<|channel|> "analysis" <|message|> TEXT <|end|> <|start|> "assistant")? rest\nTEXT: /(.|\\n)*/\n'
+    return f"{start}rest: {' | '.join(names)}\n{''.join(rules)}"
+
+
+def _json(schema: dict[str, Any]) -> str:
+    if len(json.dumps(schema)) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"a JSON schema is larger than {MAX_GRAMMAR_BYTES} bytes")
+    try:
+        return f"%json {json.dumps({**rewrite_schema(schema), 'x-guidance': SCHEMA_OPTIONS})}"
+    except ValueError as exc:
+        raise InvalidRequest(f"a JSON schema cannot be used: {exc}") from exc
+
+
+def _function(tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    function = tool["function"]
+    return function["name"], function.get("parameters") or {"type": "object"}

@@ -1,0 +1,169 @@
+"""The description of a bulk run, and its progress."""
+
+from __future__ import annotations
+
+import secrets
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import AwareDatetime, Field, JsonValue, model_validator
+
+from llamaq.common.protocol.job_request import JobParams, Priority
+from llamaq.common.protocol.wire_model import StrictModel, WireModel
+from llamaq.producer.openai_format.endpoints import Endpoint
+from llamaq.producer.option_synonyms import translate
+
+RUN_ID_PATTERN = r"^[A-Za-z0-9_\-]{1,64}$"
+MAX_WINDOW = 100_000
+
+RESERVED_OPTIONS = frozenset({"cancel_on_disconnect", "idempotency_key", "priority", "stream"})
+"""Job options that the run sets itself."""
+_PROMPTS = frozenset({"messages", "prompt", "tokens"})
+
+TABLE_SUFFIXES = frozenset({".csv", ".parquet"})
+
+Form = Literal["openai", "plain"]
+"""The form of an output line: that of the OpenAI Batch API, or a flat object."""
+
+
+def new_run_id() -> str:
+    """Return a new random run id."""
+    return secrets.token_hex(6)
+
+
+class RunParameters(StrictModel):
+    """What a bulk run computes, wherever its rows are stored."""
+
+    run_id: str = Field(
+        default_factory=new_run_id,
+        pattern=RUN_ID_PATTERN,
+        description="Name of the run: 1 to 64 letters, digits, `_` or `-`. The job of a row has the idempotency key "
+        "`RUN_ID:ROW`.",
+    )
+    form: Form | None = Field(
+        None,
+        description="Form of the output lines: `openai` (Batch API) or `plain`. If not set: each row is answered in "
+        "the form of its request.",
+    )
+    endpoint: Endpoint | None = Field(
+        None, description="The only `url` that a line in the form of the Batch API may have. If not set: any."
+    )
+    model: str | None = Field(
+        None, description="Name of the model in answers in OpenAI's form. If not set: that of the request."
+    )
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Job options of all rows. A row may override each of them."
+    )
+    priority: Priority = Field(Priority.BULK, description="Priority of the jobs.")
+    window: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_WINDOW,
+        description="Largest number of jobs in the queue. If not set: 4 for each slot of the queue's workers, at least "
+        "256.",
+    )
+    max_errors: int | None = Field(
+        None, ge=0, description="Stop when more rows than this have failed. If not set: never."
+    )
+    deadline: AwareDatetime | None = Field(
+        None, description="Stop at this time. The run can be continued. If not set: never."
+    )
+    rate: float | None = Field(
+        None, gt=0, le=10**6, description="Largest number of jobs submitted per second. If not set: no limit."
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        for name in self.options:
+            if name in RESERVED_OPTIONS | _PROMPTS:
+                raise ValueError(f"options: {name} cannot be set for all rows")
+        JobParams.model_validate(translate(self.options))
+        return self
+
+    def form_of(self, form_of_request: Form) -> Form:
+        """Return the form of the answer to a request in this form."""
+        return self.form or form_of_request
+
+    def row_parameters(self) -> dict[str, Any]:
+        """Return the parameters that decide what a row computes and how its answer looks, as JSON values."""
+        return self.model_dump(mode="json", include={"run_id", "form", "endpoint", "model", "options"})
+
+
+class BulkRun(RunParameters):
+    """What a bulk run computes, from which file into which file. It can be stored and sent as JSON.
+
+    Executing the same description again continues the run.
+    """
+
+    input: Path = Field(description="File with one request in each row: .jsonl, .csv or .parquet.")
+    output: Path = Field(description="File for the answers: .jsonl, .csv or .parquet.")
+    errors: Path | None = Field(
+        None,
+        description="JSONL file for the rows that failed. If not set: OUTPUT with `.errors.jsonl` in place of its "
+        "suffix.",
+    )
+    ordered: bool = Field(
+        False, description="Bring the output into the order of the input, when all rows are computed."
+    )
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        if len({self.input, self.output, self.error_file}) < 3:
+            raise ValueError("input, output and errors must be three different files")
+        if self.form == "openai" and self.writes_table:
+            raise ValueError("form: a table has plain answers: leave it out, or name a .jsonl file")
+        return self
+
+    @property
+    def error_file(self) -> Path:
+        """The file of the rows that failed."""
+        return self.errors or self.output.with_suffix(".errors.jsonl")
+
+    @property
+    def writes_table(self) -> bool:
+        """Whether the output is a table, whose rows are plain answers."""
+        return self.output.suffix.lower() in TABLE_SUFFIXES
+
+    def form_of(self, form_of_request: Form) -> Form:
+        """Return the form of the answer to a request in this form."""
+        return "plain" if self.writes_table else super().form_of(form_of_request)
+
+
+class BulkState(StrEnum):
+    """The state of a bulk run."""
+
+    RUNNING = "running"
+    """Rows are computed."""
+    COMPLETED = "completed"
+    """All rows have an answer or an error."""
+    STOPPED = "stopped"
+    """The caller stopped the run. It can be continued."""
+    DEADLINE = "deadline"
+    """The run reached its `deadline`. It can be continued."""
+    TOO_MANY_ERRORS = "too_many_errors"
+    """More rows than `max_errors` have failed."""
+
+
+class BulkProgress(WireModel):
+    """How far a bulk run is. Tokens and times are those of the process that executes it now."""
+
+    run_id: str = Field(description="Name of the run.")
+    state: BulkState = Field(BulkState.RUNNING, description="State of the run.")
+    rows_total: int | None = Field(None, description="Number of rows of the input. None: not counted yet.")
+    rows_done: int = Field(0, description="Number of rows that have an answer or an error.")
+    rows_failed: int = Field(0, description="Number of rows that have an error.")
+    rows_before: int = Field(0, description="Number of rows that earlier processes have done.")
+    rows_in_flight: int = Field(0, description="Number of jobs in the queue.")
+    prompt_tokens: int = Field(0, description="Number of tokens in the prompts.")
+    cached_tokens: int = Field(0, description="Number of prompt tokens that were reused and not computed.")
+    generated_tokens: int = Field(0, description="Number of generated tokens.")
+    elapsed_s: float = Field(0.0, description="Time since the start of the process, in seconds.")
+    tokens_per_s: float = Field(0.0, description="Tokens generated per second, lately.")
+    eta_s: float | None = Field(None, description="Estimated time until the last row, in seconds. None: not known.")
+    notice: str | None = Field(None, description="Why no job is submitted now. None: nothing is wrong.")
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the prompt tokens that were reused, from 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,0 +1,39 @@
+"""Ends expired jobs and makes delayed jobs wait in their queue in time, before a client counts or lists jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from redis.exceptions import ResponseError
+
+from llamaq.common.protocol.end_expired_jobs import MAX_DUE, end_expired
+from llamaq.producer.queue_connection import QueueConnection
+
+log = logging.getLogger(__name__)
+
+MAX_SEARCHES = 20
+"""Upper bound on the searches in each partition, so that a call ends in time although many jobs are due."""
+
+
+async def handle_due(connection: QueueConnection, queue: str, partitions: int) -> None:
+    """End jobs of the queue that have reached a deadline, and add the entries of delayed jobs that are due.
+
+    A server that refuses writes, such as a replica, is left as it is: the jobs are then counted as they are stored.
+
+    Raises:
+        RedisError: A partition did not answer.
+    """
+    await asyncio.gather(*(_handle_due(connection, queue, partition) for partition in range(partitions)))
+
+
+async def _handle_due(connection: QueueConnection, queue: str, partition: int) -> None:
+    redis, scripts, keys = connection.redis, connection.scripts, connection.keys
+    try:
+        for _ in range(MAX_SEARCHES):
+            due = await scripts.due_jobs(queue, partition, MAX_DUE)
+            await end_expired(redis, scripts, keys, queue, partition, due.expired)
+            if max(len(due.expired), due.n_given) < MAX_DUE:
+                break
+    except ResponseError as exc:
+        log.debug("client.due_jobs_refused queue=%s partition=%d error=%s", queue, partition, exc)

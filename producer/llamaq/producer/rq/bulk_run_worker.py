@@ -1,0 +1,132 @@
+"""The RQ worker that executes bulk runs, which take hours: `llamaq bulk worker`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from types import FrameType
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from llamaq.common.backoff import Backoff
+from llamaq.producer.rq.bulk_jobs import ERROR_KEY
+from llamaq.producer.rq.library import Job, JSONSerializer, RQScheduler, StopRequested, Worker
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 5
+"""Seconds between two heartbeats of a run."""
+HEARTBEAT_TTL_S = 30
+"""Seconds without a heartbeat after which a run counts as abandoned."""
+WORKER_TTL_S = 17
+"""RQ waits for a job for 15 s less than this. Between two waits, runs that are due are put into the queue."""
+MAINTENANCE_S = 1
+CLEAN_EVERY_S = 15
+"""Seconds between two searches for abandoned runs."""
+RESTART_S, MAX_RESTART_S = 1.0, 15.0
+"""Bounds of the time until another worker takes the place of one that has ended without a signal."""
+
+
+class BulkWorker(Worker):
+    """An RQ worker with the JSON serializer, which unpickles nothing.
+
+    - SIGTERM stops the run at a row and puts it back into the RQ queue. RQ's own worker would wait for its end.
+    - The run of a worker that was killed is continued by another worker about a minute later.
+    - Runs for later (`--at`, retries with a delay) get into the queue without a scheduler process.
+    - An outage of RQ's Redis does not end the worker while a run continues.
+    """
+
+    def __init__(self, queue: str, connection: Redis) -> None:
+        super().__init__(
+            [queue],
+            connection=connection,
+            serializer=JSONSerializer,
+            job_monitoring_interval=HEARTBEAT_S,
+            maintenance_interval=MAINTENANCE_S,
+            worker_ttl=WORKER_TTL_S,
+            work_horse_killed_handler=keep_progress,
+        )
+        self.is_stopping = False
+        """Whether a signal has told the worker to end."""
+        self.is_done = False
+        """Whether the worker has found its queue empty, with `burst`."""
+        self._scheduler = RQScheduler(
+            [queue], connection=connection, serializer=JSONSerializer, logging_level="WARNING"
+        )
+        self._cleaned_at: datetime | None = None
+
+    def get_heartbeat_ttl(self, *_: Any, **__: Any) -> int:
+        """Return the seconds after which a run without a heartbeat counts as abandoned."""
+        return HEARTBEAT_TTL_S
+
+    def maintain_heartbeats(self, *args: Any, **kwargs: Any) -> None:
+        """Send the heartbeats of the worker and of its run."""
+        try:
+            super().maintain_heartbeats(*args, **kwargs)
+        except (RedisError, OSError) as exc:
+            log.warning("rq_worker.no_heartbeat error=%s", exc)
+
+    def run_maintenance_tasks(self) -> None:
+        """Put runs that are due into the queue, and search for abandoned ones."""
+        self._scheduler.acquire_locks()
+        if self._scheduler.acquired_locks:
+            self._scheduler.enqueue_scheduled_jobs()
+            self._scheduler.release_locks()  # this worker will soon be busy for hours
+        self.last_cleaned_at = now = datetime.now(UTC)
+        if self._cleaned_at is None or (now - self._cleaned_at).total_seconds() >= CLEAN_EVERY_S:
+            self._cleaned_at = now
+            super().run_maintenance_tasks()
+
+    def dequeue_job_and_maintain_ttl(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the next job and its queue. None: there is none, with `burst`."""
+        found = super().dequeue_job_and_maintain_ttl(*args, **kwargs)
+        self.is_done = found is None
+        return found
+
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:
+        """End the worker after its run has returned to the queue."""
+        self.is_stopping = True
+        super().request_stop(signum, frame)
+
+    def handle_warm_shutdown_request(self) -> None:
+        """Let the work-horse stop its run."""
+        if self.horse_pid:
+            self.kill_horse(signal.SIGTERM)
+
+
+def keep_progress(job: Job, _: int, wait_status: int, *__: Any) -> None:
+    """Read the progress that a killed work-horse has stored, because RQ writes the whole job again.
+
+    RQ calls this function before it decides whether to try the job again.
+    """
+    job.get_meta(refresh=True)
+    job.meta[ERROR_KEY] = f"the work-horse was killed (signal {os.WTERMSIG(wait_status)})"
+
+
+def serve(make_worker: Callable[[], BulkWorker], *, burst: bool = False) -> None:
+    """Run an RQ worker until a signal ends it. With `burst`, until the queue is empty.
+
+    A worker whose Redis does not answer waits for it. RQ's worker ends when its Redis cannot be reached at the end of a
+    job; then another one takes its place.
+    """
+    backoff = Backoff(RESTART_S, MAX_RESTART_S)
+    worker = None
+    while worker is None or not worker.is_stopping:
+        try:
+            worker = make_worker()
+            log.info("rq_worker.ready name=%s rq_queue=%s", worker.name, ",".join(worker.queue_names()))
+            worker.work(burst=burst, logging_level="WARNING")
+            if worker.is_stopping or (burst and worker.is_done):
+                return
+            backoff.reset()
+        except (RedisError, OSError) as exc:
+            log.warning("rq_worker.disconnected error=%s", exc)
+        with suppress(StopRequested):  # a signal during the pause: its handler is still that of the last worker
+            time.sleep(backoff.next_delay_s())

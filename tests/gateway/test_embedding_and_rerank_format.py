@@ -1,0 +1,130 @@
+"""Bodies of requests for embeddings and rankings, and of their answers."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from typing import Any
+
+import pytest
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.embedding_task import Embedding, Normalization
+from llamaq.gateway.embedding_and_rerank_format import (
+    embedding_list,
+    native_embeddings,
+    ranking_object,
+    read_embedding_body,
+    read_ranking_body,
+)
+from llamaq.producer.embed_and_rerank import rank
+
+ROWS = array("f", [0.5, -1.0]).tobytes()
+TEXT_PART = {"type": "text", "text": "b"}
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ("a", ["a"]),
+        ("", [""]),
+        ([1, 2], [[1, 2]]),
+        ([1, "a", 2], [[1, "a", 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1, 2], "a"], [[1, 2], "a"]),
+        ({"prompt_string": "a"}, ["a"]),
+        ({"content": [{"type": "text", "text": "a"}, TEXT_PART]}, ["ab"]),
+        (["a", {"prompt_string": "c"}, {"content": [TEXT_PART]}], ["a", "c", "b"]),
+    ],
+)
+def test_the_input_is_one_text_or_several(given: Any, inputs: list[Any]) -> None:
+    assert read_embedding_body({"input": given}).inputs == inputs
+    assert read_embedding_body({"content": given}).is_native
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [True]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [10**12]}, "input"),
+        ({"input": "a", "dimensions": 10**12}, "dimensions"),
+        ({"input": [["a", 1.5]]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": {"content": "a"}}, "input"),
+        ({"input": {"content": []}}, "input"),
+        ({"input": {"content": [{"type": "image_url"}]}}, "input"),
+        ({"input": {"prompt_string": "a", "multimodal_data": ["b"]}}, "input"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "encoding_format": ["hex"]}, "encoding_format"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": True}, "dimensions"),
+        ({"input": "a", "embd_normalize": 3}, "embd_normalize"),
+        ({"input": "a", "embd_normalize": []}, "embd_normalize"),
+    ],
+)
+def test_a_wrong_field_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{param}[.:]"):
+        read_embedding_body(body)
+
+
+def test_options_are_read() -> None:
+    body = read_embedding_body({"input": "a", "encoding_format": "base64", "dimensions": 3, "embd_normalize": -1})
+    assert (body.is_base64, body.dimensions, body.normalization) == (True, 3, Normalization.NONE)
+
+
+def test_an_answer_has_numbers_or_base64_and_the_usage() -> None:
+    embeddings = [Embedding(3, 1, ROWS), Embedding(4, 1, ROWS)]
+    answer = embedding_list(embeddings, "m", is_base64=False)
+    assert answer["data"][1] == {"object": "embedding", "index": 1, "embedding": [0.5, -1.0]}
+    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    encoded = embedding_list(embeddings, "m", is_base64=True)["data"][0]["embedding"]
+    assert base64.b64decode(encoded) == ROWS
+    assert native_embeddings([Embedding(2, 2, ROWS)]) == [{"index": 0, "embedding": [[0.5], [-1.0]]}]
+
+
+SCORES = [Embedding(5, 1, array("f", [score]).tobytes()) for score in (0.25, 0.75, -1.0)]
+
+
+def test_a_ranking_has_the_best_document_first_in_the_form_of_the_request() -> None:
+    jina = read_ranking_body(
+        {"query": "q", "documents": ["a", {"text": "b"}, "c"], "top_n": 2, "return_documents": True}
+    )
+    answer = ranking_object(rank(SCORES, jina.top_n), jina, "m", 15)
+    assert isinstance(answer, dict)
+    assert answer["results"] == [
+        {"index": 1, "relevance_score": 0.75, "document": {"text": "b"}},
+        {"index": 0, "relevance_score": 0.25, "document": {"text": "a"}},
+    ]
+    assert answer["usage"]["total_tokens"] == 15
+    tei = read_ranking_body({"query": "q", "texts": ["a", "b", "c"], "return_text": True})
+    assert ranking_object(rank(SCORES), tei, "m", 15) == [
+        {"index": 1, "score": 0.75, "text": "b"},
+        {"index": 0, "score": 0.25, "text": "a"},
+        {"index": 2, "score": -1.0, "text": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"documents": ["a"]}, "query"),
+        ({"query": 5, "documents": ["a"]}, "query"),
+        ({"query": "q"}, "documents"),
+        ({"query": "q", "documents": []}, "documents"),
+        ({"query": "q", "documents": None}, "documents"),
+        ({"query": "q", "documents": 123}, "documents"),
+        ({"query": "q", "documents": [1, 2]}, "documents"),
+        ({"query": "q", "documents": ["a"] * 2049}, "documents"),
+        ({"query": "q", "texts": [{}]}, "texts"),
+        ({"query": "q", "documents": ["a"], "top_n": 0}, "top_n"),
+    ],
+)
+def test_a_wrong_field_of_a_ranking_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{param}:"):
+        read_ranking_body(body)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamaq.common.errors import InvalidRequest, JobRejected
+from llamaq.common.protocol.job_request import JobParams
+from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
+from llamaq.producer.answer_parts.answer_grammar import answer_grammar
+from llamaq.worker.engine.gguf_vocab import extract_vocab
+from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
+from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", city={"type": "string"}), tool("stop")]
+WEATHER = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+STOP = '{"name": "stop", "arguments": {}}'
+
+
+@pytest.fixture(scope="module")
+def sandbox(chat_model: Path) -> Iterator[GrammarSandbox]:
+    sandbox = GrammarSandbox(extract_vocab(chat_model))
+    yield sandbox
+    sandbox.close()
+
+
+def allows(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, text: str) -> bool:
+    """Return whether a grammar allows the text as a whole answer."""
+    compiled = sandbox.compile(JobParams(lark=grammar))
+    constraint = ConstraintTokenizer(vocab).compile(compiled)
+    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+    try:
+        constraint.accept([pieces[bytes([byte])] for byte in text.encode()])
+    except JobRejected:
+        return False
+    return any(constraint.allowed_mask()[token] for token in vocab.end_tokens)
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "good", "only_parallel", "bad"),
+    [
+        (
+            AnswerFormat.HERMES,
+            f"<tool_call>\n{WEATHER}\n</tool_call>",
+            f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{STOP}\n</tool_call>",
+            '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
+        ),
+        (AnswerFormat.MISTRAL, f"[TOOL_CALLS][{STOP}]", f"[TOOL_CALLS][{STOP},{WEATHER}]", "[TOOL_CALLS][]"),
+        (AnswerFormat.JSON, WEATHER, None, '{"name": "other", "arguments": {}}'),
+        (AnswerFormat.LLAMA3, STOP.replace("arguments", "parameters"), None, STOP),
+    ],
+)
+def test_a_grammar_allows_calls_of_the_tools_only(
+    sandbox: GrammarSandbox,
+    chat_vocab: Vocab,
+    answer_format: AnswerFormat,
+    good: str,
+    only_parallel: str | None,
+    bad: str,
+) -> None:
+    form = AnswerForm(format=answer_format, has_tools=True)
+    several, single = (answer_grammar(form, TOOLS, parallel=parallel) for parallel in (True, False))
+    for grammar in (several, single):
+        assert allows(sandbox, chat_vocab, grammar, good)
+        assert not allows(sandbox, chat_vocab, grammar, bad)
+        assert not allows(sandbox, chat_vocab, grammar, "Hello")
+    if only_parallel is not None:
+        assert allows(sandbox, chat_vocab, several, only_parallel)
+        assert not allows(sandbox, chat_vocab, single, only_parallel)
+
+
+REASONING = AnswerForm(format=AnswerFormat.HERMES, has_tools=True, reasoning_open="<think>", reasoning_close="</think>")
+CALL = f"<tool_call>\n{STOP}\n</tool_call>"
+
+
+def test_reasoning_comes_before_a_demanded_call(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:
+    own = answer_grammar(REASONING, TOOLS)
+    assert allows(sandbox, chat_vocab, own, CALL)
+    assert allows(sandbox, chat_vocab, own, f"<think>\nWell <x>\n</think>\n\n{CALL}")
+    assert not allows(sandbox, chat_vocab, own, f"Well</think>{CALL}")
+    opened = answer_grammar(REASONING.after("<think>\n"), TOOLS)
+    assert allows(sandbox, chat_vocab, opened, f"Well</think>\n\n{CALL}")
+    assert not allows(sandbox, chat_vocab, opened, CALL)
+    closed = answer_grammar(REASONING.after("<think>\n\n</think>\n\n"), TOOLS)
+    assert allows(sandbox, chat_vocab, closed, CALL)
+    assert not allows(sandbox, chat_vocab, closed, f"<think>Well</think>{CALL}")
+
+
+def test_content_of_a_schema_may_be_a_call_instead(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:
+    grammar = answer_grammar(REASONING, TOOLS, {"$ref": "#/$defs/One", "$defs": {"One": {"const": 1}}})
+    for good in ("1", CALL, "<think>Well</think>1", f"<think>Well</think>\n{CALL}"):
+        assert allows(sandbox, chat_vocab, grammar, good), good
+    for bad in ("2", f"1{CALL}", "Well"):
+        assert not allows(sandbox, chat_vocab, grammar, bad), bad
+
+
+def test_the_schema_of_a_tool_may_have_definitions_and_little_white_space(
+    sandbox: GrammarSandbox, chat_vocab: Vocab
+) -> None:
+    parameters = {"$defs": {"One": {"const": 1}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/One"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    grammar = answer_grammar(AnswerForm(has_tools=True), tools)
+    assert allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {"a": 1}}')
+    assert not allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {"a": 2}}')
+    assert not allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {' + " " * 30 + '"a": 1}}')
+
+
+def test_a_grammar_may_name_control_tokens(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:
+    compiled = sandbox.compile(JobParams(lark='start: <|im_start|> "x"'))
+    mask = ConstraintTokenizer(chat_vocab).compile(compiled).allowed_mask()
+    assert [chat_vocab.piece_with_special(int(token)) for token in mask.nonzero()[0]] == [b"<|im_start|>"]
+    with pytest.raises(JobRejected, match=r"nothing"):
+        sandbox.compile(JobParams(lark='start: <|nothing|> "x"'))
+
+
+def test_the_grammar_of_harmony_names_its_channels() -> None:
+    grammar = answer_grammar(AnswerForm(format=AnswerFormat.HARMONY, has_tools=True), TOOLS, {"type": "null"})
+    assert (
+        'call0: <|channel|> "commentary to=functions.weather " <|constrain|> "json" <|message|> arguments0' in grammar
+    )
+    assert json.dumps(TOOLS[1]["function"]["parameters"])[:-1] in grammar
+    assert 'content: <|channel|> "final" <|message|> object' in grammar
+
+
+def test_a_schema_that_no_grammar_holds_is_an_invalid_request() -> None:
+    form = AnswerForm(has_tools=True)
+    with pytest.raises(InvalidRequest, match="`uniqueItems` at #/properties/a is not supported"):
+        answer_grammar(form, [tool("f", a={"uniqueItems": True})])
+    with pytest.raises(InvalidRequest, match="larger than 65536 bytes"):
+        answer_grammar(form, [tool("f", a={"enum": ["x" * 70_000]})])

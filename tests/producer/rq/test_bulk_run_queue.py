@@ -1,0 +1,258 @@
+"""Bulk runs as RQ jobs: submitted, followed, chained, scheduled, cancelled, and continued after errors."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.job import Job
+from rq.serializers import DefaultSerializer, JSONSerializer
+from tests.producer.rq.conftest import InProcessWorker, work
+
+from llamaq.common.errors import InvalidRequest, InvalidSettings, MissingExtra
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer import Client
+from llamaq.producer.bulk import BulkRun
+from llamaq.producer.rq import BulkQueue, RunState, library
+from llamaq.producer.rq.bulk_run_worker import BulkWorker
+from llamaq.producer.testing import FakeWorker, serving
+
+pytestmark = pytest.mark.usefixtures("llamaq_settings")
+
+MakeRun = Callable[..., BulkRun]
+
+
+def echo(request: JobRequest) -> list[str]:
+    return [f"<{request.prompt}>"]
+
+
+@pytest.fixture
+def worker(redis_url: str, queue: str) -> Iterator[None]:
+    with serving(redis_url, queue, echo):
+        yield
+
+
+@pytest.fixture
+def runs(rq_queue: Queue, redis_url: str) -> Iterator[BulkQueue]:
+    with BulkQueue(redis_url, rq_queue.name) as runs:
+        yield runs
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    def make(run_id: str, n_rows: int = 3, **fields: Any) -> BulkRun:
+        lines = [json.dumps({"id": f"r{n}", "prompt": f"p{n}"}) for n in range(n_rows)]
+        (tmp_path / f"{run_id}.jsonl").write_text("\n".join(lines) + "\n")
+        # A run id of its own in each test: all tests share one Redis.
+        unique = f"{tmp_path.name}-{run_id}"[-64:]
+        return BulkRun(
+            run_id=unique, input=tmp_path / f"{run_id}.jsonl", output=tmp_path / f"{run_id}.out.jsonl", **fields
+        )
+
+    return make
+
+
+def texts(run: BulkRun) -> dict[str, str]:
+    rows = [json.loads(line) for line in run.output.read_text().splitlines()]
+    found = {row["id"]: row["text"] for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def expected(n_rows: int) -> dict[str, str]:
+    return {f"r{n}": f"<p{n}>" for n in range(n_rows)}
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_run_is_executed_by_an_rq_worker_that_unpickles_nothing(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("a", 5)
+    assert runs.submit(run, on_success=note_success).state is RunState.QUEUED
+    with pytest.raises(InvalidRequest, match="is already submitted, and is queued"):
+        runs.submit(run)
+    with pytest.raises(InvalidRequest, match=r"is queued, and has the same output: .*a\.out\.jsonl"):
+        runs.submit(run.model_copy(update={"run_id": "another"}))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    monkeypatch.setattr(pickle, "loads", refuse)
+    monkeypatch.setattr(DefaultSerializer, "loads", refuse)
+    work(rq_queue)
+    status = runs.wait(run.run_id, timeout=30)
+    assert status.state is RunState.COMPLETED
+    assert status.progress is not None
+    assert (status.progress.rows_done, status.progress.rows_total, status.error) == (5, 5, None)
+    assert status.ended is not None
+    assert status.output == run.output
+    assert texts(run) == expected(5)
+    Queue(rq_queue.name, connection=rq_queue.connection).enqueue(note_success)  # pickled, by another application
+    assert [found.run_id for found in runs.runs()] == [run.run_id]
+    assert successes == [run.run_id]
+
+
+successes: list[str] = []
+
+
+def note_success(job: Job, connection: Redis, result: Any) -> None:
+    successes.append(result["run_id"])
+
+
+failures: list[str] = []
+
+
+def note_failure(job: Job, connection: Redis, kind: type[Exception], *_: object) -> None:
+    failures.append(f"{job.id}: {kind.__name__}")
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_run_waits_for_the_runs_before_it_and_for_its_time(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun
+) -> None:
+    first, second, third = make_run("a"), make_run("b"), make_run("c")
+    runs.submit(first)
+    assert runs.submit(second, after=[first.run_id]).state is RunState.DEFERRED
+    assert runs.submit(third, at=datetime.now(UTC) + timedelta(hours=1)).state is RunState.SCHEDULED
+    with pytest.raises(InvalidRequest, match="cannot have a time too"):
+        runs.submit(make_run("d"), after=[first.run_id], at=datetime.now(UTC))
+    with pytest.raises(InvalidRequest, match="there is no run nothing"):
+        runs.submit(make_run("d"), after=["nothing"])
+    work(rq_queue)
+    assert texts(first) == texts(second) == expected(3)
+    assert runs.cancel(third.run_id).state is RunState.CANCELLED
+    with pytest.raises(InvalidRequest, match="is cancelled, so no run can wait for it"):
+        runs.submit(make_run("d"), after=[third.run_id])
+    runs.submit(third)
+    work(rq_queue)
+    assert texts(third) == expected(3)
+
+
+def test_a_run_that_cannot_begin_fails_at_once_and_is_not_tried_again(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str
+) -> None:
+    run = make_run("a")
+    run.input.unlink()
+    runs.submit(run, on_failure=note_failure)
+    after = make_run("b")
+    runs.submit(after, after=[run.run_id])
+    work(rq_queue)
+    assert failures == [f"{run.run_id}: BulkRunRefused"]
+    assert runs.status(after.run_id).state is RunState.DEFERRED
+    status = runs.status(run.run_id)
+    assert status.state is RunState.FAILED
+    assert "there is no such file" in str(status.error)
+    make_run("a")
+    runs.submit(run)
+    with serving(redis_url, queue, echo):
+        work(rq_queue)
+    assert runs.status(run.run_id).state is runs.status(after.run_id).state is RunState.COMPLETED
+
+
+async def fail_one_row(worker: FakeWorker, answer: Callable[[JobRequest], list[str]]) -> None:
+    """Serve the queue, and fail the job of row 2 at its first submit."""
+    await worker.announce()
+    has_failed = False
+    while True:
+        attempt = await worker.start_next()
+        if attempt.request.prompt == "p2" and not has_failed:
+            has_failed = True
+            await attempt.fail()
+        else:
+            await attempt.answer(answer(attempt.request))
+
+
+def test_failed_rows_are_computed_again_and_join_the_output(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeWorker, "serve", fail_one_row)
+    run = make_run("a", 4)
+    with run.input.open("a") as file:
+        file.write(json.dumps({"id": "r4", "prompt": "p4", "temperature": "hot"}) + "\n")
+    runs.submit(run, on_success=note_success)
+    with pytest.raises(InvalidRequest, match="has not ended"):
+        runs.retry_errors(run.run_id)
+    with serving(redis_url, queue, echo):
+        work(rq_queue)
+        assert texts(run).keys() == {"r0", "r1", "r3"}
+        assert len(run.error_file.read_text().splitlines()) == 2
+        runs.retry_errors(run.run_id)
+        work(rq_queue)
+    status = runs.status(run.run_id)
+    assert status.state is RunState.COMPLETED
+    assert status.progress is not None
+    assert (status.progress.rows_before, status.progress.rows_done, status.progress.rows_failed) == (3, 5, 1)
+    assert texts(run) == expected(4)
+    assert [json.loads(line)["id"] for line in run.error_file.read_text().splitlines()] == ["r4"]
+    assert successes[-2:] == [run.run_id] * 2
+    assert [found.run_id for found in runs.runs()] == [run.run_id]
+
+
+def test_a_worker_with_the_default_serializer_fails_with_the_way_out(
+    runs: BulkQueue, rq_redis: Redis, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str
+) -> None:
+    run = make_run("a")
+    runs.submit(run)
+    pickling = Queue(rq_queue.name, connection=rq_redis)
+    InProcessWorker([pickling], connection=rq_redis).work(burst=True, logging_level="CRITICAL")
+    status = runs.status(run.run_id)
+    assert status.state is RunState.FAILED
+    assert "an RQ worker with another serializer took the run: start workers with `llamaq bulk worker`" in str(
+        status.error
+    )
+    runs.submit(run)
+    with serving(redis_url, queue, echo):
+        work(rq_queue)
+    assert texts(run) == expected(3)
+
+
+def test_a_cancelled_run_leaves_no_row_in_the_queue(
+    runs: BulkQueue, rq_queue: Queue, make_run: MakeRun, redis_url: str, queue: str
+) -> None:
+    run = make_run("a", 30)
+    runs.submit(run)
+    job = Job.fetch(run.run_id, connection=rq_queue.connection, serializer=JSONSerializer)
+    job.meta["progress"] = {"run_id": run.run_id, "rows_total": 30}  # a SIGKILL left it, and 20 rows in the queue
+    job.save_meta()
+    with Client(redis_url, queue) as client:
+        client.submit_many([{"prompt": "x", "idempotency_key": f"{run.run_id}:{row}"} for row in range(11, 31)])
+        for key in ("11", "11:1", "12"):  # earlier calls of the run have cancelled these jobs
+            client.submit("x", idempotency_key=f"{run.run_id}:{key}").cancel()
+        client.submit_many([{"prompt": "x", "idempotency_key": f"{run.run_id}:{key}"} for key in ("11:2", "12:1")])
+        other = client.submit("x", idempotency_key="other:11")
+        assert runs.cancel(run.run_id).state is RunState.CANCELLED
+        assert [left.job_id for left in client.jobs()] == [other.id]
+
+
+def test_rq_needs_a_single_server(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+    monkeypatch.setenv("LLAMAQ_REDIS_URL", "redis+cluster://localhost")
+    with pytest.raises(InvalidSettings, match=r"--rq-url .LLAMAQ_RQ_URL.: RQ needs a single Redis server"):
+        BulkQueue()
+    monkeypatch.setenv("LLAMAQ_RQ_URL", redis_url)
+    with BulkQueue() as runs:
+        assert runs.settings.rq_url == redis_url
+
+
+def test_an_idle_worker_enqueues_runs_that_are_due(
+    runs: BulkQueue, rq_queue: Queue, rq_redis: Redis, make_run: MakeRun
+) -> None:
+    run = make_run("a")
+    runs.submit(run, at=datetime.now(UTC) - timedelta(seconds=1))
+    assert runs.status(run.run_id).state is RunState.SCHEDULED
+    BulkWorker(rq_queue.name, rq_redis).run_maintenance_tasks()
+    assert runs.status(run.run_id).state is RunState.QUEUED
+
+
+def test_without_rq_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rq", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'llamaq\[rq\]'"):
+        importlib.reload(library)

@@ -1,0 +1,127 @@
+"""`llamaq bulk worker` as a process: its work-horse is killed, stopped and told to end in the middle of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rq import Queue
+from tests.producer.rq.conftest import work
+from tests.producer.rq.test_bulk_run_queue import MakeRun, expected, make_run, runs, texts
+from tests.support.redis_servers import wait_until
+
+from llamaq.common.protocol.job_request import JobRequest
+from llamaq.producer import Client
+from llamaq.producer.bulk import BulkRun
+from llamaq.producer.rq import BulkQueue, RunState
+from llamaq.producer.testing import serving
+
+pytestmark = [pytest.mark.starts_processes, pytest.mark.usefixtures("llamaq_settings")]
+__all__ = ["make_run", "runs"]  # fixtures
+
+StartWorker = Callable[[], subprocess.Popen[bytes]]
+N_ROWS = 200
+ROW_S = 0.02
+
+
+@pytest.fixture
+def hurry(redis_url: str, queue: str) -> Iterator[threading.Event]:
+    """Serve the queue. Each row takes `ROW_S` seconds until this event is set."""
+    hurry = threading.Event()
+
+    def answer(request: JobRequest) -> list[str]:
+        hurry.wait(ROW_S)
+        return [f"<{request.prompt}>"]
+
+    with serving(redis_url, queue, answer):
+        yield hurry
+
+
+@pytest.fixture
+def start_worker(rq_queue: Queue, redis_url: str, tmp_path: Path) -> Iterator[StartWorker]:
+    started: list[subprocess.Popen[bytes]] = []
+    code = "import sys; from llamaq.cli.rq_bulk_commands import run_worker; run_worker(*sys.argv[1:3])"
+
+    def start() -> subprocess.Popen[bytes]:
+        with (tmp_path / "worker.log").open("ab") as log:
+            command = [sys.executable, "-c", code, redis_url, rq_queue.name]
+            started.append(subprocess.Popen(command, stdout=log, stderr=log))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def rows_done(runs: BulkQueue, run: BulkRun) -> int:
+    progress = runs.status(run.run_id).progress
+    return progress.rows_done if progress is not None else 0
+
+
+def await_rows(runs: BulkQueue, run: BulkRun, count: int) -> None:
+    """Wait until this number of rows is done, and check that the run still runs."""
+    wait_until(lambda: rows_done(runs, run) >= count, f"{count} rows", timeout_s=60)
+    assert runs.status(run.run_id).state is RunState.RUNNING
+
+
+def horse_of(worker: subprocess.Popen[bytes]) -> int:
+    """Return the process that executes the run."""
+    return int(Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()[0])
+
+
+def test_a_run_survives_the_death_of_its_work_horse_and_of_its_rq_worker(
+    runs: BulkQueue, make_run: MakeRun, start_worker: StartWorker, rq_queue: Queue, hurry: threading.Event
+) -> None:
+    run = make_run("a", N_ROWS, window=4)
+    runs.submit(run)
+    first = start_worker()
+    await_rows(runs, run, 10)
+    os.kill(horse_of(first), signal.SIGKILL)
+    wait_until(lambda: runs.status(run.run_id).state is RunState.SCHEDULED, "a retry", timeout_s=60)
+    status = runs.status(run.run_id)
+    assert status.error == "the work-horse was killed (signal 9)"
+    assert status.progress is not None
+    await_rows(runs, run, status.progress.rows_done + 10)
+    first.kill()  # its work-horse notices it, and returns the run to the queue
+    wait_until(lambda: runs.status(run.run_id).state is RunState.QUEUED, "the return", timeout_s=60)
+    assert 20 <= len(texts(run)) < N_ROWS
+    hurry.set()
+    work(rq_queue)
+    assert runs.status(run.run_id).state is RunState.COMPLETED
+    assert texts(run) == expected(N_ROWS)
+
+
+def test_cancel_stops_a_run_and_sigterm_returns_it_to_the_queue(
+    runs: BulkQueue,
+    make_run: MakeRun,
+    start_worker: StartWorker,
+    rq_queue: Queue,
+    redis_url: str,
+    queue: str,
+    hurry: threading.Event,
+) -> None:
+    run = make_run("a", N_ROWS, window=4)
+    runs.submit(run)
+    worker = start_worker()
+    await_rows(runs, run, 10)
+    assert runs.cancel(run.run_id).state is RunState.CANCELLED
+    with Client(redis_url, queue) as client:
+        wait_until(lambda: client.queue_depth().waiting == 0, "an empty queue", timeout_s=60)
+    runs.submit(run)
+    await_rows(runs, run, 20)
+    worker.terminate()
+    assert worker.wait(60) == 0
+    assert runs.status(run.run_id).state is RunState.QUEUED
+    assert 20 <= len(texts(run)) < N_ROWS
+    hurry.set()
+    work(rq_queue)
+    assert runs.status(run.run_id).state is RunState.COMPLETED
+    assert texts(run) == expected(N_ROWS)

@@ -1,0 +1,64 @@
+"""The form of an answer, for a queue whose workers come and go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llamaq.common.errors import NoWorker
+from llamaq.common.protocol.text_commands import TextReply
+from llamaq.gateway.queue_directory import QueueDirectory
+from llamaq.gateway.settings import serve_settings
+from llamaq.producer.answer_form_detection import PROBE, AnswerForms
+from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat
+
+TEMPLATE = "<tool_call> <think></think>"
+CONNECTION: Any = SimpleNamespace(settings=SimpleNamespace(queue="q"))
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> QueueDirectory:
+    directory = QueueDirectory(serve_settings(redis_url="redis://nowhere"))
+    cards: list[Any] = [SimpleNamespace(chat_template=TEMPLATE)]
+
+    async def card(queue: str) -> Any:
+        return cards.pop() if cards else None
+
+    monkeypatch.setattr(directory, "card", card)
+    return directory
+
+
+async def test_the_last_template_is_kept_while_no_worker_lives(directory: QueueDirectory) -> None:
+    assert [await directory.chat_template("q") for _ in range(3)] == [TEMPLATE] * 3
+
+
+async def test_a_worker_is_asked_once_how_a_template_begins_an_answer(
+    directory: QueueDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    async def ask(*_: Any, chat_template_kwargs: Any, **__: Any) -> TextReply:
+        asked.append(chat_template_kwargs)
+        if len(asked) == 1:
+            raise NoWorker("q")
+        return TextReply(text=f"<think> {PROBE} <think>\n" + ("" if chat_template_kwargs else "</think>"))
+
+    monkeypatch.setattr("llamaq.producer.answer_form_detection.text_commands.ask", ask)
+    forms = AnswerForms(directory.chat_template)
+    thinking = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
+    found = [await forms.of(CONNECTION, thinking) for _ in range(3)]
+    assert [form.starts_in_reasoning for form in found] == [False, True, True]
+    assert (await forms.of(CONNECTION, {"messages": HELLO})).has_reasoned
+    assert len(asked) == 3
+
+
+async def test_what_the_request_constrains_is_no_reasoning(directory: QueueDirectory) -> None:
+    forms = AnswerForms(directory.chat_template)
+    assert await forms.of(CONNECTION, {"messages": HELLO, "regex": "a"}) == CONTENT_ALONE
+    called = await forms.of(CONNECTION, {"messages": HELLO, "lark": "start: A", "tools": [{}]})
+    assert (called.format, called.has_tools, called.reasoning_open) == (AnswerFormat.HERMES, True, "")
+    begun = [*HELLO, {"role": "assistant", "content": "<think>Well"}]
+    assert (await forms.of(CONNECTION, {"messages": begun, "continue_final_message": True})).starts_in_reasoning

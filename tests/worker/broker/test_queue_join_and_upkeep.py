@@ -1,0 +1,281 @@
+"""A worker joins and leaves a queue, and its upkeep repairs what failures left behind, on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from tests.worker.broker.test_suspects import FOREVER
+
+from llamaq.common.errors import InvalidSettings
+from llamaq.common.protocol.embedding_task import JobKind
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import GROUP, Keys
+from llamaq.common.protocol.queue_config import QueueConfig
+from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
+from llamaq.common.redis.connect import connect
+from llamaq.producer import AsyncClient
+from llamaq.producer.testing import FakeWorker
+from llamaq.worker.broker import queue_join_and_upkeep
+from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
+
+CONFIG = QueueConfig(partitions=2, max_queue=7, lease_ms=10_000, model="aa", model_name="one.gguf")
+
+
+@asynccontextmanager
+async def at(redis_url: str) -> AsyncIterator[Redis]:
+    redis = connect(redis_url, name="test")
+    try:
+        yield redis
+    finally:
+        await redis.aclose()
+
+
+async def register(redis: Redis, queue: str, worker: str) -> None:
+    """Register a live worker, as its heartbeat does."""
+    seconds, _ = await redis.time()
+    await redis.zadd(Keys().workers(queue), {worker: int(seconds) * 1000})
+    await redis.hset(Keys().worker(worker), "worker", "card")
+    await redis.expire(Keys().worker(worker), 60)
+
+
+async def consumers(redis: Redis, stream: str) -> dict[str, int]:
+    found: Any = await redis.xinfo_consumers(stream, GROUP)
+    return {one["name"].decode(): one["pending"] for one in found}
+
+
+async def test_a_worker_with_other_partitions_than_the_live_workers_is_refused(redis_url: str, queue: str) -> None:
+    async with at(redis_url) as redis:
+        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await register(redis, queue, "one")
+        other = QueueMembership(redis, Keys(), queue, "two", replace(CONFIG, partitions=3))
+        with pytest.raises(InvalidSettings, match=r"LLAMAQ_PARTITIONS.*has 3.*have 2"):
+            await other.join()
+        assert await QueueConfig.read(redis, Keys(), queue, 0) == CONFIG
+
+
+async def test_a_worker_that_computes_embeddings_does_not_join_a_queue_that_generates_text(
+    redis_url: str, queue: str
+) -> None:
+    embedding = replace(CONFIG, kind=JobKind.EMBEDDING)
+    async with at(redis_url) as redis:
+        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await register(redis, queue, "one")
+        with pytest.raises(InvalidSettings, match=r"LLAMAQ_QUEUE.* run generation jobs.* runs embedding jobs"):
+            await QueueMembership(redis, Keys(), queue, "two", embedding).join()
+        await redis.zrem(Keys().workers(queue), "one")
+        await QueueMembership(redis, Keys(), queue, "two", embedding).join()
+        assert await QueueConfig.read(redis, Keys(), queue, 0) == embedding
+
+
+async def test_a_worker_takes_over_the_settings_of_a_queue_without_live_workers(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with at(redis_url) as redis:
+        await QueueMembership(redis, Keys(), queue, "one", replace(CONFIG, partitions=3)).join()
+        await redis.xadd(Keys().jobs(queue, 2, Priority.BULK), {"id": "left"})
+        await QueueMembership(redis, Keys(), queue, "two", CONFIG).join()
+        for partition in range(2):
+            assert await QueueConfig.read(redis, Keys(), queue, partition) == CONFIG
+        closed = await QueueConfig.read(redis, Keys(), queue, 2)
+        assert closed is not None
+        assert closed.partitions == 2, "a client that submits there learns that no worker reads the partition"
+        assert "queue.jobs_left" in caplog.text
+
+
+async def test_a_worker_with_another_model_or_lease_starts_with_a_warning(
+    redis_url: str, queue: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with at(redis_url) as redis:
+        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await register(redis, queue, "one")
+        await QueueMembership(redis, Keys(), queue, "same", CONFIG).join()
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        other = replace(CONFIG, model="bb", model_name="two.gguf", lease_ms=3000)
+        await QueueMembership(redis, Keys(), queue, "two", other).join()
+        assert "queue.other_model" in caplog.text
+        assert "one.gguf" in caplog.text
+        assert "queue.other_lease" in caplog.text
+
+
+async def test_deleted_settings_are_stored_again(redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_join_and_upkeep, "UPKEEP_EVERY_S", 0.01)
+    async with at(redis_url) as redis:
+        membership = QueueMembership(redis, Keys(), queue, "one", CONFIG)
+        await membership.join()
+        await redis.delete(*(Keys().config(queue, partition) for partition in range(2)))
+        running = asyncio.create_task(membership.run())
+        for partition in range(2):
+            while await QueueConfig.read(redis, Keys(), queue, partition) != CONFIG:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_workers_without_a_heartbeat_are_removed_from_the_list(redis_url: str, queue: str) -> None:
+    async with at(redis_url) as redis:
+        await redis.zadd(Keys().workers(queue), {f"dead-{number}": 1000 for number in range(8)})
+        await register(redis, queue, "alive")
+        await QueueMembership(redis, Keys(), queue, "new", CONFIG).join()
+        await QueueMembership(redis, Keys(), queue, "new", CONFIG).join()
+        assert await redis.zrange(Keys().workers(queue), 0, -1) == [b"alive"]
+
+
+async def sweep_all(scripts: UpkeepScripts, live: list[str]) -> list[str]:
+    """Sweep the whole database in small steps."""
+    repaired = []
+    for _ in range(2000):
+        repaired += await scripts.sweep(0, live, pause_s=0, n_keys=50)
+        if repaired:
+            break
+    return repaired
+
+
+@pytest.mark.parametrize("loss", ["entry", "pending", "stream"])
+async def test_a_job_that_lost_its_entry_gets_one_again_and_runs(redis_url: str, queue: str, loss: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        job = await client.submit("hello")
+        stream = Keys().jobs(queue, 0, Priority.INTERACTIVE)
+        claim = await worker.claim()
+        assert claim is not None
+        if loss == "entry":
+            await worker.redis.xack(stream, GROUP, claim.entry_id)
+            await worker.redis.xdel(stream, claim.entry_id)
+        elif loss == "pending":  # as after the deletion of a consumer with pending entries
+            await worker.redis.xack(stream, GROUP, claim.entry_id)
+        else:
+            await worker.redis.delete(stream)
+        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        assert await sweep_all(scripts, []) == [job.id]
+        if loss == "stream":
+            await worker.redis.xgroup_create(stream, GROUP, id="0")
+        entries = await worker.scripts.read([stream], 1, 1000) or [
+            (stream, await worker.scripts.reclaim(stream, 1, 1000, trusted_until_ms=FOREVER))
+        ]
+        assert [fields[b"id"] for _, found in entries for _, fields in found] == [job.id.encode()]
+        assert [await scripts.sweep(0, [], pause_s=0) for _ in range(3)] == [[]] * 3
+
+
+async def test_jobs_that_wait_run_or_have_ended_are_left_alone_by_the_sweep(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        ended, running, _, _ = [await client.submit("hello") for _ in range(4)]
+        for job in (ended, running):
+            claim = await worker.claim()
+            assert claim is not None
+            attempt = await worker.begin(claim)
+            assert attempt is not None
+            await attempt.emit([1], "a")
+            if job is ended:
+                await attempt.finish()
+        await worker.claim()
+        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        n_keys = await worker.redis.dbsize()
+        for _ in range(2):
+            assert await scripts.sweep(0, [], pause_s=0, n_keys=10 * n_keys) == []
+
+
+async def test_workers_share_the_steps_of_a_sweep(redis_url: str, queue: str) -> None:
+    async with at(redis_url) as redis:
+        state = Keys().sweep(queue, 0)
+        await redis.delete(state)
+        scripts = UpkeepScripts(redis, Keys(), queue)
+        await scripts.sweep(0, [], n_keys=1)
+        first = await redis.hgetall(state)
+        await scripts.sweep(0, [], n_keys=1)
+        assert await redis.hgetall(state) == first
+
+
+async def test_consumers_of_dead_workers_without_entries_are_removed(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamaq.common.protocol.upkeep_script_calls.IDLE_CONSUMER_S", 0)
+    async with at(redis_url) as redis:
+        stream = Keys().jobs(queue, 0, Priority.BULK)
+        await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+        for name in ("waiting", "dead", "alive", "busy"):
+            await redis.xgroup_createconsumer(stream, GROUP, name)
+        await redis.xadd(stream, {"id": "x"})
+        await redis.xreadgroup(GROUP, "busy", {stream: ">"})
+        await UpkeepScripts(redis, Keys(), queue).sweep(0, ["alive"], pause_s=0)
+        assert await consumers(redis, stream) == {"waiting": 0, "alive": 0, "busy": 1}
+
+
+async def test_leaving_requeues_all_entries_of_the_worker_in_one_step(redis_url: str, queue: str) -> None:
+    async with at(redis_url) as redis:
+        membership = QueueMembership(redis, Keys(), queue, "leaving", replace(CONFIG, partitions=1))
+        stream = Keys().jobs(queue, 0, Priority.INTERACTIVE)
+        await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+        for number in range(1500):
+            await redis.xadd(stream, {"id": str(number)})
+        await redis.xreadgroup(GROUP, "leaving", {stream: ">"}, count=1500)
+        n_delivered = 0
+
+        async def deliver() -> None:
+            """Deliver entries to the leaving consumer while it leaves."""
+            nonlocal n_delivered
+            while True:
+                await redis.xadd(stream, {"id": "late"})
+                n_delivered += len(await redis.xreadgroup(GROUP, "leaving", {stream: ">"}) or ())
+
+        delivering = asyncio.create_task(deliver())
+        await asyncio.sleep(0.02)
+        await membership.leave()
+        delivering.cancel()
+        await asyncio.gather(delivering, return_exceptions=True)
+        summary: Any = await redis.xpending(stream, GROUP)
+        assert summary["pending"] >= 1500 + n_delivered, "no delivered entry was dropped"
+
+
+async def test_a_dead_worker_is_released_at_once_and_its_crash_counts(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        started, proven, waiting = [await client.submit("hello") for _ in range(3)]
+        for job in (started, proven, waiting):
+            claim = await worker.claim()
+            assert claim is not None
+            attempt = await worker.begin(claim)
+            assert attempt is not None
+            if job is not waiting:
+                await attempt.emit([1] if job is proven else [], "a" if job is proven else "")
+        scripts = UpkeepScripts(worker.redis, Keys(), queue)
+        stream = Keys().jobs(queue, 0, Priority.INTERACTIVE)
+        assert await scripts.release_worker(0, "another") == 0
+        assert await scripts.release_worker(0, worker.name) == 3
+        assert await scripts.release_worker(0, worker.name) == 0
+        taken = await worker.scripts.reclaim(stream, 10, 1000, trusted_until_ms=0)
+        assert [fields[b"id"].decode() for _, fields in taken] == [started.id, proven.id, waiting.id]
+        assert [(await job.status()).crashes for job in (started, proven, waiting)] == [1, 0, 1]
+        assert worker.name not in await consumers(worker.redis, stream)
+
+
+async def test_new_partitions_have_the_mode_of_the_queue(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue, partitions=2) as client:
+        redis = client.redis
+        await QueueMembership(redis, Keys(), queue, "one", CONFIG).join()
+        await client.pause()
+        await QueueMembership(redis, Keys(), queue, "two", replace(CONFIG, partitions=4)).join()
+        modes = [await redis.hget(Keys().config(queue, partition), "mode") for partition in range(4)]
+        assert modes == [b"paused"] * 4
+        await QueueMembership(redis, Keys(), queue, "three", CONFIG).join()
+        await client.resume()
+        await QueueMembership(redis, Keys(), queue, "four", replace(CONFIG, partitions=4)).join()
+        assert not any([await redis.hexists(Keys().config(queue, partition), "mode") for partition in range(4)])
+
+
+async def test_a_client_with_other_partitions_than_the_workers_gets_an_error_at_its_first_submit(
+    redis_url: str, queue: str
+) -> None:
+    async with (
+        AsyncClient(redis_url, queue, partitions=2) as client,
+        AsyncClient(redis_url, queue, partitions=1) as other,
+    ):
+        await other.submit("hello")  # no worker has stored the settings of the queue
+        await QueueMembership(client.redis, Keys(), queue, "one", CONFIG).join()
+        await client.submit("hello")
+        with pytest.raises(InvalidSettings, match=r"LLAMAQ_PARTITIONS.*has 1.*have 2"):
+            await other.submit("hello")

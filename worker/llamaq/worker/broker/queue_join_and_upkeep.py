@@ -1,0 +1,218 @@
+"""Joins a queue: compares the settings of this worker with those of the queue, and stores them for clients.
+
+Afterwards it keeps the queue in order: it restores settings that were deleted, removes traces of dead workers, and
+gives lost jobs an entry again. Each partition is handled on its own, so one that does not answer delays no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from llamaq.common.errors import InvalidSettings
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.keys import Keys
+from llamaq.common.protocol.queue_config import QueueConfig
+from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
+from llamaq.common.redis.outage_log import OutageLog
+from llamaq.common.redis.server_time import server_time_ms
+
+log = logging.getLogger(__name__)
+
+UPKEEP_EVERY_S = 2.0
+PARTITION_TIMEOUT_S = 3.0
+"""How long one partition may take. A partition that does not answer is handled in the next round."""
+SILENT_WORKER_S = 10.0
+"""A worker that has sent no heartbeat for this time is checked: if its card has expired, it is removed."""
+
+
+class QueueMembership:
+    """The membership of one worker in its queue.
+
+    Threads: all methods run on the I/O thread.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, queue: str, worker_id: str, config: QueueConfig) -> None:
+        """Create the object; `join` compares the settings.
+
+        Args:
+            redis: The Redis client.
+            keys: The names of the keys.
+            queue: The queue of the worker.
+            worker_id: The id of the worker.
+            config: The settings of this worker.
+        """
+        self._redis = redis
+        self._keys = keys
+        self._queue = queue
+        self._worker_id = worker_id
+        self._config = config
+        self._scripts = UpkeepScripts(redis, keys, queue)
+
+    async def join(self) -> None:
+        """Compare this worker's settings with those of the queue, and store them.
+
+        If no other worker is alive, this worker's settings replace those of the queue.
+
+        Raises:
+            InvalidSettings: A live worker of the queue has another number of partitions, or runs other jobs.
+            RedisError: No partition answered.
+        """
+        stored = await self._in_each(range(self._config.partitions), self._read)
+        found = [config for config in stored if config is not None]
+        if found and await self._find_live_workers() != []:
+            self._compare(found[0])
+        elif found and found[0].partitions != self._config.partitions:
+            await self._change_partitions(found[0].partitions)
+        await self._in_each(range(self._config.partitions), self._store)
+
+    async def _read(self, partition: int) -> QueueConfig | None:
+        return await QueueConfig.read(self._redis, self._keys, self._queue, partition)
+
+    async def _store(self, partition: int) -> None:
+        fields: dict[Any, Any] = {**self._config.fields()}
+        await self._redis.hset(self._keys.config(self._queue, partition), mapping=fields)
+
+    def _compare(self, queue: QueueConfig) -> None:
+        own = self._config
+        if queue.partitions != own.partitions:
+            raise InvalidSettings(
+                f"--partitions (LLAMAQ_PARTITIONS): this worker has {own.partitions}, but the live workers of queue "
+                f"{self._queue!r} have {queue.partitions}. Use the same number, or stop them first"
+            )
+        if queue.kind != own.kind:
+            raise InvalidSettings(
+                f"--queue (LLAMAQ_QUEUE): the live workers of queue {self._queue!r} run {queue.kind} jobs, and this "
+                f"worker runs {own.kind} jobs (--embeddings, --pooling). Use a queue of its own, or stop them first"
+            )
+        if queue.lease_ms != own.lease_ms:
+            log.warning(
+                "queue.other_lease queue=%s: --lease-s of this worker is %g, another worker of the queue has %g",
+                *(self._queue, own.lease_ms / 1000, queue.lease_ms / 1000),
+            )
+        if queue.model != own.model:
+            log.warning(
+                "queue.other_model queue=%s: this worker has the model %s, another worker of the queue has %s. A job "
+                "that one model has begun is not continued by the other (--other-model)",
+                *(self._queue, own.model_name, queue.model_name),
+            )
+
+    async def _change_partitions(self, before: int) -> None:
+        """Replace the number of partitions, and name the jobs that no worker reads any more."""
+        now = self._config.partitions
+        log.warning("queue.partitions_changed queue=%s before=%d now=%d", self._queue, before, now)
+
+        async def close_partition(partition: int) -> int:
+            await self._redis.hset(self._keys.config(self._queue, partition), "partitions", str(now))
+            streams = [self._keys.jobs(self._queue, partition, priority) for priority in Priority]
+            return sum([await self._redis.xlen(stream) for stream in streams])
+
+        async def copy_mode(partition: int) -> None:
+            key = self._keys.config(self._queue, partition)
+            await (self._redis.hdel(key, "mode") if mode is None else self._redis.hset(key, "mode", mode))
+
+        mode: Any = await self._redis.hget(self._keys.config(self._queue, 0), "mode")
+        await self._in_each(range(before, now), copy_mode)
+        n_left = sum(n or 0 for n in await self._in_each(range(now, before), close_partition))
+        if n_left:
+            log.warning(
+                "queue.jobs_left queue=%s jobs=%d: they wait in partitions that no worker reads. Run a worker with "
+                "--partitions %d until they have ended",
+                *(self._queue, n_left, before),
+            )
+
+    async def _find_live_workers(self) -> list[str] | None:
+        """Return the ids of the live workers of the queue, without this one. None: Redis does not answer.
+
+        On a cluster, the list of workers may be on a node that is away while the partitions are on other nodes.
+        """
+        try:
+            async with asyncio.timeout(PARTITION_TIMEOUT_S):
+                return await self._live_workers()
+        except (RedisError, TimeoutError) as exc:
+            log.debug("queue.workers_unknown error=%s", exc)
+            return None
+
+    async def _live_workers(self) -> list[str]:
+        """Return the ids of the live workers of the queue, without this one. Workers that have ended are removed."""
+        key = self._keys.workers(self._queue)
+        members: Any = await self._redis.zrange(key, 0, -1, withscores=True)
+        if not members:
+            return []
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for worker, _ in members:
+                pipe.exists(self._keys.worker(worker.decode()))
+            exists = await pipe.execute()
+        now_ms = await server_time_ms(self._redis)
+        ended = [
+            worker
+            for (worker, beat_ms), is_alive in zip(members, exists, strict=True)
+            if not is_alive and now_ms - beat_ms > SILENT_WORKER_S * 1000
+        ]
+        if ended:
+            await self._redis.zrem(key, *ended)
+        alive = [worker.decode() for (worker, _), is_alive in zip(members, exists, strict=True) if is_alive]
+        return [worker for worker in alive if worker != self._worker_id]
+
+    async def run(self) -> None:
+        """Keep the queue in order until cancelled."""
+        outage = OutageLog(log, "queue")
+        while True:
+            await asyncio.sleep(UPKEEP_EVERY_S)
+            live = [*(await self._find_live_workers() or ()), self._worker_id]
+            try:
+                await self._in_each(range(self._config.partitions), partial(self._keep, live))
+            except RedisError as exc:
+                outage.record_failure(exc)
+            else:
+                outage.record_success()
+
+    async def _keep(self, live_workers: list[str], partition: int) -> None:
+        """Restore the settings of a partition if they were deleted, and repair its job streams."""
+        key = self._keys.config(self._queue, partition)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name, value in self._config.fields().items():
+                pipe.hsetnx(key, name, value)
+            await pipe.execute()
+        for job_id in await self._scripts.sweep(partition, live_workers):
+            log.warning("job.repaired id=%s: no worker could claim it, because its stream entry was lost", job_id)
+
+    async def leave(self) -> None:
+        """Leave the consumer groups of all partitions, and requeue the entries that are still pending.
+
+        Raises:
+            RedisError: No partition answered. The entries are then reclaimed when their leases have expired.
+        """
+        await self._in_each(
+            range(self._config.partitions), lambda partition: self._scripts.leave_group(partition, self._worker_id)
+        )
+
+    async def _in_each(self, partitions: range, work: Callable[[int], Awaitable[Any]]) -> list[Any]:
+        """Do `work` in all partitions at the same time, and return its results; None where a partition failed.
+
+        Raises:
+            RedisError: All partitions failed.
+        """
+
+        async def bounded(partition: int) -> Any:
+            async with asyncio.timeout(PARTITION_TIMEOUT_S):
+                return await work(partition)
+
+        results = await asyncio.gather(*map(bounded, partitions), return_exceptions=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        for error in failed:
+            if not isinstance(error, RedisError | TimeoutError):
+                raise error
+        if failed and len(failed) == len(results):
+            raise failed[0] if isinstance(failed[0], RedisError) else RedisTimeoutError("no reply in time")
+        return [None if isinstance(result, BaseException) else result for result in results]
+
+    def __repr__(self) -> str:
+        return f"<QueueMembership {self._worker_id} queue={self._queue!r}>"

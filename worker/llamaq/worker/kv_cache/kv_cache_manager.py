@@ -1,0 +1,367 @@
+"""The KV memory of a worker: it admits and releases jobs, and lets later jobs reuse the cells of earlier jobs."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+
+from llamaq.common.protocol.job_outcome import CacheTier
+from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot
+from llamaq.worker.core.admission_record import Admission
+from llamaq.worker.core.cache_scope import Scope
+from llamaq.worker.core.job import Job
+from llamaq.worker.core.packed_tokens import TOKEN_BYTES
+from llamaq.worker.core.sequence_interface import SequenceOps
+from llamaq.worker.core.slot import Run, Slot, SlotState
+from llamaq.worker.kv_cache.cached_prefix_index import DeviceMatch, Entry, PrefixCache
+from llamaq.worker.kv_cache.eviction import Eviction, Room
+from llamaq.worker.kv_cache.offload_interface import NoOffload, Offload
+from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit, PrefixLookup
+from llamaq.worker.kv_cache.slot_pool import SlotPool
+
+
+class KvMemory:
+    """Applies the decisions about KV cells (slot pool, prefix cache, eviction, offload) to the engine's sequences.
+
+    Args:
+        pool: The slots, sequences and cells.
+        sequences: The engine's sequences.
+        cache: The entries on the device.
+        offload: The tiers behind the device. None means that evicted cells are lost.
+        held_cells: Upper bound on KV cells held by cached entries alone while jobs run. Attention scans every used
+            cell, so idle cells slow each tick. None means no bound.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        sequences: SequenceOps,
+        cache: PrefixCache,
+        offload: Offload | None = None,
+        *,
+        held_cells: int | None = None,
+    ) -> None:
+        self._pool = pool
+        self._sequences = sequences
+        self._cache = cache
+        self._offload = NoOffload() if offload is None else offload
+        self._lookup = PrefixLookup(cache, self._offload, can_save_parts=sequences.can_save_parts)
+        self._eviction = Eviction(pool, cache, self._lookup, self._offload, self._remove_entry, held_cells=held_cells)
+        self._hits: dict[Job, tuple[int, PrefixHit]] = {}
+        """The last lookups of waiting jobs and the ticks in which they were made. A change of what can be reused
+        removes them."""
+        self._n_ticks = 0
+        self._n_hits = self._n_misses = self._n_hit_tokens = 0
+
+    # ---- slots
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots of the worker."""
+        return self._pool.slots
+
+    @property
+    def active_slots(self) -> list[Slot]:
+        """The slots that run a job."""
+        return self._pool.active
+
+    @property
+    def n_cells(self) -> int:
+        """Number of KV cells."""
+        return self._pool.n_cells
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether at least one sequence is cached."""
+        return len(self._cache) > 0
+
+    def lacks_cells(self, n_ahead: int = 0) -> bool:
+        """Whether the running jobs need more cells than exist, for their histories and the next `n_ahead` tokens.
+
+        This happens because jobs grow, and because a job that lost shared cells computes them again.
+        """
+        return self._pool.lacks_cells(n_ahead)
+
+    def has_slot(self, job: Job) -> bool:
+        """Whether a slot that the job can use is idle."""
+        return self._pool.has_slot(job)
+
+    def could_admit(self, job: Job, without: Sequence[Slot]) -> bool:
+        """Whether there would be room for the job if all entries were evicted and the slots in `without` were idle."""
+        return self._pool.could_admit(job, without)
+
+    # ---- admission of a job
+
+    def find_prefix(self, job: Job) -> PrefixHit:
+        """Return the reusable prefix of the job's prompt. The entry that holds this prefix counts as used now.
+
+        The lookup of a long prompt takes time, so its result is stored for the next ticks.
+        """
+        looked_up, hit = self._hits.get(job, (self._n_ticks, None))
+        if hit is None or (hit.may_grow and looked_up != self._n_ticks):
+            hit = self._lookup.find(job)
+            self._hits[job] = self._n_ticks, hit
+        return hit
+
+    def make_room(self, candidate: Candidate) -> Room:
+        """Return whether the candidate can be admitted, and evict entries if this makes room. A slot must be idle."""
+        room = self._eviction.make_room(candidate)
+        looked_up, _ = self._hits.get(candidate.job, (self._n_ticks, None))
+        if room is not Room.AVAILABLE or looked_up == self._n_ticks:
+            return room
+        candidate.hit = self._lookup.find(candidate.job)
+        return self._eviction.make_room(candidate)
+
+    def admit(self, candidate: Candidate, now_s: float) -> Slot:
+        """Give the job a slot, a sequence and the cells that it reuses. `make_room` must have returned AVAILABLE."""
+        job, hit = candidate.job, candidate.hit
+        adopted = self._eviction.adoptable(candidate)
+        slot = self._pool.acquire(job, now_s, adopted.seq_id if adopted else None)
+        source = hit.leader or hit.source
+        seq_id = source.seq_id if source else None
+        slot.active.admission = Admission(hit.n_tokens, hit.tier, seq_id, self._eviction.take_evicted())
+        if adopted:
+            self._adopt(slot.active, adopted, hit.n_held)
+            hit = PrefixHit(stored=hit.stored)
+        self._reuse(slot, hit)
+        if job.request.cache_prompt:
+            self._cache.add_run(slot.active)
+        self._hits.clear()
+        self._eviction.request_trim()
+        return slot
+
+    def resume_followers(self) -> None:
+        """Resume the slots in FOLLOW whose leader has computed the shared prefix or has left its slot."""
+        following = [slot for slot in self._pool.active if slot.state is SlotState.FOLLOW]
+        for slot in sorted(following, key=lambda slot: slot.active.admission_number):
+            run = slot.active
+            if run.leader is None or run.leader.is_released or run.leader.n_past >= run.awaited_tokens:
+                run.leader = None
+                slot.transition_to(SlotState.PREFILL)
+                self._reuse(slot, self._lookup.find(run.job, admitted_before=run.admission_number))
+
+    def _reuse(self, slot: Slot, hit: PrefixHit) -> None:
+        """Wait for the leader of the hit. Without a leader, copy cells on the device and start to load stored cells."""
+        run = slot.active
+        if hit.leader:
+            run.leader, run.awaited_tokens = hit.leader, hit.n_coming
+            slot.transition_to(SlotState.FOLLOW)
+            if not self._sequences.can_cut and hit.n_coming not in hit.leader.checkpoints:
+                insort(hit.leader.checkpoints, hit.n_coming)
+            return
+        if hit.source:
+            self._copy(hit.source, run, hit.n_held)
+        if hit.stored:
+            slot.transition_to(SlotState.LOAD)
+            self._offload.start_load(run, hit.stored)
+        elif not self._sequences.can_cut:
+            run.checkpoints = sorted({*run.checkpoints, run.job.system_tokens, len(run.tokens) - 1})
+
+    def _copy(self, source: Entry | Run, run: Run, n_tokens: int) -> None:
+        n_copied = self._sequences.copy(source.seq_id, run.seq_id, n_tokens)
+        if n_copied:
+            self._pool.share(source.seq_id, run.seq_id, n_copied)
+            run.add_cached(n_copied, CacheTier.RUNNING if isinstance(source, Run) else CacheTier.DEVICE)
+
+    def _adopt(self, run: Run, entry: Entry, n_tokens: int) -> None:
+        """Cut the entry's sequence to `n_tokens` and use it as the sequence of the run. The entry is removed."""
+        self._cache.remove(entry)
+        n_left = self._sequences.cut(run.seq_id, n_tokens) if n_tokens < entry.n_tokens else n_tokens
+        self._pool.resize(run.seq_id, n_left)
+        run.add_cached(n_left, CacheTier.DEVICE)
+
+    # ---- progress and release of a job
+
+    def record_progress(self, slot: Slot, n_past: int) -> None:
+        """Record that the slot's sequence now holds `n_past` tokens. Fewer than before means that cells were lost."""
+        run = slot.active
+        if n_past < run.n_past:
+            self._hits.clear()
+        run.n_past = n_past
+        run.cached_tokens = min(run.cached_tokens, n_past)
+        self._pool.resize(run.seq_id, n_past)
+        if not self._sequences.can_cut and slot.state is SlotState.PREFILL and run.job.request.cache_prompt:
+            self._cache_state(run)
+
+    def _cache_state(self, run: Run) -> None:
+        """Cache a copy of a state that cannot be cut. Called at the end of a chunk.
+
+        A later prompt that begins with the same tokens can then reuse this state.
+        """
+        run.checkpoints = [position for position in run.checkpoints if position > run.n_past]
+        if not 0 < run.n_past < len(run.tokens):
+            return
+        if self._pool.n_free_sequences <= self._pool.n_idle:
+            self._eviction.evict_coldest()  # frees a sequence, for the next state that is cached
+            return
+        seq_id = self._pool.acquire_for_cache()
+        n_copied = self._sequences.copy(run.seq_id, seq_id, run.n_past)
+        self._pool.share(run.seq_id, seq_id, n_copied)
+        if n_copied:
+            self._insert(seq_id, run.packed_history(n_copied), run.job.scope)
+        else:
+            self._remove_sequences([seq_id])
+
+    def release(self, slot: Slot, *, reusable: bool) -> None:
+        """Remove the job from its slot. A `reusable` sequence becomes an entry, any other sequence is removed."""
+        self._hits.clear()
+        run = self._pool.release(slot)
+        self._offload.cancel_transfers(run.seq_id)
+        if run.job.request.cache_prompt:
+            self._cache.remove_run(run)
+            self._count(run)
+        if reusable and run.job.request.cache_prompt and run.n_past:
+            self._insert(run.seq_id, run.packed_history(run.n_past), run.job.scope)
+        else:
+            self._remove_sequences([run.seq_id])
+
+    def drop_coldest(self) -> bool:
+        """Remove the least recently used entry at once, without saving it. Returns False when there is no entry."""
+        return self._eviction.drop_coldest()
+
+    def _count(self, run: Run) -> None:
+        if run.cached_tokens:
+            self._n_hits += 1
+            self._n_hit_tokens += run.cached_tokens
+        else:
+            self._n_misses += 1
+
+    # ---- entries by explicit command, see `SlotOperations`
+
+    def match(self, tokens: bytes, scope: Scope) -> DeviceMatch:
+        """Return the longest prefix of these packed tokens on the device. The matched entry counts as used now."""
+        return self._cache.match(tokens, scope)
+
+    def entries_in(self, scope: Scope) -> list[Entry]:
+        """Return the entries of the scope's namespace."""
+        return [entry for entry in self._cache.entries() if entry.scope.key == scope.key]
+
+    def is_cached(self, entry: Entry) -> bool:
+        """Whether the entry has not been evicted."""
+        return entry in self._cache
+
+    def discard(self, entry: Entry) -> None:
+        """Remove an entry and its sequence without saving it."""
+        self._remove_entry(entry)
+
+    def n_copyable(self, tokens: bytes, scope: Scope) -> int:
+        """Return how many of these packed tokens need not be loaded, because a sequence on the device holds them."""
+        return self._cache.match(tokens, scope).n_held if self._sequences.can_save_parts else 0
+
+    def make_room_for_entry(self, n_cells: int) -> Room:
+        """Return whether one more entry with `n_cells` new cells can be cached. Evicts other entries to make room."""
+        return self._eviction.make_room_for_entry(n_cells)
+
+    def begin_restore(self, tokens: bytes, scope: Scope, hidden: Scope) -> tuple[Entry, int]:
+        """Reserve an entry with cells for all of the packed tokens, and copy the prefix that the device already holds.
+
+        The entry counts as in transfer: it is not evicted or saved. A job that needs its cells waits until the transfer
+        is finished.
+        `make_room_for_entry` must have returned AVAILABLE.
+
+        Args:
+            tokens: The packed tokens that the entry will hold.
+            scope: The jobs whose cells may be copied.
+            hidden: A scope that no job has. The entry has this scope until `finish_restore`, so that no job finds the
+                entry.
+
+        Returns:
+            The entry, and the number of its tokens whose cells were copied. The caller loads the cells of the other
+            tokens.
+        """
+        seq_id = self._pool.acquire_for_cache()
+        n_copied = 0
+        match = self._cache.match(tokens, scope)
+        if self._sequences.can_save_parts and match.source is not None:
+            n_copied = self._sequences.copy(match.source.seq_id, seq_id, match.n_held)
+            self._pool.share(match.source.seq_id, seq_id, n_copied)
+        self._pool.resize(seq_id, len(tokens) // TOKEN_BYTES)
+        entry = self._insert(seq_id, tokens, hidden)
+        if entry is None:
+            raise LookupError(f"another entry of the hidden scope has the same tokens: {hidden!r}")
+        entry.in_transfer = True
+        return entry, n_copied
+
+    def finish_restore(self, entry: Entry, scope: Scope) -> None:
+        """Make a restored entry available to the jobs of `scope`."""
+        self._cache.remove(entry)
+        self._insert(entry.seq_id, entry.tokens, scope)
+
+    # ---- transfers between the tiers
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether cells are being moved between the tiers."""
+        return self._offload.has_transfers
+
+    def move(self, budget_s: float) -> bool:
+        """Move cells between the tiers for about `budget_s` seconds. Returns True when cells were loaded for a job."""
+        self._n_ticks += 1
+        if self._offload.has_transfers:
+            self._hits.clear()
+        self._eviction.trim()
+        step = self._offload.step(budget_s)
+        for run, n_tokens, tier in step.loaded:
+            self._pool.resize(run.seq_id, n_tokens)
+            run.add_cached(n_tokens, tier)
+        for run in step.finished_loads:
+            next(slot for slot in self._pool.active if slot.run is run).transition_to(SlotState.PREFILL)
+        for entry in step.finished_saves:
+            self._remove_entry(entry)
+        return bool(step.loaded)
+
+    def close(self, timeout_s: float) -> None:
+        """Write the entries to the disk tier, if it exists, within about `timeout_s` seconds. Stops all transfers."""
+        self._offload.close(self._cache.entries(), timeout_s)
+
+    def _insert(self, seq_id: int, tokens: bytes, scope: Scope) -> Entry | None:
+        """Offer a sequence to the cache. Returns its entry, or None when another entry holds the same tokens."""
+        self._hits.clear()
+        self._remove_sequences(self._cache.insert(seq_id, tokens, scope))
+        self._eviction.request_trim()
+        return self._cache.entry_of(seq_id)
+
+    def _remove_entry(self, entry: Entry) -> None:
+        self._hits.clear()
+        self._cache.remove(entry)
+        self._remove_sequences([entry.seq_id])
+
+    def _remove_sequences(self, seq_ids: Iterable[int]) -> None:
+        for seq_id in seq_ids:
+            self._offload.cancel_transfers(seq_id)
+            self._sequences.remove(seq_id)
+            self._pool.free_sequence(seq_id)
+
+    # ---- views
+
+    def snapshot(self) -> CacheSnapshot:
+        """Return the public state of cells and cache."""
+        pool = self._pool
+        return CacheSnapshot(
+            n_cells=pool.n_cells,
+            reserved_cells=pool.reserved_cells,
+            used_cells=pool.ledger.used,
+            shared_cells=pool.ledger.shared,
+            entries=len(self._cache),
+            host_bytes=self._offload.host_bytes,
+            disk_bytes=self._offload.disk_bytes,
+            hits=self._n_hits,
+            misses=self._n_misses,
+            hit_tokens=self._n_hit_tokens,
+            evictions=self._eviction.n_evicted,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the records of slots, sequences, cells, entries, blocks contradict each other."""
+        self._pool.check_integrity()
+        self._cache.check_integrity()
+        self._offload.check_integrity()
+        cached = {entry.seq_id: entry.n_tokens for entry in self._cache.entries()}
+        if cached.keys() != self._pool.cached:
+            raise AssertionError(f"the cache has {sorted(cached)}, the pool has {sorted(self._pool.cached)}")
+        for seq_id, n_tokens in cached.items():
+            if self._pool.ledger.held(seq_id) != n_tokens:
+                raise AssertionError(f"entry {seq_id}: {n_tokens} tokens, {self._pool.ledger.held(seq_id)} cells")
+
+    def __repr__(self) -> str:
+        return f"<KvMemory {self._pool.ledger!r} {len(self._cache)} entries>"

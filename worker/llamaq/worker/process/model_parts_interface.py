@@ -1,0 +1,43 @@
+"""The interface of `GenerationParts` and `EmbeddingParts`: what of a worker depends on what its jobs compute."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from llamaq.common.vocab.llama_vocab import Vocab
+from llamaq.worker.broker.command_inbox import CommandHandler
+from llamaq.worker.broker.intake import Preparer
+from llamaq.worker.engine.llama_bindings import Model
+from llamaq.worker.engine_loop.tick_loop import JobScheduler, Runner, TickLoop
+
+
+class ModelEngine(Runner, Protocol):
+    """An engine: a model with a context."""
+
+    model: Model
+    vocab: Vocab
+
+
+class ModelParts(Protocol):
+    """`GenerationParts` or `EmbeddingParts`."""
+
+    @property
+    def engine(self) -> ModelEngine:
+        """Computes the batches of the scheduler."""
+
+    @property
+    def scheduler(self) -> JobScheduler:
+        """Decides which jobs run."""
+
+    @property
+    def preparer(self) -> Preparer:
+        """Turns requests into jobs of the scheduler."""
+
+    def make_slot_commands(self, ticks: TickLoop) -> CommandHandler:
+        """Return the handler of the commands of operators about slots."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields of the worker's card that describe the model and its context."""
+
+    def close(self) -> None:
+        """Free the model, after the last tick and after the jobs were requeued."""
