@@ -27,7 +27,7 @@ WARM_UP = 0.25
 """The memory is measured for the first time after this share of the attacks."""
 MAX_GROWTH_MB = 40.0
 SETTINGS: dict[str, Any] = {"n_parallel": 8, "n_ctx": 512}
-"""A small context ends the answers of requests without `max_tokens` soon."""
+"""A small context ends the answers to requests with a large `max_tokens` soon. A request may ask for 128 answers."""
 SERVER: dict[str, Any] = {
     "max_body_bytes": MAX_BODY_BYTES,
     "max_file_bytes": MAX_FILE_BYTES,
@@ -35,6 +35,7 @@ SERVER: dict[str, Any] = {
     "header_timeout_s": PATIENCE_S,
     "body_timeout_s": PATIENCE_S,
     "response_ttl_s": 600.0,
+    "default_max_tokens": 32,
 }
 SCHEMATHESIS = "LLAMAQ_SCHEMATHESIS"
 """Environment variable with the path of the program `schemathesis`. `make attack-serve` installs it and sets it."""

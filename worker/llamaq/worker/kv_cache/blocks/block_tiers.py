@@ -8,7 +8,8 @@ capacity in bytes and evicts its least recently used block. A use of a block is 
 blocks of a conversation are evicted first.
 
 If a disk tier exists, a block that host memory evicts moves to disk. Its ancestors get files too, so that whenever a
-block has a file, its parent has a file. This module only decides. The package `offload` writes, reads and erases the files.
+block has a file, its parent has a file. This module only decides. The package `offload` writes, reads and erases the
+files.
 """
 
 from __future__ import annotations
