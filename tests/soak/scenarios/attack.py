@@ -118,7 +118,7 @@ async def _run_schemathesis(
         code = await running.wait()
     if code:
         verdict.others.append(f"schemathesis has found failures, see {log}")
-    return {"schemathesis": next((line for line in log.read_text().splitlines()[::-1] if "in " in line), "")}
+    return {"schemathesis": next((line.strip() for line in log.read_text().splitlines() if " generated, " in line), "")}
 
 
 async def _check_end(client: AsyncClient, environment: Environment, server: HttpProcess, verdict: Verdict) -> None:

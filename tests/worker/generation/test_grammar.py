@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -433,6 +434,36 @@ def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(blob: byte
     sandbox.close()
 
 
+def test_a_grammar_is_compiled_although_the_machine_gives_the_process_no_time(blob: bytes) -> None:
+    sandbox = GrammarSandbox(blob, timeout_s=0.3)
+    sandbox.compile(JobParams(regex="b"))
+    assert sandbox._process is not None
+    child = sandbox._process._popen
+    child.send_signal(signal.SIGSTOP)
+    resume = threading.Timer(0.5, child.send_signal, [signal.SIGCONT])
+    resume.start()
+    try:
+        assert sandbox.compile(JobParams(regex="a"))
+    finally:
+        resume.join()
+        sandbox.close()
+
+
+def test_a_process_that_does_not_answer_is_replaced_and_its_grammar_tried_again(
+    blob: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamaq.worker.generation.grammar.sandbox.LONGEST_WAIT_FACTOR", 1)
+    sandbox = GrammarSandbox(blob, timeout_s=0.3)
+    sandbox.compile(JobParams(regex="b"))
+    assert sandbox._process is not None
+    sandbox._process._popen.send_signal(signal.SIGSTOP)
+    with pytest.raises(JobRejected, match="too busy"):
+        sandbox.compile(JobParams(regex="a"))
+    monkeypatch.undo()
+    assert sandbox.compile(JobParams(regex="a"))
+    sandbox.close()
+
+
 def test_a_step_that_takes_too_long_rejects_the_job(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = constraint_of(vocab, "root ::= .*")
     monkeypatch.setattr("llamaq.worker.generation.grammar.token_constraint.MAX_STEP_S", 0.0)
@@ -485,7 +516,7 @@ def test_a_sandbox_that_is_closed_early_starts_no_process() -> None:
 
 
 def test_the_process_ends_when_its_socket_is_closed(blob: bytes) -> None:
-    process = sandbox_module._SandboxProcess(blob)
+    process = sandbox_module._SandboxProcess(blob, 3)
     process.await_start()
     process._socket.close()
     assert process._popen.wait(timeout=10) == 0

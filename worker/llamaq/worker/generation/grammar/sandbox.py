@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,9 @@ So it takes no processor time while the worker starts."""
 START_TIMEOUT_S = 60.0
 """How long the process may take to load the vocabulary."""
 TRIAL_TIMEOUT_S = 10.0
-"""How long a trial of a grammar may take."""
+"""Processor time that a trial of a grammar may take. The result must not depend on what else the machine computes."""
+LONGEST_WAIT_FACTOR = 12
+"""How much longer than its processor time a trial may take on a busy machine."""
 MAX_CACHED_RESULTS = 128
 """Number of grammars whose results are cached."""
 
@@ -39,7 +42,7 @@ class GrammarSandbox:
 
     Args:
         blob: The model's vocabulary, as returned by `extract_vocab`.
-        timeout_s: How long a trial of a grammar may take, in seconds.
+        timeout_s: Processor time that a trial of a grammar may take, in seconds.
     """
 
     def __init__(self, blob: bytes, *, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
@@ -86,27 +89,35 @@ class GrammarSandbox:
         """Start the process before the first grammar, so that this grammar does not wait for it."""
         with self._lock:
             if not self._starter.finished.is_set():  # `close` sets it
-                self._process = self._process or _SandboxProcess(self._blob)
+                self._process = self._process or _SandboxProcess(self._blob, self._timeout_s)
 
     def _run_trial(self, trial: str) -> str | JobRejected:
-        """Return the result of a trial. A process that fails is replaced in the next trial."""
-        process = self._process = self._process or _SandboxProcess(self._blob)
+        """Return the result of a trial. A process that fails is replaced in the next trial.
+
+        Raises:
+            JobRejected: The machine is too busy for the trial. A repeated request tries again.
+            EngineError: The process does not start.
+        """
+        process = self._process = self._process or _SandboxProcess(self._blob, self._timeout_s)
         try:
             process.await_start()
-            answer = process.request(trial, self._timeout_s)
-        except TimeoutError:
-            failure = f"its trial takes more than {self._timeout_s:g} s"
-        except (OSError, EOFError):
-            if not process.has_started:
-                self._process = None
-                message = f"the process that compiles grammars does not start (status {process.close()})"
-                raise EngineError(message) from None
-            failure = "it needs too much memory"
-        else:
-            return answer["grammar"] if "grammar" in answer else _rejected(answer["error"])
-        self._process = None
-        logger.warning("grammar.child_failed status=%s: %s", process.close(), failure)
-        return _rejected(f"the grammar cannot be used: {failure}")
+            answer = process.request(trial, LONGEST_WAIT_FACTOR * self._timeout_s)
+        except (TimeoutError, OSError, EOFError) as exc:
+            self._process = None
+            return self._failure(process, is_late=isinstance(exc, TimeoutError))
+        return answer["grammar"] if "grammar" in answer else _rejected(answer["error"])
+
+    def _failure(self, process: _SandboxProcess, *, is_late: bool) -> JobRejected:
+        """Return the result of a trial whose process has ended or is late."""
+        status = process.close()
+        if not process.has_started:
+            raise EngineError(f"the process that compiles grammars does not start (status {status})")
+        logger.warning("grammar.child_failed status=%s", status)
+        if is_late:
+            raise _rejected("the grammar was not compiled in time: the worker's machine is too busy; try again")
+        if status == -signal.SIGPROF:
+            return _rejected(f"the grammar cannot be used: it takes more than {self._timeout_s:g} s to compile")
+        return _rejected("the grammar cannot be used: it needs too much memory")
 
     def __repr__(self) -> str:
         return f"<GrammarSandbox process={self._process} results={len(self._results)}>"
@@ -117,16 +128,20 @@ class _SandboxProcess:
 
     Args:
         blob: The model's vocabulary.
+        timeout_s: Processor time of the process for a trial, in seconds. A trial that takes more ends the process.
     """
 
-    def __init__(self, blob: bytes) -> None:
+    def __init__(self, blob: bytes, timeout_s: float) -> None:
         self.has_started = False
         self._socket, process_socket = socket.socketpair()
         with process_socket, tempfile.TemporaryFile() as file:
             file.write(blob)
             file.seek(0)
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "llamaq.worker.generation.grammar.sandbox_process", str(file.fileno())],
+                [
+                    *(sys.executable, "-P", "-m", "llamaq.worker.generation.grammar.sandbox_process"),
+                    *(str(file.fileno()), str(timeout_s)),
+                ],
                 stdin=process_socket.fileno(),
                 stdout=process_socket.fileno(),
                 stderr=subprocess.DEVNULL,

@@ -1,8 +1,8 @@
-"""The process that tries grammars: `python -m llamaq.worker.generation.grammar.sandbox_process VOCAB_FD`.
+"""The process that tries grammars: `python -m llamaq.worker.generation.grammar.sandbox_process VOCAB_FD TIMEOUT_S`.
 
-VOCAB_FD is the descriptor of a file with the model's vocabulary. The process reads requests from stdin and writes
-answers to stdout, both as a length (four bytes, big-endian) followed by JSON. It ends when stdin is closed. If the
-compilation of a grammar needs too much memory or time, only this process is affected.
+VOCAB_FD is the descriptor of a file with the model's vocabulary, TIMEOUT_S the processor time that a trial may take. The
+process reads requests from stdin and writes answers to stdout, both as a length (four bytes, big-endian) followed by JSON.
+It ends when stdin is closed. If a grammar needs too much memory or time to compile, only this process is affected.
 """
 
 from __future__ import annotations
@@ -84,19 +84,27 @@ def main() -> None:
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         trial = GrammarTrial(Vocab.from_blob(file.read()))
     _limit_memory()
-    on_large_stack(lambda: _serve(trial, requests, answers))
+    timeout_s = float(sys.argv[2])
+    on_large_stack(lambda: _serve(trial, requests, answers, timeout_s))
 
 
-def _serve(trial: GrammarTrial, requests: IO[bytes], answers: IO[bytes]) -> None:
+def _serve(trial: GrammarTrial, requests: IO[bytes], answers: IO[bytes], timeout_s: float) -> None:
     _answer(answers, {})
     while header := requests.read(4):
         request = json.loads(requests.read(int.from_bytes(header, "big")))
-        try:
-            _answer(answers, {"grammar": trial.compile(request)})
-        except JobRejected as exc:
-            _answer(answers, {"error": exc.message[:MAX_MESSAGE_CHARS]})
-        except MemoryError:
-            _answer(answers, {"error": "the grammar cannot be used: it needs too much memory"})
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # SIGPROF ends the process, also within llguidance
+        answer = _try(trial, request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _answer(answers, answer)
+
+
+def _try(trial: GrammarTrial, request: dict[str, Any]) -> dict[str, str]:
+    try:
+        return {"grammar": trial.compile(request)}
+    except JobRejected as exc:
+        return {"error": exc.message[:MAX_MESSAGE_CHARS]}
+    except MemoryError:
+        return {"error": "the grammar cannot be used: it needs too much memory"}
 
 
 def _answer(answers: IO[bytes], content: dict[str, str]) -> None:
