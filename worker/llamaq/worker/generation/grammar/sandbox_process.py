@@ -1,8 +1,8 @@
 """The process that tries grammars: `python -m llamaq.worker.generation.grammar.sandbox_process VOCAB_FD TIMEOUT_S`.
 
-VOCAB_FD is the descriptor of a file with the model's vocabulary, TIMEOUT_S the processor time that a trial may take. The
-process reads requests from stdin and writes answers to stdout, both as a length (four bytes, big-endian) followed by JSON.
-It ends when stdin is closed. If a grammar needs too much memory or time to compile, only this process is affected.
+VOCAB_FD is the descriptor of a file with the model's vocabulary, TIMEOUT_S the processor time that a trial may take.
+The process reads requests from stdin and writes answers to stdout, both as a length (four bytes, big-endian) followed
+by JSON. It ends when stdin is closed. If a grammar needs too much memory or time to compile, only this process ends.
 """
 
 from __future__ import annotations
