@@ -7,7 +7,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from llamaq.cli.exit_codes import EXIT_FAILED, EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
-from llamaq.cli.http_server_errors import ServerRefused, ServerUnreachable
+from llamaq.cli.http_answer_errors import ServerRefused, ServerUnreachable
 from llamaq.common.errors import (
     BulkRunRefused,
     EmbeddedRedisError,

@@ -194,7 +194,7 @@ def open_answers(
     if redis_url is not None or require_worker is not None:
         raise InvalidRequest("--server: leave out --redis-url and --require-worker; the server has its own settings")
     try:
-        from llamaq.cli.server_answers import ServerAnswers
+        from llamaq.cli.http_answer_source import ServerAnswers
     except ModuleNotFoundError as exc:
         if exc.name != "httpx":
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamaq.gateway.queue_directory import QueueDirectory
-from llamaq.gateway.token_pieces import TokenPieces
+from llamaq.gateway.token_bytes_cache import TokenPieces
 from llamaq.producer.answer_form_detection import AnswerForms
 
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from llamaq.common.protocol.job_request import JobParams
 from llamaq.gateway.openapi_parameters import parameters_of
 from llamaq.gateway.openapi_schemas import BODIES, FORMS, WITH_JOB_OPTIONS, ErrorBody, MessageErrorBody, ResponseRequest
-from llamaq.gateway.queue_access import DELAYS
+from llamaq.gateway.queue_of_request import DELAYS
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:

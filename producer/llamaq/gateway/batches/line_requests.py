@@ -17,7 +17,7 @@ from llamaq.gateway.prepared.response import PreparedResponse, read_history
 from llamaq.gateway.responses.record import ResponseStore
 from llamaq.gateway.responses.request_body import read_response_body
 from llamaq.producer import AsyncClient
-from llamaq.producer.bulk.row import Row
+from llamaq.producer.bulk.input_row import Row
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.openai_format.endpoints import Endpoint
 

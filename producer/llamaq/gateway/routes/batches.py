@@ -12,7 +12,7 @@ from llamaq.gateway.files.record import UPLOAD_PURPOSE
 from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.http.pages import read_page
-from llamaq.gateway.queue_access import api_key_of
+from llamaq.gateway.queue_of_request import api_key_of
 from llamaq.gateway.routes.files import files_of
 
 MAX_LISTED, LISTED = 100, 20

@@ -14,7 +14,7 @@ from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.prepared.completion import FINGERPRINT, PreparedCompletion
 from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
-from llamaq.gateway.queue_access import generation_for, queue_for
+from llamaq.gateway.queue_of_request import generation_for, queue_for
 from llamaq.gateway.verbose_answers import verbose_fields
 from llamaq.producer import Result
 from llamaq.producer.openai_format.endpoints import Endpoint

@@ -9,7 +9,7 @@ from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.prepared.embedding import PreparedEmbedding
-from llamaq.gateway.queue_access import generation_for, queue_of_kind
+from llamaq.gateway.queue_of_request import generation_for, queue_of_kind
 from llamaq.producer.openai_format.request_body import read_model
 
 

@@ -25,7 +25,7 @@ from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.http.json_body import json_response
 from llamaq.gateway.http.pages import page_of, read_page
 from llamaq.gateway.http.request_lifetime import ClientGone, RestMissing
-from llamaq.gateway.queue_access import api_key_of
+from llamaq.gateway.queue_of_request import api_key_of
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from llamaq.gateway.http.event_stream import Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.messages.answer_blocks import AnswerBlocks
 from llamaq.gateway.messages.request_body import read_messages_body
-from llamaq.gateway.queue_access import generation_for, queue_for
+from llamaq.gateway.queue_of_request import generation_for, queue_for
 from llamaq.producer import AsyncClient, Result
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.openai_format.tools import form_options

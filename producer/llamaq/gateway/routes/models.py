@@ -14,7 +14,7 @@ from llamaq.common.protocol.queue_and_worker_state import Worker, WorkerCard
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import RequestRefused
 from llamaq.gateway.http.json_body import json_response
-from llamaq.gateway.queue_access import api_key_of
+from llamaq.gateway.queue_of_request import api_key_of
 
 
 async def list_models(request: Request) -> Response:

@@ -16,7 +16,7 @@ from llamaq.gateway.http.event_stream import Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.native_format import NativeOptions, drawn_object, final_object, partial_object, read_native_body
 from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
-from llamaq.gateway.queue_access import generation_for, queue_for
+from llamaq.gateway.queue_of_request import generation_for, queue_for
 from llamaq.gateway.request_tokenization import with_tokens
 from llamaq.producer import Chunk, Result
 from llamaq.producer.openai_format.logprobs import token_object, tokens_of

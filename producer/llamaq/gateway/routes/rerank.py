@@ -8,7 +8,7 @@ from starlette.responses import Response
 from llamaq.common.protocol.embedding_task import JobKind
 from llamaq.gateway.embedding_and_rerank_format import ranking_object, read_ranking_body
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.queue_access import generation_for, queue_of_kind
+from llamaq.gateway.queue_of_request import generation_for, queue_of_kind
 from llamaq.producer.embed_and_rerank import join_results, rank, split_task
 from llamaq.producer.openai_format.request_body import read_model
 

@@ -18,7 +18,7 @@ from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
-from llamaq.gateway.queue_access import api_key_of, generation_for, queue_for
+from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
 from llamaq.gateway.responses.input_items import input_items

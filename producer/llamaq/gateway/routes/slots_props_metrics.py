@@ -18,7 +18,7 @@ from llamaq.gateway.http.errors import RequestRefused, invalid
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.llama_metrics import metrics_text
 from llamaq.gateway.native_format import props_object, slot_object
-from llamaq.gateway.queue_access import queue_for
+from llamaq.gateway.queue_of_request import queue_for
 from llamaq.producer import AsyncClient
 
 

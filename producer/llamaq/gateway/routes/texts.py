@@ -12,7 +12,7 @@ from llamaq.common.protocol.text_commands import TextAction, TextReply
 from llamaq.gateway.context import context_of
 from llamaq.gateway.http.errors import invalid
 from llamaq.gateway.http.json_body import json_response, read_object
-from llamaq.gateway.queue_access import queue_for
+from llamaq.gateway.queue_of_request import queue_for
 from llamaq.producer import AsyncClient
 from llamaq.producer.openai_format.chat_messages import read_chat
 from llamaq.producer.openai_format.request_body import read_flag

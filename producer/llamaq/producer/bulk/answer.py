@@ -10,7 +10,7 @@ from typing import Any
 
 from llamaq.common.errors import BulkRunRefused, JobFailed, LlamaqError
 from llamaq.common.protocol.job_outcome import FinishReason, Result
-from llamaq.producer.bulk.row import Row
+from llamaq.producer.bulk.input_row import Row
 from llamaq.producer.bulk.run_description import RunParameters
 from llamaq.producer.openai_format.response_body import completion_object, error_object, usage_object
 

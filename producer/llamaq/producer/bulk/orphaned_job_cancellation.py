@@ -9,7 +9,7 @@ from typing import Any
 
 from llamaq.common.protocol.job_outcome import JobState
 from llamaq.common.protocol.keys import JobId
-from llamaq.producer.bulk.row import row_key
+from llamaq.producer.bulk.input_row import row_key
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_window.window_job import replacement_key
 

@@ -17,7 +17,7 @@ from tests.support.forget_modules import forget_modules
 from tests.support.http_server import serving_http
 
 from llamaq.cli.exit_codes import EXIT_NO_ANSWER, EXIT_NO_REDIS, EXIT_USAGE
-from llamaq.cli.server_answers import ServerAnswers
+from llamaq.cli.http_answer_source import ServerAnswers
 from llamaq.common.errors import JobFailed, ResultTimeout
 from llamaq.producer import ErrorCode, FinishReason
 
@@ -130,7 +130,7 @@ def test_an_answer_that_is_no_json_names_the_option(
 def test_without_httpx_the_option_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forget_modules(monkeypatch, "llamaq.cli.server_answers")
+    forget_modules(monkeypatch, "llamaq.cli.http_answer_source")
     monkeypatch.setitem(sys.modules, "httpx", None)
     error = failing(monkeypatch, capsys, "generate", "x", "--server", "http://localhost:8080")
     assert "pip install 'llamaq[http]'" in error
