@@ -36,7 +36,9 @@ def test_both_clients_have_the_same_documentation(blocking: type, asynchronous: 
     for name, method in vars(blocking).items():
         if inspect.isfunction(method) and name != "__init__":
             other = inspect.getdoc(getattr(asynchronous, name)) or ""
-            assert inspect.getdoc(method) == other.replace("AsyncJob", "Job").replace("AsyncStream", "Stream"), name
+            for asyncio_words, words in (("AsyncJob", "Job"), ("AsyncStream", "Stream"), ("async for", "for")):
+                other = other.replace(asyncio_words, words)
+            assert inspect.getdoc(method) == other, name
     assert "Async" not in (blocking.__doc__ or "")
     assert "async " not in (blocking.__doc__ or "")
     assert "event loop" not in (blocking.__doc__ or "")

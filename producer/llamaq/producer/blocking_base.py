@@ -12,17 +12,19 @@ import importlib
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Generator, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
+from llamaq.common.errors import RequestFailed
 from llamaq.common.protocol.keys import JobId
 from llamaq.producer.auto_cancelled_stream import AsyncStream
-from llamaq.producer.blocking_map import BlockingMapCall
+from llamaq.producer.blocking_map import blocking_map
 from llamaq.producer.blocking_portal import BlockingPortal, next_or_none
 from llamaq.producer.client import AsyncClient
 from llamaq.producer.job_handle import AsyncJob, Chunk
+from llamaq.producer.job_window.request_map import MappedResult, MapRequest
 
 T = TypeVar("T")
 
@@ -61,7 +63,7 @@ def _replace_lock() -> None:
 os.register_at_fork(after_in_child=_replace_lock)
 
 
-class BlockingClient(BlockingMapCall):
+class BlockingClient:
     """Base of `Client`. The first call starts a thread that runs an `AsyncClient`."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -105,6 +107,12 @@ class BlockingClient(BlockingMapCall):
     def _iterate_through(self, portal: BlockingPortal, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         # A method, so that the generator keeps a reference to this client: `for chunk in Client().stream("x")`.
         yield from portal.iterate(items)
+
+    def _map(
+        self, requests: Iterable[MapRequest] | AsyncIterable[MapRequest], **arguments: Any
+    ) -> Generator[MappedResult | RequestFailed, None, None]:
+        # A generator of its own: it keeps a reference to this client, as in `_iterate_through`.
+        yield from blocking_map(self._running_portal(), requests, **arguments)
 
     def _open(self, call: Callable[[AsyncClient], Coroutine[Any, Any, AsyncStream]]) -> OpenedStream:
         """Run one call of the asyncio client that returns a stream."""

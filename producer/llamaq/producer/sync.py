@@ -4,11 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal, Unpack
+from collections.abc import (
+    AsyncIterable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from typing import Any, Literal, Unpack, overload
 
 from pydantic import JsonValue
 
+from llamaq.common.errors import RequestFailed
 from llamaq.common.protocol.embedding_task import Embedding, Normalization
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_request import JobOptions, Priority
@@ -22,6 +29,7 @@ from llamaq.producer.chat_answers import ChatAnswers
 from llamaq.producer.client import AsyncClient, JobArguments
 from llamaq.producer.embed_and_rerank import EmbeddingInputs, EmbeddingOptions, RankedDocument
 from llamaq.producer.job_handle import Chunk
+from llamaq.producer.job_window.request_map import MappedResult, MapRequest
 from llamaq.producer.tokenizer import Tokenizer
 
 
@@ -293,6 +301,71 @@ class Client(BlockingClient):
             InvalidRequest: `job_id` does not have the form of a job id.
         """
         return self._call(lambda client: client.cancel(job_id))
+
+    @overload
+    def map(
+        self,
+        requests: Iterable[MapRequest] | AsyncIterable[MapRequest],
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        resume: str | None = None,
+        raise_errors: Literal[True] = True,
+        **options: Unpack[JobOptions],
+    ) -> Generator[MappedResult, None, None]: ...
+
+    @overload
+    def map(
+        self,
+        requests: Iterable[MapRequest] | AsyncIterable[MapRequest],
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        resume: str | None = None,
+        raise_errors: bool,
+        **options: Unpack[JobOptions],
+    ) -> Generator[MappedResult | RequestFailed, None, None]: ...
+
+    def map(
+        self,
+        requests: Iterable[MapRequest] | AsyncIterable[MapRequest],
+        *,
+        ordered: bool = True,
+        window: int | None = None,
+        resume: str | None = None,
+        raise_errors: bool = True,
+        **options: Any,
+    ) -> Generator[MappedResult | RequestFailed, None, None]:
+        """Compute any number of requests and yield their results. Leaving the loop early cancels the jobs in flight.
+
+            for result in client.map({"prompt": text, "max_tokens": 64} for text in texts):
+                print(result.index, result.text)
+
+        Requests are read as earlier ones end, so `requests` may be endless. Those that share a prefix are submitted one
+        after the other. A full queue, a full Redis and a Redis that does not answer slow the call down: it has no
+        timeout.
+
+        Args:
+            requests: Text prompts, or mappings with the arguments of `submit`. A generator runs in the thread of the
+                caller, and may use a blocking client there. In asyncio it must not block; an asynchronous one may wait.
+            ordered: Whether the results have the order of the requests. False: the order in which the jobs end.
+            window: Largest number of jobs in the queue. None: 4 for each slot of the queue's workers, at least 256.
+            resume: A name for these requests. If the process dies, the same call with the same name and requests
+                receives the results that Redis still stores (`result_ttl_s`), and computes the others.
+            raise_errors: Whether the first failed request ends the loop with its error. False: yield the errors.
+            **options: Job options of all requests, which a request may override. `priority` is `bulk` by default.
+
+        Yields:
+            A `MappedResult` for each request: a `Result` with the `index` of the request. If `raise_errors` is False, a
+            `RequestFailed` in place of a result.
+
+        Raises:
+            InvalidRequest: An argument is not valid.
+            RequestFailed: A request failed; `index` and `error` tell which one and why.
+            NoWorker: The client has `require_worker`, and no worker serves the queue.
+            InvalidSettings: The workers of the queue have another number of partitions.
+        """
+        return self._map(requests, ordered=ordered, window=window, resume=resume, raise_errors=raise_errors, **options)
 
     def queue_depth(self) -> QueueDepth:
         """Return the numbers of waiting and running jobs in the queue. Jobs that have reached a deadline end first."""

@@ -52,7 +52,7 @@ class MapCall(ClientCalls):
     ) -> AsyncGenerator[MappedResult | RequestFailed, None]:
         """Compute any number of requests and yield their results. Leaving the loop early cancels the jobs in flight.
 
-            async for result in client.map(({"prompt": text, "max_tokens": 64} for text in texts)):
+            async for result in client.map({"prompt": text, "max_tokens": 64} for text in texts):
                 print(result.index, result.text)
 
         Requests are read as earlier ones end, so `requests` may be endless. Those that share a prefix are submitted one
@@ -60,8 +60,8 @@ class MapCall(ClientCalls):
         timeout.
 
         Args:
-            requests: Text prompts, or mappings with the arguments of `submit`. A generator must not block the event
-                loop: an asynchronous one may wait.
+            requests: Text prompts, or mappings with the arguments of `submit`. A generator runs in the thread of the
+                caller, and may use a blocking client there. In asyncio it must not block; an asynchronous one may wait.
             ordered: Whether the results have the order of the requests. False: the order in which the jobs end.
             window: Largest number of jobs in the queue. None: 4 for each slot of the queue's workers, at least 256.
             resume: A name for these requests. If the process dies, the same call with the same name and requests

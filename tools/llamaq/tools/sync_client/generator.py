@@ -31,13 +31,14 @@ from collections.abc import Generator
 from llamaq.producer.blocking_base import BlockingClient, BlockingJob, BlockingStream
 '''
 CALLS = {
+    "calls.map_call": "MapCall",
     "calls.queue_calls": "QueueCalls",
     "calls.dead_letter_calls": "DeadLetterCalls",
     "calls.slot_calls": "SlotCalls",
     "calls.text_calls": "TextCalls",
     "calls.embedding_calls": "EmbeddingCalls",
 }
-"""The base classes of `AsyncClient` by module, without `MapCall`, whose blocking form is written by hand."""
+"""The base classes of `AsyncClient` by module."""
 MODULES = ("client", *CALLS, "job_handle", "auto_cancelled_stream")
 SYNC_NAMES = {"AsyncClient": "Client", "AsyncJob": "Job", "AsyncStream": "Stream"}
 DOCSTRING_WORDS = {**SYNC_NAMES, "async with": "with", "async for": "for", "await client": "client", "aclose": "close"}
@@ -45,6 +46,8 @@ ASYNC_SENTENCE = "One client serves any number of concurrent calls, in one event
 SYNC_SENTENCE = """Threads may share one client, and a child process may use it after a fork. The first call starts a
     thread, which `close` ends."""
 """Replaces `ASYNC_SENTENCE` in the docstring of `Client`."""
+WRITTEN_BY_HAND = {"map": "_map"}
+"""Methods whose bodies are methods of `BlockingClient`, because they use the thread of the caller."""
 
 
 def generate() -> str:
@@ -99,17 +102,24 @@ def _attributes(source: ast.ClassDef) -> Iterator[str]:
 def _forwarded_methods(source: ast.ClassDef, *, with_init: bool = False) -> Iterator[Method]:
     """Yield the methods that the blocking class gets: the public ones, and the constructor if it is wanted."""
     for node in source.body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if node.decorator_list and not _is_overload(node):
             continue  # a property gives access to asyncio objects
         is_public = not node.name.startswith("_") and node.name not in ("aclose", "started")
         if is_public or (with_init and node.name == "__init__"):
             yield node
 
 
+def _is_overload(source: Method) -> bool:
+    return [ast.unparse(decorator) for decorator in source.decorator_list] == ["overload"]
+
+
 def _sync_method(source: Method, class_name: str) -> str:
     returns = ast.unparse(source.returns) if source.returns else "None"
     docstring = ast.get_docstring(source, clean=False)
-    lines = [f"def {source.name}({ast.unparse(source.args)}) -> {_translate_annotation(returns)}:"]
+    lines = ["@overload"] if _is_overload(source) else []
+    lines.append(f"def {source.name}({ast.unparse(source.args)}) -> {_translate_annotation(returns)}:")
     if docstring:
         lines.append(f'    """{_translate_docstring(docstring)}"""')
     lines += [f"    {line}" for line in _body(source, class_name, returns)]
@@ -119,6 +129,10 @@ def _sync_method(source: Method, class_name: str) -> str:
 def _body(source: Method, class_name: str, returns: str) -> list[str]:
     """Return the statements of a method: one call through the portal."""
     arguments = _forwarded_arguments(source.args)
+    if _is_overload(source):
+        return ["..."]
+    if source.name in WRITTEN_BY_HAND:
+        return [f"return self.{WRITTEN_BY_HAND[source.name]}({arguments})"]
     if source.name == "__init__":
         return [f"super().__init__({class_name}({arguments}))"]
     if returns == "AsyncJob" and isinstance(source, ast.FunctionDef):  # this method needs no event loop
