@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-from llamaq.common.errors import NoWorker
+from redis.exceptions import RedisError
+
+from llamaq.common.background_tasks import BackgroundTasks
+from llamaq.common.errors import LlamaqError, NoWorker
 from llamaq.common.protocol.queue_and_worker_state import QueueDepth, Worker, WorkerCard
 from llamaq.common.protocol.queue_config import QueueConfig
 from llamaq.common.protocol.queue_depth import queue_depth
@@ -19,7 +23,11 @@ from llamaq.producer.queries.metrics import read_job_counters
 from llamaq.producer.queries.queue_snapshots import read_workers
 
 FRESH_S = 2.0
-"""Workers that were read more recently are not read again."""
+"""A request waits for a read of the workers if the last one is older."""
+REFRESH_S = 1.0
+"""Interval at which the workers are read in the background while requests come."""
+USED_S = 60.0
+"""The workers are read in the background until no request has come for this time."""
 FORGOTTEN_S = 7 * 24 * 3600.0
 """A queue is forgotten when no worker has sent a heartbeat for this time."""
 
@@ -29,7 +37,8 @@ Served = dict[str, tuple[Worker, ...]]
 class QueueDirectory:
     """The queues that this server can reach, with one client for each.
 
-    It belongs to one event loop. What it has read is kept for a moment, so that requests do not wait for it.
+    It belongs to one event loop. While requests come, it reads the workers in the background. So only a request after a
+    long pause waits for a read.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -41,7 +50,11 @@ class QueueDirectory:
         self._templates: dict[str, str | None] = {}
         """The chat templates of the queues that requests have named so far."""
         self._read_s = float("-inf")
-        self._reading: asyncio.Task[Served] | None = None
+        self._asked_s = 0.0
+        """When a request has asked for the workers."""
+        self._reading: asyncio.Task[None] | None = None
+        self._refreshing = BackgroundTasks()
+        """The task that reads again and again. None runs while no requests come."""
 
     def __repr__(self) -> str:
         return f"<QueueDirectory { {name: len(workers) for name, workers in self._served.items()} }>"
@@ -53,37 +66,51 @@ class QueueDirectory:
 
     async def aclose(self) -> None:
         """Close all clients. The jobs of open streams are cancelled."""
+        await self._refreshing.cancel()
         await asyncio.gather(*(client.aclose() for client in {self._default, *self._clients.values()}))
 
     async def served(self, *, is_fresh: bool = False) -> Served:
         """Return the known queues with their live workers. A queue may have none.
 
         Args:
-            is_fresh: Whether the last heartbeats are wanted. Otherwise they may be two seconds older.
+            is_fresh: Whether the last heartbeats are wanted. Otherwise they may be `FRESH_S` older.
 
         Raises:
             RedisError: Redis cannot be read.
         """
-        if not is_fresh and time.monotonic() - self._read_s < FRESH_S:
-            return self._served
+        self._asked_s = time.monotonic()
+        if is_fresh or self._asked_s - self._read_s >= FRESH_S:
+            await self._read_once()
+        if not self._refreshing:
+            self._refreshing.start(self._refresh())
+        return self._served
+
+    async def _refresh(self) -> None:
+        """Read the workers at intervals, until no request comes any more or Redis cannot be read."""
+        with suppress(LlamaqError, RedisError, OSError):  # the next request reads too, and raises the error
+            while time.monotonic() - self._asked_s < USED_S:
+                await asyncio.sleep(REFRESH_S)
+                await self._read_once()
+
+    async def _read_once(self) -> None:
+        """Wait until the workers were read. Calls at the same time share one read."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
             self._reading.add_done_callback(self._forget_reading)
-        return await asyncio.shield(self._reading)
+        await asyncio.shield(self._reading)
 
-    def _forget_reading(self, task: asyncio.Task[Served]) -> None:
+    def _forget_reading(self, task: asyncio.Task[None]) -> None:
         self._reading = None
         if not task.cancelled():
             task.exception()
 
-    async def _read(self) -> Served:
+    async def _read(self) -> None:
         redis, keys = self._default.redis, self._default.keys
         earliest_ms = (time.time() - FORGOTTEN_S) * 1000
         members: Any = await redis.zrangebyscore(keys.queues(), earliest_ms, "+inf")
         names = sorted({member.decode() for member in members})
         found = await asyncio.gather(*(read_workers(redis, keys, name) for name in names))
         self._served, self._read_s = dict(zip(names, found, strict=True)), time.monotonic()
-        return self._served
 
     async def find(self, model: str | None, *, is_kept: bool = False, waits: bool = False) -> AsyncClient:
         """Return the client of the queue that a request means.
@@ -101,8 +128,7 @@ class QueueDirectory:
         queue = queue_of(model, self.settings.queue, await self.served())
         if queue is None:
             # A worker may have started since the last look.
-            self._read_s = float("-inf")
-            queue = queue_of(model, self.settings.queue, await self.served())
+            queue = queue_of(model, self.settings.queue, await self.served(is_fresh=True))
         if queue is None and self.settings.accept_any_model:
             queue = self.settings.queue
         if queue is None:

@@ -1,0 +1,124 @@
+"""The directory of queues reads the workers in the background while requests come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.gateway.test_disconnects import until
+
+from llamaq.gateway import queue_directory
+from llamaq.gateway.queue_directory import QueueDirectory, Served
+from llamaq.gateway.settings import serve_settings
+from llamaq.producer.testing import FakeWorker
+
+
+class CountingDirectory(QueueDirectory):
+    """A directory that counts its reads."""
+
+    n_reads = 0
+    fails = False
+
+    async def _read(self) -> None:
+        self.n_reads += 1
+        if self.fails:
+            raise RedisConnectionError("away")
+        await super()._read()
+
+    @property
+    def is_refreshing(self) -> bool:
+        return bool(self._refreshing)
+
+
+@asynccontextmanager
+async def directory_of(redis_url: str, queue: str) -> AsyncIterator[CountingDirectory]:
+    directory = CountingDirectory(serve_settings(redis_url=redis_url, queue=queue))
+    try:
+        yield directory
+    finally:
+        await directory.aclose()
+    assert not directory.is_refreshing
+
+
+async def until_read(directory: CountingDirectory, n_reads: int) -> None:
+    async def has_read() -> bool:
+        return directory.n_reads >= n_reads
+
+    await until(has_read)
+
+
+async def test_only_the_first_request_waits_for_a_read(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_directory, "REFRESH_S", 0.01)
+    async with directory_of(redis_url, queue) as directory, FakeWorker(redis_url, queue) as worker:
+        assert not (await directory.served()).get(queue)
+        await worker.announce()
+        await until_read(directory, directory.n_reads + 2)  # the first of them may have begun before
+        asking = directory.served()
+        with pytest.raises(StopIteration) as ended:
+            asking.send(None)  # the call ends without waiting for anything
+        served: Served = ended.value.value
+        assert [each.card.worker for each in served[queue]] == [worker.name]
+
+
+async def test_the_reads_end_when_no_request_comes_and_begin_again_with_the_next(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_directory, "REFRESH_S", 0.005)
+    monkeypatch.setattr(queue_directory, "USED_S", 0.2)
+    async with directory_of(redis_url, queue) as directory:
+        for _ in range(2):
+            await directory.served()
+            assert directory.is_refreshing
+
+            async def has_ended() -> bool:
+                return not directory.is_refreshing
+
+            await until(has_ended)
+        assert directory.n_reads >= 4, "each of the two was followed by reads in the background"
+
+
+async def test_a_request_after_a_pause_waits_for_a_read(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with directory_of(redis_url, queue) as directory, FakeWorker(redis_url, queue) as worker:
+        await directory.served()
+        await worker.announce()
+        assert not (await directory.served()).get(queue)
+        monkeypatch.setattr(queue_directory, "FRESH_S", 0.0)
+        assert (await directory.served())[queue]
+        assert directory.n_reads == 2
+
+
+async def test_an_unknown_model_is_looked_up_once_more(redis_url: str, queue: str) -> None:
+    async with directory_of(redis_url, f"{queue}-other") as directory, FakeWorker(redis_url, queue) as worker:
+        await directory.served()
+        await worker.announce()
+        assert (await directory.find(queue)).queue == queue
+        assert directory.n_reads == 2
+
+
+async def test_an_outage_ends_the_reads_in_the_background_and_reaches_the_next_request(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_directory, "REFRESH_S", 0.005)
+    async with directory_of(redis_url, queue) as directory:
+        await directory.served()
+        directory.fails = True
+
+        async def has_ended() -> bool:
+            return not directory.is_refreshing
+
+        await until(has_ended)
+        assert await directory.served() is not None, "what was read last is fresh for two seconds"
+        await until(has_ended)
+        monkeypatch.setattr(queue_directory, "FRESH_S", 0.0)
+        with pytest.raises(RedisConnectionError):
+            await directory.served()
+        directory.fails = False
+        await asyncio.gather(directory.served(), directory.served())
+        assert directory.is_refreshing
