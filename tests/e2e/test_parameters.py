@@ -416,3 +416,24 @@ async def test_all_six_calls_of_both_clients_return_the_same_text(
 
 def joined(chunks: Iterator[Any]) -> str:
     return "".join(chunk.text for chunk in chunks)
+
+
+# ---- progress of the prompt
+
+
+def test_a_stream_tells_how_much_of_its_prompt_is_computed(client: Client) -> None:
+    prompt = STORY + secrets.token_hex(500)
+    stream = client.stream(prompt, prompt_progress=True, max_tokens=4, ignore_eos=True)
+    chunks = list(stream)
+    reports = [chunk.progress for chunk in chunks if chunk.progress is not None]
+    result = stream.job.result()
+    n_prompt, n_cached = result.stats.prompt_tokens, result.stats.prefix_cache_tokens
+    assert {(each.total_tokens, each.cached_tokens) for each in reports} == {(n_prompt, n_cached)}
+    processed = [each.processed_tokens for each in reports]
+    assert processed == sorted(set(processed))
+    assert len(processed) > 2
+    assert processed[-1] == n_prompt
+    assert [chunk.progress is None for chunk in chunks] == [False] * len(reports) + [True] * (
+        len(chunks) - len(reports)
+    )
+    assert 0 < reports[-1].time_ms <= (result.stats.ttft_ms or 0)

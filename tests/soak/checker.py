@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
-from llamaq.common.protocol.job_events import Event, Failed, Finished, Retried, Started, Tokens
+from llamaq.common.protocol.job_events import Event, Failed, Finished, PromptProgress, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import Result
 
 STORED = "stored"
@@ -197,7 +197,7 @@ def _judge_reading(verdict: Verdict, name: str, reading: Reading, truth: tuple[l
             if tokens[event.offset : past] != list(event.tokens) or text[event.text_offset : past_text] != event.text:
                 verdict.changed.append(f"{name}: differs from the stored events from token {event.offset} on")
             n_tokens, n_chars = max(n_tokens, past), max(n_chars, past_text)
-        elif not isinstance(event, Started | Retried):
+        elif not isinstance(event, Started | Retried | PromptProgress):
             n_ends += 1
     if n_ends > 1:
         verdict.second_ends.append(f"{name}: {n_ends} terminal events")

@@ -27,7 +27,7 @@ from llamaq.common.errors import (
     SlotCommandRefused,
 )
 from llamaq.common.protocol.chat import Message
-from llamaq.common.protocol.job_events import Event, Failed, Finished, Retried, Started, Tokens
+from llamaq.common.protocol.job_events import Event, Failed, Finished, PromptProgress, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import CacheTier, FinishReason, JobState, JobStats, Result
 from llamaq.common.protocol.job_request import JobOptions, JobParams, JobRequest, Priority
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus
@@ -77,6 +77,7 @@ __all__ = [
     "ModelError",
     "NoWorker",
     "Priority",
+    "PromptProgress",
     "ProtocolError",
     "QueueDepth",
     "QueueFull",

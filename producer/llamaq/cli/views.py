@@ -59,9 +59,15 @@ def show_stream(chunks: Iterable[Chunk], *, as_json: bool = False) -> None:
     Args:
         chunks: The chunks of a job.
         as_json: Whether to print one JSON object per chunk. Otherwise the text is printed, and a newline at the end.
+            The progress of the prompt is printed on standard error then.
     """
     for chunk in chunks:
-        if as_json:
+        progress = chunk.progress
+        if progress is not None and as_json:
+            show_json(progress)
+        elif progress is not None:
+            notice(f"{progress.processed_tokens} of {progress.total_tokens} tokens of the prompt are ready")
+        elif as_json:
             show_json(_ChunkRow(text=chunk.text, tokens=chunk.tokens, index=chunk.index, offset=chunk.offset))
         else:
             typer.echo(chunk.text, nl=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llamaq.common.errors import InvalidRequest, JobFailed, JobNotFound
-from llamaq.common.protocol.job_events import Failed, TokenSpan
+from llamaq.common.protocol.job_events import Failed, PromptProgress, TokenSpan
 from llamaq.common.protocol.job_outcome import JobState, Result
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.job_status import JobStatus
@@ -42,6 +42,8 @@ class Chunk:
     """Position of the first token of `tokens` among all generated tokens of the job, from 0 on."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """For each of `tokens`, its probability and its alternatives, if the job asked for `logprobs`."""
+    progress: PromptProgress | None = None
+    """How much of the prompt is computed, if the job asked for `prompt_progress`. Such a chunk has no text."""
 
 
 class AsyncJob:
@@ -150,6 +152,8 @@ class AsyncJob:
 
         Yields:
             The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
+            A job submitted with `prompt_progress=True` also yields chunks with `progress` while its prompt is computed;
+            a call that begins later misses those before it.
 
         Raises:
             ResultTimeout: No chunk arrived in time. The job is not cancelled.
@@ -159,7 +163,7 @@ class AsyncJob:
         """
         timeout_s = self._connection.timeout_s(timeout)
         reader = EventReader(self._connection.redis, self._keys, self.id)
-        index = 0
+        index = n_tokens = 0
         with naming_job(self.id):
             is_open = await self._is_open(CallTimeout(timeout_s))
             with self._following(reader, is_open=is_open):
@@ -168,9 +172,13 @@ class AsyncJob:
                         event = await reader.next_event(timeout_s)
                     except TimeoutError as exc:
                         raise timeout_error(self.id, "has sent no chunk", timeout_s, reader.redis_error) from exc
-                    if not isinstance(event, TokenSpan):
+                    if isinstance(event, TokenSpan):
+                        yield Chunk(event.text, event.tokens, index, event.offset, event.logprobs)
+                        n_tokens = event.offset + len(event.tokens)
+                    elif isinstance(event, PromptProgress):
+                        yield Chunk("", (), index, n_tokens, progress=event)
+                    else:
                         break
-                    yield Chunk(event.text, event.tokens, index, event.offset, event.logprobs)
                     index += 1
             if isinstance(event, Failed):
                 raise JobFailed(event.code, event.message, self.id)

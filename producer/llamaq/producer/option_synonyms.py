@@ -27,6 +27,7 @@ SYNONYMS = {
     "reasoning_budget_tokens": "reasoning_budget",
     "repeat_last_n": "penalty_last_n",
     "repetition_penalty": "repeat_penalty",
+    "return_progress": "prompt_progress",
     "stop_sequences": "stop",
     "temp": "temperature",
     "thinking_token_budget": "reasoning_budget",

@@ -874,6 +874,8 @@ class Job(BlockingJob):
 
         Yields:
             The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
+            A job submitted with `prompt_progress=True` also yields chunks with `progress` while its prompt is computed;
+            a call that begins later misses those before it.
 
         Raises:
             ResultTimeout: No chunk arrived in time. The job is not cancelled.

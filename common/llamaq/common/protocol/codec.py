@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from llamaq.common.errors import InvalidRequest, ProtocolError
 from llamaq.common.protocol.embedding_task import Embedding
-from llamaq.common.protocol.job_events import EVENT, Event, TokenSpan
+from llamaq.common.protocol.job_events import EVENT, Event, PromptProgress, TokenSpan
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import SLICE_TOKENS, JobRequest
 from llamaq.common.protocol.queue_and_worker_state import RecentJob, Worker
@@ -37,9 +37,9 @@ OUTPUT_COMPRESSION = 1
 # Parameters that do not determine the output of a job, and the seed, which is random unless the caller sets it. Two
 # requests that differ only in these count as the same request.
 NOT_IN_DIGEST = frozenset({
-    "seed", "has_random_seed", "metadata", "idempotency_key", "priority", "stream", "cancel_on_disconnect", "timeout_s",
-    "queue_timeout_s", "deadline_s", "delay_s", "run_at", "retries", "slot", "cache_prompt", "cache_salt",
-    "cache_public", "tenant", "traceparent",
+    "seed", "has_random_seed", "metadata", "idempotency_key", "priority", "stream", "prompt_progress",
+    "cancel_on_disconnect", "timeout_s", "queue_timeout_s", "deadline_s", "delay_s", "run_at", "retries", "slot",
+    "cache_prompt", "cache_salt", "cache_public", "tenant", "traceparent",
 })  # fmt: skip
 
 
@@ -69,8 +69,8 @@ def _decompress(data: bytes, limit: int) -> bytes:
     return plain
 
 
-def encode_values(values: Sequence[int | str | bytes]) -> bytes:
-    """Return a flat list as one argument of a script. Bytes become strings: msgpack in Redis has no binary type."""
+def encode_values(values: Sequence[int | str | bytes | Sequence[bytes]]) -> bytes:
+    """Return a list as one argument of a script. Bytes become strings: msgpack in Redis has no binary type."""
     return cast(bytes, msgpack.packb(values, use_bin_type=False))
 
 
@@ -254,6 +254,14 @@ _TOKENS_PREFIX = encode_tokens(0, (), 0, "")[:13]
 def is_tokens_event(data: bytes) -> bool:
     """Return whether these bytes are surely a `tokens` event, without decoding them. False: they may be any event."""
     return data.startswith(_TOKENS_PREFIX)
+
+
+_PROGRESS_PREFIX = encode_event(PromptProgress(total_tokens=0, cached_tokens=0, processed_tokens=0, time_ms=0))[:22]
+
+
+def is_prompt_progress(data: bytes) -> bool:
+    """Return whether these bytes are surely an event `prompt_progress`, without decoding them."""
+    return data.startswith(_PROGRESS_PREFIX)
 
 
 def encode_output(text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> bytes:

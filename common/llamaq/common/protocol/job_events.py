@@ -84,6 +84,22 @@ class Retried(WireModel):
     message: str = Field(description="The error in words.")
 
 
-Event = Started | Tokens | Finished | Failed | Retried
+class PromptProgress(WireModel):
+    """How many tokens are ready before the job generates its next one.
+
+    An attempt publishes it before it computes the first chunk of the prompt, and after each chunk. It is not stored.
+    """
+
+    type: Literal["prompt_progress"] = Field("prompt_progress", description="Kind of the event.")
+    total_tokens: int = Field(
+        ge=0,
+        description="Number of tokens to process: the prompt, and after an interruption the tokens generated so far.",
+    )
+    cached_tokens: int = Field(ge=0, description="Number of these tokens that came from the prefix cache.")
+    processed_tokens: int = Field(ge=0, description="Number of these tokens that are ready: cached or computed.")
+    time_ms: float = Field(ge=0, description="Milliseconds since the first chunk was planned, on this run of the job.")
+
+
+Event = Started | Tokens | Finished | Failed | Retried | PromptProgress
 
 EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])

@@ -242,6 +242,11 @@ class JobParams(TemplateParams, SamplingParams):
         description="Publish an event for the tokens of each tick. False: the worker stores tokens only from time to "
         "time, and publishes only the start and the end.",
     )
+    prompt_progress: bool = Field(
+        False,
+        description="Publish how much of the prompt is computed, after each chunk of it. Streams yield it as chunks "
+        "with `progress`.",
+    )
     cancel_on_disconnect: bool = Field(
         False,
         description="Cancel the job after it had no subscriber for `disconnect_s` seconds, a setting of the worker.",
@@ -435,6 +440,7 @@ class JobOptions(TypedDict, total=False):
     priority: Priority | Literal["interactive", "bulk"]
     tenant: str | None
     stream: bool
+    prompt_progress: bool
     cancel_on_disconnect: bool
     idempotency_key: str | None
     traceparent: str | None

@@ -397,12 +397,12 @@ class Scripts:
             One reply for each increment, in the same order.
         """
         keys: list[str] = []
-        values: list[int | str | bytes] = []
+        values: list[int | str | bytes | Sequence[bytes]] = []
         for item in increments:
             of_job = self._keys.of_job(item.job_id)
             keys += [of_job.job, of_job.events, item.stream]
             values += [item.attempt, item.entry_id, of_job.channel, item.offset, item.count, item.payload]
-            values += [item.publish, item.has_started, item.has_slot, item.slot_ms, item.token_times]
+            values += [item.publish, item.has_started, item.has_slot, item.slot_ms, item.token_times, item.progress]
         args: list[str | int | bytes] = [GROUP, worker, lease_ms, int(renew), codec.encode_values(values)]
         reply = await self._flush(keys=keys, args=args)
         return [
@@ -444,6 +444,7 @@ class Scripts:
                 last.job_id,
                 DEAD_TTL_S * 1000,
                 MAX_DEAD,
+                codec.encode_values(last.progress) if last.progress else "",
                 *fields,
             ],
         )

@@ -168,6 +168,7 @@ class Increment:
         has_slot: Whether the job has a slot now. A job without one becomes `queued` when all its tokens are stored.
         slot_ms: Milliseconds that the job has had a slot, over all attempts.
         token_times: The times of all tokens of the job so far, as `TokenTimes.encode` returns them.
+        progress: The encoded events `prompt_progress` since the last flush, which are published before the tokens.
     """
 
     job_id: str
@@ -182,6 +183,7 @@ class Increment:
     has_slot: bool = True
     slot_ms: int = 0
     token_times: str = ""
+    progress: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

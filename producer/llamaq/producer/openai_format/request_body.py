@@ -28,10 +28,13 @@ BANNED = -1e9
 RESERVED = frozenset(
     {
         "cancel_on_disconnect", "grammar", "has_random_seed", "idempotency_key", "json_schema", "logit_bias",
-        "logprobs", "messages", "priority", "prompt", "stream", "tokens",
+        "logprobs", "messages", "priority", "prompt", "prompt_progress", "return_progress", "stream", "tokens",
     }
 )  # fmt: skip
 """Fields of a job that are not copied from the body: the caller sets them, or they are read in a way of their own."""
+
+PROGRESS_FIELDS = ("prompt_progress", "return_progress", "timings_per_token")
+"""Fields for which the job of a stream publishes the progress of its prompt."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -157,6 +160,9 @@ def read_options(body: Mapping[str, Any]) -> dict[str, Any]:
         options["tenant"] = _tenant_of(user)
     if _is_bulk(body):
         options["priority"] = Priority.BULK
+    asks_for_progress = [read_flag(body, name) for name in PROGRESS_FIELDS]
+    if any(asks_for_progress) and read_flag(body, "stream"):
+        options["prompt_progress"] = True
     return options
 
 

@@ -87,13 +87,18 @@ def usage_object(*stats: JobStats, n: int = 1) -> dict[str, Any]:
     }
 
 
-def timings_object(stats: JobStats) -> dict[str, Any]:
-    """Return the object `timings` of llama-server for a finished job."""
+def timings_object(stats: JobStats, *, n_first: int = 1) -> dict[str, Any]:
+    """Return the object `timings` of llama-server for a job that has finished, or that runs.
+
+    Args:
+        stats: The stats of the job.
+        n_first: Number of the generated tokens that were there when the time of the others began.
+    """
     computed = max(stats.prompt_tokens - stats.prefix_cache_tokens, 0)
     prompt_ms = stats.ttft_ms if stats.ttft_ms is not None else stats.duration_ms
     generated, generated_ms = stats.generated_tokens, max(stats.duration_ms - prompt_ms, 0.0)
     # The first token comes from the prompt, so it needs no step of its own.
-    n_steps = max(generated - 1, 0)
+    n_steps = max(generated - n_first, 0)
     return {
         "cache_n": stats.prefix_cache_tokens,
         "prompt_n": computed,

@@ -34,17 +34,24 @@ class StreamChunks:
         """Return the chunk with the next part of a choice of a chat."""
         return self._chunk(index, {"delta": delta}, logprobs=logprobs)
 
+    def empty(self, index: int) -> dict[str, Any]:
+        """Return a chunk of a choice without text."""
+        return self._chunk(index, self._no_content)
+
     def last(self, index: int, result: Result, *, is_call: bool = False) -> dict[str, Any]:
         """Return the chunk that ends a choice, which may have ended with a tool call."""
-        ending: dict[str, Any] = {"delta": {}} if self.endpoint is Endpoint.CHAT else {"text": ""}
         reason = FINISH_REASONS[result.finish_reason]
-        chunk = self._chunk(index, ending, "tool_calls" if is_call and reason == "stop" else reason)
+        chunk = self._chunk(index, self._no_content, "tool_calls" if is_call and reason == "stop" else reason)
         return chunk | {"timings": timings_object(result.stats)}
 
     def usage(self, results: Sequence[Result], n: int) -> dict[str, Any]:
         """Return the chunk after the last choice, which has the usage of all choices, `n` for each prompt."""
         usage = usage_object(*(result.stats for result in results), n=n)
         return self._frame([]) | {"usage": usage, "timings": timings_object(results[0].stats)}
+
+    @property
+    def _no_content(self) -> dict[str, Any]:
+        return {"delta": {}} if self.endpoint is Endpoint.CHAT else {"text": ""}
 
     def _chunk(
         self,

@@ -22,7 +22,7 @@ class EndWaiter(JobListener):
 
     def deliver(self, payload: bytes) -> None:
         """Read the job's status if the message may be a terminal event."""
-        if not codec.is_tokens_event(payload):
+        if not (codec.is_tokens_event(payload) or codec.is_prompt_progress(payload)):
             self.reread()
 
     def reread(self) -> None:

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from llamaq.common.errors import ProtocolError
 from llamaq.common.protocol import codec
-from llamaq.common.protocol.job_events import Event, Failed, Finished, Retried, TokenSpan
+from llamaq.common.protocol.job_events import Event, Failed, Finished, PromptProgress, Retried, TokenSpan
 from llamaq.common.protocol.keys import JobKeys
 from llamaq.producer.streaming.job_end import END_FIELDS, decode_end, has_ended
 from llamaq.producer.streaming.job_listener_base import JobListener
@@ -48,7 +48,7 @@ class EventReader(JobListener):
     def __init__(self, redis: Redis, keys: JobKeys, job_id: str) -> None:
         super().__init__(redis, keys, job_id)
         self.position = Position()
-        self._ready: deque[TokenSpan | Finished | Failed] = deque()
+        self._ready: deque[TokenSpan | PromptProgress | Finished | Failed] = deque()
         """Events for the caller."""
         self._held: deque[bytes] = deque()
         """Live messages that arrived during a read of the event stream."""
@@ -61,6 +61,8 @@ class EventReader(JobListener):
         self._is_behind = False
         self._is_paging = False
         """Whether a page of the event stream is being read."""
+        self._progress: PromptProgress | None = None
+        """The last progress of the prompt. A worker that repeats a flush publishes it again."""
         self._has_ended = False
         """Whether the terminal event was passed to the caller."""
 
@@ -74,17 +76,28 @@ class EventReader(JobListener):
         return self.position.tokens > 0
 
     def deliver(self, payload: bytes) -> None:
-        """Apply a live message. While the reader is behind, messages are dropped: the event stream has them too."""
-        if self._is_behind or self._has_ended:
+        """Apply a live message. While the reader is behind, messages are dropped: the event stream has them too.
+
+        It does not have the progress of the prompt, which is therefore applied also while the reader is behind.
+        """
+        if self._has_ended:
             return
-        if self._is_paging:
-            self._held.append(payload)
-            if len(self._held) > INBOX_EVENTS:
-                self._fall_behind()
+        if self._is_behind or self._is_paging:
+            self._deliver_while_reading(payload)
         elif len(self._ready) >= INBOX_EVENTS:
             self._fall_behind()
         else:
             self._apply_live(payload)
+
+    def _deliver_while_reading(self, payload: bytes) -> None:
+        """Apply or hold a live message that came during a read of the event stream, or before one."""
+        if codec.is_prompt_progress(payload):
+            if len(self._ready) < INBOX_EVENTS:
+                self._apply_live(payload)
+        elif self._is_paging and not self._is_behind:
+            self._held.append(payload)
+            if len(self._held) > INBOX_EVENTS:
+                self._fall_behind()
 
     def reread(self) -> None:
         """Read the event stream from its beginning, because a failover of Redis may reset the stream's entry ids."""
@@ -100,7 +113,7 @@ class EventReader(JobListener):
         elif has_ended(state.status) or state.n_tokens > self.position.tokens:
             self._fall_behind()
 
-    async def next_event(self, timeout_s: float) -> TokenSpan | Finished | Failed:
+    async def next_event(self, timeout_s: float) -> TokenSpan | PromptProgress | Finished | Failed:
         """Wait for the next event and return it. The last event is the terminal event.
 
         Raises:
@@ -139,6 +152,11 @@ class EventReader(JobListener):
                 self._wait.wake()
             else:
                 self._fall_behind()
+        elif isinstance(event, PromptProgress):
+            if event != self._progress:
+                self._progress = event
+                self._ready.append(event)
+                self._wait.wake()
         elif isinstance(event, Retried):
             self._fall_behind()  # reads when the job is due again, so that `expire` can add its entry
         return None

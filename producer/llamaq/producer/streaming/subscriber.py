@@ -2,8 +2,8 @@
 
 Messages come over one connection, or one for each node of a cluster.
 
-Redis may lose pub/sub messages without notice. Everything that is published is also stored, in the job's event stream
-or hash, so a listener rereads Redis whenever a message may be lost:
+Redis may lose pub/sub messages without notice. Everything that is published, except the progress of a prompt, is also
+stored in the job's event stream or hash. So a listener rereads Redis whenever a message may be lost:
 
 - after each confirmation of its subscription: the first one, and one after each reconnect. PINGs detect a connection
   that no longer works within 15 s;

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from llamaq.common.protocol.chat import FunctionCall, Message, TemplateParams, ToolCall
 from llamaq.common.protocol.embedding_task import EmbeddingTask
-from llamaq.common.protocol.job_events import Failed, Finished, Retried, Started, Tokens
+from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress, Retried, Started, Tokens
 from llamaq.common.protocol.job_outcome import JobStats, Result
 from llamaq.common.protocol.job_request import JobDefaults, JobParams, JobRequest
 from llamaq.common.protocol.job_status import DeadLetter, DeadLetterDetails, JobStatus, JobSummary
@@ -37,7 +37,7 @@ from llamaq.worker.settings import BatchSettings, CacheSettings, LifeSettings, W
 
 _CHAT = (Message, ToolCall, FunctionCall, TemplateParams)
 _JOB = (*_CHAT, SamplingParams, JobParams, JobRequest, JobStats, Result, MappedResult, JobStatus, EmbeddingTask)
-_EVENTS = (Started, Tokens, Finished, Failed, Retried)
+_EVENTS = (Started, Tokens, Finished, Failed, Retried, PromptProgress)
 _SNAPSHOTS = (
     QueueDepth,
     QueueStats,

@@ -12,7 +12,7 @@ from llamaq.common.errors import ErrorCode, InvalidRequest, JobRejected
 from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.embedding_task import Embedding
-from llamaq.common.protocol.job_events import Failed, Finished
+from llamaq.common.protocol.job_events import Failed, Finished, PromptProgress
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.script_types import Increment, StoredEnd, TerminalWrite
@@ -34,6 +34,8 @@ class RetryDelay:
     """Upper bound on the delay in seconds."""
 
 
+MAX_UNSENT_PROGRESS = 64
+"""Largest number of events `prompt_progress` that are kept while Redis is slow. Newer ones replace the oldest."""
 MAY_PASS = frozenset({ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED})
 """Failures that may not happen again. A job with retries is tried again. `decode_failed` includes a lack of cells."""
 
@@ -71,6 +73,8 @@ class JobProgress:
     """For each token, the number of characters of text up to and including that token."""
     token_times: TokenTimes = field(default_factory=TokenTimes)
     """When the tokens were generated, over all attempts."""
+    unsent_progress: tuple[bytes, ...] = ()
+    """The encoded events `prompt_progress` that are not published yet."""
     terminal_write: TerminalWrite | None = None
     """The terminal event of the job and its fields. None while the job runs."""
     stats: JobStats | None = None
@@ -112,6 +116,10 @@ class JobProgress:
         since_s = time_s if self.times.submitted_s is None else self.times.submitted_s
         self.token_times.add(max(0, int((time_s - since_s) * 1000)))
 
+    def add_prompt_progress(self, progress: PromptProgress) -> None:
+        """Add an event `prompt_progress`, which the next flush publishes."""
+        self.unsent_progress = (*self.unsent_progress, codec.encode_event(progress))[-MAX_UNSENT_PROGRESS:]
+
     @property
     def can_requeue(self) -> bool:
         """Whether the job may be requeued now: all its tokens are stored, so the next worker resumes after them."""
@@ -141,6 +149,7 @@ class JobProgress:
             has_slot=self.has_slot,
             slot_ms=int(self.times.slot_s * 1000),
             token_times=self.token_times.encode() if payload else "",
+            progress=self.unsent_progress,
         )
 
     def _is_due(self, now_s: float) -> bool:
@@ -149,6 +158,11 @@ class JobProgress:
             return True  # another worker may continue a job without a slot
         is_old = now_s - self.stored_s >= self.checkpoints.every_s
         return is_old or len(self.tokens) - self.n_stored >= self.checkpoints.tokens
+
+    def drop_progress(self, sent: Increment) -> None:
+        """Drop the events `prompt_progress` that a flush has published."""
+        if sent.progress:
+            self.unsent_progress = tuple(event for event in self.unsent_progress if event not in sent.progress)
 
     def set_stored(self, n_stored: int, now_s: float) -> None:
         """Record how many tokens Redis has stored."""

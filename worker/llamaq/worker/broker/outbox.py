@@ -27,7 +27,7 @@ from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Incr
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_full, is_job_key_error
 from llamaq.worker.broker.job_output_buffer import Checkpoints, JobProgress, RetryDelay
-from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, SlotAcquired, SlotLost
+from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.engine_loop.output_mailbox import JobWithdrawn, Message, OutputMailbox
 from llamaq.worker.engine_loop.telemetry import EndedJob
@@ -243,6 +243,8 @@ class Outbox:
                 job.has_started = job.has_slot = True
             elif isinstance(message, SlotLost):
                 job.has_slot = False
+            elif isinstance(message, PromptAdvanced):
+                job.add_prompt_progress(message.progress)
             elif isinstance(message, NewToken):
                 job.add(message.token, message.text, message.logprobs, message.draw_probability)
                 job.record_time(message.time_s)
@@ -350,6 +352,7 @@ class Outbox:
         """Act on the reply of Redis for a job that is not lost: cancel the job, or record its stored tokens."""
         if reply.code == "lost":
             return
+        job.drop_progress(sent)
         if reply.listeners:
             job.subscriber_seen_s = now_s
         partition = self._partitions[job.lease.partition]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llamaq.common.errors import JobRejected
 from llamaq.common.protocol.embedding_task import Embedding
+from llamaq.common.protocol.job_events import PromptProgress
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats
 from llamaq.common.protocol.job_request import JobRequest, Priority
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
@@ -184,6 +185,14 @@ class SlotLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptAdvanced:
+    """More of a job's prompt is ready. Only jobs that ask for `prompt_progress` have this output."""
+
+    job: Job
+    progress: PromptProgress
+
+
+@dataclass(frozen=True, slots=True)
 class NewToken:
     """A generated token of a job, and the text that can be published after this token."""
 
@@ -210,4 +219,4 @@ class JobEnded:
     """The result of an embedding job that is complete."""
 
 
-Output = SlotAcquired | SlotLost | NewToken | JobEnded
+Output = SlotAcquired | SlotLost | PromptAdvanced | NewToken | JobEnded

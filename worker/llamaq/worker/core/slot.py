@@ -77,6 +77,8 @@ class Run:
     """What the admission found in the prefix cache, and what it evicted."""
     is_released: bool = False
     """Whether the run has left its slot."""
+    prompt_planned_s: float | None = None
+    """When the first chunk of this run was planned, on the scheduler's clock, if the job asks for `prompt_progress`."""
     admitted_s: float = 0.0
     """Time of admission on the scheduler's clock."""
     prefilled_s: float | None = None

@@ -1,13 +1,14 @@
-"""Computes the stats of a finished job."""
+"""Computes the stats of a finished job, and the progress of a prompt."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from llamaq.common.protocol.job_events import PromptProgress
 from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.worker.core.job import Job
-from llamaq.worker.core.slot import Slot
+from llamaq.worker.core.slot import Run, Slot
 
 
 def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> JobStats:
@@ -59,6 +60,21 @@ def measure(job: Job, slot: Slot | None, now_s: float, worker: str | None) -> Jo
             "generation_rate": _rate(n_after_first, now_s - run.prefilled_s),
         }
     return stats.model_copy(update=measured)
+
+
+def progress_of(run: Run, now_s: float) -> PromptProgress:
+    """Return how much of the history of a run is ready: its prompt, and the tokens generated before the run.
+
+    Args:
+        run: A run whose first chunk is planned.
+        now_s: The time on the scheduler's clock.
+    """
+    return PromptProgress(
+        total_tokens=len(run.tokens),
+        cached_tokens=run.cached_tokens,
+        processed_tokens=run.n_past,
+        time_ms=_ms(now_s - (now_s if run.prompt_planned_s is None else run.prompt_planned_s)),
+    )
 
 
 def mode_of(request: JobRequest) -> Literal["stream", "generate", "embed"]:

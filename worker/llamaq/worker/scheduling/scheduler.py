@@ -10,8 +10,8 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
     outputs = scheduler.apply(batch, results)
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
-outputs of each job in order: a `SlotAcquired` for each admission, the tokens of that run, a `SlotLost` if the job is
-preempted, and finally its `JobEnded`.
+outputs of each job in order: a `SlotAcquired` for each admission, a `PromptAdvanced` for each chunk if the job asks for
+it, the tokens of that run, a `SlotLost` if the job is preempted, and finally its `JobEnded`.
 Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one `JobEnded` for the
 job, or `release`, `withdraw`, `shed` or `close` removes the job without a `JobEnded`.
 """
@@ -28,13 +28,13 @@ from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.queue_and_worker_state import CacheSnapshot, SlotSnapshot
 from llamaq.worker.core.batch import Batch, SlotResult
 from llamaq.worker.core.finish_rules import JobFinish, finish_on_submit, finish_reason
-from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, SlotAcquired, SlotLost
-from llamaq.worker.core.slot import COMPUTING, Slot, SlotState
+from llamaq.worker.core.job import Job, JobEnded, NewToken, Output, PromptAdvanced, SlotAcquired, SlotLost
+from llamaq.worker.core.slot import COMPUTING, Run, Slot, SlotState
 from llamaq.worker.kv_cache.eviction import Room
 from llamaq.worker.kv_cache.kv_cache_manager import KvMemory
 from llamaq.worker.kv_cache.prefix_lookup import Candidate
 from llamaq.worker.scheduling.bulk_share import BulkShare
-from llamaq.worker.scheduling.finished_job_stats import measure
+from llamaq.worker.scheduling.finished_job_stats import measure, progress_of
 from llamaq.worker.scheduling.guarded_strategy import GuardedStrategy
 from llamaq.worker.scheduling.preemption import Preemption
 from llamaq.worker.scheduling.tick_times import TickTime, TickTimer
@@ -215,7 +215,13 @@ class Scheduler:
         if not any(slot.state in COMPUTING for slot in self._memory.slots):
             return Batch()
         self._tick_timer.begin()
-        return self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
+        batch = self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
+        for chunk in batch.prefill:
+            run = chunk.slot.active
+            if run.job.request.prompt_progress and run.prompt_planned_s is None:
+                run.prompt_planned_s = self._clock()
+                self._report_progress(run)
+        return batch
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
         """Update the slots with the engine's results. Returns all outputs since the last call.
@@ -339,7 +345,10 @@ class Scheduler:
     def _apply_result(self, result: SlotResult) -> None:
         slot = result.slot
         run = slot.active
+        has_advanced = result.n_past > run.n_past
         self._memory.record_progress(slot, result.n_past)
+        if has_advanced and slot.state is SlotState.PREFILL and run.job.request.prompt_progress:
+            self._report_progress(run)
         if result.error is not None:
             self._finish(slot, result.error)
         elif result.token is not None:
@@ -347,6 +356,9 @@ class Scheduler:
         elif slot.state is SlotState.DECODE and run.n_pending > 1:
             log.warning("job.cells_lost id=%s slot=%d n_past=%d", run.job.id, slot.index, run.n_past)
             slot.transition_to(SlotState.PREFILL)
+
+    def _report_progress(self, run: Run) -> None:
+        self._outputs.append(PromptAdvanced(run.job, progress_of(run, self._clock())))
 
     def _append_token(self, slot: Slot, token: int) -> None:
         """Append a sampled token to the history, and finish the job if the token is its last."""

@@ -20,7 +20,8 @@
 -- ARGV[13]   id        id of the job
 -- ARGV[14]   dead_ttl  shortest life of a dead job's keys, in ms
 -- ARGV[15]   max_dead  number of entries stored in the stream of dead letters
--- ARGV[16..] fields    further fields of the hash: name, value, name, value, ...
+-- ARGV[16]   progress  msgpack of an array with the events `prompt_progress` since the last flush; '': there are none
+-- ARGV[17..] fields    further fields of the hash: name, value, name, value, ...
 --
 -- Returns 'ok'    the job has ended
 --         'lost'  a newer attempt exists, or the job has ended, perhaps by an earlier try of this call
@@ -45,11 +46,14 @@ if ARGV[11] == '1' and state[4] ~= attempt then -- the job ended before the flus
   redis.call('HSETNX', job, 'started_ms', now_ms())
   emit_last(events, channel, cmsgpack.pack({type = 'started', attempt = tonumber(attempt), worker = worker}))
 end
+for _, event in ipairs(ARGV[16] ~= '' and cmsgpack.unpack(ARGV[16]) or {}) do
+  redis.call('PUBLISH', channel, event)
+end
 if payload ~= '' then
   emit_last(events, channel, payload) -- `terminate` deletes the events, unless they are stored for `events_ttl_ms`
 end
 local fields = {}
-for i = 16, #ARGV do
+for i = 17, #ARGV do
   fields[#fields + 1] = ARGV[i]
 end
 terminate(job, events, channel, stream, group, entry, ARGV[10], ARGV[9], fields)

@@ -13,7 +13,7 @@
 -- ARGV[2]  worker    id of the worker
 -- ARGV[3]  lease_ms  how long the worker keeps a job without a renewal, in ms
 -- ARGV[4]  renew     '1': renew the leases; '0': do not
--- ARGV[5]  values    msgpack of an array with eleven values for each job. One argument is cheaper to send than many.
+-- ARGV[5]  values    msgpack of an array with twelve values for each job. One argument is cheaper to send than many.
 --     1  attempt       number of the worker's attempt
 --     2  entry         id of the job's entry
 --     3  channel       channel of the job's events
@@ -25,6 +25,8 @@
 --     9  has_slot      whether the job has a slot now
 --     10 slot_ms       time in ms that the job has had a slot, over all attempts
 --     11 token_times   the times of all tokens so far, for the metrics
+--     12 progress      array with the msgpack of each event `prompt_progress` since the last flush. They are published
+--                      before the tokens, and not stored
 --
 -- Returns an array with four values for each job:
 --     1  code       'ok'      the worker may continue
@@ -88,7 +90,7 @@ end
 
 -- Flushes one job. Returns the four values for the job, and the consumer of its entry.
 local function flush(job, events, stream, attempt, entry, channel, offset, count, payload, is_published, has_started,
-                     has_slot, slot_ms, token_times)
+                     has_slot, slot_ms, token_times, progress)
   local state = redis.pcall('HMGET', job, 'status', 'attempt', 'generated', 'cancel', 'worker', 'started_attempt')
   -- Compare the worker too: if a failover lost a claim, two workers may have the same attempt number.
   if state.err or not is_open(state[1]) or tonumber(state[2]) ~= attempt or state[5] ~= worker then
@@ -103,6 +105,9 @@ local function flush(job, events, stream, attempt, entry, channel, offset, count
   if has_slot and status == 'queued' and refusal == '' then
     refusal = set_status(job, stream, entry, 'running', slot_ms)
     status = refusal == '' and 'running' or status
+  end
+  for _, event in ipairs(progress) do
+    redis.call('PUBLISH', channel, event)
   end
   local stored, listeners = tonumber(state[3] or '0') or 0, nil
   if payload ~= '' and offset == stored and refusal == '' then
@@ -127,11 +132,11 @@ end
 
 local reply, consumers = {}, {}
 for i = 0, #KEYS / 3 - 1 do
-  local v = 11 * i
+  local v = 12 * i
   reply[4 * i + 1], reply[4 * i + 2], reply[4 * i + 3], reply[4 * i + 4], consumers[i] = flush(
     KEYS[3 * i + 1], KEYS[3 * i + 2], KEYS[3 * i + 3],
     values[v + 1], values[v + 2], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7],
-    values[v + 8], values[v + 9], values[v + 10], values[v + 11])
+    values[v + 8], values[v + 9], values[v + 10], values[v + 11], values[v + 12])
   local refusal = reply[4 * i + 4]
   if string.find(refusal, 'READONLY', 1, true) or string.find(refusal, 'NOREPLICAS', 1, true) then
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
@@ -142,7 +147,7 @@ end
 if renew then
   for i = 0, #KEYS / 3 - 1 do
     if reply[4 * i + 1] ~= 'lost' then
-      renew_lease(KEYS[3 * i + 3], group, consumers[i], values[11 * i + 2], lease_ms)
+      renew_lease(KEYS[3 * i + 3], group, consumers[i], values[12 * i + 2], lease_ms)
     end
   end
 end
