@@ -7,6 +7,7 @@ from typing import Any
 
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.gateway.http.event_stream import TextEvent, data
+from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
 from llamaq.producer import Chunk, Result
 from llamaq.producer.answer_parts.answer_format import AnswerSplitter
 from llamaq.producer.answer_parts.parts import CallStarted, Part
@@ -28,6 +29,7 @@ class ChoiceStream:
         echoed: The text before the generated text.
         splitter: Splits the answer into its parts. None: it is content alone.
         describe_logprobs: Describes the probabilities of tokens.
+        progress: Which fields about the progress of the answer the chunks have.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class ChoiceStream:
         echoed: str,
         splitter: AnswerSplitter | None,
         describe_logprobs: DescribeLogprobs,
+        progress: ProgressOptions,
     ) -> None:
         self._chunks = chunks
         self._index = index
@@ -45,6 +48,9 @@ class ChoiceStream:
         self._echoed = echoed
         self._splitter = splitter
         self._describe_logprobs = describe_logprobs
+        self._progress = ProgressFields(progress)
+        self._is_plain = splitter is None and not progress
+        """Whether chunks have nothing but text, unless they have probabilities."""
         self._text_event: TextEvent | None = None
         """The chunk for new text without other fields. Most chunks have this form."""
         self._has_begun = False
@@ -55,7 +61,7 @@ class ChoiceStream:
 
     async def events_of(self, piece: Chunk | Result) -> bytes:
         """Return the encoded chunks for the next piece of the job, or for its end."""
-        if self._has_begun and self._splitter is None and isinstance(piece, Chunk) and not piece.logprobs:
+        if self._has_begun and self._is_plain and isinstance(piece, Chunk) and not piece.logprobs:
             self._n_chars += len(piece.text)
             return self._encode_text(piece.text) if piece.text else b""
         return b"".join(map(data, await self._chunks_of(piece)))
@@ -66,11 +72,23 @@ class ChoiceStream:
         return self._text_event.encode(text)
 
     async def _chunks_of(self, piece: Chunk | Result) -> list[dict[str, Any]]:
-        found = [] if self._has_begun else list(self._begin())
+        fields = {} if isinstance(piece, Result) else self._progress.of(piece)
+        if fields is None:
+            return []
+        first = [] if self._has_begun else list(self._begin())
         self._has_begun = True
         if isinstance(piece, Result):
-            return found + self._end(piece)
-        logprobs = None
+            return first + self._end(piece)
+        if piece.progress is not None:
+            *before, last = first or [self._chunks.empty(self._index)]
+            return [*before, last | fields]
+        new = await self._content_of(piece)
+        if new:
+            new[-1] |= fields
+        return first + new
+
+    async def _content_of(self, piece: Chunk) -> list[dict[str, Any]]:
+        found, logprobs = [], None
         if piece.logprobs:
             logprobs = await self._describe_logprobs(piece.tokens, piece.logprobs, self._n_chars)
         self._n_chars += len(piece.text)

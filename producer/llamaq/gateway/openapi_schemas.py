@@ -10,6 +10,10 @@ from llamaq.gateway.batches.record import BatchEndpoint
 
 MODEL = Field(None, description="Name of the queue, or of the model that its workers serve.")
 STREAM = Field(False, description="Send the answer as server-sent events.")
+RETURN_PROGRESS = Field(
+    False, description="While the prompt is computed, a stream has chunks with `prompt_progress`, as in llama-server."
+)
+TIMINGS_PER_TOKEN = Field(False, description="Each chunk of a stream has the `timings` so far, as in llama-server.")
 
 
 class Body(BaseModel):
@@ -56,6 +60,8 @@ class ChatRequest(Body):
     stream_options: dict[str, JsonValue] | None = Field(
         None, description="`include_usage`: a last chunk with the usage."
     )
+    return_progress: bool = RETURN_PROGRESS
+    timings_per_token: bool = TIMINGS_PER_TOKEN
     n: int = Field(1, ge=1, le=128, description="Number of answers.")
     max_completion_tokens: int | None = Field(None, description="Largest number of generated tokens.")
     response_format: dict[str, JsonValue] | None = Field(
@@ -150,6 +156,8 @@ class ResponseRequest(Body):
     background: bool = Field(False, description="Return the response before it has ended.")
     store: bool = Field(True, description="Store the response.")
     stream: bool = STREAM
+    return_progress: bool = RETURN_PROGRESS
+    timings_per_token: bool = TIMINGS_PER_TOKEN
 
 
 class EmbeddingRequest(Body):

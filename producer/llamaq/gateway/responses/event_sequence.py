@@ -7,7 +7,8 @@ The numbers increase, but are not consecutive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from llamaq.common.errors import JobFailed
@@ -15,6 +16,7 @@ from llamaq.common.protocol.job_outcome import Result
 from llamaq.gateway.responses.output_items import OutputItems
 from llamaq.gateway.responses.record import ResponseRecord
 from llamaq.gateway.responses.response_object import ended_response, failed_response, is_complete, open_response
+from llamaq.producer.openai_format.response_body import timings_object
 
 
 class EventSequence:
@@ -34,16 +36,34 @@ class EventSequence:
         kinds = ("response.created", "response.in_progress")
         yield from self._numbered({"type": kind, "response": response} for kind in kinds)
 
-    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
-        """Yield the events for the next text, or for the part of it that the reader does not have."""
-        yield from self._numbered(self._output.feed(text, logprobs))
+    def progress(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return an event about the progress of the prompt.
+
+        A resumed stream does not repeat it. So it takes no number of its own: it has that of the last event.
+        """
+        response = open_response(self._job_id, self._record)
+        return {"type": "response.in_progress", "response": response, **fields, "sequence_number": self.last_number}
+
+    def text(
+        self, text: str, logprobs: Sequence[dict[str, Any]] = (), fields: Mapping[str, Any] = MappingProxyType({})
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the events for the next text, or for the part of it that the reader does not have.
+
+        Args:
+            text: The text.
+            logprobs: The probabilities of its tokens.
+            fields: Further fields of the events with new text.
+        """
+        for event in self._numbered(self._output.feed(text, logprobs)):
+            yield {**event, **fields} if "delta" in event else event
 
     def end(self, result: Result) -> Iterator[dict[str, Any]]:
         """Yield the events after the text."""
         yield from self._numbered(self._output.finish(is_complete=is_complete(result)))
         response = ended_response(self._job_id, self._record, result, self._output.items)
         kind = "completed" if response["status"] == "completed" else "incomplete"
-        yield from self._numbered([{"type": f"response.{kind}", "response": response}])
+        timings = timings_object(result.stats)
+        yield from self._numbered([{"type": f"response.{kind}", "response": response, "timings": timings}])
 
     def failure(self, error: JobFailed) -> Iterator[dict[str, Any]]:
         """Yield the event that ends a response whose job has failed."""

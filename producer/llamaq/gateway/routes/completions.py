@@ -13,6 +13,7 @@ from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import DONE, Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.prepared.completion import FINGERPRINT, PreparedCompletion
+from llamaq.gateway.progress_fields import ProgressOptions
 from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
 from llamaq.gateway.queue_of_request import generation_for, queue_for
 from llamaq.gateway.verbose_answers import verbose_fields
@@ -45,12 +46,11 @@ async def _generate(request: Request, endpoint: Endpoint) -> Response:
             answer = await asked.answer(results)
             return json_response(answer | await verbose_fields(context, fields, generation, results[0], asked.model))
         await generation.start()
-        return await EventStream.open(
-            _events(generation, asked), comment=generation.describe_wait, ping_s=context.settings.ping_s
-        )
+        events = _events(generation, asked, ProgressOptions.read(fields))
+        return await EventStream.open(events, comment=generation.describe_wait, ping_s=context.settings.ping_s)
 
 
-async def _events(generation: Generation, asked: PreparedCompletion) -> Events:
+async def _events(generation: Generation, asked: PreparedCompletion, progress: ProgressOptions) -> Events:
     """Yield the encoded chunks of a streamed answer."""
     body, echoed, splitters = asked.body, asked.echoed, asked.splitters()
     answer_id = completion_id(body.endpoint, generation.streams[0].job.id)
@@ -63,6 +63,7 @@ async def _events(generation: Generation, asked: PreparedCompletion) -> Events:
             echoed[index] if echoed else "",
             splitters[index] if splitters else None,
             asked.logprobs,
+            progress,
         )
         for index, stream in enumerate(generation.streams)
     ]

@@ -15,6 +15,7 @@ from llamaq.gateway.generation import Generation
 from llamaq.gateway.http.event_stream import Events, EventStream, data
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.native_format import NativeOptions, drawn_object, final_object, partial_object, read_native_body
+from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
 from llamaq.gateway.prompt_too_long_error import explaining_long_prompts
 from llamaq.gateway.queue_of_request import generation_for, queue_for
 from llamaq.gateway.request_tokenization import with_tokens
@@ -38,9 +39,8 @@ async def complete(request: Request) -> Response:
             found = [options.chosen(await answers.whole(result, index)) for index, result in results]
             return json_response(found[0] if len(found) == 1 else found)
         await generation.start()
-        return await EventStream.open(
-            answers.events(), comment=generation.describe_wait, ping_s=context.settings.ping_s
-        )
+        events = answers.events(ProgressOptions.read(fields))
+        return await EventStream.open(events, comment=generation.describe_wait, ping_s=context.settings.ping_s)
 
 
 def by_token(chunk: Chunk) -> list[Chunk]:
@@ -71,18 +71,19 @@ class _Answers:
         answer = await self._final(result, index, has_tokens=self._options.has_tokens)
         return answer | await self._probabilities(result.tokens, result.logprobs or ())
 
-    async def events(self) -> Events:
+    async def events(self, progress: ProgressOptions) -> Events:
         """Yield the encoded events of a stream."""
+        fields_of = [ProgressFields(progress).of for _ in self._generation.streams]
         pieces = self._generation.pieces()
         try:
             async for index, piece in pieces:
                 if isinstance(piece, Result):
                     final = await self._final(piece, index, has_tokens=False)
                     yield data(self._options.chosen(final | {"content": ""}))
-                else:
+                elif (fields := fields_of[index](piece)) is not None:
                     for part in by_token(piece):
                         probabilities = await self._probabilities(part.tokens, part.logprobs)
-                        yield data(partial_object(index, part.text, part.tokens) | probabilities)
+                        yield data(partial_object(index, part.text, part.tokens) | probabilities | fields)
         finally:
             await pieces.aclose()
 

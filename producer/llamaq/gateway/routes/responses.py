@@ -18,6 +18,7 @@ from llamaq.gateway.http.errors import error_fields, invalid
 from llamaq.gateway.http.event_stream import Events, EventStream, named
 from llamaq.gateway.http.json_body import json_response, read_object
 from llamaq.gateway.prepared.response import PreparedResponse, count_tokens, read_history
+from llamaq.gateway.progress_fields import NO_PROGRESS, ProgressFields, ProgressOptions
 from llamaq.gateway.queue_of_request import api_key_of, generation_for, queue_for
 from llamaq.gateway.responses.answer_reader import AnswerReader, read_response
 from llamaq.gateway.responses.event_sequence import EventSequence
@@ -30,7 +31,8 @@ from llamaq.producer import AsyncJob, Chunk
 
 async def create(request: Request) -> Response:
     """Answer a request, or begin to."""
-    body = read_response_body(await read_object(request))
+    fields = await read_object(request)
+    body, progress = read_response_body(fields), ProgressOptions.read(fields)
     models, owner = context_of(request).models, _owner_of(request)
     history = await read_history(_store_of(request), models.queues, body.previous_id, owner)
     client = await queue_for(request, body.model, is_kept=body.is_stored)
@@ -42,7 +44,7 @@ async def create(request: Request) -> Response:
         if body.is_stored and job.is_new:  # otherwise the header Idempotency-Key has found an earlier response
             await _store_of(request).save(job.id, asked.record)
         if body.is_streamed:
-            return await _stream(request, job, asked.record, _pieces_of(generation))
+            return await _stream(request, job, asked.record, _pieces_of(generation), progress=progress)
         if body.is_background:
             await generation.aclose()
             return json_response(await _current(request, job.id, asked.record, job))
@@ -164,6 +166,7 @@ async def _stream(
     record: ResponseRecord,
     pieces: AsyncGenerator[Chunk | Result, None],
     starting_after: int = -1,
+    progress: ProgressOptions = NO_PROGRESS,
 ) -> Response:
     sequence = EventSequence(job.id, record, starting_after)
 
@@ -172,7 +175,7 @@ async def _stream(
 
     reader = AnswerReader(context_of(request).models, job.id, record)
     return await EventStream.open(
-        _events(sequence, reader, pieces),
+        _events(sequence, reader, pieces, ProgressFields(progress)),
         comment=partial(describe_wait, job),
         ping_s=context_of(request).settings.ping_s,
         format_error=format_error,
@@ -180,14 +183,18 @@ async def _stream(
 
 
 async def _events(
-    sequence: EventSequence, reader: AnswerReader, pieces: AsyncGenerator[Chunk | Result, None]
+    sequence: EventSequence,
+    reader: AnswerReader,
+    pieces: AsyncGenerator[Chunk | Result, None],
+    progress: ProgressFields,
 ) -> Events:
     try:
         for event in sequence.first():
             yield _encode(event)
         async for piece in pieces:
-            for text, logprobs in await reader.read(piece):
-                for event in sequence.text(text, logprobs):
+            fields = progress.of(piece) if isinstance(piece, Chunk) else {}
+            if fields is not None:
+                for event in await _events_of(sequence, reader, piece, fields):
                     yield _encode(event)
             if isinstance(piece, Result):
                 for event in sequence.end(piece):
@@ -197,6 +204,16 @@ async def _events(
             yield _encode(event)
     finally:
         await pieces.aclose()
+
+
+async def _events_of(
+    sequence: EventSequence, reader: AnswerReader, piece: Chunk | Result, fields: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the events for the progress of the prompt, or for new text. They have these further fields."""
+    if "prompt_progress" in fields:
+        return [sequence.progress(fields)]
+    cuts = await reader.read(piece)
+    return [event for text, logprobs in cuts for event in sequence.text(text, logprobs, fields)]
 
 
 def _encode(event: dict[str, Any]) -> bytes:

@@ -1,0 +1,127 @@
+"""`return_progress` and `timings_per_token` in the streams of each API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from tests.gateway.test_disconnects import CHAT, MESSAGES, gateway, until
+
+from llamaq.common.errors import InvalidRequest
+from llamaq.common.protocol.job_events import PromptProgress
+from llamaq.gateway.progress_fields import ProgressFields, ProgressOptions
+from llamaq.producer import Chunk
+from llamaq.producer.openai_format.request_body import read_options
+
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "hi"},
+    "/completion": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+}
+PROGRESS = [{"total": 30, "cache": 5, "processed": n_processed, "time_ms": 0} for n_processed in (5, 30)]
+
+
+async def events_of(redis_url: str, queue: str, path: str, **fields: bool) -> list[dict[str, Any]]:
+    """Return the events of a stream whose job computes its prompt in one chunk and generates two tokens."""
+    body = {**BODIES[path], "stream": True, **fields}
+    async with (
+        gateway(redis_url, queue) as (url, worker, client),
+        httpx.AsyncClient(base_url=url) as http,
+        http.stream("POST", path, json=body) as answer,
+    ):
+
+        async def work() -> None:
+            attempt = await worker.start_next()
+
+            async def is_followed() -> bool:
+                channel = client.keys.of_job(attempt.claim.job_id).channel
+                return dict(await client.redis.pubsub_numsub(channel))[channel.encode()] > 0
+
+            await until(is_followed)
+            for n_processed in (5, 30):
+                await attempt.emit_progress(n_processed, 30, cached_tokens=5)
+            await attempt.answer(["a", "b"])
+
+        working = asyncio.create_task(work())
+        lines = [line async for line in answer.aiter_lines()]
+        await working
+        assert answer.status_code == 200, lines
+        return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_progress_comes_first(redis_url: str, queue: str, path: str) -> None:
+    events = await events_of(redis_url, queue, path, return_progress=True)
+    places = [at for at, event in enumerate(events) if "prompt_progress" in event]
+    assert [events[at]["prompt_progress"] for at in places] == PROGRESS
+    first = 2 if path == "/v1/responses" else 0
+    assert places == [first, first + 1]
+    assert not [event for event in events[:-2] if "timings" in event]
+    if path == CHAT:
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert deltas == [{"role": "assistant", "content": None}, {}, {"content": "a"}, {"content": "b"}, {}]
+    elif path == "/v1/responses":
+        assert {events[at]["type"] for at in places} == {"response.in_progress"}
+        numbers = [event["sequence_number"] for event in events]
+        assert numbers[:5] == [0, 1, 1, 1, 2], "a stream resumed after the progress begins with the next event"
+        assert events[-1]["timings"]["predicted_n"] == 2
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_each_event_has_timings_on_request(redis_url: str, queue: str, path: str) -> None:
+    events = await events_of(redis_url, queue, path, timings_per_token=True)
+    assert not [event for event in events if "prompt_progress" in event]
+    is_response = path == "/v1/responses"
+    new_text = [event for event in events if not is_response or event["type"] == "response.output_text.delta"]
+    found = [event["timings"] for event in new_text if "timings" in event and "queue_ms" not in event["timings"]]
+    assert [(each["cache_n"], each["prompt_n"], each["predicted_n"]) for each in found] == [(5, 25, 1), (5, 25, 2)]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/completion"])
+async def test_a_stream_that_does_not_ask_has_neither(redis_url: str, queue: str, path: str) -> None:
+    events = await events_of(redis_url, queue, path)  # the fake worker publishes progress all the same
+    assert not [event for event in events if "prompt_progress" in event]
+    assert ["timings" in event for event in events] == [False] * (len(events) - 1) + [True]
+
+
+def test_only_a_stream_asks_its_job_for_progress() -> None:
+    for name in ("return_progress", "prompt_progress", "timings_per_token"):
+        assert read_options({"stream": True, name: True}) == {"prompt_progress": True}
+        assert read_options({name: True}) == {}
+        assert read_options({"stream": True, name: False}) == {}
+        with pytest.raises(InvalidRequest, match=name):
+            read_options({"stream": True, name: 1})
+
+
+def test_the_timings_of_a_running_answer() -> None:
+    now_s = 100.0
+    fields = ProgressFields(ProgressOptions(has_progress=True, has_timings=True), lambda: now_s)
+
+    def timings(*tokens: int, progress: PromptProgress | None = None) -> dict[str, Any]:
+        found = fields.of(Chunk("", tokens, 0, 0, progress=progress))
+        assert found is not None
+        return dict(found["timings"])
+
+    first = PromptProgress(total_tokens=30, cached_tokens=10, processed_tokens=10, time_ms=0)
+    assert set(timings(progress=first).values()) == {0, 10}
+    last = first.model_copy(update={"processed_tokens": 30, "time_ms": 40})
+    assert timings(progress=last) | {"predicted_n": 0} == {
+        "cache_n": 10,
+        "prompt_n": 20,
+        "prompt_ms": 40,
+        "prompt_per_token_ms": 2,
+        "prompt_per_second": 500,
+        "predicted_n": 0,
+        "predicted_ms": 0,
+        "predicted_per_token_ms": 0,
+        "predicted_per_second": 0,
+    }
+    now_s += 5
+    assert timings(1, 2)["predicted_ms"] == 0
+    now_s += 0.1
+    then = timings(3)
+    assert (then["predicted_n"], round(then["predicted_ms"]), round(then["predicted_per_second"])) == (3, 100, 10)
