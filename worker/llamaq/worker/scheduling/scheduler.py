@@ -216,11 +216,12 @@ class Scheduler:
             return Batch()
         self._tick_timer.begin()
         batch = self._strategy.plan(self._memory.slots, max(queue_depth, self.n_waiting))
+        now_s = self._clock()
         for chunk in batch.prefill:
             run = chunk.slot.active
             if run.job.request.prompt_progress and run.prompt_planned_s is None:
-                run.prompt_planned_s = self._clock()
-                self._report_progress(run)
+                run.prompt_planned_s = now_s
+                self._report_progress(run, now_s)
         return batch
 
     def apply(self, batch: Batch, results: Iterable[SlotResult]) -> list[Output]:
@@ -348,7 +349,7 @@ class Scheduler:
         has_advanced = result.n_past > run.n_past
         self._memory.record_progress(slot, result.n_past)
         if has_advanced and slot.state is SlotState.PREFILL and run.job.request.prompt_progress:
-            self._report_progress(run)
+            self._report_progress(run, self._clock())
         if result.error is not None:
             self._finish(slot, result.error)
         elif result.token is not None:
@@ -357,8 +358,8 @@ class Scheduler:
             log.warning("job.cells_lost id=%s slot=%d n_past=%d", run.job.id, slot.index, run.n_past)
             slot.transition_to(SlotState.PREFILL)
 
-    def _report_progress(self, run: Run) -> None:
-        self._outputs.append(PromptAdvanced(run.job, progress_of(run, self._clock())))
+    def _report_progress(self, run: Run, now_s: float) -> None:
+        self._outputs.append(PromptAdvanced(run.job, progress_of(run, now_s)))
 
     def _append_token(self, slot: Slot, token: int) -> None:
         """Append a sampled token to the history, and finish the job if the token is its last."""
