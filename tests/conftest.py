@@ -127,6 +127,14 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("chat") / "chat.gguf", replace(PLAIN, chat_template=CHATML))
 
 
+@pytest.fixture(scope="session")
+def tag_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of a model with tags: `[TOOL_CALLS]` is a control token, those of Qwen are user-defined tokens."""
+    qwen = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    spec = replace(PLAIN, control_tags=("[TOOL_CALLS]",), user_defined_tags=qwen)
+    return write_model(tmp_path_factory.mktemp("tags") / "tags.gguf", spec)
+
+
 @pytest.fixture(scope="session", params=sorted(MEMORY_KINDS))
 def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of a random-weight model. The test runs once for each memory kind of llama.cpp."""
@@ -149,6 +157,11 @@ def rerank_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def vocab(demo_model: Path) -> Vocab:
     return Vocab.from_blob(extract_vocab(demo_model))
+
+
+@pytest.fixture(scope="session")
+def tag_vocab(tag_model: Path) -> Vocab:
+    return Vocab.from_blob(extract_vocab(tag_model))
 
 
 @pytest.fixture(scope="session")

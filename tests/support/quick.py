@@ -23,7 +23,9 @@ STARTING_FOLDERS = (
     "tests/worker/slot_files/test_slots_on_llama.py",
 )
 EXCLUDING_MARKS = ("starts_processes", "slow")
-STARTING_FIXTURES = frozenset({"redis_server", "demo_model", "bert_model", "rerank_model", "chat_model", "any_model"})
+STARTING_FIXTURES = frozenset({
+    "redis_server", "demo_model", "bert_model", "rerank_model", "chat_model", "tag_model", "any_model",
+})  # fmt: skip
 """Fixtures that start a Redis or return a model file for llama.cpp."""
 STARTING_EVENTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system"})
 """Audit events that the interpreter raises when it starts a process: https://docs.python.org/3/library/audit_events.html"""

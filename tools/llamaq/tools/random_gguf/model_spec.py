@@ -68,6 +68,8 @@ class ModelSpec:
         n_ctx: Training context in tokens.
         n_swa: Sliding window of `GEMMA3` in tokens; 0 for all other architectures.
         sampling: Recommended sampling parameters: keys after `general.sampling.`, and values.
+        control_tags: Texts of further control tokens, such as `[TOOL_CALLS]`.
+        user_defined_tags: Texts of user-defined tokens, such as `<think>`.
 
     Raises:
         ValueError: The sizes do not fit together.
@@ -86,6 +88,8 @@ class ModelSpec:
     weights: Weights = Weights.F32
     chat_template: str | None = None
     sampling: tuple[tuple[str, str], ...] = ()
+    control_tags: tuple[str, ...] = ()
+    user_defined_tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.n_embd % 32 or self.n_ff % 32 or self.head_dim % 32:

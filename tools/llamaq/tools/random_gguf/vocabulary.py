@@ -1,9 +1,10 @@
 """The vocabulary of the random-weight models: a byte-level BPE that tokenizes any text.
 
-Token ids, in this order: the 256 bytes (the id is the byte), merged pieces, the four special tokens. The pieces are
-constructed, not learned: syllables, characters of two to four UTF-8 bytes, English words, invented words, and all words
-again with a space before them. The first bytes of a character are tokens too, so that a detokenizer is tested with
-incomplete characters. The merges are ranked so that the text of nearly every piece is tokenized to this piece.
+Token ids, in this order: the 256 bytes (the id is the byte), merged pieces, the tags, the four special tokens. The tags
+are the further control tokens and user-defined tokens of a model's specification. The pieces are constructed, not
+learned: syllables, characters of two to four UTF-8 bytes, English words, invented words, and all words again with a
+space before them. The first bytes of a character are tokens too, so that a detokenizer is tested with incomplete
+characters. The merges are ranked so that the text of nearly every piece is tokenized to this piece.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ class Vocabulary:
 
     tokens: tuple[str, ...]
     merges: tuple[str, ...]
+    tags: tuple[tuple[str, TokenType], ...] = ()
+    """Texts and types of the tags, which are among the tokens."""
 
     @property
     def types(self) -> list[int]:
-        n_plain = len(self.tokens) - len(SPECIAL_TOKENS)
-        return [int(TokenType.NORMAL)] * n_plain + [int(TokenType.CONTROL)] * len(SPECIAL_TOKENS)
+        n_plain = len(self.tokens) - len(self.tags) - len(SPECIAL_TOKENS)
+        tag_types = [int(kind) for _, kind in self.tags]
+        return [int(TokenType.NORMAL)] * n_plain + tag_types + [int(TokenType.CONTROL)] * len(SPECIAL_TOKENS)
 
     def id_of(self, special: str) -> int:
         return len(self.tokens) - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index(special)
@@ -65,13 +69,17 @@ class Vocabulary:
 
 
 @cache
-def byte_level_vocabulary(n_tokens: int) -> Vocabulary:
+def byte_level_vocabulary(n_tokens: int, tags: tuple[tuple[str, TokenType], ...] = ()) -> Vocabulary:
     """Return a vocabulary of exactly `n_tokens` entries, the same at every call.
+
+    Args:
+        n_tokens: Number of tokens.
+        tags: Texts and types of further tokens.
 
     Raises:
         ValueError: `n_tokens` is too small for bytes, special tokens and one merge, or too large for the word lists.
     """
-    n_merges = n_tokens - N_BYTES - len(SPECIAL_TOKENS)
+    n_merges = n_tokens - N_BYTES - len(tags) - len(SPECIAL_TOKENS)
     if n_merges < 1:  # llama.cpp refuses a BPE vocabulary without merges
         raise ValueError(f"n_vocab is {n_tokens}; bytes, special tokens and a merge are {n_tokens - n_merges + 1}")
     tokens = dict.fromkeys(_byte_characters())
@@ -84,7 +92,7 @@ def byte_level_vocabulary(n_tokens: int) -> Vocabulary:
             merges.append(f"{left} {right}")
     else:
         raise ValueError(f"n_vocab is {n_tokens}, but at most {len(tokens) + len(SPECIAL_TOKENS)} tokens can be made")
-    return Vocabulary(tokens=(*tokens, *SPECIAL_TOKENS), merges=tuple(merges))
+    return Vocabulary((*tokens, *(text for text, _ in tags), *SPECIAL_TOKENS), tuple(merges), tags)
 
 
 @cache

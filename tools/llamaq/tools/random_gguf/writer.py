@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 
 from llamaq.tools.random_gguf.model_spec import (
     SSM_CONV_KERNEL,
@@ -66,7 +66,9 @@ def write_model(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
 
 
 def _write(path: Path, spec: ModelSpec, rng: np.random.Generator) -> None:
-    vocabulary = byte_level_vocabulary(spec.n_vocab)
+    tags = [(text, TokenType.CONTROL) for text in spec.control_tags]
+    tags += [(text, TokenType.USER_DEFINED) for text in spec.user_defined_tags]
+    vocabulary = byte_level_vocabulary(spec.n_vocab, tuple(tags))
     tensors = list(model_tensors(spec))
     with closing(GGUFWriter(path, spec.architecture.value)) as writer:
         _add_metadata(writer, spec)
