@@ -42,6 +42,9 @@ class Chunk:
     """Position of the first token of `tokens` among all generated tokens of the job, from 0 on."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """For each of `tokens`, its probability and its alternatives, if the job asked for `logprobs`."""
+    tag_offsets: tuple[int, ...] = ()
+    """Positions in the whole text of the job, in characters, of the tokens that are tags of reasoning or tool calls,
+    such as `<tool_call>`, if the job has `special`. Only tags that begin in `text`."""
     progress: PromptProgress | None = None
     """How much of the prompt is computed, if the job asked for `prompt_progress`. Such a chunk has no text."""
 
@@ -173,7 +176,7 @@ class AsyncJob:
                     except TimeoutError as exc:
                         raise timeout_error(self.id, "has sent no chunk", timeout_s, reader.redis_error) from exc
                     if isinstance(event, TokenSpan):
-                        yield Chunk(event.text, event.tokens, index, event.offset, event.logprobs)
+                        yield Chunk(event.text, event.tokens, index, event.offset, event.logprobs, event.tag_offsets)
                         n_tokens = event.offset + len(event.tokens)
                     elif isinstance(event, PromptProgress):
                         yield Chunk("", (), index, n_tokens, progress=event)

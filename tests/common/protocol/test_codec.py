@@ -161,6 +161,25 @@ def test_probabilities_of_draws_are_decoded_as_they_were_encoded(draws: list[flo
     assert event.draws == tuple(draws)
 
 
+@given(st.sets(st.integers(0, 2**40), min_size=1).map(sorted))
+def test_offsets_of_tags_are_decoded_as_they_were_encoded(offsets: list[int]) -> None:
+    data = codec.encode_tokens(3, [7], 5, "x", tag_offsets=offsets)
+    assert codec.decode_streamed(data) == TokenSpan(3, (7,), 5, "x", tag_offsets=tuple(offsets))
+    event = codec.decode_event(data)
+    assert isinstance(event, Tokens)
+    assert event.tag_offsets == tuple(offsets)
+    assert codec.decode_output(codec.encode_output("x", [7], tag_offsets=offsets)).tag_offsets == tuple(offsets)
+
+
+@pytest.mark.parametrize("wrong", [5, ["x"], [True], [-1], [2, 1], [1, 1]])
+def test_wrong_offsets_of_tags_are_refused(wrong: Any) -> None:
+    event = {"type": "tokens", "offset": 0, "tokens": [1], "text_offset": 0, "text": "x", "tag_offsets": wrong}
+    with pytest.raises(ProtocolError, match="tag_offsets"):
+        codec.decode_streamed(msgpack.packb(event))
+    with pytest.raises(ProtocolError, match="tag_offsets"):
+        codec.decode_output(codec.encode_output("x", [1], tag_offsets=wrong))
+
+
 started = st.builds(Started, attempt=st.integers(1, 9), worker=st.text())
 failed = st.builds(Failed, code=st.text(), message=st.text())
 

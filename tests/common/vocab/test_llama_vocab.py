@@ -70,6 +70,16 @@ def test_a_control_token_has_its_text_on_request_only(chat_vocab: Vocab) -> None
     assert chat_vocab.piece_with_special(letter) == chat_vocab.piece(letter) == b"a"
 
 
+def test_the_tags_that_are_tokens_are_known(vocab: Vocab, chat_vocab: Vocab, tag_vocab: Vocab) -> None:
+    tags = ["[TOOL_CALLS]", "<tool_call>", "</tool_call>", "<think>", "</think>"]
+    assert set(tag_vocab.tag_tokens) == set(tags)
+    assert [tag_vocab.encode_part(tag, parse_special=True) for tag in tags] == [
+        [tag_vocab.tag_tokens[tag]] for tag in tags
+    ]
+    assert list(vocab.tag_tokens) == ["<|end|>"]
+    assert chat_vocab.tag_tokens == {}
+
+
 def test_the_tokens_that_a_file_suppresses_are_known(chat_model: Path) -> None:
     blob = bytearray(extract_vocab(chat_model))
     assert Vocab.from_blob(bytes(blob)).suppressed_tokens == frozenset()

@@ -428,11 +428,13 @@ def test_a_position_returns_every_token_and_character_once_for_any_pieces(
 ) -> None:
     position = Position()
     tokens: list[int] = []
+    tag_offsets: list[int] = []
     text = ""
     for offset, count, shift, chars in pieces:
         start = max(0, min(len(TEXT), 2 * offset + shift))
         piece = TEXT[start : start + chars]
-        event = TokenSpan(offset, tuple(range(offset, offset + count)), start, piece)
+        tags = tuple(start + place for place, character in enumerate(piece) if character == " ")
+        event = TokenSpan(offset, tuple(range(offset, offset + count)), start, piece, tag_offsets=tags)
         if position.is_before(event):
             continue
         new = position.advance(event)
@@ -440,6 +442,8 @@ def test_a_position_returns_every_token_and_character_once_for_any_pieces(
             assert (new.offset, new.text_offset) == (len(tokens), len(text))
             tokens += new.tokens
             text += new.text
+            tag_offsets += new.tag_offsets
     assert tokens == list(range(len(tokens)))
+    assert tag_offsets == [place for place, character in enumerate(text) if character == " "]
     assert text == TEXT[: len(text)]
     assert (position.tokens, position.chars) == (len(tokens), len(text))

@@ -26,6 +26,7 @@ from llamaq.common.protocol.script_types import Attempt, Claim
 from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
+from llamaq.producer.queries.job_records import read_output
 from llamaq.producer.testing import LEASE_MS, FakeWorker
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
@@ -189,6 +190,33 @@ async def test_checkpoints_are_stored_and_not_published(redis_url: str, queue: s
         message = await pubsub.get_message(timeout=5)
         assert message is not None
         assert codec.decode_event(message["data"]).type == "finished"
+
+
+async def test_the_offsets_of_tags_are_stored_with_their_text(redis_url: str, queue: str) -> None:
+    async with working(redis_url, queue) as at:
+        job, first = await at.begin()
+
+        async def put(running: Job, *tokens: tuple[str, int | None]) -> None:
+            at.outputs.put([NewToken(running, 1, text, tag_offset=offset) for text, offset in tokens])
+            await asyncio.sleep(0)
+            await at.outbox.flush()
+
+        await put(first, ("<tag>", 0), ("é", None), ("", 6))
+        await put(first, ("<tag><t", 11))  # a stop string withholds the rest
+        chunks = job.stream()
+        assert [(await anext(chunks)).tag_offsets for _ in range(2)] == [(0,), (6, 11)]
+        assert (await read_output(at.client.redis, at.client.keys.of_job(job.id))).tag_offsets == (0, 6, 11)
+        second = Job(
+            first.lease, first.request, [1], first.sampler, first.detokenizer, resumed=[1] * 4,
+            resumed_tag_offsets=[0, 6, 11],
+        )  # fmt: skip
+        assert at.outbox.set_prepared(second, ["<tag>", "é", "", "<tag><t"])
+        await put(second, ("", 16))  # its text is part of the stop string
+        await at.end(second, 5)
+        await at.outbox.flush()
+        result = await job.result()
+        assert (result.text, result.tag_offsets) == ("<tag>é<tag><t", (0, 6, 11))
+        assert [chunk.tag_offsets async for chunk in chunks] == [()]
 
 
 @pytest.mark.parametrize("reason", ["withdrawn", "close"])

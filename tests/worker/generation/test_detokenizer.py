@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llamaq.worker.generation.detokenizer import StopMatcher, StreamDetokenizer
+from llamaq.worker.generation.detokenizer import StopMatcher, StreamDetokenizer, TagDetokenizer
 
 
 def stream(parts: list[bytes], stop: list[str]) -> tuple[list[str], bool]:
@@ -104,3 +104,27 @@ def test_the_stop_string_that_was_found_is_known() -> None:
     detokenizer = StreamDetokenizer(lambda token: [b"x e", b"nd"][token], ["\n", "end", "d"])
     assert [detokenizer.feed(0), detokenizer.stop_string] == ["x ", None]
     assert [detokenizer.feed(1), detokenizer.stop_string] == ["", "end"]
+
+
+TAGS = [b"<tag>", b"[TAG]"]
+PIECES = [*TAGS, b"<tag>", b"<ta", b"g>", b"[", b"a", "é".encode(), "é".encode()[:1], "😀".encode()[2:], b"\xff"]
+
+
+@given(
+    tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=20),
+    stop=st.lists(st.sampled_from(["a", "g>a", "<tag><tag>", "é", "]\ufffd"]), max_size=2),
+)
+def test_the_offset_of_a_tag_is_its_place_in_the_text(tokens: list[int], stop: list[str]) -> None:
+    plain = StreamDetokenizer(PIECES.__getitem__, stop)
+    detokenizer = TagDetokenizer(PIECES.__getitem__, stop, {0: len(TAGS[0]), 1: len(TAGS[1])})
+    text, n_bytes = "", 0
+    for token in tokens:
+        released = detokenizer.feed(token)
+        assert released == plain.feed(token)
+        text += released
+        before = b"".join(map(PIECES.__getitem__, tokens))[:n_bytes].decode(errors="replace")
+        assert detokenizer.tag_offset == (len(before) if token in (0, 1) else None), "other tokens spell tags"
+        n_bytes += len(PIECES[token])
+        if detokenizer.stop_string is not None:
+            break
+    assert detokenizer.finish() == plain.finish()

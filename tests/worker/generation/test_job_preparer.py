@@ -91,3 +91,27 @@ def test_the_text_has_control_tokens_on_request(vocab: Vocab) -> None:
         for special in (False, True)
     ]
     assert texts == ["hi", "<|bos|><|user|>hi"]
+
+
+def test_a_resumed_job_knows_the_tags_that_were_generated(tag_vocab: Vocab) -> None:
+    opening, spelled = tag_vocab.tag_tokens["<tool_call>"], list(b"<tool_call>")
+    published = TokenSpan(0, (*"é".encode()[:1], opening, *spelled, 97, opening), 0, "")
+    stop = ("<tool_call>a<tool_call>b",)
+    offsets = []
+    for special in (False, True):
+        job = prepare(tag_vocab, JobRequest(prompt="x", seed=1, special=special, stop=stop), published=published)
+        assert job.detokenizer.feed(opening) == "<tool_call>a<tool_call>"
+        offsets.append((job.resumed_tag_offsets, job.detokenizer.tag_offset))
+    assert offsets == [([], None), ([1, 24], 35)], "the text of the last resumed tag was withheld"
+
+
+def test_a_spelled_tag_does_not_end_the_reasoning(tag_vocab: Vocab) -> None:
+    opening, closing = tag_vocab.tag_tokens["<think>"], tag_vocab.tag_tokens["</think>"]
+    prompt = [1, opening, *b"<tool_call>"]
+    request = JobRequest(tokens=prompt, seed=1, temperature=0, reasoning_budget=10)
+    sampler, logits = prepare(tag_vocab, request).sampler, np.zeros(tag_vocab.n_tokens, np.float32)
+    history = [*prompt, *b"</think>"]
+    logits[97] = 1
+    for expected in (97, 97, closing, 97, 97, 97):
+        history.append(sampler.sample(logits.copy(), history, len(prompt)))
+        assert history[-1] == expected

@@ -10,6 +10,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -177,6 +178,7 @@ def encode_tokens(
     text: str,
     logprobs: Sequence[TokenLogprobs] = (),
     draws: Sequence[float] = (),
+    tag_offsets: Sequence[int] = (),
 ) -> bytes:
     """Return an encoded `tokens` event. No model is built, because a worker encodes one for each job and tick."""
     values: dict[str, Any] = {"type": "tokens", "offset": offset, "tokens": tokens}
@@ -185,6 +187,8 @@ def encode_tokens(
         values["logprobs"] = logprobs
     if draws:
         values["draws"] = draws
+    if tag_offsets:
+        values["tag_offsets"] = tag_offsets
     return _pack(values)
 
 
@@ -219,7 +223,7 @@ def _token_span(values: dict[Any, Any]) -> TokenSpan:
         if not (type(token) is int and 0 <= token <= MAX_TOKEN_ID):
             raise ProtocolError("not an event: tokens contains a value that is not a token id")
     logprobs, draws = _logprobs(values, len(tokens)), _draws(values, len(tokens))
-    return TokenSpan(offset, tuple(tokens), text_offset, text, logprobs, draws)
+    return TokenSpan(offset, tuple(tokens), text_offset, text, logprobs, draws, _tag_offsets(values))
 
 
 def _logprobs(values: dict[Any, Any], n_tokens: int) -> tuple[TokenLogprobs, ...]:
@@ -248,6 +252,18 @@ def _draws(values: dict[Any, Any], n_tokens: int) -> tuple[float, ...]:
     return tuple(found)
 
 
+def _tag_offsets(values: dict[Any, Any]) -> tuple[int, ...]:
+    """Return the optional offsets of tags of an event or an output. Raises `ProtocolError`."""
+    found = values.get("tag_offsets")
+    if not found:
+        return ()
+    if type(found) is not list or not all(type(each) is int and each >= 0 for each in found):
+        raise ProtocolError("tag_offsets is not a list of natural numbers")
+    if any(second <= first for first, second in pairwise(found)):
+        raise ProtocolError("tag_offsets does not ascend")
+    return tuple(found)
+
+
 _TOKENS_PREFIX = encode_tokens(0, (), 0, "")[:13]
 
 
@@ -264,10 +280,13 @@ def is_prompt_progress(data: bytes) -> bool:
     return data.startswith(_PROGRESS_PREFIX)
 
 
-def encode_output(text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> bytes:
+def encode_output(
+    text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), tag_offsets: Sequence[int] = ()
+) -> bytes:
     """Return the encoded output of a job, as it is stored in the hash of the job: msgpack, compressed with zlib."""
-    values = {"text": text, "tokens": tokens}
-    return zlib.compress(_pack(values | {"logprobs": logprobs} if logprobs else values), OUTPUT_COMPRESSION)
+    optional = {"logprobs": logprobs, "tag_offsets": tag_offsets}
+    values = {"text": text, "tokens": tokens} | {name: value for name, value in optional.items() if value}
+    return zlib.compress(_pack(values), OUTPUT_COMPRESSION)
 
 
 def decode_output(data: bytes) -> TokenSpan:
@@ -275,7 +294,8 @@ def decode_output(data: bytes) -> TokenSpan:
     values = _unpack(_decompress(data, MAX_EVENT_BYTES), MAX_EVENT_BYTES)
     try:
         tokens = tuple(int(token) for token in values["tokens"])
-        return TokenSpan(0, tokens, 0, str(values["text"]), _logprobs(values, len(tokens)))
+        logprobs, tag_offsets = _logprobs(values, len(tokens)), _tag_offsets(values)
+        return TokenSpan(0, tokens, 0, str(values["text"]), logprobs, tag_offsets=tag_offsets)
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError("not a job's output") from exc
 

@@ -38,6 +38,11 @@ class Tokens(WireModel):
         description="For each token, its probability in the draw, if later draws depend on it (Mirostat, adaptive-p). "
         "A worker that resumes the job needs them.",
     )
+    tag_offsets: tuple[int, ...] = Field(
+        (),
+        description="Positions in the job's text, in characters, of the tokens that are tags of reasoning or tool "
+        "calls, such as `<tool_call>`, if the job has `special`. Only tags that begin in this event's text.",
+    )
 
 
 class TokenSpan(NamedTuple):
@@ -52,6 +57,7 @@ class TokenSpan(NamedTuple):
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
     draws: tuple[float, ...] = ()
+    tag_offsets: tuple[int, ...] = ()
 
 
 class Finished(WireModel):

@@ -131,6 +131,11 @@ class Result(WireModel):
     logprobs: tuple[TokenLogprobs, ...] | None = Field(
         None, description="For each token, its `logprob` and the list `top`. None: the job did not ask for `logprobs`."
     )
+    tag_offsets: tuple[int, ...] = Field(
+        (),
+        description="Positions in `text`, in characters, of the tokens that are tags of reasoning or tool calls, such "
+        "as `<tool_call>`, if the job has `special`. A tag that is spelled with other tokens is not among them.",
+    )
     embeddings: tuple[Embedding, ...] | None = Field(
         None,
         description="For each input, `n_tokens`, `n_rows` and the vectors as `data`. None: the job generated text, or "

@@ -170,7 +170,7 @@ class JobParams(TemplateParams, SamplingParams):
     special: bool = Field(
         False,
         description="The text contains the texts of control tokens, such as `<|tool_call|>`. Without it, they are left "
-        "out. A stop string may be the text of a control token.",
+        "out. A stop string may be the text of a control token. The output tells where tags that are tokens begin.",
     )
     cache_prompt: bool = Field(
         True, description="Share KV cells with other jobs whose prompts begin with the same tokens."

@@ -155,6 +155,12 @@ class WorkerCard(WireModel):
     n_parallel: int = Field(description="Number of slots.")
     quantization: str = Field(description="Quantization of the model file.")
     chat_template: str | None = Field(None, description="Chat template of the model. None: the model has none.")
+    tag_tokens: dict[str, int] = Field(
+        default_factory=dict,
+        description="The tags of reasoning and tool calls, such as `<tool_call>`, that are one token of the "
+        "vocabulary, with the ids of these tokens. Only these tokens are the tags: the same text in other tokens is "
+        "text.",
+    )
     vocab_hash: str = Field(
         pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the vocabulary, which is stored at `keys.vocab(vocab_hash)`."
     )

@@ -20,6 +20,7 @@ from typing import Any, Self
 import llama_cpp
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
+from llamaq.common.protocol.answer_tags import ANSWER_TAGS
 from llamaq.common.protocol.chat import Message, TemplateOptions
 from llamaq.common.vocab.chat_template import ChatTemplate
 from llamaq.common.vocab.special_token_masking import Placeholders, Span, SpecialTokenFinder
@@ -30,6 +31,7 @@ PIECE_BYTES = 256
 # llama.cpp matches the texts of these tokens only with `parse_special`. The texts of user-defined tokens (<think> of
 # Qwen, runs of newlines of Gemma) are ordinary text: llama.cpp always makes one token of them.
 SPECIAL_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+TAG_ATTRIBUTES = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 
 NO_OPTIONS = TemplateOptions()
 _log_lock = threading.Lock()
@@ -185,6 +187,12 @@ class Vocab:
             if llama_cpp.llama_vocab_get_attr(self._vocab, token) & SPECIAL_ATTRIBUTES
         )
 
+    @cached_property
+    def tag_tokens(self) -> dict[str, int]:
+        """The tags of reasoning and tool calls that are a control token or a user-defined token, with the token."""
+        found = {tag: self.encode_part(tag, parse_special=True) for tag in ANSWER_TAGS}
+        return {tag: tokens[0] for tag, tokens in found.items() if len(tokens) == 1 and self._is_tag(tokens[0])}
+
     def render_chat(self, messages: Sequence[Message], options: TemplateOptions = NO_OPTIONS) -> str:
         """Return the chat as text, rendered by the model's chat template.
 
@@ -245,6 +253,10 @@ class Vocab:
         if self.chat_template is None:
             raise JobRejected(ErrorCode.CHAT_TEMPLATE, "the model has no chat template: send a prompt or tokens")
         return ChatTemplate(self.chat_template, eos=self._text_or_empty(self.eos), bos=self._text_or_empty(self.bos))
+
+    def _is_tag(self, token: int) -> bool:
+        """Return whether a token is a control token or a user-defined token. Other tokens are parts of any text."""
+        return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & TAG_ATTRIBUTES)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         """Raise `JobRejected` if the number of characters proves that the text has more than `max_tokens` tokens."""

@@ -108,6 +108,7 @@ async def result_of(redis: Redis, keys: JobKeys, job_id: str, values: Sequence[b
         text=whole.text,
         tokens=whole.tokens,
         logprobs=whole.logprobs or None,
+        tag_offsets=whole.tag_offsets,
         embeddings=codec.decode_embeddings(output) if output is not None and end.stats.mode == "embed" else None,
         finish_reason=end.finish_reason,
         stats=end.stats,
@@ -129,6 +130,7 @@ async def read_output(redis: Redis, keys: JobKeys) -> TokenSpan:
     texts: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    tag_offsets: list[int] = []
     entries: Any = await redis.xrange(keys.events)
     for _, fields in entries:
         event = codec.decode_streamed(fields.get(b"e", b""))
@@ -141,7 +143,8 @@ async def read_output(redis: Redis, keys: JobKeys) -> TokenSpan:
             texts.append(new.text)
             tokens += new.tokens
             logprobs += new.logprobs
-    return TokenSpan(0, tuple(tokens), 0, "".join(texts), tuple(logprobs))
+            tag_offsets += new.tag_offsets
+    return TokenSpan(0, tuple(tokens), 0, "".join(texts), tuple(logprobs), tag_offsets=tuple(tag_offsets))
 
 
 def _int_or_none(text: str | None) -> int | None:

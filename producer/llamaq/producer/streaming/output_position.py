@@ -30,7 +30,7 @@ class Position:
 
         The caller ensures that the position is not before the span.
         """
-        tokens, text, logprobs = span.tokens, span.text, span.logprobs
+        tokens, text, logprobs, tag_offsets = span.tokens, span.text, span.logprobs, span.tag_offsets
         if type(span) is TokenSpan and span.offset == self.tokens and span.text_offset == self.chars:
             self.tokens += len(tokens)
             self.chars += len(text)
@@ -41,7 +41,8 @@ class Position:
             tokens, logprobs = tokens[self.tokens - span.offset :], logprobs[self.tokens - span.offset :]
         if span.text_offset != self.chars:
             text = text[self.chars - span.text_offset :]
-        new = TokenSpan(self.tokens, tokens, self.chars, text, logprobs)
+            tag_offsets = tuple(each for each in tag_offsets if each >= self.chars)
+        new = TokenSpan(self.tokens, tokens, self.chars, text, logprobs, tag_offsets=tag_offsets)
         self.tokens += len(tokens)
         self.chars += len(text)
         return new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ class JobProgress:
     """For each token, its probabilities. Empty if the job did not ask for them."""
     draws: list[float] = field(default_factory=list)
     """For each token, its probability in the draw. Empty if the sampler does not depend on it."""
+    tag_offsets: list[int] = field(default_factory=list)
+    """Positions in the text, in characters, of the tokens that are tags, in ascending order."""
     text_ends: list[int] = field(default_factory=list)
     """For each token, the number of characters of text up to and including that token."""
     token_times: TokenTimes = field(default_factory=TokenTimes)
@@ -100,10 +103,17 @@ class JobProgress:
     """The failure after which the job is retried later, as soon as all its tokens are stored."""
 
     def add(
-        self, token: int, text: str, logprobs: TokenLogprobs | None = None, draw_probability: float | None = None
+        self,
+        token: int,
+        text: str,
+        logprobs: TokenLogprobs | None = None,
+        draw_probability: float | None = None,
+        tag_offset: int | None = None,
     ) -> None:
-        """Add a generated token, the text that the token completed, and its probabilities if the job needs them."""
+        """Add a generated token, the text that the token completed, and what else the job needs of the token."""
         self.tokens.append(token)
+        if tag_offset is not None:
+            self.tag_offsets.append(tag_offset)
         if draw_probability is not None:
             self.draws.append(draw_probability)
         if logprobs is not None:
@@ -135,7 +145,8 @@ class JobProgress:
             text_offset = self.text_ends[offset - 1] if offset else 0
             text = "".join(self.texts[offset:]) + self.final_text
             logprobs, draws = (self.logprobs[offset:], self.draws[offset:]) if tokens else ((), ())
-            payload = codec.encode_tokens(offset, tokens, text_offset, text, logprobs, draws)
+            tag_offsets = self._tag_offsets_in(text_offset, text) if self.tag_offsets else ()
+            payload = codec.encode_tokens(offset, tokens, text_offset, text, logprobs, draws, tag_offsets)
         return Increment(
             lease.job_id,
             lease.attempt,
@@ -151,6 +162,11 @@ class JobProgress:
             token_times=self.token_times.encode() if payload else "",
             progress=self.unsent_progress,
         )
+
+    def _tag_offsets_in(self, text_offset: int, text: str) -> list[int]:
+        """Return the offsets of the tags that begin in this text, which is `text_offset` characters after the start."""
+        first = bisect_left(self.tag_offsets, text_offset)
+        return self.tag_offsets[first : bisect_left(self.tag_offsets, text_offset + len(text), first)]
 
     def _is_due(self, now_s: float) -> bool:
         """Whether the next flush writes the unstored tokens. Otherwise a later checkpoint writes them."""
@@ -233,7 +249,7 @@ class JobProgress:
     def _encode_output(self, text: str, embeddings: tuple[Embedding, ...] | None) -> bytes:
         if embeddings is not None:
             return codec.encode_embeddings(embeddings)
-        return codec.encode_output(text, self.tokens, self.logprobs)
+        return codec.encode_output(text, self.tokens, self.logprobs, self._tag_offsets_in(0, text))
 
 
 def _usage(stats: JobStats) -> str:

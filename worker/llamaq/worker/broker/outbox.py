@@ -200,6 +200,7 @@ class Outbox:
         for token, text in zip(job.resumed, texts, strict=True):
             progress.add(token, text)
         progress.logprobs, progress.draws = list(job.resumed_logprobs), list(job.resumed_draws)
+        progress.tag_offsets = list(job.resumed_tag_offsets)
         self._jobs[job.id] = progress
         return True
 
@@ -246,7 +247,7 @@ class Outbox:
             elif isinstance(message, PromptAdvanced):
                 job.add_prompt_progress(message.progress)
             elif isinstance(message, NewToken):
-                job.add(message.token, message.text, message.logprobs, message.draw_probability)
+                job.add(message.token, message.text, message.logprobs, message.draw_probability, message.tag_offset)
                 job.record_time(message.time_s)
             elif isinstance(message, JobEnded):
                 job.end(message)

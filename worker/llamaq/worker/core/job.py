@@ -58,6 +58,9 @@ class Detokenizer(Protocol):
 
     stop_string: str | None
     """The whole stop string that the generated text contains. Then no more text is returned. None: there is none."""
+    tag_offset: int | None
+    """Position of the last token in the text, in characters, if this token is a tag, such as `<tool_call>`. Its text
+    may be held back. None: the token is no tag, or the job does not ask for the texts of control tokens."""
 
     def feed(self, token: int) -> str:
         """Add a token and return the text that can now be published, often an empty string."""
@@ -105,6 +108,8 @@ class BaseJob:
     """The probabilities of these tokens, if the job asked for them."""
     resumed_draws: list[float] = field(default_factory=list, kw_only=True)
     """`Sampler.draw_probability` of each of these tokens, if the sampler has it."""
+    resumed_tag_offsets: list[int] = field(default_factory=list, kw_only=True)
+    """`Detokenizer.tag_offset` of those of these tokens that have it."""
     times: JobTimes = field(default_factory=JobTimes, kw_only=True)
     started_s: float = field(default=0.0, kw_only=True)
     """When this attempt was submitted to the scheduler, on its clock. Set by the `submit` of the scheduler."""
@@ -201,6 +206,8 @@ class NewToken:
     text: str
     logprobs: TokenLogprobs | None = None
     draw_probability: float | None = None
+    tag_offset: int | None = None
+    """`Detokenizer.tag_offset` of the token."""
     time_s: float = field(default_factory=time.monotonic)
     """When the token was generated, on the clock of `JobTimes`."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 class StreamDetokenizer:
@@ -23,6 +23,7 @@ class StreamDetokenizer:
 
     def __init__(self, piece: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
         self.stop_string: str | None = None
+        self.tag_offset: int | None = None
         self._piece = piece
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop) if stop else None
@@ -52,6 +53,32 @@ class StreamDetokenizer:
         n_released = len(text) - self._matcher.n_partial_chars
         self._withheld = text[n_released:]
         return text[:n_released]
+
+
+class TagDetokenizer(StreamDetokenizer):
+    """A detokenizer that also tells where in the text the tokens begin that are tags, such as `<tool_call>`.
+
+    A text that spells a tag with other tokens has no offset. So a reader can tell it from the tag.
+
+    Args:
+        piece: Returns the bytes of a token.
+        stop: The stop strings.
+        tag_lengths: Maps each token that is a tag to the number of characters of its text.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], stop: Sequence[str], tag_lengths: Mapping[int, int]) -> None:
+        super().__init__(piece, stop)
+        self._tag_lengths = tag_lengths
+        self._n_chars = 0
+        """Number of characters of the tokens so far, with those that are withheld."""
+
+    def feed(self, token: int) -> str:
+        """Add a token, and return the text that can be released now. Sets `tag_offset`."""
+        text = self._utf8.decode(self._piece(token))
+        self._n_chars += len(text)
+        length = self._tag_lengths.get(token)
+        self.tag_offset = None if length is None else self._n_chars - length
+        return self._release(text)
 
 
 class StopMatcher:

@@ -17,7 +17,7 @@ from llamaq.worker.core.cache_scope import Scope
 from llamaq.worker.core.job import Job, Lease, PreparedJob
 from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.core.packed_tokens import common_prefix, pack
-from llamaq.worker.generation.detokenizer import StreamDetokenizer
+from llamaq.worker.generation.detokenizer import StreamDetokenizer, TagDetokenizer
 from llamaq.worker.generation.grammar.sandbox import GrammarSandbox
 from llamaq.worker.generation.grammar.token_constraint import ConstraintTokenizer
 from llamaq.worker.generation.sampling.logit_sampler import LogitSampler
@@ -26,6 +26,8 @@ from llamaq.worker.generation.sampling.sequence_breakers import BreakerFinder, S
 
 SYSTEM_PREFIX_CACHE_SIZE = 32
 """Number of system messages whose tokens are cached."""
+TAG_MARK = b"\xff"
+"""A byte that no text in UTF-8 contains."""
 
 
 class JobPreparer:
@@ -55,6 +57,7 @@ class JobPreparer:
         self._grammar_sandbox = grammar_sandbox
         self._constraint_tokenizer = ConstraintTokenizer(vocab)
         self._breaker_finder = BreakerFinder(vocab)
+        self._tag_lengths = {token: len(tag) for tag, token in vocab.tag_tokens.items()}
         self._defaults = defaults
         self._context_limit = context_limit
         self._max_request_bytes = max_request_bytes
@@ -88,8 +91,8 @@ class JobPreparer:
             raise JobRejected(ErrorCode.INVALID_REQUEST, "seed: missing; submit draws a seed for requests without one")
         prompt = self._tokenize(request)
         self._check_tokens(request, prompt)
-        piece = self._vocab.piece_with_special if request.special else self._vocab.piece
-        detokenizer = StreamDetokenizer(piece, request.stop)
+        detokenizer = self._detokenizer(request)
+        texts, tag_offsets = _detokenize(detokenizer, published.tokens)
         system_tokens = self._system_tokens(request, prompt)
         public = system_tokens if request.cache_public == "system" else request.cache_public
         job = Job(
@@ -101,12 +104,19 @@ class JobPreparer:
             resumed=list(published.tokens),
             resumed_logprobs=list(published.logprobs),
             resumed_draws=list(published.draws),
+            resumed_tag_offsets=tag_offsets,
             times=times,
             context_limit=self._context_limit,
             scope=Scope(request.cache_salt, public),
             system_tokens=system_tokens,
         )
-        return PreparedJob(job, [detokenizer.feed(token) for token in published.tokens])
+        return PreparedJob(job, texts)
+
+    def _detokenizer(self, request: JobRequest) -> StreamDetokenizer:
+        """Return the detokenizer of a job. Only a job that asks for the texts of control tokens needs those of tags."""
+        if request.special:
+            return TagDetokenizer(self._vocab.piece_with_special, request.stop, self._tag_lengths)
+        return StreamDetokenizer(self._vocab.piece, request.stop)
 
     def _tokenize(self, request: JobRequest) -> list[int]:
         if request.tokens is not None:
@@ -168,12 +178,34 @@ class JobPreparer:
         """Return what bounds the reasoning of a job. None: nothing does."""
         if request.reasoning_budget is None:
             return None
-        piece, closing = self._vocab.piece_with_special, request.reasoning_close
+        piece = self._marked_piece
         return ReasoningBudget(
             request.reasoning_budget,
-            request.reasoning_open.encode(),
-            closing.encode(),
-            self._vocab.encode_part(closing, parse_special=True),
+            self._mark_tags(request.reasoning_open),
+            self._mark_tags(request.reasoning_close),
+            self._vocab.encode_part(request.reasoning_close, parse_special=True),
             piece,
             b"".join(map(piece, prompt)),
         )
+
+    def _marked_piece(self, token: int) -> bytes:
+        """Return the bytes of a token. Those of a tag begin with `TAG_MARK`, so that spelled tags differ from them."""
+        piece = self._vocab.piece_with_special(token)
+        return TAG_MARK + piece if token in self._tag_lengths else piece
+
+    def _mark_tags(self, text: str) -> bytes:
+        """Return the bytes of the tokens in which a model writes this text, in the form of `_marked_piece`."""
+        data = text.encode()
+        for tag in map(str.encode, self._vocab.tag_tokens):
+            data = data.replace(tag, TAG_MARK + tag)
+        return data
+
+
+def _detokenize(detokenizer: StreamDetokenizer, tokens: Sequence[int]) -> tuple[list[str], list[int]]:
+    """Return the text that each token completes, and the offsets of the tokens that are tags."""
+    texts, tag_offsets = [], []
+    for token in tokens:
+        texts.append(detokenizer.feed(token))
+        if detokenizer.tag_offset is not None:
+            tag_offsets.append(detokenizer.tag_offset)
+    return texts, tag_offsets

@@ -120,6 +120,7 @@ class WorkerProcess:
             n_parallel=self._settings.n_parallel,
             quantization=engine.model.quantization,
             chat_template=engine.vocab.chat_template,
+            tag_tokens=engine.vocab.tag_tokens,
             vocab_hash=hashlib.sha256(self._vocab_blob).hexdigest(),
             **self._parts.describe(),
             **identify_this_process(),

@@ -373,8 +373,11 @@ class Scheduler:
             self._finish(slot, FinishReason.STOP)
             return
         run.tokens.append(token)
-        text, sampler = run.job.detokenizer.feed(token), run.job.sampler
-        self._outputs.append(NewToken(run.job, token, text, sampler.logprobs, sampler.draw_probability))
+        detokenizer, sampler = run.job.detokenizer, run.job.sampler
+        text = detokenizer.feed(token)
+        self._outputs.append(
+            NewToken(run.job, token, text, sampler.logprobs, sampler.draw_probability, detokenizer.tag_offset)
+        )
         if reason := finish_reason(run.job, run.n_generated):
             self._finish(slot, reason)
         elif slot.state is SlotState.PREFILL:

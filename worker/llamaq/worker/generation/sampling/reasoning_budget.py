@@ -11,16 +11,17 @@ MAX_CHARACTER_BYTES = 4
 class ReasoningBudget:
     """Tells which token a job must generate next because its reasoning has reached the limit.
 
-    The tags are found in the text, because a model may write them with other tokens than the tokenizer. The state is a
-    function of the generated tokens, so a worker that resumes the job continues with the same state.
+    The tags are found in the bytes of the tokens, because a model may write a tag with other tokens than the tokenizer.
+    Where a tag is one token of the vocabulary, `piece` returns bytes that no other tokens have. The state is a function
+    of the generated tokens, so a worker that resumes the job continues with the same state.
 
     Args:
         limit: Largest number of tokens of reasoning in the whole output.
-        opening: The tag before reasoning.
-        closing: The tag after reasoning.
+        opening: The bytes of the tag before reasoning, in the form of `piece`.
+        closing: The bytes of the tag after reasoning, in the form of `piece`.
         closing_tokens: The tokens of the closing tag.
         piece: Returns the bytes of a token.
-        prompt: The bytes of the prompt, which may have begun the reasoning.
+        prompt: The bytes of the prompt, in the form of `piece`, which may have begun the reasoning.
     """
 
     def __init__(
