@@ -256,6 +256,14 @@ def caller(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
+def tagger(start_worker: StartWorker, tmp_path_factory: pytest.TempPathFactory) -> ServedQueue:
+    """A worker on a model as that of `caller`, in whose vocabulary each tag of the chat template is a control token."""
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    spec = ModelSpec(Architecture.LLAMA, n_ctx=4096, chat_template=TOOL_TEMPLATE, control_tags=tags)
+    return start_worker("tagger", write_model(tmp_path_factory.mktemp("models") / "tagger.gguf", spec, seed=1))
+
+
+@pytest.fixture(scope="session")
 def client(demo: ServedQueue) -> Iterator[Client]:
     """A client of the demo model's queue."""
     with demo.client() as opened:

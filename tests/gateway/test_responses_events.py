@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,11 @@ from llamaq.producer.openai_format.tools import call_id
 JOB_ID = "q.0." + "0" * 32
 HERMES = AnswerForm(format=AnswerFormat.HERMES, has_tools=True, reasoning_open="<think>", reasoning_close="</think>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b}"}}\n</tool_call>'
+HERMES_TOKENS = HERMES.model_copy(
+    update={
+        "tag_tokens": {tag: number for number, tag in enumerate(("<think>", "</think>", "<tool_call>", "</tool_call>"))}
+    }
+)
 ANSWERS = [
     (CONTENT_ALONE, "Hello <think>you</think>"),
     (CONTENT_ALONE, ""),
@@ -28,6 +34,8 @@ ANSWERS = [
     (HERMES, f"<think>\nWell, </think>\n\nI look. {CALL}\n{CALL}"),
     (HERMES.after("<think>"), f"Well</think>\n\n{CALL}"),
     (HERMES, CALL[:40]),
+    (HERMES_TOKENS, f"<think>No ^</think></think>I write ^{CALL}.{CALL}"),
+    (HERMES_TOKENS, f"^<think>^{CALL}"),
 ]
 
 
@@ -38,7 +46,13 @@ def events_of(form: AnswerForm, pieces: list[str], starting_after: int = -1) -> 
         job_id=JOB_ID, text="".join(pieces), tokens=(), finish_reason=FinishReason.STOP, stats=JobStats(), seed=1
     )
     first = list(sequence.first())
-    texts = [event for piece in pieces for event in sequence.text(piece)]
+    texts: list[dict[str, Any]] = []
+    offsets = [found.start() for found in re.finditer(r"(?<!\^)</?(think|tool_call)>", result.text)]
+    start = 0
+    for piece in pieces:  # a tag after ^ is spelled, and every other tag is a token
+        own = [offset for offset in offsets if start <= offset < start + len(piece)] if form.tag_tokens else []
+        texts += sequence.text(piece, (), own)
+        start += len(piece)
     return [*first, *texts, *sequence.end(result)]
 
 
@@ -97,6 +111,8 @@ def test_the_events_of_reasoning_content_and_calls() -> None:
 @pytest.mark.parametrize(
     ("form", "text", "expected"),
     [
+        (HERMES_TOKENS, f"^{CALL[:-12]}^</tool_call>", ["message"]),
+        (HERMES_TOKENS, f"x^{CALL[:-12]}^</tool_call>{CALL}", ["message", "function_call"]),
         (HERMES, f"\n\n{CALL}", ["function_call"]),  # white space before a call is no message
         (HERMES, "\n", ["message"]),
         (HERMES, "", ["message"]),

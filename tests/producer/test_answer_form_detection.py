@@ -15,6 +15,7 @@ from llamaq.producer.answer_form_detection import PROBE, AnswerForms
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat
 
 TEMPLATE = "<tool_call> <think></think>"
+TOKENS = {"<tool_call>": 7}
 CONNECTION: Any = SimpleNamespace(settings=SimpleNamespace(queue="q"))
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
@@ -22,7 +23,7 @@ HELLO: Any = [{"role": "user", "content": "Hello"}]
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> QueueDirectory:
     directory = QueueDirectory(serve_settings(redis_url="redis://nowhere"))
-    cards: list[Any] = [SimpleNamespace(chat_template=TEMPLATE)]
+    cards: list[Any] = [SimpleNamespace(chat_template=TEMPLATE, tag_tokens=TOKENS)]
 
     async def card(queue: str) -> Any:
         return cards.pop() if cards else None
@@ -32,7 +33,10 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> QueueDirectory:
 
 
 async def test_the_last_template_is_kept_while_no_worker_lives(directory: QueueDirectory) -> None:
-    assert [await directory.chat_template("q") for _ in range(3)] == [TEMPLATE] * 3
+    cards = [await directory.last_card("q") for _ in range(3)]
+    assert [card and card.chat_template for card in cards] == [TEMPLATE] * 3
+    form = await AnswerForms(directory.last_card).of(CONNECTION, {"messages": HELLO, "tools": [{}]}, may_reason=False)
+    assert form.tag_tokens == TOKENS
 
 
 async def test_a_worker_is_asked_once_how_a_template_begins_an_answer(
@@ -47,7 +51,7 @@ async def test_a_worker_is_asked_once_how_a_template_begins_an_answer(
         return TextReply(text=f"<think> {PROBE} <think>\n" + ("" if chat_template_kwargs else "</think>"))
 
     monkeypatch.setattr("llamaq.producer.answer_form_detection.text_commands.ask", ask)
-    forms = AnswerForms(directory.chat_template)
+    forms = AnswerForms(directory.last_card)
     thinking = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
     found = [await forms.of(CONNECTION, thinking) for _ in range(3)]
     assert [form.starts_in_reasoning for form in found] == [False, True, True]
@@ -56,7 +60,7 @@ async def test_a_worker_is_asked_once_how_a_template_begins_an_answer(
 
 
 async def test_what_the_request_constrains_is_no_reasoning(directory: QueueDirectory) -> None:
-    forms = AnswerForms(directory.chat_template)
+    forms = AnswerForms(directory.last_card)
     assert await forms.of(CONNECTION, {"messages": HELLO, "regex": "a"}) == CONTENT_ALONE
     called = await forms.of(CONNECTION, {"messages": HELLO, "lark": "start: A", "tools": [{}]})
     assert (called.format, called.has_tools, called.reasoning_open) == (AnswerFormat.HERMES, True, "")

@@ -116,7 +116,7 @@ def build_app(settings: ServeSettings) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         queues = QueueDirectory(settings)
         keys = KeyStore(queues.default.redis, queues.default.keys, key_file)
-        models = ModelKnowledge(queues, TokenPieces(queues), AnswerForms(queues.chat_template))
+        models = ModelKnowledge(queues, TokenPieces(queues), AnswerForms(queues.last_card))
         runner = BatchRunner(settings, models, keys)
         app.state.context = Context(settings, queues, keys, models, runner)
         runner.start()

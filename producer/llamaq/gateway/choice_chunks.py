@@ -93,7 +93,7 @@ class ChoiceStream:
             logprobs = await self._describe_logprobs(piece.tokens, piece.logprobs, self._n_chars)
         self._n_chars += len(piece.text)
         if self._splitter is not None:
-            found += self._parts(self._splitter.feed(piece.text))
+            found += self._parts(self._splitter.feed(piece.text, piece.tag_offsets))
             if logprobs:
                 found.append(self._chunks.delta(self._index, {}, logprobs))
         elif piece.text or logprobs:

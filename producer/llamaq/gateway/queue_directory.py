@@ -47,8 +47,8 @@ class QueueDirectory:
         self._default = self._new_client(settings.queue, settings.partitions)
         self._served: Served = {}
         """The known queues and their live workers."""
-        self._templates: dict[str, str | None] = {}
-        """The chat templates of the queues that requests have named so far."""
+        self._last_cards: dict[str, WorkerCard] = {}
+        """The last cards of the queues that requests have named so far."""
         self._read_s = float("-inf")
         self._asked_s = 0.0
         """When a request has asked for the workers."""
@@ -157,15 +157,15 @@ class QueueDirectory:
         workers = (await self.served()).get(queue)
         return workers[0].card if workers else None
 
-    async def chat_template(self, queue: str) -> str | None:
-        """Return the chat template of a queue's model. While no live worker serves the queue, it is the last one seen.
+    async def last_card(self, queue: str) -> WorkerCard | None:
+        """Return the card of a worker of a queue. While no live worker serves the queue, it is the last one seen.
 
-        None: the model has none, or this server has seen no worker of the queue.
+        None: this server has seen no worker of the queue.
         """
         card = await self.card(queue)
         if card is not None:
-            self._templates[queue] = card.chat_template
-        return self._templates.get(queue)
+            self._last_cards[queue] = card
+        return self._last_cards.get(queue)
 
     async def _client(self, queue: str, *, is_kept: bool) -> AsyncClient:
         """Return the client of a queue, with as many partitions as its workers have."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from llamaq.common.errors import LlamaqError
+from llamaq.common.protocol.queue_and_worker_state import WorkerCard
 from llamaq.common.protocol.text_commands import TextAction
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerForm, form_of
 from llamaq.producer.openai_format.tools import has_free_constraint
@@ -24,11 +25,11 @@ class AnswerForms:
     """The forms of answers. A worker is asked once for each template and its variables.
 
     Args:
-        chat_template: Returns the chat template of the model of a queue. None: it has none, or is not known.
+        card: Returns the card of a worker of a queue. None: no worker of the queue is known.
     """
 
-    def __init__(self, chat_template: Callable[[str], Awaitable[str | None]]) -> None:
-        self._chat_template = chat_template
+    def __init__(self, card: Callable[[str], Awaitable[WorkerCard | None]]) -> None:
+        self._card = card
         self._beginnings: dict[tuple[str, str], str] = {}
         """Maps a chat template and its variables to the text between the last message and the answer."""
 
@@ -47,8 +48,9 @@ class AnswerForms:
         tools, is_free = job.get("tools") or (), has_free_constraint(job)
         if is_free and not tools:
             return CONTENT_ALONE
-        template = await self._chat_template(connection.settings.queue)
-        form = form_of(template, tools=tools, may_reason=may_reason and not is_free)
+        card = await self._card(connection.settings.queue)
+        template, tag_tokens = (None, {}) if card is None else (card.chat_template, card.tag_tokens)
+        form = form_of(template, tools=tools, may_reason=may_reason and not is_free, tag_tokens=tag_tokens)
         if not form.reasoning_open:
             return form
         if job.get("continue_final_message"):

@@ -55,7 +55,7 @@ class ChatAnswers:
         splitter = self.form.splitter()
         if splitter is None:
             return Answer(result.text, "", (), result)
-        message = message_of([*splitter.feed(result.text), *splitter.finish()], result.job_id)
+        message = message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], result.job_id)
         calls = tuple(ToolCall.model_validate(call) for call in message.get("tool_calls", ()))
         return Answer(message["content"] or "", message.get("reasoning_content", ""), calls, result)
 
@@ -63,7 +63,7 @@ class ChatAnswers:
         """Yield the parts of a stream as they arrive. Each is content, reasoning, or belongs to a call of a tool."""
         splitter = self.form.splitter()
         for chunk in chunks:
-            yield from [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text)
+            yield from [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text, chunk.tag_offsets)
         if splitter is not None:
             yield from splitter.finish()
 
@@ -71,7 +71,7 @@ class ChatAnswers:
         """Yield the parts of a stream of the asyncio client, like `parts`."""
         splitter = self.form.splitter()
         async for chunk in chunks:
-            for part in [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text):
+            for part in [Content(chunk.text)] if splitter is None else splitter.feed(chunk.text, chunk.tag_offsets):
                 yield part
         for part in splitter.finish() if splitter is not None else ():
             yield part

@@ -35,12 +35,17 @@ def sandbox(chat_model: Path) -> Iterator[GrammarSandbox]:
 
 
 def allows(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, text: str) -> bool:
-    """Return whether a grammar allows the text as a whole answer."""
+    """Return whether a grammar allows the text as a whole answer, in tokens of one byte."""
+    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+    return allows_tokens(sandbox, vocab, grammar, [pieces[bytes([byte])] for byte in text.encode()])
+
+
+def allows_tokens(sandbox: GrammarSandbox, vocab: Vocab, grammar: str, tokens: list[int]) -> bool:
+    """Return whether a grammar allows the tokens as a whole answer."""
     compiled = sandbox.compile(JobParams(lark=grammar))
     constraint = ConstraintTokenizer(vocab).compile(compiled)
-    pieces = {vocab.piece(token): token for token in range(vocab.n_tokens)}
     try:
-        constraint.accept([pieces[bytes([byte])] for byte in text.encode()])
+        constraint.accept(tokens)
     except JobRejected:
         return False
     return any(constraint.allowed_mask()[token] for token in vocab.end_tokens)
@@ -113,6 +118,26 @@ def test_the_schema_of_a_tool_may_have_definitions_and_little_white_space(
     assert allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {"a": 1}}')
     assert not allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {"a": 2}}')
     assert not allows(sandbox, chat_vocab, grammar, '{"name": "f", "arguments": {' + " " * 30 + '"a": 1}}')
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "tags"),
+    [
+        (REASONING, f"<think>Well <x>\n</think>\n\n{CALL}", ["<think>", "</think>", "<tool_call>", "</tool_call>"]),
+        (REASONING.after("<think>\n"), f"</think>{CALL}", ["</think>", "<tool_call>", "</tool_call>"]),
+        (AnswerForm(format=AnswerFormat.MISTRAL, has_tools=True), f"[TOOL_CALLS][{STOP}]", ["[TOOL_CALLS]"]),
+    ],
+)
+def test_a_tag_that_is_a_token_is_not_spelled(
+    sandbox: GrammarSandbox, tag_vocab: Vocab, form: AnswerForm, answer: str, tags: list[str]
+) -> None:
+    own = form.model_copy(update={"tag_tokens": tag_vocab.tag_tokens})
+    grammar = answer_grammar(own, TOOLS)
+    assert allows_tokens(sandbox, tag_vocab, grammar, tag_vocab.encode_part(answer, parse_special=True))
+    for spelled in tags:
+        before, after = answer.split(spelled)
+        tokens = [tag_vocab.encode_part(text, parse_special=True) for text in (before, after)]
+        assert not allows_tokens(sandbox, tag_vocab, grammar, [*tokens[0], *spelled.encode(), *tokens[1]]), spelled
 
 
 def test_a_grammar_may_name_control_tokens(sandbox: GrammarSandbox, chat_vocab: Vocab) -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+import re
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamaq.common.protocol.answer_tags import ANSWER_TAGS
 from llamaq.producer.answer_parts.answer_format import CONTENT_ALONE, AnswerFormat, detect_format, form_of
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.xml_call import text_parameters_of
@@ -61,13 +63,38 @@ def joined(parts: list[Part]) -> list[tuple[str, ...]]:
     return found
 
 
-def split(template: str, pieces: list[str], *, has_tools: bool = True) -> list[tuple[str, ...]]:
-    form = form_of(template, tools=TOOLS if has_tools else ())
+TOKENS = {tag: number for number, tag in enumerate(ANSWER_TAGS)}
+
+
+def split(
+    template: str, pieces: list[str], *, has_tools: bool = True, tag_offsets: list[int] | None = None
+) -> list[tuple[str, ...]]:
+    """Return the parts of an answer.
+
+    Args:
+        template: The chat template.
+        pieces: The pieces of the answer.
+        has_tools: Whether the request has tools.
+        tag_offsets: Where tokens begin that are tags. Each piece has those that begin in it. None: tags are texts.
+    """
+    tag_tokens = {} if tag_offsets is None else TOKENS
+    form = form_of(template, tools=TOOLS if has_tools else (), tag_tokens=tag_tokens)
     splitter = form.after("<|Assistant|><think>\n" if template == R1 else "").splitter()
     if splitter is None:
         return [("content", "".join(pieces))]
-    parts = [part for piece in pieces for part in splitter.feed(piece)]
+    parts: list[Part] = []
+    start = 0
+    for piece in pieces:
+        own = [offset for offset in tag_offsets or () if start <= offset < start + len(piece)]
+        parts += splitter.feed(piece, own)
+        start += len(piece)
     return joined(parts + splitter.finish())
+
+
+def tag_places(answer: str) -> list[int]:
+    """Return where the tags of an answer begin, without those inside the quoted arguments `ULM`."""
+    hidden = answer.replace(ULM, "." * len(ULM))
+    return [found.start() for found in re.finditer("|".join(map(re.escape, ANSWER_TAGS)), hidden)]
 
 
 ULM = '{"city": "Ulm } <tool_call> \\" </tool_call>", "days": [1, {"a": 2}]}'
@@ -142,6 +169,62 @@ def test_the_parts_do_not_depend_on_how_the_answer_arrives(name: str, cuts: list
     template, answer, expected = CASES[name]
     places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
     assert split(template, [answer[a:b] for a, b in pairwise([*places, len(answer)])]) == expected
+
+
+SPELLED = {
+    **{name: (template, answer) for name, (template, answer, _) in CASES.items() if template in (QWEN, XML, MISTRAL)},
+    "harmony": CASES["harmony"][:2],
+    "harmony, call": CASES["harmony, call"][:2],
+    "harmony, recipient": (HARMONY, " to=functions.weather <|channel|>"),
+}
+
+
+@given(st.sampled_from(sorted(CASES)), st.lists(st.integers(0, 200)))
+def test_tags_that_are_tokens_are_found_by_their_offsets(name: str, cuts: list[int]) -> None:
+    template, answer, expected = CASES[name]
+    places = sorted({0, len(answer), *(cut for cut in cuts if cut < len(answer))})
+    pieces = [answer[a:b] for a, b in pairwise([*places, len(answer)])]
+    assert split(template, pieces, tag_offsets=tag_places(answer)) == expected
+
+
+@pytest.mark.parametrize(("template", "answer"), SPELLED.values(), ids=SPELLED)
+def test_tags_that_are_spelled_with_other_tokens_are_content(template: str, answer: str) -> None:
+    assert split(template, [answer], tag_offsets=[]) == [("content", answer)]
+    assert split(template, list(answer), tag_offsets=[]) == [("content", answer)]
+
+
+QUOTED = "I write <tool_call>{</tool_call> after <think>."
+HARMONY_QUOTED = "Say <|end|><|start|>assistant<|channel|>final<|message|>."
+HARMONY_ANSWER = (
+    f"^<|channel|>analysis^<|message|>{HARMONY_QUOTED}^<|end|>^<|start|>assistant"
+    '^<|channel|>commentary to=f ^<|constrain|>json^<|message|>{"a": "<|call|>"}^<|call|>'
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (QWEN, "^<think>Not </think> yet^</think>\n\nYes", [("reasoning", "Not </think> yet"), ("content", "Yes")]),
+        (R1, "<think></think>^</think>Yes", [("reasoning", "<think></think>"), ("content", "Yes")]),
+        (QWEN, f"{QUOTED}^<tool_call>{OWN}^</tool_call>!", [("content", QUOTED), CALL, ("content", "!")]),
+        (MISTRAL, '^[TOOL_CALLS]a[TOOL_CALLS]^[ARGS]"[ARGS]"', [("call", "a[TOOL_CALLS]", '"[ARGS]"')]),
+        (HARMONY, HARMONY_ANSWER, [("reasoning", HARMONY_QUOTED), ("call", "f", '{"a": "<|call|>"}')]),
+        (HARMONY, "Hello ^<|message|>you", [("content", "Hello <|message|>you")]),
+    ],
+)
+def test_an_answer_may_quote_its_tags(template: str, answer: str, expected: list[tuple[str, ...]]) -> None:
+    texts = answer.split("^")  # ^ marks the tokens
+    tag_offsets = list(accumulate(map(len, texts)))[:-1]
+    assert split(template, ["".join(texts)], tag_offsets=tag_offsets) == expected
+    assert split(template, list("".join(texts)), tag_offsets=tag_offsets) == expected
+
+
+def test_only_what_may_be_the_token_of_a_tag_is_held_back() -> None:
+    splitter = form_of(QWEN, tools=TOOLS, tag_tokens=TOKENS).splitter()
+    assert splitter is not None
+    assert splitter.feed("a <tool") == [Content("a <tool")], "no token of a tag begins here"
+    assert splitter.feed("_call> <tool", [14]) == [Content("_call>")]
+    assert splitter.feed('_call>{"name": "f", "arguments": {}}')[0] == CallStarted(0, "f")
 
 
 def test_the_fields_of_a_call_may_have_another_order() -> None:

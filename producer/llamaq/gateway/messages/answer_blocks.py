@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from llamaq.common.protocol.job_outcome import FinishReason, JobStats, Result
+from llamaq.producer import Chunk
 from llamaq.producer.answer_parts.answer_format import AnswerForm
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.openai_format.tools import call_id
@@ -56,9 +57,11 @@ class AnswerBlocks:
         frame = {**self._frame(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return {"type": "message_start", "message": frame}
 
-    def feed(self, text: str) -> Iterator[Event]:
-        """Take the next text of the answer, and yield the events for it."""
-        for part in self._splitter.feed(text) if self._splitter else [Content(text)] if text else []:
+    def feed(self, piece: Chunk | Result) -> Iterator[Event]:
+        """Take the next piece of the answer, or the whole answer, and yield the events for its text."""
+        text = piece.text
+        parts = self._splitter.feed(text, piece.tag_offsets) if self._splitter else [Content(text)] if text else []
+        for part in parts:
             yield from self._take(part)
 
     def finish(self, result: Result) -> Iterator[Event]:
@@ -73,7 +76,7 @@ class AnswerBlocks:
 
     def whole(self, result: Result) -> dict[str, Any]:
         """Return the answer of a job that has ended."""
-        for _ in (*self.feed(result.text), *self.finish(result)):
+        for _ in (*self.feed(result), *self.finish(result)):
             pass
         usage = usage_object(result.stats)
         return {**self._frame(), "content": self._blocks, **self._ending(result), "usage": usage}

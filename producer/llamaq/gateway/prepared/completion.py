@@ -90,7 +90,7 @@ class PreparedCompletion:
             await self.logprobs(result.tokens, result.logprobs) for result in results if result.logprobs is not None
         ]
         messages = [
-            message_of([*splitter.feed(result.text), *splitter.finish()], result.job_id)
+            message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], result.job_id)
             for splitter, result in zip(self.splitters(), results, strict=False)
         ]
         answer = completion_object(

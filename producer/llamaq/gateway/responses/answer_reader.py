@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.keys import JobId
@@ -18,6 +18,14 @@ from llamaq.producer.openai_format.logprobs import tokens_of
 from llamaq.producer.openai_format.tools import message_of
 
 
+class AnswerText(NamedTuple):
+    """A piece of an answer, with the arguments of `OutputItems.feed`."""
+
+    text: str
+    logprobs: list[dict[str, Any]]
+    tag_offsets: tuple[int, ...]
+
+
 class AnswerReader:
     """Cuts the text of one answer at its tokens, if the response shows their probabilities."""
 
@@ -25,16 +33,28 @@ class AnswerReader:
         self._models = models
         self._queue = JobId.parse(job_id).queue
         self._cuts = TokenCuts() if record.has_logprobs else None
+        self._tag_offsets: tuple[int, ...] = ()
+        """The offsets of tags that belong to no text so far. The text of a chunk may wait for its last token."""
 
-    async def read(self, piece: Chunk | Result) -> list[Cut]:
+    async def read(self, piece: Chunk | Result) -> list[AnswerText]:
         """Return the texts of the next chunk, with their probabilities. A result is the end of the chunks."""
         if isinstance(piece, Result):
-            return [] if self._cuts is None else list(self._cuts.finish())
-        return await self._cut(piece.text, piece.tokens, piece.logprobs)
+            return [] if self._cuts is None else self._with_tags(self._cuts.finish())
+        self._tag_offsets += piece.tag_offsets
+        return self._with_tags(await self._cut(piece.text, piece.tokens, piece.logprobs))
 
-    async def read_whole(self, result: Result) -> list[Cut]:
+    async def read_whole(self, result: Result) -> list[AnswerText]:
         """Return all texts of an answer with their probabilities."""
-        return [*await self._cut(result.text, result.tokens, result.logprobs or ()), *await self.read(result)]
+        self._tag_offsets += result.tag_offsets
+        cuts = await self._cut(result.text, result.tokens, result.logprobs or ())
+        return [*self._with_tags(cuts), *await self.read(result)]
+
+    def _with_tags(self, cuts: Iterable[Cut]) -> list[AnswerText]:
+        texts = []
+        for text, logprobs in cuts:
+            texts.append(AnswerText(text, logprobs, self._tag_offsets))
+            self._tag_offsets = ()
+        return texts
 
     async def _cut(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Cut]:
         if self._cuts is None:
@@ -49,8 +69,8 @@ class AnswerReader:
 async def read_response(models: ModelKnowledge, job_id: str, record: ResponseRecord, result: Result) -> dict[str, Any]:
     """Return the response of a job that has ended."""
     reader, output = AnswerReader(models, job_id, record), OutputItems(job_id, record.form)
-    for text, logprobs in await reader.read_whole(result):
-        for _ in output.feed(text, logprobs):
+    for each in await reader.read_whole(result):
+        for _ in output.feed(*each):
             pass
     for _ in output.finish(is_complete=is_complete(result)):
         pass
@@ -62,5 +82,5 @@ def answer_message(job_id: str, record: ResponseRecord, result: Result) -> dict[
     splitter = record.form.splitter()
     if splitter is None:
         return {"role": "assistant", "content": result.text}
-    message = message_of([*splitter.feed(result.text), *splitter.finish()], job_id)
+    message = message_of([*splitter.feed(result.text, result.tag_offsets), *splitter.finish()], job_id)
     return message | {"content": message["content"] or ""}

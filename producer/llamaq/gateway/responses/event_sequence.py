@@ -45,16 +45,17 @@ class EventSequence:
         return {"type": "response.in_progress", "response": response, **fields, "sequence_number": self.last_number}
 
     def text(
-        self, text: str, logprobs: Sequence[dict[str, Any]] = (), fields: Mapping[str, Any] = MappingProxyType({})
+        self,
+        text: str,
+        logprobs: Sequence[dict[str, Any]] = (),
+        tag_offsets: Sequence[int] = (),
+        fields: Mapping[str, Any] = MappingProxyType({}),
     ) -> Iterator[dict[str, Any]]:
         """Yield the events for the next text, or for the part of it that the reader does not have.
 
-        Args:
-            text: The text.
-            logprobs: The probabilities of its tokens.
-            fields: Further fields of the events with new text.
+        The other arguments are those of `OutputItems.feed`. Events with new text have the further `fields`.
         """
-        for event in self._numbered(self._output.feed(text, logprobs)):
+        for event in self._numbered(self._output.feed(text, logprobs, tag_offsets)):
             yield {**event, **fields} if "delta" in event else event
 
     def end(self, result: Result) -> Iterator[dict[str, Any]]:

@@ -34,15 +34,18 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []
         """Probabilities of the tokens that have given no part yet. They belong to the next part."""
 
-    def feed(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+    def feed(
+        self, text: str, logprobs: Sequence[dict[str, Any]] = (), tag_offsets: Sequence[int] = ()
+    ) -> Iterator[Event]:
         """Take the next text of the answer, and yield the events for it.
 
         Args:
             text: The text.
             logprobs: The probabilities of its tokens.
+            tag_offsets: Positions in the answer, in characters, of further tokens that are tags. Their text may follow.
         """
         self._logprobs += logprobs
-        parts = self._splitter.feed(text) if self._splitter else [Content(text)] if text else []
+        parts = self._splitter.feed(text, tag_offsets) if self._splitter else [Content(text)] if text else []
         for part in parts:
             yield from self._take(part)
             self._logprobs = []

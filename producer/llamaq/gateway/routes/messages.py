@@ -71,7 +71,7 @@ async def _events(generation: Generation, form: AnswerForm, model: str, n_input:
     begun: list[dict[str, Any]] = [blocks.first(n_input)]
     try:
         async for _, piece in pieces:
-            events = blocks.finish(piece) if isinstance(piece, Result) else blocks.feed(piece.text)
+            events = blocks.finish(piece) if isinstance(piece, Result) else blocks.feed(piece)
             if encoded := _encode([*begun, *events]):
                 yield encoded
             begun = []

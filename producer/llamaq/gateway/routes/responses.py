@@ -212,8 +212,7 @@ async def _events_of(
     """Return the events for the progress of the prompt, or for new text. They have these further fields."""
     if "prompt_progress" in fields:
         return [sequence.progress(fields)]
-    cuts = await reader.read(piece)
-    return [event for text, logprobs in cuts for event in sequence.text(text, logprobs, fields)]
+    return [event for each in await reader.read(piece) for event in sequence.text(*each, fields)]
 
 
 def _encode(event: dict[str, Any]) -> bytes:

@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pydantic import Field
 
+from llamaq.common.protocol import answer_tags
 from llamaq.common.protocol.wire_model import WireModel
 from llamaq.producer.answer_parts.harmony_splitter import HarmonySplitter
 from llamaq.producer.answer_parts.parts import Part
@@ -37,30 +39,40 @@ class AnswerFormat(StrEnum):
 class AnswerSplitter(Protocol):
     """Splits one answer into its parts."""
 
-    def feed(self, text: str) -> list[Part]:
-        """Return the parts that a further piece of the answer completes."""
+    def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
+        """Return the parts that a further piece of the answer completes.
+
+        Args:
+            text: The piece.
+            tag_offsets: Positions in the whole answer, in characters, of the tokens that are tags and begin there.
+        """
 
     def finish(self) -> list[Part]:
         """Return the last parts, at the end of the answer."""
 
 
 _MARKS = {
-    AnswerFormat.HARMONY: "<|channel|>",
+    AnswerFormat.HARMONY: answer_tags.CHANNEL,
     AnswerFormat.XML: "<function=",
-    AnswerFormat.HERMES: "<tool_call>",
-    AnswerFormat.MISTRAL: "[TOOL_CALLS]",
-    AnswerFormat.LLAMA3: "<|python_tag|>",
+    AnswerFormat.HERMES: answer_tags.CALL_OPEN,
+    AnswerFormat.MISTRAL: answer_tags.MISTRAL_CALLS,
+    AnswerFormat.LLAMA3: answer_tags.PYTHON_TAG,
 }
 _LLAMA3 = re.compile(r"<\|start_header_id\|>.*ipython|ipython.*<\|start_header_id\|>", re.DOTALL)
 _TAGS = {
-    AnswerFormat.HERMES: Tags(call_open="<tool_call>", call_close="</tool_call>"),
-    AnswerFormat.XML: Tags(call_open="<tool_call>", call_close="</tool_call>", has_xml_calls=True),
-    AnswerFormat.MISTRAL: Tags(call_open="[TOOL_CALLS]", arguments_open="[ARGS]", call_separators="[],"),
-    AnswerFormat.LLAMA3: Tags(call_open="<|python_tag|>", call_separators=";", starts_with_call=True),
+    AnswerFormat.HERMES: Tags(call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE),
+    AnswerFormat.XML: Tags(call_open=answer_tags.CALL_OPEN, call_close=answer_tags.CALL_CLOSE, has_xml_calls=True),
+    AnswerFormat.MISTRAL: Tags(
+        call_open=answer_tags.MISTRAL_CALLS, arguments_open=answer_tags.MISTRAL_ARGUMENTS, call_separators="[],"
+    ),
+    AnswerFormat.LLAMA3: Tags(call_open=answer_tags.PYTHON_TAG, call_separators=";", starts_with_call=True),
     AnswerFormat.JSON: Tags(call_separators="[],", starts_with_call=True),
 }
-HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
-_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+HARMONY_REASONING = (f"{answer_tags.CHANNEL}analysis{answer_tags.MESSAGE}", answer_tags.END)
+_REASONING = (
+    (answer_tags.THINK_OPEN, answer_tags.THINK_CLOSE),
+    (answer_tags.MISTRAL_THINK_OPEN, answer_tags.MISTRAL_THINK_CLOSE),
+)
 
 
 class AnswerForm(WireModel):
@@ -75,6 +87,11 @@ class AnswerForm(WireModel):
     reasoning_close: str = Field("", description="Tag after reasoning.")
     starts_in_reasoning: bool = Field(False, description="Whether the prompt has begun the reasoning.")
     has_reasoned: bool = Field(False, description="Whether the prompt has ended the reasoning.")
+    tag_tokens: dict[str, int] = Field(
+        default_factory=dict,
+        description="The tags that are one token of the model's vocabulary, with the ids of these tokens. The same "
+        "text in other tokens is no tag.",
+    )
 
     @property
     def is_split(self) -> bool:
@@ -93,14 +110,14 @@ class AnswerForm(WireModel):
         if not self.is_split:
             return None
         if self.format is AnswerFormat.HARMONY:
-            return HarmonySplitter()
+            return HarmonySplitter(self.tag_tokens)
         tags = replace(
             _TAGS[self.format] if self.has_tools else Tags(),
             text_parameters=self.text_parameters,
             reasoning_open=self.reasoning_open,
             reasoning_close=self.reasoning_close,
         )
-        return TaggedSplitter(tags, starts_in_reasoning=self.starts_in_reasoning)
+        return TaggedSplitter(tags, self.tag_tokens, starts_in_reasoning=self.starts_in_reasoning)
 
     def after(self, prompt: str) -> AnswerForm:
         """Return the form of an answer that follows this end of a prompt, which may have begun the reasoning."""
@@ -123,7 +140,11 @@ def detect_format(chat_template: str | None) -> AnswerFormat:
 
 
 def form_of(
-    chat_template: str | None, *, tools: Sequence[Mapping[str, Any]] = (), may_reason: bool = True
+    chat_template: str | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    may_reason: bool = True,
+    tag_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> AnswerForm:
     """Return the form of the answers of a model, after a prompt that opens no reasoning.
 
@@ -131,6 +152,7 @@ def form_of(
         chat_template: The model's chat template.
         tools: The tools of the request. Without tools, text in the form of a call is content.
         may_reason: Whether reasoning is a part of its own. False: it is content.
+        tag_tokens: The tags that are one token of the model's vocabulary, with these tokens.
     """
     template = chat_template or ""
     pairs = [pair for pair in _REASONING if pair[1] in template] if may_reason else []
@@ -142,4 +164,5 @@ def form_of(
         text_parameters=text_parameters_of(tools) if found is AnswerFormat.XML else {},
         reasoning_open=opening,
         reasoning_close=closing,
+        tag_tokens=dict(tag_tokens),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from llamaq.common.errors import InvalidRequest
 from llamaq.common.json_schema.rewriting import rewrite_schema
+from llamaq.common.protocol.answer_tags import CALL_CLOSE, CALL_OPEN, MISTRAL_CALLS
 from llamaq.common.protocol.job_request import MAX_GRAMMAR_BYTES
 from llamaq.common.protocol.llguidance_options import SCHEMA_OPTIONS
 from llamaq.producer.answer_parts.answer_format import AnswerForm, AnswerFormat
@@ -39,7 +40,7 @@ def answer_grammar(
     ends = [*(["calls"] if tools else []), *([] if schema is None else ["content"])]
     rules = [*_reasoning(form, " | ".join(ends))]
     if tools:
-        rules += _calls(form.format, tools, parallel=parallel)
+        rules += _calls(form, tools, parallel=parallel)
     if schema is not None:
         rules.append(f"content: {_json(schema)}")
     return "\n".join(rules)
@@ -49,24 +50,30 @@ def _reasoning(form: AnswerForm, rest: str) -> list[str]:
     """Return the first rules of a grammar: reasoning, if there may be any, and the rest."""
     if not form.reasoning_open or form.has_reasoned:
         return [f"start: {rest}"]
-    reasoning = "reasoning" if form.starts_in_reasoning else f"({json.dumps(form.reasoning_open)} reasoning)?"
-    return [
-        f"start: {reasoning} SPACE? ({rest})",
-        f"reasoning[suffix={json.dumps(form.reasoning_close)}]: /(.|\\n)*/",
-        "SPACE: /[ \\n]{1,4}/",
-    ]
+    reasoning = "reasoning" if form.starts_in_reasoning else f"({_tag(form, form.reasoning_open)} reasoning)?"
+    if form.reasoning_close in form.tag_tokens:
+        body = f"reasoning: /(.|\\n)*/ {_tag(form, form.reasoning_close)}"
+    else:
+        body = f"reasoning[suffix={json.dumps(form.reasoning_close)}]: /(.|\\n)*/"
+    return [f"start: {reasoning} SPACE? ({rest})", body, "SPACE: /[ \\n]{1,4}/"]
 
 
-def _calls(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, parallel: bool) -> list[str]:
-    match answer_format:
+def _tag(form: AnswerForm, tag: str) -> str:
+    """Return a tag as a term of the grammar: its token, or its text if the model has no token for it."""
+    return f"<[{form.tag_tokens[tag]}]>" if tag in form.tag_tokens else json.dumps(tag)
+
+
+def _calls(form: AnswerForm, tools: Sequence[dict[str, Any]], *, parallel: bool) -> list[str]:
+    objects = _objects(form.format, tools)
+    match form.format:
         case AnswerFormat.HERMES | AnswerFormat.XML:
             more = ' ("\\n" call)*' if parallel else ""
-            call = 'call: "<tool_call>\\n" object "\\n</tool_call>"'
-            return [f"calls: call{more}", call, *_objects(answer_format, tools)]
+            call = f'call: {_tag(form, CALL_OPEN)} "\\n" object "\\n" {_tag(form, CALL_CLOSE)}'
+            return [f"calls: call{more}", call, *objects]
         case AnswerFormat.MISTRAL:
             more = "(/, ?/ object)*" if parallel else ""
-            return [f'calls: "[TOOL_CALLS][" object {more} "]"', *_objects(answer_format, tools)]
-    return ["calls: object", *_objects(answer_format, tools)]
+            return [f'calls: {_tag(form, MISTRAL_CALLS)} "[" object {more} "]"', *objects]
+    return ["calls: object", *objects]
 
 
 def _objects(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> list[str]:

@@ -2,48 +2,64 @@
 
 `<|channel|>analysis<|message|>TEXT<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>`. A call is a
 message in the channel `commentary` whose header has a recipient: ` to=functions.NAME <|constrain|>json`.
+
+An answer that begins neither with a tag nor with a recipient has no header there: its text is content.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 
+from llamaq.common.protocol.answer_tags import CALL, CHANNEL, END, MESSAGE, RETURN, START
 from llamaq.producer.answer_parts.parts import CallArguments, CallStarted, Content, Part, Reasoning
 from llamaq.producer.answer_parts.tag_scanner import TagScanner
 
-MESSAGE = "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-_RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[^\s<]+)")
+ENDS = (END, CALL, RETURN, START)
+RECIPIENT = "to="
+_RECIPIENT = re.compile(RECIPIENT + r"(?:functions\.)?(?P<name>[^\s<]+)")
 
 
 class HarmonySplitter:
-    """Splits one answer. Its text must have the control tokens."""
+    """Splits one answer. Its text must have the control tokens.
 
-    def __init__(self) -> None:
-        self._scanner = TagScanner()
+    Args:
+        token_tags: The tags that are one token of the model's vocabulary.
+    """
+
+    def __init__(self, token_tags: Collection[str] = ()) -> None:
+        self._scanner = TagScanner(token_tags)
         self._header: str | None = ""
         """The header of the present message. None: its text is being read."""
+        self._has_tags = False
+        """Whether the answer has a tag."""
         self._is_reasoning = False
         self._n_calls = 0
         self._is_call = False
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
         """Return the parts that a further piece of the answer completes."""
         parts: list[Part] = []
         while True:
-            before, tag = self._scanner.feed(text, (MESSAGE, *ENDS))
-            text = ""
+            before, tag = self._scanner.feed(text, (CHANNEL, MESSAGE, *ENDS), tag_offsets)
+            text, tag_offsets = "", ()
             parts += self._take(before)
             if not tag:
                 return parts
-            if tag == MESSAGE and self._header is not None:
+            self._has_tags = True
+            if tag in ENDS:
+                self._header, self._is_call, self._is_reasoning = "", False, False
+            elif tag == MESSAGE and self._header is not None:
                 parts += self._open_message(self._header)
-            elif tag in ENDS:
-                self._header, self._is_call = "", False
+            else:
+                parts += self._take(tag)
 
     def finish(self) -> list[Part]:
         """Return the last parts."""
-        return self._take(self._scanner.finish())
+        parts = self._take(self._scanner.finish())
+        if self._header and not self._has_tags:
+            parts.append(Content(self._header))
+        return parts
 
     def _open_message(self, header: str) -> list[Part]:
         self._header = None
@@ -58,9 +74,16 @@ class HarmonySplitter:
     def _take(self, text: str) -> list[Part]:
         if self._header is not None:
             self._header += text
-            return []
+            if self._has_tags or _may_begin_header(self._header):
+                return []
+            text, self._header = self._header, None
         if not text:
             return []
         if self._is_call:
             return [CallArguments(self._n_calls - 1, text)]
         return [Reasoning(text) if self._is_reasoning else Content(text)]
+
+
+def _may_begin_header(text: str) -> bool:
+    """Return whether an answer may begin with this text as the header of its first message, before the first tag."""
+    return RECIPIENT.startswith(text.lstrip()[: len(RECIPIENT)])

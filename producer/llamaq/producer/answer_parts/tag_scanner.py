@@ -3,34 +3,80 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 
 
 class TagScanner:
-    """Splits a text at tags. The beginning of a possible tag is held back until it is clear whether it is one."""
+    """Splits a text at tags. The beginning of a possible tag is held back until it is clear whether it is one.
 
-    def __init__(self) -> None:
+    Args:
+        token_tags: The tags that are one token of the model's vocabulary. Such a tag is found only where its token
+            begins. Every other tag is found by its text.
+    """
+
+    def __init__(self, token_tags: Collection[str] = ()) -> None:
+        self._token_tags = token_tags
         self._held = ""
+        self._start = 0
+        """Number of characters of the text before `_held`."""
+        self._tag_offsets: deque[int] = deque()
+        """Positions in the text of the tokens that are tags, from `_held` on."""
 
-    def feed(self, text: str, tags: Sequence[str]) -> tuple[str, str]:
+    def feed(self, text: str, tags: Sequence[str], tag_offsets: Sequence[int] = ()) -> tuple[str, str]:
         """Return the text before the first tag, and the tag, which is '' if there is none yet.
 
         What follows a tag stays held: call `feed("", tags)` again, with the tags that may follow, until the tag is ''.
+
+        Args:
+            text: The next piece of the text.
+            tags: The tags to find.
+            tag_offsets: Positions in the whole text, in characters, of further tokens that are tags. Their text may
+                arrive later.
         """
         self._held += text
-        found = re.search("|".join(map(re.escape, tags)), self._held) if tags else None
-        if found is not None:
-            before, self._held = self._held[: found.start()], self._held[found.end() :]
-            return before, found.group()
-        n_partial = max((_n_overlap(self._held, tag) for tag in tags), default=0)
-        released = self._held[: len(self._held) - n_partial]
-        self._held = self._held[len(released) :]
-        return released, ""
+        self._tag_offsets.extend(each for each in tag_offsets if each >= self._start)
+        place, tag = min(self._find_text(tags), self._find_token(tags))
+        before = self._held[:place]
+        self._drop(place + len(tag))
+        return before, tag
 
     def finish(self) -> str:
         """Return the text that is still held back."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._drop(len(held))
         return held
+
+    def _find_text(self, tags: Sequence[str]) -> tuple[int, str]:
+        """Return the place of the first tag that is found by its text, and the tag.
+
+        The tag is '' if there is none. The place is then that of the beginning of a tag, or the end of the text.
+        """
+        tags = [tag for tag in tags if tag not in self._token_tags]
+        found = re.search("|".join(map(re.escape, tags)), self._held) if tags else None
+        if found is not None:
+            return found.start(), found.group()
+        return len(self._held) - max((_n_overlap(self._held, tag) for tag in tags), default=0), ""
+
+    def _find_token(self, tags: Sequence[str]) -> tuple[int, str]:
+        """Return the place of the first tag that is found by its token, and the tag, as `_find_text` does."""
+        for offset in self._tag_offsets:
+            place = offset - self._start
+            for tag in tags:
+                if tag not in self._token_tags:
+                    continue
+                own = self._held[place : place + len(tag)]
+                if own == tag:
+                    return place, tag
+                if tag.startswith(own):
+                    return min(place, len(self._held)), ""
+        return len(self._held), ""
+
+    def _drop(self, n_chars: int) -> None:
+        self._held = self._held[n_chars:]
+        self._start += n_chars
+        while self._tag_offsets and self._tag_offsets[0] < self._start:
+            self._tag_offsets.popleft()
 
 
 def _n_overlap(text: str, tag: str) -> int:

@@ -5,7 +5,7 @@ White space before a call only separates it from the content, so it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,12 +44,13 @@ class TaggedSplitter:
 
     Args:
         tags: The tags of the format.
+        token_tags: The tags that are one token of the model's vocabulary.
         starts_in_reasoning: Whether the prompt ends with the opening tag of the reasoning.
     """
 
-    def __init__(self, tags: Tags, *, starts_in_reasoning: bool = False) -> None:
+    def __init__(self, tags: Tags, token_tags: Collection[str] = (), *, starts_in_reasoning: bool = False) -> None:
         self._tags = tags
-        self._scanner = TagScanner()
+        self._scanner = TagScanner(token_tags)
         self._state: State = "reasoning" if starts_in_reasoning else "content"
         self._call: JsonCall | XmlCall | None = None
         self._opened_by = ""
@@ -63,12 +64,12 @@ class TaggedSplitter:
         self._skips_space = starts_in_reasoning
         """Whether white space at the beginning of the next text is left out: it only separates parts."""
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str, tag_offsets: Sequence[int] = ()) -> list[Part]:
         """Return the parts that a further piece of the answer completes."""
         parts: list[Part] = []
         while True:
-            before, tag = self._scanner.feed(text, self._awaited())
-            text = ""
+            before, tag = self._scanner.feed(text, self._awaited(), tag_offsets)
+            text, tag_offsets = "", ()
             parts += self._take(before)
             if not tag:
                 return parts

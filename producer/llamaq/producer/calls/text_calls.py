@@ -23,7 +23,7 @@ class TextCalls(QueueCalls):
 
     def __init__(self, settings: ClientSettings) -> None:
         super().__init__(settings)
-        self._answer_forms = AnswerForms(self._chat_template)
+        self._answer_forms = AnswerForms(self._card)
 
     async def chat_answers(
         self,
@@ -142,5 +142,5 @@ class TextCalls(QueueCalls):
             raise NoWorker(self.queue)
         return workers[0].card
 
-    async def _chat_template(self, _queue: str) -> str | None:
-        return (await self._worker_card()).chat_template
+    async def _card(self, _queue: str) -> WorkerCard:
+        return await self._worker_card()
