@@ -223,7 +223,8 @@ def _token_span(values: dict[Any, Any]) -> TokenSpan:
         if not (type(token) is int and 0 <= token <= MAX_TOKEN_ID):
             raise ProtocolError("not an event: tokens contains a value that is not a token id")
     logprobs, draws = _logprobs(values, len(tokens)), _draws(values, len(tokens))
-    return TokenSpan(offset, tuple(tokens), text_offset, text, logprobs, draws, _tag_offsets(values))
+    tag_offsets = _tag_offsets(values) if "tag_offsets" in values else ()
+    return TokenSpan(offset, tuple(tokens), text_offset, text, logprobs, draws, tag_offsets)
 
 
 def _logprobs(values: dict[Any, Any], n_tokens: int) -> tuple[TokenLogprobs, ...]:

@@ -190,7 +190,7 @@ class Vocab:
     @cached_property
     def tag_tokens(self) -> dict[str, int]:
         """The tags of reasoning and tool calls that are a control token or a user-defined token, with the token."""
-        found = {tag: self.encode_part(tag, parse_special=True) for tag in ANSWER_TAGS}
+        found = {tag: self._tokenize_part(tag, add_special=False, parse_special=True) for tag in ANSWER_TAGS}
         return {tag: tokens[0] for tag, tokens in found.items() if len(tokens) == 1 and self._is_tag(tokens[0])}
 
     def render_chat(self, messages: Sequence[Message], options: TemplateOptions = NO_OPTIONS) -> str:
