@@ -100,23 +100,25 @@ def add_io_points(faults: Faults) -> None:
         if claims:
             faults.reach("reclaim.claimed")
 
-    def claimed_job(outcome: object, *_: object, **__: object) -> None:
-        if isinstance(outcome, Attempt):
-            faults.reach("admit.started", "reclaim.started" if outcome.number > 1 else "")
+    def claimed_jobs(outcomes: Sequence[object], *_: object, **__: object) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, Attempt):
+                faults.reach("admit.started", "reclaim.started" if outcome.number > 1 else "")
 
     def flushed(_: object, worker: str, increments: Sequence[Increment], *__: object) -> None:
         if any(increment.payload for increment in increments):
             faults.reach("publish.flushed")
 
-    def finished(outcome: object, *_: object) -> None:
-        if outcome == "ok":
-            faults.reach("publish.finished")
+    def finished(outcomes: Sequence[object], *_: object) -> None:
+        for outcome in outcomes:
+            if outcome is True:
+                faults.reach("publish.finished")
 
     after_async(JobClaims, "read", claimed)
     after_async(JobClaims, "reclaim", reclaimed)
-    after_async(Scripts, "claim_job", claimed_job)
+    after_async(Scripts, "claim_jobs", claimed_jobs)
     after_async(Scripts, "flush", flushed)
-    after_async(Scripts, "finish", finished)
+    after_async(Scripts, "finish_jobs", finished)
     original = TickLoop.admit
 
     @wraps(original)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from llamaq.common.errors import BatchIncomplete, InvalidRequest, LlamaqError, NotDurable
 from llamaq.common.protocol.script_types import Submission, SubmitRefused, SubmitReply
+from llamaq.common.split_by_size import split_by_size
 from llamaq.producer.call_timeout import CallTimeout
 from llamaq.producer.durability import check_durable, confirm
 from llamaq.producer.job_handle import AsyncJob
@@ -95,7 +96,8 @@ async def submit_each(
 async def _send(connection: QueueConnection, submissions: Sequence[Submission]) -> list[SubmitReply | RedisError]:
     settings = connection.settings
     outcomes: list[SubmitReply | RedisError] = []
-    for some in _parts(submissions):
+    sizes = {"max_items": MAX_JOBS_AT_ONCE, "max_bytes": MAX_BYTES_AT_ONCE}
+    for some in split_by_size(submissions, lambda one: len(one.payload), **sizes):
         outcomes += await connection.scripts.submit_many(
             some,
             result_ttl_s=settings.result_ttl_s,
@@ -103,19 +105,6 @@ async def _send(connection: QueueConnection, submissions: Sequence[Submission]) 
             partitions=settings.partitions,
         )
     return outcomes
-
-
-def _parts(submissions: Sequence[Submission]) -> Iterator[list[Submission]]:
-    """Yield the jobs of each round trip."""
-    part: list[Submission] = []
-    n_bytes = 0
-    for one in submissions:
-        n_bytes += len(one.payload)
-        if part and (len(part) == MAX_JOBS_AT_ONCE or n_bytes > MAX_BYTES_AT_ONCE):
-            yield part
-            part, n_bytes = [], len(one.payload)
-        part.append(one)
-    yield part
 
 
 async def _read_outcomes(

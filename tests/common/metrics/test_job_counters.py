@@ -64,7 +64,7 @@ async def start(client: AsyncClient, worker: FakeWorker, **options: Any) -> Fake
 
 def test_lua_and_python_have_the_same_buckets() -> None:
     source = files(llamaq.common.protocol).joinpath("scripts/_metrics.lua").read_text()
-    (bounds,) = re.findall(r"return \{([\d,\s]+)\}", source)
+    (bounds,) = re.findall(r"JOB_TIMES_MS = \{([\d,\s]+)\}", source)
     assert tuple(map(int, bounds.split(","))) == JOB_TIMES_MS
     assert f"MAX_LENGTH_BOUND = {LENGTHS_TOKENS[-1]}\n" in source
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 from tests.support.fake_redis import replace_redis
 
 from llamaq.common.protocol import codec
@@ -223,6 +224,33 @@ async def test_the_queue_timeout_does_not_count_for_a_second_attempt(redis_url: 
         attempt = await worker.start_next()
         await worker.redis.hset(client.keys.of_job(job.id).job, "queue_deadline_ms", "1")
         assert isinstance(await worker.scripts.claim_job(attempt.claim, "other", LEASE_MS), Attempt)
+
+
+async def test_of_several_jobs_that_are_claimed_together_a_damaged_one_affects_no_other(
+    redis_url: str, queue: str
+) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        jobs = [await client.submit("hello") for _ in range(4)]
+        claims = [claim for claim in [await worker.claim() for _ in jobs] if claim is not None]
+        await worker.redis.set(worker.keys.of_job(jobs[1].id).job, "not a hash")
+        await jobs[2].cancel()
+        outcomes = await worker.scripts.claim_jobs([(claim, None) for claim in claims], "w", LEASE_MS)
+        assert isinstance(outcomes[1], ResponseError)
+        assert outcomes[2] == "done"
+        assert [outcome.number for outcome in outcomes if isinstance(outcome, Attempt)] == [1, 1]
+        for job in (jobs[0], jobs[3]):
+            assert ((await job.status()).attempt, (await job.status()).worker) == (1, "w")
+
+
+async def test_a_call_claims_no_more_jobs_than_it_can_return_requests_of(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        jobs = [await client.submit("x" * size) for size in (10, 2**20, 10)]
+        claims = [claim for claim in [await worker.claim() for _ in jobs] if claim is not None]
+        outcomes = await worker.scripts.claim_jobs([(claim, None) for claim in claims], "w", LEASE_MS)
+        assert [type(outcome) for outcome in outcomes] == [Attempt, Attempt]
+        assert (await jobs[2].status()).attempt == 0, "the third job is claimed by another call"
+        (last,) = await worker.scripts.claim_jobs([(claims[2], None)], "w", LEASE_MS)
+        assert isinstance(last, Attempt)
 
 
 # flush
@@ -497,3 +525,21 @@ async def test_the_error_of_a_failed_job_is_stored(redis_url: str, queue: str) -
         status = await job.status()
         assert status.state is JobState.FAILED
         assert status.error == Failed(code="invalid_grammar", message="no rule is called root")
+
+
+async def test_of_several_jobs_that_end_together_a_damaged_one_affects_no_other(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        jobs = [await client.submit("hello") for _ in range(4)]
+        attempts = [await worker.start_next() for _ in jobs]
+        await worker.redis.set(worker.keys.of_job(jobs[1].id).job, "not a hash")
+        await worker.scripts.claim_job(attempts[2].claim, "another", LEASE_MS)
+        ends = [(attempt.increment(), terminal_write()) for attempt in attempts]
+        outcomes = await worker.scripts.finish_jobs(worker.name, ends)
+        assert [outcome for outcome in outcomes if not isinstance(outcome, ResponseError)] == [True, False, True]
+        assert isinstance(outcomes[1], ResponseError)
+        assert [(await job.status()).state for job in (jobs[0], jobs[2], jobs[3])] == ["finished", "queued", "finished"]
+        counted: Any = await worker.redis.hget(worker.keys.metrics(queue, 0), "interactive:finished:stop")
+        assert counted == b"2", "the metrics of a call are stored together, and each job counts once"
+        again = await worker.scripts.finish_jobs(worker.name, [ends[0], ends[3]])
+        assert again == [False, False]
+        assert await worker.redis.hget(worker.keys.metrics(queue, 0), "interactive:finished:stop") == b"2"

@@ -70,7 +70,7 @@ def _decompress(data: bytes, limit: int) -> bytes:
     return plain
 
 
-def encode_values(values: Sequence[int | str | bytes | Sequence[bytes]]) -> bytes:
+def encode_values(values: Sequence[object]) -> bytes:
     """Return a list as one argument of a script. Bytes become strings: msgpack in Redis has no binary type."""
     return cast(bytes, msgpack.packb(values, use_bin_type=False))
 

@@ -63,6 +63,9 @@ MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
 # Upper bound on the waiting entries of one stream that are examined for a worker with a free slot.
 MAX_WAITING_EXAMINED = 100
 
+# Upper bound on the jobs that one call of a script claims or ends. Meanwhile Redis executes nothing else.
+MAX_JOBS_IN_CALL = 64
+
 # Approximate number of dead letters that are stored in each partition.
 MAX_DEAD = 1000
 
@@ -87,6 +90,48 @@ def _submit_reply(reply: list[Any]) -> SubmitReply:
     if reply[0] == b"draining":
         return SubmitDraining()
     return Submitted(reply[1].decode(), existing=reply[0] == b"same")
+
+
+def _claim_outcome(reply: list[Any]) -> Attempt | ClaimCode | ResponseError:
+    if reply[0] == b"error":
+        return ResponseError(reply[1].decode(errors="replace"))
+    if reply[0] != b"run":
+        code: ClaimCode = reply[0].decode()
+        return code
+    try:
+        return _attempt(*reply[1:])
+    except (ValueError, TypeError) as exc:  # a field of the hash is not a number
+        return ResponseError(f"the reply to the claim is damaged: {exc}")
+
+
+def _attempt(
+    number: int,
+    request: bytes,
+    generated: int,
+    waited_ms: int,
+    queue_ms: int,
+    slot_ms: int,
+    left_ms: int,
+    retries_left: int,
+    token_times: bytes,
+) -> Attempt:
+    return Attempt(
+        int(number),
+        request,
+        int(generated),
+        waited_ms=float(waited_ms),
+        queue_ms=None if queue_ms < 0 else float(queue_ms),
+        slot_ms=float(slot_ms),
+        left_ms=None if left_ms < 0 else float(left_ms),
+        retries_left=None if retries_left < 0 else int(retries_left),
+        token_times=token_times.decode(errors="replace"),
+    )
+
+
+def _finish_outcome(reply: Any) -> bool | int | ResponseError:
+    if isinstance(reply, list):
+        return ResponseError(reply[1].decode(errors="replace"))
+    return int(reply) if isinstance(reply, int) else bool(reply == b"ok")
 
 
 def _entry(reply: list[Any]) -> tuple[bytes, dict[bytes, bytes]]:
@@ -351,36 +396,55 @@ class Scripts:
         Returns:
             The attempt. A code if the job was not claimed.
         """
-        keys = self._keys.of_job(claim.job_id)
-        reply: list[Any] = await self._claim(
-            keys=[keys.job, keys.events, claim.stream],
-            args=[
-                claim.entry_id,
-                GROUP,
-                worker,
-                lease_ms,
-                keys.channel,
-                "" if from_attempt is None else from_attempt,
-                int(at_risk),
-                model,
-                int(restart_other_model),
-            ],
+        (outcome,) = await self.claim_jobs(
+            [(claim, from_attempt)],
+            worker,
+            lease_ms,
+            at_risk=at_risk,
+            model=model,
+            restart_other_model=restart_other_model,
         )
-        if reply[0] == b"run":
-            number, request, generated, waited_ms, queue_ms, slot_ms, left_ms, retries_left, token_times = reply[1:]
-            return Attempt(
-                int(number),
-                request,
-                int(generated),
-                waited_ms=float(waited_ms),
-                queue_ms=None if queue_ms < 0 else float(queue_ms),
-                slot_ms=float(slot_ms),
-                left_ms=None if left_ms < 0 else float(left_ms),
-                retries_left=None if retries_left < 0 else int(retries_left),
-                token_times=token_times.decode(errors="replace"),
-            )
-        code: ClaimCode = reply[0].decode()
-        return code
+        if isinstance(outcome, RedisError):
+            raise outcome
+        return outcome
+
+    async def claim_jobs(
+        self,
+        claims: Sequence[tuple[Claim, int | None]],
+        worker: str,
+        lease_ms: int,
+        *,
+        at_risk: bool = True,
+        model: str = "",
+        restart_other_model: bool = False,
+    ) -> list[Attempt | ClaimCode | ResponseError]:
+        """Claim several jobs of one partition, see `claim_job`.
+
+        Args:
+            claims: The entries, each with its `from_attempt`.
+            worker: Id of the worker.
+            lease_ms: See `claim_job`.
+            at_risk: See `claim_job`.
+            model: See `claim_job`.
+            restart_other_model: See `claim_job`.
+
+        Returns:
+            For each of the first entries, in the same order, the attempt, or a code if the job was not claimed, or the
+            error with which Redis refused to claim it. There are fewer outcomes than entries if there are many entries,
+            or if their requests are large. The other jobs are unchanged: call again for them.
+        """
+        some = claims[:MAX_JOBS_IN_CALL]
+        keys: list[str] = []
+        values: list[int | str] = []
+        for claim, from_attempt in some:
+            of_job = self._keys.of_job(claim.job_id)
+            keys += [of_job.job, of_job.events, claim.stream]
+            values += [claim.entry_id, of_job.channel, "" if from_attempt is None else from_attempt]
+        settings: list[Any] = [GROUP, worker, lease_ms, int(at_risk), model, int(restart_other_model)]
+        return [
+            _claim_outcome(reply)
+            for reply in await self._claim(keys=keys, args=[*settings, codec.encode_values(values)])
+        ]
 
     async def flush(
         self, worker: str, increments: Sequence[Increment], lease_ms: int, *, renew: bool
@@ -423,32 +487,31 @@ class Scripts:
             has not ended, because Redis stores only this many tokens of it, and `last` does not begin there. Call again
             with all tokens after these.
         """
-        keys = self._keys.of_job(last.job_id)
-        job_id = JobId.parse(last.job_id)
-        fields: list[bytes | str | int] = [part for pair in terminal_write.fields.items() for part in pair]
-        reply = await self._finish(
-            keys=[keys.job, keys.events, last.stream, self._keys.dead(job_id.queue, job_id.partition)],
-            args=[
-                last.attempt,
-                worker,
-                GROUP,
-                last.entry_id,
-                keys.channel,
-                last.payload,
-                last.offset,
-                last.count,
-                codec.encode_event(terminal_write.event),
-                terminal_write.status,
-                "1" if last.has_started else "0",
-                terminal_write.dead_reason,
-                last.job_id,
-                DEAD_TTL_S * 1000,
-                MAX_DEAD,
-                codec.encode_values(last.progress) if last.progress else "",
-                *fields,
-            ],
-        )
-        return int(reply) if isinstance(reply, int) else bool(reply == b"ok")
+        (outcome,) = await self.finish_jobs(worker, [(last, terminal_write)])
+        if isinstance(outcome, RedisError):
+            raise outcome
+        return outcome
+
+    async def finish_jobs(
+        self, worker: str, ends: Sequence[tuple[Increment, TerminalWrite]]
+    ) -> list[bool | int | ResponseError]:
+        """End several jobs of one partition, at most `MAX_JOBS_IN_CALL`. See `finish`.
+
+        Returns:
+            For each job, in the same order, what `finish` returns, or the error with which Redis refused to end it.
+        """
+        job_id = JobId.parse(ends[0][0].job_id)
+        keys = [self._keys.dead(job_id.queue, job_id.partition)]
+        values: list[Any] = []
+        for last, terminal_write in ends:
+            of_job = self._keys.of_job(last.job_id)
+            keys += [of_job.job, of_job.events, last.stream]
+            values += [last.attempt, last.entry_id, of_job.channel, last.job_id, last.payload, last.offset, last.count]
+            values += [codec.encode_event(terminal_write.event), terminal_write.status, last.has_started]
+            values += [terminal_write.dead_reason, [part for pair in terminal_write.fields.items() for part in pair]]
+            values.append(last.progress)
+        args: list[Any] = [worker, GROUP, DEAD_TTL_S * 1000, MAX_DEAD, codec.encode_values(values)]
+        return [_finish_outcome(reply) for reply in await self._finish(keys=keys, args=args)]
 
     async def read_end(self, job_id: str, attempt: int, worker: str) -> StoredEnd | None:
         """Return how a claimed job has ended. For example, a client may have ended it while its worker had it.

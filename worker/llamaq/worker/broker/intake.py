@@ -7,23 +7,22 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
 from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.cancel_tasks import cancel_tasks
 from llamaq.common.errors import ErrorCode, JobRejected
-from llamaq.common.protocol.job_events import TokenSpan
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import JobId
 from llamaq.common.protocol.script_types import Claim
 from llamaq.common.redis.outage_log import OutageLog
-from llamaq.worker.broker.job_claims import ClaimedJob, JobClaims
+from llamaq.worker.broker.job_claims import ClaimedJob, ClaimReply, JobClaims
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.preparations import Preparation, Preparations, Preparer
 from llamaq.worker.broker.read_order import Place, ReadOrder
 from llamaq.worker.core.job import BaseJob, Lease, PreparedJob
-from llamaq.worker.core.job_times import JobTimes
 from llamaq.worker.scheduling.bulk_share import BulkShare
 
 log = logging.getLogger(__name__)
@@ -41,15 +40,14 @@ CLAIM_TIMEOUT_S = 2.0
 """How long a stopping worker waits for the replies of Redis to `claim.lua` calls."""
 
 
-class Preparer(Protocol):
-    """Turns the bytes of requests into jobs that the engine can run. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class _Starting:
+    """An entry whose job is claimed."""
 
-    def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
-        """Return the job of an encoded request, with the output that earlier attempts have published.
-
-        Raises:
-            JobRejected: The request is not valid, or its job cannot run on this worker.
-        """
+    claim: Claim
+    from_attempt: int | None
+    """Number of the attempt that waits for a slot in another worker. None: this worker has taken the entry."""
+    place: Place
 
 
 class Intake:
@@ -99,8 +97,7 @@ class Intake:
         """
         self._job_claims = job_claims
         self._outbox = outbox
-        self._preparer = preparer
-        self._executor = executor
+        self._preparations = Preparations(preparer, executor, self._receive_prepared)
         self._admit = admit
         self._capacity = capacity
         self._bulk_share = bulk_share
@@ -155,8 +152,7 @@ class Intake:
                 self._outage.record_success()
             if claims:
                 self._suspect_deadline_s = None
-            for claim in claims:
-                self._start_soon(claim)
+            self._start_soon([(claim, None) for claim in claims])
 
     # ---- reading entries
 
@@ -181,9 +177,9 @@ class Intake:
             return False
         self._moved_s = self._clock()
         found = await self._job_claims.movable(self.n_free_slots)
-        for claim, attempt in found:
+        for claim, _ in found:
             log.info("job.moved_here id=%s", claim.job_id)
-            self._start_soon(claim, from_attempt=attempt)
+        self._start_soon(found)
         return bool(found)
 
     async def _reclaim(self) -> list[Claim]:
@@ -269,7 +265,8 @@ class Intake:
         lease = self._register(held)
         if not await self._wait_until_alone(lease):
             return
-        claimed = await asyncio.shield(self._start_soon(suspect, from_attempt=lease.attempt))
+        (starting,) = self._enter([(suspect, lease.attempt)])
+        claimed = await asyncio.shield(self._tasks.start(self._start_one(starting)))
         while claimed is not None and self._outbox.n_stored_tokens(suspect.job_id) == claimed.attempt.generated:
             await self._wait_for_room(POLL_S)
 
@@ -289,27 +286,82 @@ class Intake:
 
     # ---- claiming
 
-    def _start_soon(self, claim: Claim, from_attempt: int | None = None) -> asyncio.Task[ClaimedJob | None]:
-        self._n_starting += 1
-        return self._tasks.start(self._start(claim, from_attempt, self._order.enter(claim.priority)))
+    def _start_soon(self, claims: Sequence[tuple[Claim, int | None]]) -> None:
+        """Claim the jobs of entries in the background, those of each partition together."""
+        partitions: dict[int, list[_Starting]] = {}
+        for starting in self._enter(claims):
+            partitions.setdefault(JobId.parse(starting.claim.job_id).partition, []).append(starting)
+        for group in partitions.values():
+            self._tasks.start(self._start(group))
 
-    async def _start(self, claim: Claim, from_attempt: int | None, place: Place) -> ClaimedJob | None:
-        """Claim one job and begin to prepare it. An error affects this job alone."""
+    def _enter(self, claims: Sequence[tuple[Claim, int | None]]) -> list[_Starting]:
+        self._n_starting += len(claims)
+        return [_Starting(claim, attempt, self._order.enter(claim.priority)) for claim, attempt in claims]
+
+    async def _start(self, group: list[_Starting]) -> None:
+        """Claim jobs of one partition, and begin to prepare them."""
+        n_done = 0
+        try:
+            while n_done < len(group):
+                rest = group[n_done:]
+                replies = await self._job_claims.claim_jobs([(one.claim, one.from_attempt) for one in rest])
+                n_done += len(replies)
+                self._begin_all(list(zip(rest, replies, strict=False)))
+        except RedisError as exc:
+            # The entries stay pending. A worker takes them when their leases have expired.
+            for starting in group[n_done:]:
+                log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
+        finally:
+            for starting in group[n_done:]:
+                self._leave(starting)
+
+    def _begin_all(self, replies: Sequence[tuple[_Starting, ClaimReply]]) -> None:
+        """Begin to prepare the claimed jobs. What needs more calls of Redis is done in the background."""
+        claimed = []
+        for starting, reply in replies:
+            if reply.claimed is not None:
+                claimed.append((starting, reply.claimed))
+            else:
+                self._tasks.start(self._complete(starting, reply))
+        self._begin(claimed)
+
+    async def _complete(self, starting: _Starting, reply: ClaimReply) -> ClaimedJob | None:
+        """Begin to prepare a job that earlier attempts have begun, or handle an entry whose job was not claimed."""
         claimed = None
         try:
-            claimed = await self._job_claims.claim_job(claim, from_attempt=from_attempt)
-            if claimed is not None:
-                self._tasks.start(self._prepare(claimed, self._register(claimed), place))
-            return claimed
+            claimed = await self._job_claims.complete(reply)
         except RedisError as exc:
-            # The entry stays pending. A worker takes it when its lease has expired.
-            log.warning("job.claim_failed id=%s error=%r", claim.job_id, exc)
-            return None
+            log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
         finally:
             if claimed is None:
-                self._order.leave(place)
-            self._n_starting -= 1
-            self._outbox.room_freed.set()
+                self._leave(starting)
+        if claimed is not None:
+            self._begin([(starting, claimed)])
+        return claimed
+
+    async def _start_one(self, starting: _Starting) -> ClaimedJob | None:
+        """Claim one job and begin to prepare it. Returns None if it was not claimed."""
+        try:
+            (reply,) = await self._job_claims.claim_jobs([(starting.claim, starting.from_attempt)])
+        except BaseException as exc:
+            self._leave(starting)
+            if not isinstance(exc, RedisError):
+                raise
+            log.warning("job.claim_failed id=%s error=%r", starting.claim.job_id, exc)
+            return None
+        return await self._complete(starting, reply)
+
+    def _begin(self, claimed: Sequence[tuple[_Starting, ClaimedJob]]) -> None:
+        """Register claimed jobs, and prepare them on the executor."""
+        self._preparations.add([Preparation(one, self._register(one), starting.place) for starting, one in claimed])
+        self._n_starting -= len(claimed)
+        self._outbox.room_freed.set()
+
+    def _leave(self, starting: _Starting) -> None:
+        """Forget an entry whose job was not claimed."""
+        self._order.leave(starting.place)
+        self._n_starting -= 1
+        self._outbox.room_freed.set()
 
     def _register(self, claimed: ClaimedJob) -> Lease:
         claim, attempt = claimed.claim, claimed.attempt
@@ -318,45 +370,53 @@ class Intake:
         self._outbox.register(lease, attempt, claimed.times)
         return lease
 
-    async def _prepare(self, claimed: ClaimedJob, lease: Lease, place: Place) -> None:
-        """Prepare a claimed job on the executor and pass it to the engine, or reject it."""
-        try:
-            if (prepared := await self._try_to_prepare(claimed, lease)) is not None:
-                await self._admit_in_turn(prepared, place)
-        finally:
-            self._order.leave(place)
+    # ---- prepared jobs
 
-    async def _try_to_prepare(self, claimed: ClaimedJob, lease: Lease) -> PreparedJob | None:
-        """Prepare a claimed job on the executor, or reject it and return None."""
-        attempt = claimed.attempt
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(
-                self._executor,
-                self._preparer.prepare,
-                attempt.request,
-                lease,
-                claimed.published,
-                claimed.times,
+    def _receive_prepared(self, preparations: Sequence[Preparation]) -> None:
+        """Pass prepared jobs to the engine, or reject them.
+
+        If jobs wait for slots, the jobs that were read before a job come first.
+        """
+        is_ordered = self.n_free_slots < 0
+        for one in preparations:
+            if not isinstance(one.outcome, PreparedJob):
+                self._reject(one)
+                self._order.leave(one.place)
+            elif is_ordered and not self._order.is_first(one.place):
+                self._tasks.start(self._admit_in_turn(one.outcome, one.place))
+            else:
+                self._admit_now(one.outcome, one.place)
+
+    def _reject(self, one: Preparation) -> None:
+        error = one.outcome
+        if isinstance(error, JobRejected):
+            log.info("job.rejected id=%s code=%s", one.lease.job_id, error.code)
+        else:
+            log.error(
+                "job.prepare_crashed id=%s", one.lease.job_id, exc_info=error if isinstance(error, Exception) else None
             )
-        except JobRejected as exc:
-            log.info("job.rejected id=%s code=%s", lease.job_id, exc.code)
-            self._outbox.reject(lease, exc)
-        except Exception:
-            log.exception("job.prepare_crashed id=%s", lease.job_id)
-            self._outbox.reject(lease, JobRejected(ErrorCode.INTERNAL, "the worker could not prepare this job"))
-        return None
+            error = JobRejected(ErrorCode.INTERNAL, "the worker could not prepare this job")
+        self._outbox.reject(one.lease, error)
 
     async def _admit_in_turn(self, prepared: PreparedJob, place: Place) -> None:
-        """Pass a prepared job to the engine. If jobs wait for slots, the jobs that were read before it come first."""
+        """Pass a prepared job to the engine after the jobs that were read before it."""
+        try:
+            await self._order.wait_turn(place)
+        except BaseException:
+            prepared.job.close()
+            self._order.leave(place)
+            raise
+        self._admit_now(prepared, place)
+
+    def _admit_now(self, prepared: PreparedJob, place: Place) -> None:
+        """Pass a prepared job to the engine, unless its lease was lost."""
         is_admitted = False
         try:
-            if self.n_free_slots < 0:
-                await self._order.wait_turn(place)
             is_admitted = self._outbox.set_prepared(prepared.job, prepared.texts)
         finally:
             if not is_admitted:
                 prepared.job.close()
+            self._order.leave(place)
         if is_admitted:
             self._admit(prepared.job)
 
@@ -370,6 +430,7 @@ class Intake:
             async with asyncio.timeout(CLAIM_TIMEOUT_S):
                 while self._n_starting:
                     await self._wait_for_room(POLL_S)
+        self._preparations.close()
         await self._tasks.cancel()
 
     def __repr__(self) -> str:

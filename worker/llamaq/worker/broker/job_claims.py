@@ -23,7 +23,7 @@ from llamaq.common.protocol.job_outcome import JobStats
 from llamaq.common.protocol.job_request import Priority
 from llamaq.common.protocol.keys import GROUP, JobId, Keys
 from llamaq.common.protocol.script_calls import MAX_DEAD, Scripts
-from llamaq.common.protocol.script_types import Attempt, Claim, CrashVerdict
+from llamaq.common.protocol.script_types import Attempt, Claim, ClaimCode, CrashVerdict
 from llamaq.common.protocol.token_logprobs import TokenLogprobs
 from llamaq.common.redis.write_refusals import is_job_key_error, refuses_writes
 from llamaq.worker.broker.job_streams import Entries, JobStreams
@@ -55,6 +55,23 @@ class ClaimedJob:
     """The output that earlier attempts published."""
     times: JobTimes
     """When the job was submitted, when it must end, and how long it has had a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimReply:
+    """What Redis has answered to the claim of one job."""
+
+    claim: Claim
+    outcome: Attempt | ClaimCode | ResponseError
+    claimed_s: float
+    """When the claim was sent."""
+
+    @property
+    def claimed(self) -> ClaimedJob | None:
+        """The claimed job, if nothing more must be read: it has no output of earlier attempts. Otherwise None."""
+        if not isinstance(self.outcome, Attempt) or self.outcome.generated:
+            return None
+        return ClaimedJob(self.claim, self.outcome, NO_OUTPUT, _times(self.outcome, self.claimed_s))
 
 
 class JobClaims:
@@ -216,47 +233,54 @@ class JobClaims:
         """Requeue a job that has not been claimed, so that another worker takes it at once."""
         await self._scripts.requeue(claim, None, self._worker_id)
 
-    async def claim_job(
-        self, claim: Claim, *, from_attempt: int | None = None, at_risk: bool = True
-    ) -> ClaimedJob | None:
-        """Claim the job of an entry.
+    async def claim_jobs(self, claims: Sequence[tuple[Claim, int | None]], *, at_risk: bool = True) -> list[ClaimReply]:
+        """Claim the jobs of entries of one partition, in one call.
 
         Args:
-            claim: The entry.
-            from_attempt: Number of the attempt that waits for a slot in another worker, or in this one. The job is
-                claimed only if it still waits there. None: this worker has taken the entry.
-            at_risk: Whether the job is prepared at once, so that a crash of this worker counts against the job.
+            claims: The entries. Each has the number of the attempt that waits for a slot in another worker, or in this
+                one: the job is claimed only if it still waits there. None: this worker has taken the entry.
+            at_risk: Whether the jobs are prepared at once, so that a crash of this worker counts against them.
 
         Returns:
-            The claimed job. None when the job does not exist, has ended, was cancelled, has reached a deadline, no
-            longer waits in `from_attempt`, was begun by another model, or is unusable. The entry of a missing or
-            unusable job is moved to the dead letters.
+            The replies for the first entries, in the same order: `complete` returns the claimed job. Call again for the
+            other entries, if there are any.
 
         Raises:
             RedisError: Redis is unreachable, or refuses writes.
         """
         claimed_s = time.monotonic()
-        try:
-            outcome = await self._scripts.claim_job(
-                claim,
-                self._worker_id,
-                self._lease_ms,
-                from_attempt=from_attempt,
-                at_risk=at_risk,
-                model=self._model,
-                restart_other_model=self._restart_other_model,
-            )
-        except (ResponseError, ValueError, LookupError) as exc:
-            if refuses_writes(exc):
-                raise  # the fault is not in the job
-            await self._bury(claim, None, f"the job's hash is damaged: {exc}")
-            return None
+        outcomes = await self._scripts.claim_jobs(
+            claims,
+            self._worker_id,
+            self._lease_ms,
+            at_risk=at_risk,
+            model=self._model,
+            restart_other_model=self._restart_other_model,
+        )
+        return [ClaimReply(claim, outcome, claimed_s) for (claim, _), outcome in zip(claims, outcomes, strict=False)]
+
+    async def complete(self, reply: ClaimReply) -> ClaimedJob | None:
+        """Return the claimed job, with the output of its earlier attempts.
+
+        Returns:
+            None when the job does not exist, has ended, was cancelled, has reached a deadline, no longer waits in
+            `from_attempt`, was begun by another model, or is unusable. The entry of a missing or unusable job is moved
+            to the dead letters.
+
+        Raises:
+            RedisError: Redis is unreachable, or refuses writes.
+        """
+        claim, outcome = reply.claim, reply.outcome
         if isinstance(outcome, Attempt):
             published = await self._read_published(claim.job_id) if outcome.generated else NO_OUTPUT
             if len(published.tokens) == outcome.generated:
-                return ClaimedJob(claim, outcome, published, _times(outcome, claimed_s))
+                return ClaimedJob(claim, outcome, published, _times(outcome, reply.claimed_s))
             counts = f"the hash counts {outcome.generated} tokens, the events contain {len(published.tokens)}"
             await self._bury(claim, outcome.number, f"the job's events are damaged: {counts}")
+        elif isinstance(outcome, ResponseError):
+            if refuses_writes(outcome):
+                raise outcome  # the fault is not in the job
+            await self._bury(claim, None, f"the job's hash is damaged: {outcome}")
         elif outcome == "left":
             log.info("job.left id=%s: another model has begun it (--other-model)", claim.job_id)
         elif outcome == "gone":
@@ -264,6 +288,13 @@ class JobClaims:
                 claim.stream, claim.entry_id, {b"id": claim.job_id.encode()}, "the job does not exist"
             )
         return None
+
+    async def claim_job(
+        self, claim: Claim, *, from_attempt: int | None = None, at_risk: bool = True
+    ) -> ClaimedJob | None:
+        """Claim the job of one entry: `claim_jobs` and `complete`."""
+        (reply,) = await self.claim_jobs([(claim, from_attempt)], at_risk=at_risk)
+        return await self.complete(reply)
 
     async def _bury(self, claim: Claim, attempt: int | None, reason: str) -> None:
         """Fail a job that cannot continue, and make a dead letter of it."""

@@ -22,10 +22,11 @@ from llamaq.common.backoff import Backoff
 from llamaq.common.errors import ErrorCode, JobRejected
 from llamaq.common.metrics.token_times import TokenTimes
 from llamaq.common.protocol.job_events import Failed
-from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment, TerminalWrite
+from llamaq.common.protocol.script_calls import MAX_JOBS_IN_CALL, Scripts
+from llamaq.common.protocol.script_types import Attempt, Claim, FlushReply, Increment
 from llamaq.common.redis.outage_log import OutageLog
 from llamaq.common.redis.write_refusals import is_full, is_job_key_error
+from llamaq.common.split_by_size import split_by_size
 from llamaq.worker.broker.job_output_buffer import Checkpoints, JobProgress, RetryDelay
 from llamaq.worker.core.job import BaseJob, JobEnded, Lease, NewToken, PromptAdvanced, SlotAcquired, SlotLost
 from llamaq.worker.core.job_times import JobTimes
@@ -39,6 +40,8 @@ POLL_S = 0.1
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 REPORTED_BY_OTHERS = (ErrorCode.POISON, ErrorCode.DAMAGED)
 """The worker that makes a dead letter of a job reports its end."""
+MAX_BYTES_IN_CALL = 1024 * 1024
+"""Largest size of the outputs that one call of `finish.lua` stores, unless one output is larger."""
 OUTAGE_S = 1.0
 """A flush that took longer than this was delayed by an outage of Redis."""
 
@@ -329,7 +332,9 @@ class Outbox:
         increments = [job.next_increment(now_s) for job in running]
         flushed = [self._flush_running(running, increments, now_s, renew=renew)] if running else []
         # A full Redis refuses the tokens of the running jobs, and accepts ends and requeues, which let jobs end.
-        ends = [self._finish(job, job.terminal_write, now_s) for job in jobs if job.terminal_write]
+        ended = [job for job in jobs if job.terminal_write is not None]
+        calls = split_by_size(ended, _output_bytes, max_items=MAX_JOBS_IN_CALL, max_bytes=MAX_BYTES_IN_CALL)
+        ends = [self._finish(part, now_s) for part in calls]
         error = await _first_error(flushed + ends)
         if error is None or is_full(error):
             await _run_all(self._requeue(job) for job in running if job.can_requeue and self._has(job))
@@ -372,27 +377,44 @@ class Outbox:
             self._request_flush()
         job.set_stored(n_stored, now_s)
 
-    async def _finish(self, job: JobProgress, terminal_write: TerminalWrite, now_s: float) -> None:
-        """Write the last tokens and the terminal event of a job."""
-        try:
-            has_ended = await self._scripts.finish(self._worker_id, job.next_increment(now_s), terminal_write)
-            while type(has_ended) is int:  # the reply to a flush was lost, or Redis has lost tokens
-                log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, has_ended)
-                job.set_stored(has_ended, now_s)
-                has_ended = await self._scripts.finish(self._worker_id, job.next_increment(now_s), terminal_write)
-        except ResponseError as exc:
-            if not is_job_key_error(exc):
-                raise
-            # The entry stays pending. The worker that claims it next moves it to the dead letters.
-            log.error("job.unwritable id=%s error=%s", job.lease.job_id, exc)
-            has_ended = False
-        if not has_ended:
-            await self._drop_lost(job)
-            return
-        log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
-        self._unregister(job)
-        self.room_freed.set()
-        await self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
+    async def _finish(self, jobs: list[JobProgress], now_s: float) -> None:
+        """Write the last tokens and the terminal events of jobs that have ended."""
+        lost: list[JobProgress] = []
+        error: ResponseError | None = None
+        while jobs:
+            outcomes = await self._scripts.finish_jobs(
+                self._worker_id,
+                [(job.next_increment(now_s), job.terminal_write) for job in jobs if job.terminal_write is not None],
+            )
+            again = []
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                if outcome is True:
+                    await self._record_end(job)
+                elif outcome is False:
+                    lost.append(job)
+                elif isinstance(outcome, int):  # the reply to a flush was lost, or Redis has lost tokens
+                    log.info("job.tokens_resent id=%s stored=%d", job.lease.job_id, outcome)
+                    job.set_stored(outcome, now_s)
+                    again.append(job)
+                elif is_job_key_error(outcome):
+                    # The entry stays pending. The worker that claims it next moves it to the dead letters.
+                    log.error("job.unwritable id=%s error=%s", job.lease.job_id, outcome)
+                    lost.append(job)
+                else:
+                    error = outcome
+            jobs = again
+        await _run_all(map(self._drop_lost, lost))
+        if error is not None:
+            raise error
+
+    async def _record_end(self, job: JobProgress) -> None:
+        """Remove a job whose end is stored, and report it."""
+        terminal_write = job.terminal_write
+        if terminal_write is not None:
+            log.info("job.%s id=%s", terminal_write.status, job.lease.job_id)
+            self._unregister(job)
+            self.room_freed.set()
+            await self._on_finished(job.describe_end(self._worker_id, terminal_write.end))
 
     async def close(self, *, crashed: bool = False) -> None:
         """Write all tokens and ends, then requeue the jobs that have not ended.
@@ -475,6 +497,11 @@ class Outbox:
 
     def __repr__(self) -> str:
         return f"<Outbox jobs={self.n_jobs} running={self.n_running}>"
+
+
+def _output_bytes(job: JobProgress) -> int:
+    """Return the size of a job's output, of which most of its terminal write consists."""
+    return 0 if job.terminal_write is None else len(job.terminal_write.fields.get("output", b""))
 
 
 async def _run_all(calls: Iterable[Awaitable[None]]) -> None:

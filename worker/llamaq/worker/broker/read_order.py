@@ -37,6 +37,10 @@ class ReadOrder:
         self._places[priority][place] = None
         return place
 
+    def is_first(self, place: Place) -> bool:
+        """Return whether no earlier job of the same priority has its place any more."""
+        return next(iter(self._places[place.priority]), place) is place
+
     async def wait_turn(self, place: Place) -> None:
         """Wait until no earlier job has its place any more, at most `MAX_WAIT_S` seconds."""
         places = self._places[place.priority]

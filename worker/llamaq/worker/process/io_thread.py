@@ -29,10 +29,11 @@ from llamaq.worker.broker.command_inbox import TEXT_COMMANDS, CommandHandler, Co
 from llamaq.worker.broker.deadline_sweep import DeadlineSweep
 from llamaq.worker.broker.exit_when_empty import EmptyQueueWatch
 from llamaq.worker.broker.heartbeat import Heartbeat
-from llamaq.worker.broker.intake import Intake, Preparer
+from llamaq.worker.broker.intake import Intake
 from llamaq.worker.broker.job_claims import JobClaims
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
+from llamaq.worker.broker.preparations import N_THREADS, Preparer
 from llamaq.worker.broker.queue_join_and_upkeep import QueueMembership
 from llamaq.worker.engine_loop.shared_state import SharedState
 from llamaq.worker.engine_loop.tick_loop import TickLoop
@@ -41,8 +42,6 @@ from llamaq.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-N_PREPARE_THREADS = 2
-"""Number of threads that tokenize and compile grammars. While one compiles a slow grammar, the other prepares jobs."""
 CLOSE_TIMEOUT_S = 10.0
 REGISTER_TIMEOUT_S = 5.0
 """How long the start of a worker waits for its first heartbeat."""
@@ -87,7 +86,7 @@ class IoThread:
         self._shared = shared
         self._slot_commands = slot_commands
         self._text_commands = text_commands
-        self._executor = ThreadPoolExecutor(N_PREPARE_THREADS, thread_name_prefix="llamaq-prepare")
+        self._executor = ThreadPoolExecutor(N_THREADS, thread_name_prefix="llamaq-prepare")
         self._ready: Future[None] = Future()
         """Done when the worker is in the list of workers, or when the thread has ended before that."""
         self._closing = asyncio.Event()

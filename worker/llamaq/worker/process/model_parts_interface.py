@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from llamaq.common.vocab.llama_vocab import Vocab
 from llamaq.worker.broker.command_inbox import CommandHandler
-from llamaq.worker.broker.intake import Preparer
+from llamaq.worker.broker.preparations import Preparer
 from llamaq.worker.engine.llama_bindings import Model
 from llamaq.worker.engine_loop.tick_loop import JobScheduler, Runner, TickLoop
 

@@ -53,6 +53,32 @@ local WAITING = 'waiting'
 local EXPIRED_IDLE_MS = 100000000000   -- the idle time at which a lease expires
 local REQUEUED_IDLE_MS = 1000000000000 -- the idle time of a requeued entry, far above that of an expired one
 
+-- Does the part of a call that belongs to one of several jobs. An error affects this job alone: another client may have
+-- overwritten its keys. Returns the result of `work`, or {'error', text}.
+local function for_one_job(work, ...)
+  local is_done, result = pcall(work, ...)
+  if is_done then
+    return result
+  end
+  return {'error', type(result) == 'table' and result.err or tostring(result)}
+end
+
+-- Returns whether the error text of Redis tells that this server is no longer the master. Then the caller must reconnect.
+local function is_demoted(text)
+  return string.find(text, 'READONLY', 1, true) or string.find(text, 'NOREPLICAS', 1, true)
+end
+
+-- Returns the reply of a script that was called for several jobs: `replies`, or an error if the server is no longer the
+-- master.
+local function reply_for_jobs(replies)
+  for _, reply in ipairs(replies) do
+    if type(reply) == 'table' and reply[1] == 'error' and is_demoted(reply[2]) then
+      return {err = 'READONLY ' .. reply[2]}
+    end
+  end
+  return replies
+end
+
 -- Returns the time of the server in ms since the epoch.
 local function now_ms()
   local time = redis.call('TIME')
@@ -186,13 +212,31 @@ end
 local FINISHED_FIELDS = {'status', 'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'finished_ms',
   'cancel', 'finish_reason', 'stats', 'output', 'returned', 'digest'}
 
+-- The fields that `terminate` reads. It sets the others at the end of a job.
+local FIELDS_BEFORE_END = {'attempt', 'worker', 'crashes', 'generated', 'submitted_ms', 'started_ms', 'cancel', 'returned',
+  'digest', 'priority', 'waits_from_ms', 'token_times', 'usage', 'ttl_ms', 'events_ttl_ms', 'idempotency',
+  'queue_deadline_ms', 'deadline_ms', 'run_at_ms', 'tenant'}
+
+-- Returns the fields of the hash of a job that ends now, by name. `fields` is a flat list of fields that its end sets.
+local function state_at_end(job, status, fields)
+  local values, state = redis.call('HMGET', job, unpack(FIELDS_BEFORE_END)), {}
+  for place, name in ipairs(FIELDS_BEFORE_END) do
+    state[name] = values[place]
+  end
+  for place = 1, #fields, 2 do
+    state[fields[place]] = fields[place + 1]
+  end
+  state.status, state.finished_ms = status, now_ms()
+  return state
+end
+
 -- Deletes all fields of a job that its result does not need. The hash is written anew: HDEL would leave a hash table of the
 -- size that the deleted fields needed.
-local function keep_result(job)
-  local values, fields = redis.call('HMGET', job, unpack(FINISHED_FIELDS)), {}
-  for place, name in ipairs(FINISHED_FIELDS) do
-    if values[place] then
-      fields[#fields + 1], fields[#fields + 2] = name, values[place]
+local function store_result(job, state)
+  local fields = {}
+  for _, name in ipairs(FINISHED_FIELDS) do
+    if state[name] then
+      fields[#fields + 1], fields[#fields + 2] = name, state[name]
     end
   end
   redis.call('DEL', job)
@@ -201,42 +245,51 @@ end
 
 -- Ends a job: sets its status, drops its entry, emits its terminal event and starts the time to live of its keys.
 -- Every job ends in this function, exactly once, also when Redis is full. `fields` is a flat list of further fields for
--- the hash.
+-- the hash. `unsent` is an array with the msgpack of events before the terminal one; nil: there are none. The metrics of the
+-- job are added to `counts`, and the caller stores them; nil: they are stored here.
 --
 -- The events are deleted after `events_ttl_ms` if the field `output` contains the whole output, or if there is none.
 -- Otherwise they are the only record of the output.
-local function terminate(job, events, channel, stream, group, entry, status, terminal, fields)
+local function terminate(job, events, channel, stream, group, entry, status, terminal, fields, unsent, counts)
   allow_writes_when_full(job)
-  redis.call('HSET', job, 'status', status, 'finished_ms', now_ms(), unpack(fields))
-  count_end(job, status, terminal)
+  local state, counted = state_at_end(job, status, fields), counts or {}
+  if status == 'finished' then
+    store_result(job, state)
+  else
+    redis.call('HSET', job, 'status', status, 'finished_ms', state.finished_ms, unpack(fields))
+  end
+  add_end(counted, state, terminal)
+  if not counts then
+    store_counts(job, counted)
+  end
   drop_entry(stream, group, entry)
-  local state = redis.call('HMGET', job, 'ttl_ms', 'events_ttl_ms', 'idempotency', 'generated', 'queue_deadline_ms',
-    'deadline_ms', 'run_at_ms', 'tenant')
-  local ttl = state[1]
-  leave_turns(stream, state[8], entry)
-  if state[5] ~= '0' or state[6] ~= '0' then
+  leave_turns(stream, state.tenant, entry)
+  if state.queue_deadline_ms ~= '0' or state.deadline_ms ~= '0' then
     set_due(job, nil)
   end
-  if state[7] then
+  if state.run_at_ms then
     local partition, id = string.match(job, '^(.*:)job:([^:]+)$')
     redis.call('ZREM', partition .. 'later', id)
     redis.call('HDEL', job, 'run_at_ms')
   end
-  local needs_events = state[4] ~= '0' and redis.call('HEXISTS', job, 'output') == 0
-  local events_ttl = needs_events and ttl or state[2] or '0'
+  local needs_events = state.generated ~= '0' and not state.output
+  local ttl, events_ttl = state.ttl_ms, needs_events and state.ttl_ms or state.events_ttl_ms or '0'
+  unsent = unsent or {}
+  unsent[#unsent + 1] = terminal
   if events_ttl == '0' then
     redis.call('UNLINK', events)
-    redis.call('PUBLISH', channel, terminal)
+    for _, payload in ipairs(unsent) do
+      redis.call('PUBLISH', channel, payload)
+    end
   else
-    emit_last(events, channel, terminal)
+    for _, payload in ipairs(unsent) do
+      emit_last(events, channel, payload)
+    end
     redis.call('PEXPIRE', events, events_ttl)
   end
-  if status == 'finished' then
-    keep_result(job)
-  end
   redis.call('PEXPIRE', job, ttl)
-  if state[3] then
-    redis.call('PEXPIRE', state[3], ttl)
+  if state.idempotency then
+    redis.call('PEXPIRE', state.idempotency, ttl)
   end
 end
 
@@ -296,7 +349,7 @@ end
 -- Records that the worker of this attempt died while it ran the job. Returns all recorded deaths of the job.
 local function add_death(job, attempt, worker)
   local deaths = deaths_of(job)
-  count_one(job, 'crashes')
+  count_events(job, 'crashes', 1)
   deaths[#deaths + 1] = attempt .. '=' .. worker
   redis.call('HSET', job, 'crashes', #deaths, 'deaths', table.concat(deaths, ' '))
   return deaths

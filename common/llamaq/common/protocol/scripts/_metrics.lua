@@ -22,37 +22,37 @@
 local ABOUT = 'Counters of the jobs of this partition since it exists. The command `llamaq metrics` adds up all partitions.'
 
 -- Bounds of the buckets of times in ms; JOB_TIMES_MS in metrics/buckets.py has the same.
-local function job_times_ms()
-  return {1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000,
-    2000000, 5000000, 10000000}
-end
+local JOB_TIMES_MS = {1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000, 500000,
+  1000000, 2000000, 5000000, 10000000}
 local MAX_LENGTH_BOUND = 1048576
 
 local function metrics_key(job)
   return string.match(job, '^(.-}:)') .. 'metrics'
 end
 
--- Counts one event of a job, and returns the counter. The function ignores errors of Redis, and returns a table then: a
--- counter must not stop a job.
-local function count_one(job, name)
-  return redis.pcall('HINCRBY', metrics_key(job), name, 1)
+-- Adds a number of events to a counter, and returns the counter. The function ignores errors of Redis, and returns a table
+-- then: a counter must not stop a job.
+local function count_events(job, name, number)
+  return redis.pcall('HINCRBY', metrics_key(job), name, number)
 end
 
--- Adds numbers to counters. `counts` has a name and a number in turn. Two commands for all counters cost less than one
--- for each. Another client may have overwritten the key: then the counters begin again.
-local function add_counts(job, counts)
-  local key, names = metrics_key(job), {'about'}
-  for i = 1, #counts, 2 do
-    names[#names + 1] = counts[i]
+-- Adds numbers to counters. `counts` maps the name of each counter to a number. Two commands for all counters cost less than
+-- one for each. Another client may have overwritten the key: then the counters begin again.
+local function store_counts(job, counts)
+  local key, names, values = metrics_key(job), {'about'}, {}
+  for name in pairs(counts) do
+    names[#names + 1] = name
+  end
+  if #names == 1 then
+    return
   end
   local stored = redis.pcall('HMGET', key, unpack(names))
   if stored.err then
     redis.call('DEL', key)
     stored = {}
   end
-  local values = {}
   for i = 2, #names do
-    values[2 * i - 3], values[2 * i - 2] = names[i], (tonumber(stored[i] or '') or 0) + counts[2 * i - 2]
+    values[2 * i - 3], values[2 * i - 2] = names[i], (tonumber(stored[i] or '') or 0) + counts[names[i]]
   end
   if not stored[1] then
     values[#values + 1], values[#values + 2] = 'about', ABOUT
@@ -60,15 +60,19 @@ local function add_counts(job, counts)
   redis.pcall('HSET', key, unpack(values))
 end
 
+-- Adds a number to a counter in `counts`.
+local function add_count(counts, name, number)
+  counts[name] = (counts[name] or 0) + number
+end
+
 -- Adds a value of a histogram to `counts`.
 local function add_value(counts, name, bound, value)
-  local at = #counts
-  counts[at + 1], counts[at + 2] = name .. ':' .. bound, 1
-  counts[at + 3], counts[at + 4] = name .. ':sum', value
+  add_count(counts, name .. ':' .. bound, 1)
+  add_count(counts, name .. ':sum', value)
 end
 
 local function add_time(counts, name, ms)
-  for _, bound in ipairs(job_times_ms()) do
+  for _, bound in ipairs(JOB_TIMES_MS) do
     if ms <= bound then
       return add_value(counts, name, bound, ms)
     end
@@ -92,9 +96,9 @@ local function add_token_times(counts, priority, token_times)
   end
   add_time(counts, priority .. 'first_token_ms', tonumber(first))
   for bound, count in string.gmatch(between, '(%w+)=(%d+)') do
-    counts[#counts + 1], counts[#counts + 2] = priority .. 'inter_token_ms:' .. bound, tonumber(count)
+    add_count(counts, priority .. 'inter_token_ms:' .. bound, tonumber(count))
   end
-  counts[#counts + 1], counts[#counts + 2] = priority .. 'inter_token_ms:sum', math.max(0, last - first)
+  add_count(counts, priority .. 'inter_token_ms:sum', math.max(0, last - first))
 end
 
 -- Adds the prompt of a job that a worker has prepared: 'PROMPT COMPUTED CACHED TIER', in tokens.
@@ -107,26 +111,24 @@ local function add_prompt(counts, priority, usage)
   if tier == 'unused' then -- the job had no slot
     return
   end
-  counts[#counts + 1], counts[#counts + 2] = priority .. 'computed', tonumber(computed)
-  counts[#counts + 1], counts[#counts + 2] = priority .. 'lookups:' .. tier, 1
+  add_count(counts, priority .. 'computed', tonumber(computed))
+  add_count(counts, priority .. 'lookups:' .. tier, 1)
   if tier ~= 'none' then
-    counts[#counts + 1], counts[#counts + 2] = priority .. 'cached:' .. tier, tonumber(cached)
+    add_count(counts, priority .. 'cached:' .. tier, tonumber(cached))
   end
 end
 
--- Counts a job that has just ended. Its hash is complete. `terminal` is the msgpack of its terminal event.
-local function count_end(job, status, terminal)
-  local state = redis.call('HMGET', job, 'priority', 'finish_reason', 'submitted_ms', 'waits_from_ms', 'started_ms',
-    'finished_ms', 'generated', 'token_times', 'usage')
-  local priority = state[1] == 'bulk' and 'bulk:' or 'interactive:'
-  local reason = status == 'finished' and state[2] or cmsgpack.unpack(terminal).code
-  local counts = {priority .. status .. ':' .. tostring(reason), 1}
-  local finished = tonumber(state[6])
-  local since = tonumber(state[4] or state[3] or '') or finished
+-- Adds a job that ends to `counts`. `state` has the fields of its hash, those of its end included. `terminal` is the msgpack
+-- of its terminal event.
+local function add_end(counts, state, terminal)
+  local priority = state.priority == 'bulk' and 'bulk:' or 'interactive:'
+  local reason = state.status == 'finished' and state.finish_reason or cmsgpack.unpack(terminal).code
+  add_count(counts, priority .. state.status .. ':' .. tostring(reason), 1)
+  local finished = tonumber(state.finished_ms)
+  local since = tonumber(state.waits_from_ms or state.submitted_ms or '') or finished
   add_time(counts, priority .. 'duration_ms', math.max(0, finished - since))
-  add_time(counts, priority .. 'queue_ms', math.max(0, (tonumber(state[5] or '') or finished) - since))
-  add_length(counts, priority .. 'output_tokens', tonumber(state[7] or '') or 0)
-  add_token_times(counts, priority, state[8] or '')
-  add_prompt(counts, priority, state[9] or '')
-  add_counts(job, counts)
+  add_time(counts, priority .. 'queue_ms', math.max(0, (tonumber(state.started_ms or '') or finished) - since))
+  add_length(counts, priority .. 'output_tokens', tonumber(state.generated or '') or 0)
+  add_token_times(counts, priority, state.token_times or '')
+  add_prompt(counts, priority, state.usage or '')
 end

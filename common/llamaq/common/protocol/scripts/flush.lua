@@ -138,7 +138,7 @@ for i = 0, #KEYS / 3 - 1 do
     values[v + 1], values[v + 2], values[v + 3], values[v + 4], values[v + 5], values[v + 6], values[v + 7],
     values[v + 8], values[v + 9], values[v + 10], values[v + 11], values[v + 12])
   local refusal = reply[4 * i + 4]
-  if string.find(refusal, 'READONLY', 1, true) or string.find(refusal, 'NOREPLICAS', 1, true) then
+  if is_demoted(refusal) then
     return {err = 'READONLY ' .. refusal} -- this server is no longer the master: the worker reconnects
   end
 end

@@ -33,7 +33,7 @@ if state[8] then
 end
 allow_writes_when_full(job) -- the retry itself would free no memory, but the job must not be lost
 requeue_job(job, state, false)
-count_one(job, 'retries')
+count_events(job, 'retries', 1)
 local retried = redis.call('HINCRBY', job, 'retried', 1)
 redis.call('HINCRBY', job, 'retries_left', -1)
 local delay = math.floor(math.min(tonumber(ARGV[7]) * 2 ^ math.min(retried - 1, 40), tonumber(ARGV[8])) * ARGV[9])

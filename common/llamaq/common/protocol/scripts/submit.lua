@@ -74,7 +74,7 @@ local now = now_ms()
 local wait, life = tonumber(ARGV[7]), tonumber(ARGV[10])
 local run_at = math.max(now + tonumber(ARGV[13]), tonumber(ARGV[14]))
 local queue_deadline, deadline = wait > 0 and run_at + wait or 0, life > 0 and now + life or 0
-local number = count_one(job, ARGV[3] .. ':submitted')
+local number = count_events(job, ARGV[3] .. ':submitted', 1)
 local entry, tenant = false, ARGV[16] ~= '' and ARGV[16] or nil
 if run_at <= now then
   entry, tenant = add_entry(stream, id, tenant, type(number) == 'number' and number)

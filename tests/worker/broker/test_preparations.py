@@ -1,0 +1,95 @@
+"""Claimed jobs are prepared on other threads, and a slow one delays no other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any
+
+import pytest
+from tests.worker.broker.test_suspects import until
+
+from llamaq.common.errors import ErrorCode, JobRejected
+from llamaq.common.protocol.job_events import TokenSpan
+from llamaq.common.protocol.job_request import Priority
+from llamaq.common.protocol.script_types import Attempt, Claim
+from llamaq.worker.broker.job_claims import NO_OUTPUT, ClaimedJob
+from llamaq.worker.broker.preparations import N_THREADS, Preparation, Preparations
+from llamaq.worker.broker.read_order import ReadOrder
+from llamaq.worker.core.job import Lease, PreparedJob
+from llamaq.worker.core.job_times import JobTimes
+from llamaq.worker.testing import make_job
+
+
+class NamedPreparer:
+    """Prepares jobs whose request is their name. The job `slow` is prepared when its event is set."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.closed: list[str] = []
+
+    def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
+        if payload == b"slow":
+            assert self.may_end.wait(timeout=60)
+        if payload == b"wrong":
+            raise JobRejected(ErrorCode.INVALID_GRAMMAR, "no root")
+        if payload == b"crash":
+            raise ZeroDivisionError
+        job = make_job("x", job_id=lease.job_id)
+        job.sampler.close = lambda: self.closed.append(lease.job_id)  # type: ignore[method-assign]
+        return PreparedJob(job, [])
+
+
+def preparations_of(*names: str) -> list[Preparation]:
+    order, found = ReadOrder(), []
+    for name in names:
+        attempt = Attempt(1, name.encode(), 0, 0.0, None, 0.0, None, None)
+        claimed = ClaimedJob(Claim(name, "s", "1-1"), attempt, NO_OUTPUT, JobTimes())
+        found.append(Preparation(claimed, Lease(name, 0, "s", "1-1", 1), order.enter(Priority.BULK)))
+    return found
+
+
+async def test_jobs_are_handed_over_in_groups_while_one_of_them_is_slow() -> None:
+    groups: list[list[str]] = []
+
+    def receive(ready: Sequence[Preparation]) -> None:
+        groups.append([one.lease.job_id for one in ready])
+
+    preparer, names = NamedPreparer(), [f"job {number}" for number in range(50)]
+    with ThreadPoolExecutor(N_THREADS) as executor:
+        preparations = Preparations(preparer, executor, receive)
+        preparations.add(preparations_of("slow", *names))
+        await until(lambda: list(chain.from_iterable(groups)) == names)
+        assert repr(preparations) == "<Preparations waiting=0 ready=0>"
+        preparer.may_end.set()
+        await until(lambda: list(chain.from_iterable(groups)) == [*names, "slow"])
+
+
+async def test_the_error_of_a_preparation_is_its_outcome() -> None:
+    outcomes: list[Any] = []
+    with ThreadPoolExecutor(N_THREADS) as executor:
+        preparations = Preparations(
+            NamedPreparer(), executor, lambda ready: outcomes.extend(one.outcome for one in ready)
+        )
+        preparations.add(preparations_of("wrong"))
+        await until(lambda: len(outcomes) == 1)
+        preparations.add(preparations_of("crash", "sound"))
+        await until(lambda: len(outcomes) == 3)
+    assert isinstance(outcomes[0], JobRejected)
+    assert {type(outcome) for outcome in outcomes[1:]} == {ZeroDivisionError, PreparedJob}
+
+
+async def test_a_job_that_is_prepared_after_the_close_is_freed_and_not_handed_over() -> None:
+    preparer = NamedPreparer()
+    with ThreadPoolExecutor(1) as executor:
+        preparations = Preparations(preparer, executor, lambda _: pytest.fail("handed over"))
+        preparations.add(preparations_of("slow", "never begun"))
+        await until(lambda: preparations._waiting[0].lease.job_id == "never begun")
+        preparations.close()
+        preparer.may_end.set()
+        await until(lambda: preparer.closed == ["slow"])
+    await asyncio.sleep(0)
+    assert preparer.closed == ["slow"]

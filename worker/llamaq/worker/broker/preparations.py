@@ -1,0 +1,130 @@
+"""Prepares claimed jobs on other threads, and hands over those that are ready in groups."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from llamaq.common.protocol.job_events import TokenSpan
+from llamaq.worker.broker.job_claims import ClaimedJob
+from llamaq.worker.broker.read_order import Place
+from llamaq.worker.core.job import Lease, PreparedJob
+from llamaq.worker.core.job_times import JobTimes
+
+N_THREADS = 2
+"""Number of threads that tokenize and compile grammars. While one compiles a slow grammar, the other prepares jobs."""
+
+
+class Preparer(Protocol):
+    """Turns the bytes of requests into jobs that the engine can run. Thread-safe."""
+
+    def prepare(self, payload: bytes, lease: Lease, published: TokenSpan, times: JobTimes) -> PreparedJob:
+        """Return the job of an encoded request, with the output that earlier attempts have published.
+
+        Raises:
+            JobRejected: The request is not valid, or its job cannot run on this worker.
+        """
+
+
+@dataclass(slots=True)
+class Preparation:
+    """A claimed job that is prepared."""
+
+    claimed: ClaimedJob
+    lease: Lease
+    place: Place
+    """The place of the job in the order of its priority."""
+    outcome: PreparedJob | Exception | None = None
+    """The prepared job, or the error with which its preparation ended. None: it has not ended."""
+
+
+class Preparations:
+    """Prepares jobs, each as soon as a thread is free, in the order in which they were added.
+
+    A job costs no task and no callback of its own: a thread takes one job after the other, and the I/O thread gets all
+    jobs that are ready when it wakes up.
+
+    Threads: the I/O thread calls all methods, and `on_ready` runs on it. The threads of the executor run the preparer.
+    """
+
+    def __init__(
+        self, preparer: Preparer, executor: Executor, on_ready: Callable[[Sequence[Preparation]], None]
+    ) -> None:
+        """Create the object on the running event loop.
+
+        Args:
+            preparer: Prepares each job.
+            executor: Its threads run the preparer.
+            on_ready: Called with the jobs whose preparation has ended.
+        """
+        self._preparer = preparer
+        self._executor = executor
+        self._on_ready = on_ready
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._waiting: deque[Preparation] = deque()
+        self._n_threads = 0
+        """Number of threads that take jobs. The lock protects it and `_waiting`."""
+        self._ready: deque[Preparation] = deque()
+        self._is_announced = False
+        """Whether a call of `_deliver` is on its way to the I/O thread."""
+        self._is_closed = False
+
+    def add(self, preparations: Sequence[Preparation]) -> None:
+        """Prepare these jobs."""
+        with self._lock:
+            self._waiting += preparations
+            n_more = min(N_THREADS - self._n_threads, len(preparations))
+            self._n_threads += n_more
+        for _ in range(n_more):
+            self._executor.submit(self._work)
+
+    def close(self) -> None:
+        """Drop all jobs. `on_ready` is not called any more."""
+        self._is_closed = True
+        with self._lock:
+            self._waiting.clear()
+
+    # ---- the threads of the executor
+
+    def _work(self) -> None:
+        """Prepare jobs until none is left."""
+        while (one := self._take()) is not None:
+            try:
+                lease, attempt = one.lease, one.claimed.attempt
+                one.outcome = self._preparer.prepare(attempt.request, lease, one.claimed.published, one.claimed.times)
+            except Exception as exc:  # noqa: BLE001 - it is the outcome, and affects this job alone
+                one.outcome = exc
+            self._ready.append(one)
+            if not self._is_announced:
+                self._is_announced = True
+                with suppress(RuntimeError):  # the event loop is closed: the process is about to exit
+                    self._loop.call_soon_threadsafe(self._deliver)
+
+    def _take(self) -> Preparation | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._n_threads -= 1
+            return None
+
+    # ---- the I/O thread
+
+    def _deliver(self) -> None:
+        self._is_announced = False  # before the read: what is added from now on is announced again
+        ready = [self._ready.popleft() for _ in range(len(self._ready))]
+        if not self._is_closed:
+            self._on_ready(ready)
+            return
+        for one in ready:
+            if isinstance(one.outcome, PreparedJob):
+                one.outcome.job.close()
+
+    def __repr__(self) -> str:
+        return f"<Preparations waiting={len(self._waiting)} ready={len(self._ready)}>"
