@@ -30,7 +30,7 @@ class EmbeddingBody:
     inputs: Any
     """The inputs as the request has them; lists may mix texts and tokens."""
     is_native: bool
-    """Whether the request has llama-server's field `content`, which means an answer in its own form."""
+    """Whether the request has llama-server's field `content`. Then the answer has the form of llama-server."""
     dimensions: int | None
     normalization: Normalization | None
     is_base64: bool
@@ -59,7 +59,7 @@ def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
 
 
 def _listed(value: Any, name: str) -> list[Any]:
-    """Return the inputs of a request as a list. A list with a token id is one input."""
+    """Return the inputs of a request as a list. A list that contains a token id is a single input."""
     if not isinstance(value, list) or any(_is_int(each) for each in value):
         return [_input(value, name)]
     if not 1 <= len(value) <= MAX_INPUTS:

@@ -180,7 +180,10 @@ def encode_tokens(
     draws: Sequence[float] = (),
     tag_offsets: Sequence[int] = (),
 ) -> bytes:
-    """Return an encoded `tokens` event. No model is built, because a worker encodes one for each job and tick."""
+    """Return an encoded `tokens` event.
+
+    It is encoded without a pydantic model, because a worker encodes a `tokens` event for each job in each tick.
+    """
     values: dict[str, Any] = {"type": "tokens", "offset": offset, "tokens": tokens}
     values |= {"text_offset": text_offset, "text": text}
     if logprobs:

@@ -56,7 +56,8 @@ from llamaq.common.protocol.job_request import JOB_ID_PATTERN, Priority
 GROUP = "workers"
 
 _JOB_ID = re.compile(JOB_ID_PATTERN)
-# The files that a batch writes have the hexadecimal digits of the batch, so that one script may touch them all.
+# The ids of a batch and of the files that it writes contain the same hexadecimal digits. So their keys have the same
+# hash tag, and one script can use them all.
 _BATCH_ID = re.compile(r"batch_([0-9a-f]{32})")
 _FILE_ID = re.compile(r"file-([0-9a-f]{32})((?:-output|-errors)?)")
 # A job stream without the key prefix.

@@ -1,4 +1,7 @@
-"""Ends expired jobs and makes delayed jobs wait in their queue in time, before a client counts or lists jobs."""
+"""Ends jobs whose deadline has passed, and moves delayed jobs that are due into their queue.
+
+A client calls this before it counts or lists jobs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects that the engine thread and the I/O thread share. They are created before both threads start."""
+"""The objects that the threads of a worker share. They are created before the threads start."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class QueueDepthGauge:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """Everything that one of the two threads writes and the other reads, except the commands to the tick loop."""
+    """The objects that the engine thread, the publishing thread and the I/O thread share, except the commands to the
+    tick loop."""
 
     telemetry: Telemetry = field(default_factory=Telemetry)
-    """Measurements of ticks and jobs, from both threads."""
+    """Measurements of ticks, from the publishing thread, and of jobs, from the I/O thread."""
     outputs: OutputMailbox = field(default_factory=OutputMailbox)
     """Outputs of jobs, from the publishing thread to the outbox."""
     queue_depth: QueueDepthGauge = field(default_factory=QueueDepthGauge)

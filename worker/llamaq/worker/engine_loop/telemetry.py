@@ -4,9 +4,9 @@ A hook is a function `hook(name, measurements)`. `name` is `tick` or `request.do
 
 - `tick`: `worker` and the fields of `TickStats`.
 - `request.done`: the fields of `EndedJob`, with the fields of `JobStats` and `JobTimeline` in place of `stats` and
-  `timeline`. The worker that had
-  claimed a job last reports its end, also if a client or another worker ended the job while it waited. The worker that
-  makes a dead letter of a damaged job, or of a job that crashed its workers, reports that end.
+  `timeline`. The worker that claimed a job last reports its end, also if a client or another worker ended the job while
+  it waited. The end of a damaged job, or of a job that crashed its workers, is reported by the worker that makes the
+  dead letter.
 
 Hooks run on the I/O thread, so a slow hook delays streams, not the engine.
 """
@@ -53,7 +53,8 @@ class EndedJob:
 
     job_id: str
     stats: JobStats
-    """Without the measurements of a run for a job that had no slot, or that a client or another worker ended."""
+    """The measurements of the job. If it had no slot, or if a client or another worker ended it, the fields that
+    describe its run are not set."""
     finish_reason: FinishReason | None
     """Why the job ended without an error."""
     error_code: str | None
@@ -76,7 +77,7 @@ class EndedJob:
 class Telemetry:
     """Counts ticks and jobs, keeps the last tick's measurements, and calls the hooks.
 
-    Threads: the engine thread calls `record_tick`. The I/O thread calls `attach` and `record_job`, and reads the
+    Threads: the publishing thread calls `record_tick`. The I/O thread calls `attach` and `record_job`, and reads the
     counters.
     """
 

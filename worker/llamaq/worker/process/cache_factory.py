@@ -59,7 +59,7 @@ def _choose_n_cached(settings: WorkerSettings, model: Model) -> int:
     if model.is_recurrent:
         return CACHED_STATES_PER_SLOT * settings.n_parallel
     if model.n_swa:
-        return CACHED_SEQUENCES // 2 if settings.kv_unified else 0  # as many again are guards
+        return CACHED_SEQUENCES // 2 if settings.kv_unified else 0  # each has a guard
     return CACHED_SEQUENCES if settings.kv_unified else 0
 
 
