@@ -5,7 +5,8 @@ from __future__ import annotations
 from redis.backoff import ExponentialBackoff
 
 MAX_DOUBLINGS = 60
-"""`ExponentialBackoff` computes a power of two before it applies the limit. A larger exponent could overflow."""
+"""Upper bound on the exponent. `ExponentialBackoff` computes a power of two before it applies its limit, and a larger
+power could overflow."""
 
 
 class Backoff:

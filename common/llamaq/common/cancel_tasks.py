@@ -12,7 +12,7 @@ CANCEL_EVERY_S = 0.1
 async def cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks repeatedly until all of them have ended. Their errors are dropped.
 
-    One cancellation is not enough: redis-py sends with `asyncio.wait_for`, which before Python 3.12 swallows a
+    One cancellation is not enough. redis-py sends with `asyncio.wait_for`. Before Python 3.12, this function loses a
     cancellation that arrives when the send completes.
     """
     running = set(tasks)

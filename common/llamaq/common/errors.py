@@ -36,7 +36,7 @@ from http import HTTPStatus
 from typing import Any, Self
 
 MAX_RETRY_AFTER_S = 600
-"""Upper bound of `QueueFull.retry_after_s`: the length of a queue is not known for longer than this."""
+"""Upper bound of `QueueFull.retry_after_s`: after this time, the length of the queue may have changed completely."""
 
 
 class ErrorCode(StrEnum):
@@ -70,8 +70,8 @@ class LlamaqError(Exception):
     """Base class of every error that llamaq raises on purpose. Errors can be pickled and copied."""
 
     http_status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
-    """The HTTP status with which a web backend answers: 400, 404 or 409 if the caller can mend the request, 503 or 504
-    if a later request may succeed, otherwise 500 or 502."""
+    """The HTTP status with which a web backend answers: 400, 404 or 409 if the caller can correct the request, 503 or
+    504 if a later request may succeed, otherwise 500 or 502."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Python calls the class with `args` to copy an exception. The arguments of our constructors are not `args`.
@@ -130,7 +130,7 @@ class QueueFull(LlamaqError):
 
 
 class QueueDraining(LlamaqError):
-    """The queue accepts no jobs until `resume`, while its workers run those that it has. The job was not submitted.
+    """The queue accepts no jobs until `resume`. Its workers still run the jobs in the queue. The job was not submitted.
 
     Attributes:
         queue: Name of the queue.
@@ -206,7 +206,7 @@ class IdempotencyConflict(LlamaqError):
 
 
 class BatchIncomplete(LlamaqError):
-    """Some jobs of `submit_many` were not submitted. The others were, and run.
+    """Some jobs of `submit_many` were not submitted. The other jobs were submitted, and run.
 
     Attributes:
         job_ids: For each job of the batch, in order: its id, or None if it was not submitted.
@@ -225,7 +225,7 @@ class BatchIncomplete(LlamaqError):
 
 
 class BulkRunRefused(LlamaqError, ValueError):
-    """A bulk run cannot begin or continue. The message names the file, and what to do."""
+    """A bulk run cannot begin or continue. The message names the file, and says what to do."""
 
     http_status = HTTPStatus.BAD_REQUEST
 

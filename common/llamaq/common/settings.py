@@ -1,6 +1,6 @@
 """Settings of a client, and the settings that clients and workers share: the Redis server and the queue.
 
-The value of a setting comes from the first source that has it: the argument or flag, the environment variable
+The value of a setting comes from the first of these sources that has it: the argument or flag, the environment variable
 (`LLAMAQ_` and the name in capitals), the default. The environment is read when an instance is created, never on import.
 """
 

@@ -1,7 +1,7 @@
 """The CPU cores that this process may use: the default number of llama.cpp's threads.
 
-Two hardware threads of one core compute hardly more than one, and llama.cpp waits in each step for the slowest thread.
-More threads than the quota of a container allows are stopped by the kernel in the middle of a step.
+Two hardware threads of one core are hardly faster than one, and llama.cpp waits in each step for the slowest thread. If
+a container has more threads than its quota of CPU time allows, the kernel stops threads in the middle of a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cpu_quota(mount: Path, membership: Path) -> float | None:
             _, controllers, path = line.split(":", 2)
             if controllers == "" or "cpu" in controllers.split(","):
                 root = mount if controllers == "" else mount / controllers
-                # In a container the path is that of the host, and only the group itself is mounted.
+                # In a container, the file contains the path on the host, and only the group itself is mounted.
                 group = root / path.lstrip("/")
                 quotas += [found for folder in (group, *group.parents) if (found := _quota_of(folder)) is not None]
     return min(quotas, default=None)

@@ -23,7 +23,8 @@ _ANNOTATIONS = frozenset({"type", "title", "description", "examples", "default",
 def rewrite_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema without the keywords that depend on whether a property exists.
 
-    Each becomes two cases: the property is missing, or it exists and the rest must hold.
+    Each of these keywords becomes two cases: the property is missing, or the property exists and the value matches the
+    schema of the keyword.
     """
     cases = [
         {"anyOf": [{"properties": {name: False}}, _with_property(name, value)]}
@@ -89,9 +90,9 @@ def _name_pattern(names: dict[str, Any]) -> str | None:
 
 
 def check_min_properties(schema: dict[str, Any], place: str) -> None:
-    """Refuse a `minProperties` that an output could miss because it has a key twice.
+    """Refuse a `minProperties` that a grammar cannot enforce.
 
-    A grammar cannot remember keys that the schema does not name.
+    A grammar cannot remember keys that the schema does not name, so an output could have such a key twice.
 
     Raises:
         ValueError: At most one key more than those in `required` can be demanded.

@@ -14,8 +14,8 @@ TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "o
 MAX_DEPTH = 8
 """Schemas below this level are taken to overlap."""
 MAX_STEPS = 200_000
-"""Upper bound on the keywords, names and values that are read for one document, about 0.2 s. All further schemas are
-taken to overlap."""
+"""Upper bound on the keywords, names and values that are read for one document. Reading them takes about 0.2 s. All
+further schemas are assumed to overlap."""
 _LARGEST = 1e300
 """Larger bounds are ignored."""
 ALTERNATIVES = ("anyOf", "oneOf")
@@ -29,7 +29,7 @@ _SIZES = (
 
 @dataclass(slots=True)
 class _Shape:
-    """What several schemas that a value must match together say about the value."""
+    """The values that match all of several schemas."""
 
     types: set[str] = field(default_factory=lambda: set(TYPES))
     values: set[str] | None = None
@@ -57,7 +57,7 @@ class Overlaps:
         self._n_steps = 0
 
     def are_disjoint(self, one: Sequence[Schema], other: Sequence[Schema], depth: int = 0) -> bool:
-        """Return whether no value matches all schemas of `one` and all of `other`. False: it is not known."""
+        """Return whether no value matches all schemas of `one` and all schemas of `other`. False: this is not known."""
         if depth > MAX_DEPTH or self._n_steps > MAX_STEPS:
             return False
         one, other = self._conjuncts(one), self._conjuncts(other)
@@ -69,7 +69,7 @@ class Overlaps:
         )
 
     def discriminators(self, branches: Sequence[Schema]) -> Iterator[str]:
-        """Yield the properties of all branches that have different values in each two of them."""
+        """Yield the properties whose values differ between any two of the branches."""
         shapes = [_shape(self._conjuncts([branch])) for branch in branches]
         names = [name for name in shapes[0].properties if all(name in shape.properties for shape in shapes)]
         for name in names:
@@ -136,7 +136,7 @@ class Overlaps:
 
 
 def _shape(schemas: Sequence[Schema]) -> _Shape:
-    """Return what schemas without `$ref` and `allOf` say together."""
+    """Return what several schemas, which have neither `$ref` nor `allOf`, require together."""
     shape = _Shape()
     for schema in schemas:
         if schema is False:

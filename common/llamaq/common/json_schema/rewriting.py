@@ -1,8 +1,9 @@
 """Rewrites a JSON schema for llguidance, so that every output matches the schema.
 
-llguidance implements most keywords. Some of the others can be written with them: `dependentRequired`, `propertyNames`,
-and `oneOf` whose schemas have no value in common. The rest is refused with the place of the keyword and a way out. A
-rewritten schema may allow fewer values than the original, but never others.
+llguidance implements most keywords. Some other keywords can be expressed with these: `dependentRequired`,
+`propertyNames`, and `oneOf` whose schemas have no value in common. All remaining keywords are refused; the error names
+the place of the keyword and an alternative. A rewritten schema may allow fewer values than the original, but never a
+value that the original does not allow.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ IMPLEMENTED = frozenset({
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
     "minLength", "maxLength", "pattern", "format",
 })  # fmt: skip
-"""The keywords that llguidance implements. All others are left out: they describe a value, but do not constrain it, and
-llguidance does not accept unknown ones in recursive schemas."""
+"""The keywords that llguidance implements. All other keywords are removed: they describe a value, but do not constrain
+it. llguidance does not accept unknown keywords in recursive schemas."""
 _IN_PLACE = (
     "$ref",
     "allOf",
@@ -167,10 +168,12 @@ class _Rewriting:
         return None
 
     def _with_discriminator(self, branches: list[Schema], rest: dict[str, Any]) -> list[Schema] | None:
-        """Return the schemas with a property required whose value differs in each of them, or None.
+        """Return the schemas, each of which requires a property whose value differs in each schema. None: there is no
+        such property.
 
-        pydantic does not require the discriminator of a union where it has a default. The target of a reference gets
-        `required` itself: llguidance does not allow keywords beside a reference in a recursive schema.
+        pydantic does not require the discriminator of a union if the discriminator has a default. If a schema is a
+        reference, `required` is added to its target, because llguidance does not allow keywords beside a reference in a
+        recursive schema.
         """
         for name in self._overlaps.discriminators(branches):
             if self._overlap(branches, {**rest, "required": [*_list(rest.get("required")), name]}) is not None:
@@ -233,7 +236,7 @@ def _without(schema: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _renamed(schema: dict[str, Any], name: str, other: str) -> dict[str, Any]:
-    """Return a schema with a keyword renamed; without it if it has the other one too, which decides alone."""
+    """Return a schema with a keyword renamed. If the schema also has the new name, the old keyword is dropped."""
     if name not in schema:
         return schema
     return {other: schema[name], **_without(schema, name)}

@@ -1,7 +1,7 @@
 """The upper bounds of the histograms' buckets.
 
-Every duration is counted in milliseconds, so that a counter in Redis is an integer. `scripts/_metrics.lua` has the
-bounds of `JOB_TIMES_MS` too, because it counts jobs that end without a worker; a test compares the two lists.
+Every duration is counted in milliseconds, so that a counter in Redis is an integer. `scripts/_metrics.lua` counts jobs
+that end without a worker, so it has a copy of the bounds of `JOB_TIMES_MS`. A test compares the two lists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BucketCounts:
         """
         self._bounds = bounds
         self.counts = list(counts) or [0] * (len(bounds) + 1)
-        """The number of values in each bucket, without those of smaller buckets."""
+        """The number of values in each bucket. Values in smaller buckets are not included."""
 
     def add(self, value: float) -> None:
         """Count a value."""

@@ -22,7 +22,7 @@ from llamaq.common.metrics.metric_definitions import Family, Histogram, Labels, 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""How often the server looks whether it must end."""
+"""How often the server checks whether it must stop."""
 REQUEST_TIMEOUT_S = 30.0
 """A connection that sends nothing for this time is closed."""
 

@@ -33,7 +33,7 @@ class Histogram:
     """The value of a histogram."""
 
     counts: tuple[int, ...]
-    """The number of values in each bucket, without those of smaller buckets; the last bucket has no bound."""
+    """The number of values in each bucket. Values in smaller buckets are not included. The last bucket has no bound."""
     total: float
     """The sum of all values."""
 

@@ -1,7 +1,8 @@
 """The times of one job's tokens, in the form in which they are stored with the job.
 
-The text of `TokenTimes` is the field `token_times` of a job's hash. Each flush stores it with the tokens, so the next
-worker of the job continues it. At the end of the job, `scripts/_metrics.lua` adds the counts to those of the queue.
+The text of `TokenTimes` is the field `token_times` of a job's hash. Each flush stores this field with the tokens, so
+the next worker of the job continues it. At the end of the job, `scripts/_metrics.lua` adds the counts of the job to the
+counts of the queue.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ M = TypeVar("M", bound=BaseModel)
 # Limit of an event or an output. Only workers write them, so the limit only protects against corrupt data.
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 
-# Level of zlib. Higher levels take several times as long, and save a tenth.
+# Level of zlib. Higher levels take several times as long, and make the result only about 10 % smaller.
 OUTPUT_COMPRESSION = 1
 
 # Parameters that do not determine the output of a job, and the seed, which is random unless the caller sets it. Two
-# requests that differ only in these count as the same request.
+# requests that differ only in these parameters count as the same request.
 NOT_IN_DIGEST = frozenset({
     "seed", "has_random_seed", "metadata", "idempotency_key", "priority", "stream", "prompt_progress",
     "cancel_on_disconnect", "timeout_s", "queue_timeout_s", "deadline_s", "delay_s", "run_at", "retries", "slot",
@@ -208,7 +208,11 @@ def _validate_event(values: object) -> Event:
 
 
 def decode_streamed(data: bytes) -> Event | TokenSpan:
-    """Return the event in these bytes like `decode_event`, but a `tokens` event as a tuple. Raises `ProtocolError`."""
+    """Return the event in these bytes, as `decode_event` does, but return a `tokens` event as a tuple.
+
+    Raises:
+        ProtocolError: The bytes are not an event.
+    """
     values = _unpack(data, MAX_EVENT_BYTES)
     if type(values) is dict and values.get("type") == "tokens":
         return _token_span(values)
@@ -272,7 +276,9 @@ _TOKENS_PREFIX = encode_tokens(0, (), 0, "")[:13]
 
 
 def is_tokens_event(data: bytes) -> bool:
-    """Return whether these bytes are surely a `tokens` event, without decoding them. False: they may be any event."""
+    """Return whether these bytes are certainly a `tokens` event, without decoding them. False: they may be any
+    event.
+    """
     return data.startswith(_TOKENS_PREFIX)
 
 
@@ -305,7 +311,9 @@ def decode_output(data: bytes) -> TokenSpan:
 
 
 def encode_embeddings(embeddings: Sequence[Embedding]) -> bytes:
-    """Return the encoded output of an embedding job, in the form of `encode_output`. Such numbers do not compress."""
+    """Return the encoded output of an embedding job, in the form of `encode_output` but not compressed: compression
+    would not make these numbers smaller.
+    """
     return zlib.compress(_pack({"text": "", "tokens": (), "embeddings": embeddings}), 0)
 
 

@@ -1,4 +1,7 @@
-"""Ends the jobs whose deadline has passed. Workers do it all the time, and clients before they count or list jobs."""
+"""Ends the jobs whose deadline has passed.
+
+Workers call this several times a second, and clients before they count or list jobs.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ async def end_expired(
 ) -> None:
     """End the jobs that `Scripts.due_jobs` has found.
 
-    If an id is not that of a valid job, because another client of Redis wrote it or overwrote the job, the id is
-    removed from the deadlines of the partition.
+    Another client of Redis may have written an id or overwritten its job. An id without a valid job is removed from the
+    deadlines of the partition.
 
     Raises:
         RedisError: Redis is unreachable, or refused a write.

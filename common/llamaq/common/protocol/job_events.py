@@ -22,7 +22,8 @@ class Started(WireModel):
 class Tokens(WireModel):
     """New tokens, and the text that they completed.
 
-    The text of a token may come in a later event: an incomplete UTF-8 character, or text that may become a stop string.
+    The text of a token may come in a later event, if it ends with an incomplete UTF-8 character or may be the beginning
+    of a stop string.
     """
 
     type: Literal["tokens"] = Field("tokens", description="Kind of the event.")
@@ -48,7 +49,8 @@ class Tokens(WireModel):
 class TokenSpan(NamedTuple):
     """The content of a `tokens` event, with the fields of `Tokens`.
 
-    Clients decode one for each token. A tuple is created in a fraction of the time that a model needs.
+    Clients decode a `tokens` event for each token of a stream. Creating a tuple takes much less time than creating a
+    pydantic model.
     """
 
     offset: int
@@ -82,7 +84,9 @@ class Failed(WireModel):
 
 
 class Retried(WireModel):
-    """The attempt failed and the job is retried later. This event is published, not stored: the hash tells the same."""
+    """The attempt failed and the job is retried later. This event is published but not stored, because the hash of the
+    job contains the same data.
+    """
 
     type: Literal["retried"] = Field("retried", description="Kind of the event.")
     run_at_ms: int = Field(description="Time at which the job is due again, in milliseconds since the epoch.")

@@ -75,7 +75,9 @@ class JobSummary(WireModel):
 
 
 class DeadLetter(WireModel):
-    """A dead letter: a job that crashed its workers or failed after its last retry, or an entry that is not a job."""
+    """A dead letter: a job that crashed its workers, failed after its last retry or is damaged, or an entry without a
+    job.
+    """
 
     id: str = Field(
         description="Argument of `show`, `retry` and `purge`: the id of the job, or QUEUE.PARTITION.ENTRY of an entry "

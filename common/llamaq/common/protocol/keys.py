@@ -196,7 +196,9 @@ class Keys:
         return f"{self._partition(parsed.queue, parsed.partition)}:response:{job_id}"
 
     def http_files(self, owner: str) -> str:
-        """Return the key of the records of an API key's files. The owner is empty if the server requires no keys."""
+        """Return the key of the records of an API key's files. The owner is empty if the server requires no API
+        keys.
+        """
         return f"{self.prefix}:http:{{{owner}}}:files"
 
     def http_file(self, file_id: str) -> str:

@@ -22,7 +22,7 @@ class QueueMode(StrEnum):
     PAUSED = "paused"
     """Jobs are accepted. No job gets its first slot; jobs that had a slot continue."""
     DRAINING = "draining"
-    """Jobs are refused. Those in the queue are claimed."""
+    """New jobs are refused. Jobs in the queue are claimed."""
 
 
 @dataclass(frozen=True, slots=True)

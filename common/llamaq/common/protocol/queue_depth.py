@@ -19,10 +19,10 @@ from llamaq.common.protocol.script_calls import source
 async def queue_depth(redis: Redis, keys: Keys, queue: str, partitions: int, *, max_tenants: int = 0) -> QueueDepth:
     """Return the depth of a queue over all partitions and priorities.
 
-    Only jobs that have a slot in a live worker run: their entries belong to the consumer of that worker, and their
-    leases have not expired. Jobs that were submitted for a later time are delayed until then. All other jobs wait, also
-    those of dead workers. If partitions have different modes, because one did not answer a change, the depth has the
-    mode that lets the fewest jobs through.
+    A job counts as running if it has a slot in a live worker: its entry belongs to the consumer of this worker, and its
+    lease has not expired. A job that was submitted for a later time counts as delayed until this time. All other jobs
+    count as waiting, also jobs of dead workers. If a partition did not answer a change of the mode, partitions have
+    different modes. Then the depth has the most restrictive mode.
 
     Args:
         redis: The Redis client.

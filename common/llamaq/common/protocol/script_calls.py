@@ -50,14 +50,14 @@ from llamaq.common.redis.write_refusals import is_job_key_error
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-# The files with the shared functions. Each uses those before it.
+# The files with the shared functions. Each file uses only functions of the files before it.
 SHARED = ("_metrics", "_turns", "_lib")
 _DEFINITION = re.compile(
     r"^local (?:function (?P<name>\w+)\(.*?^end$|(?P<constant>\w+) = .*?(?=^local|^--|^$|\Z))", re.MULTILINE | re.DOTALL
 )
 
-# How long a job that waits in a worker stays there although another worker has a free slot, to be multiplied by its
-# `move_factor` (see _lib.lua), and the maximum of the product.
+# How long a job that waits in a worker stays there although another worker has a free slot, and the upper bound of this
+# time. The time is multiplied by the `move_factor` of the job (see _lib.lua).
 MOVE_AFTER_S, MAX_MOVE_AFTER_S = 1.0, 30.0
 
 # Upper bound on the waiting entries of one stream that are examined for a worker with a free slot.
@@ -143,8 +143,8 @@ def _entry(reply: list[Any]) -> tuple[bytes, dict[bytes, bytes]]:
 def source(name: str) -> str:
     """Return the text of a script, with the shared functions that it needs in front of it.
 
-    Each call of a script creates its functions, so a function that is not needed would cost time. A function uses only
-    those before it.
+    Each call of a script creates all functions in its text, so functions that are not needed would cost time. A
+    function uses only functions that stand before it.
     """
     folder = files(__package__) / "scripts"
     text = folder.joinpath(f"{name}.lua").read_text()
@@ -357,7 +357,8 @@ class Scripts:
             partition: The partition.
             worker: Id of the worker that has a free slot.
             count: Number of jobs to return at most.
-            max_crashes: A job fails after this many crashes. Jobs that are one crash away from it are not returned.
+            max_crashes: A job fails after this many crashes. Jobs that are one crash away from this limit are not
+                returned.
         """
         times_ms = [int(MOVE_AFTER_S * 1000), int(MAX_MOVE_AFTER_S * 1000)]
         reply = await self._movable(
@@ -484,8 +485,8 @@ class Scripts:
 
         Returns:
             True: the job has ended now. False: a newer attempt exists, or the job had already ended. A number: the job
-            has not ended, because Redis stores only this many tokens of it, and `last` does not begin there. Call again
-            with all tokens after these.
+                has not ended, because Redis has stored only this number of its tokens, and `last` begins after them.
+                Call again with all tokens after this number.
         """
         (outcome,) = await self.finish_jobs(worker, [(last, terminal_write)])
         if isinstance(outcome, RedisError):

@@ -133,7 +133,7 @@ class Attempt:
         request: The encoded request.
         generated: Number of tokens that earlier attempts stored.
         waited_ms: Milliseconds from submit to this claim, or from the time for which the job was submitted.
-        queue_ms: Milliseconds from then to the first slot of the job. None: it had no slot so far.
+        queue_ms: Milliseconds from the same time to the first slot of the job. None: it had no slot so far.
         slot_ms: Milliseconds that earlier attempts had a slot.
         left_ms: Milliseconds from this claim to the deadline of the job. None: it has no deadline.
         retries_left: Number of times that the job may be retried after a failure. None: it has the option `retries=0`.

@@ -1,6 +1,6 @@
 """The commands that a client sends to one worker about texts, and the worker's reply.
 
-They give a client without llama.cpp the tokens and the rendered chats of the worker's model.
+With these commands, a client without llama.cpp gets the tokens and the rendered chats of the worker's model.
 """
 
 from __future__ import annotations

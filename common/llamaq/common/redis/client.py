@@ -24,7 +24,8 @@ class RetryingRedis(Redis):
     """Sends commands to one server. While the server cannot be reached, each command is retried until a deadline.
 
     redis-py's own client retries while it holds a connection of the pool. With 1,000 commands and 32 connections, the
-    last command would begin its retries after 31 others had ended theirs.
+    last command would begin its retries only after about 30 earlier commands on the same connection had ended their
+    retries.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """A client of Redis Cluster. A node that does not answer delays only the commands for its own keys.
 
-redis-py's cluster client is not used. After each error it reads the map of the cluster again before any other command
-is sent, from one node after another, and waits up to the socket timeout for a node that does not answer. So one silent
-master stopped the commands to all others. It also marks all connections for a reconnect whenever it reads the map.
+redis-py's cluster client is not used. After each error it reads the map of the cluster again, from one node after
+another, before it sends any other command. For a node that does not answer, it waits up to the socket timeout. So one
+silent master would stop the commands to all other masters. Whenever it reads the map, it also marks all connections for
+a reconnect.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from llamaq.common.redis.pool import BoundedPool
 Address = tuple[str, int]
 
 BLOCKING = ("XREAD", "XREADGROUP", "BLPOP")
-"""Commands that may wait in Redis. They have connections of their own, so that no other command waits for them."""
+"""Commands that may block in Redis. They use separate connections, so that no other command waits for them."""
 KEYLESS = ("PING", "TIME", "INFO", "CONFIG GET", "CLIENT LIST", "SCRIPT LOAD", "CLUSTER SLOTS")
 """Commands without a key. Any node executes them."""
 N_SLOTS = 16384
@@ -37,7 +38,8 @@ KEYLESS_TIMEOUT_S = 1.0
 MAP_TIMEOUT_S = 2.0
 """How long the map waits for the reply of one node."""
 NODES_PER_TRY, NEXT_TRY_S = 3, 0.25
-"""The map is read from this many nodes at once, and from as many others when none of them has replied in this time."""
+"""The map is read from this number of nodes at once. If none of them replies in time, it is read from the same number
+of other nodes."""
 
 
 class Node:

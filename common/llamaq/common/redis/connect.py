@@ -28,8 +28,8 @@ RETRY_S = 1.0
 # How long a command is retried with Sentinels and clusters, in seconds. A failover takes longer than a restart.
 FAILOVER_S = 15.0
 CONNECT_TIMEOUT_S = 5.0
-# Longer than every blocking command of llamaq, and shorter than a lease: if the server does not answer on a connection,
-# a worker can still renew its leases over another connection in time.
+# Longer than every blocking command of llamaq. Shorter than a lease: if the server does not answer on a connection, a
+# worker can still renew its leases over another connection in time.
 SOCKET_TIMEOUT_S = 5.0
 # A connection that was idle for longer is tested with PING before it is used.
 HEALTH_CHECK_S = 10
@@ -116,10 +116,10 @@ def make_connection(redis: Redis, node: str) -> AbstractConnection:
 def robust_connection(kind: type[C]) -> type[C]:
     """Return a subclass of this connection class that fixes four defects.
 
-    - Swallowed cancellations. redis-py sends with `asyncio.wait_for`, which on Python 3.11 swallows a cancellation or
+    - Lost cancellations. redis-py sends with `asyncio.wait_for`. On Python 3.11, this function loses a cancellation or
       timeout that arrives when the send completes (cpython issue 86296). The task would then wait forever.
-    - Repeated timeouts. After a timeout on one connection, every connection that is older reconnects before its next
-      use, because the same outage may have broken it.
+    - Repeated timeouts. After a timeout on one connection, every older connection reconnects before its next use,
+      because the same outage may have broken it.
     - Demoted masters. A connection whose server refuses writes reconnects, which finds the new master.
     - Connections that close during a command. redis-py's cluster client closes the connections of a failed node, also
       while a command is about to be sent over one of them. The command then fails with an `AttributeError`.

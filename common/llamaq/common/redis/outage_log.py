@@ -1,4 +1,4 @@
-"""Logs a Redis outage once in a while, however many commands fail during it."""
+"""Logs a Redis outage with few messages, although many commands may fail during the outage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ REPEAT_S = 60.0
 class OutageLog:
     """Logs a warning when Redis begins to fail or the kind of failure changes, and a message when Redis recovers.
 
-    During a long outage, the warning is repeated every `REPEAT_S` seconds. When Redis fails again soon after it has
-    recovered, the message is not a warning, so that a Redis at its limit does not fill the log with warnings.
+    During a long outage, the warning is repeated every `REPEAT_S` seconds. A failure soon after a recovery is not
+    logged as a warning. Otherwise a Redis at its memory limit, which fails again and again, would fill the log with
+    warnings.
 
     The object is true during an outage.
     """

@@ -19,8 +19,8 @@ class BoundedPool(ConnectionPool):
     When a connection attempt fails, all commands that wait for a connection fail too. Otherwise 1,000 commands to a
     server that does not answer would fail one group after another, each after its own connection timeout.
 
-    redis-py's `BlockingConnectionPool` is not used for two reasons. In it, a waiting command fails only after it has
-    got a connection of its own. And a waiting command that is cancelled may consume the wake-up of another one (cpython
+    redis-py's `BlockingConnectionPool` is not used for two reasons. In that pool, a waiting command fails only after it
+    has got a connection itself. A waiting command that is cancelled may consume the wake-up of another command (cpython
     issue 112202).
     """
 

@@ -11,8 +11,9 @@ from llamaq.common.redis.client import Command, RetryingRedis
 async def wait_for_replicas(redis: Redis, config: str, n_replicas: int, timeout_ms: int) -> int:
     """Wait until replicas have all earlier writes to the server of a partition, and return their number.
 
-    WAIT waits for the last write of its own connection. The earlier writes may have used another connection. So this
-    function writes once more, to a field without a meaning. A replica that has this write has all earlier ones.
+    WAIT only waits for writes of its own connection. The earlier writes may have used another connection. So this
+    function writes once more, to a field whose value has no meaning. A replica that has this write also has all earlier
+    writes.
 
     Args:
         redis: The Redis client.

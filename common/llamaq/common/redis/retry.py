@@ -20,12 +20,12 @@ LONGEST_PAUSE_S = 1.0
 async def retry_until_deadline(call: Callable[[], Awaitable[T]], longest_s: float) -> T:
     """Return the result of `call`. While the server cannot be reached, call again, with growing pauses.
 
-    The deadline is `longest_s` seconds after the first failure. The limit is a deadline and not a number of retries,
-    so that a server that refuses connections and a server that does not reply are retried for the same time. A command
-    is retried at least once, because the first try may only have shown that an idle connection was broken.
+    The deadline is `longest_s` seconds after the first failure. The limit is a deadline and not a number of retries. So
+    the call is retried for the same time if the server refuses connections and if it does not reply. There is at least
+    one retry, because the first failure may only mean that an idle connection was broken.
 
-    The call must not keep a connection of a pool between two tries. Otherwise other commands would wait for it, and
-    would start their own retries only afterwards.
+    The call must not keep a connection of a pool between two tries. Otherwise other commands would wait for this
+    connection, and would start their own retries only afterwards.
 
     Raises:
         RedisError: The error of the last try.

@@ -27,9 +27,9 @@ async def log_dangers(redis: Redis) -> None:
 
 
 async def _read_settings(redis: Redis) -> dict[str, str]:
-    """Return the known ones of `maxmemory`, `maxmemory-policy`, `save` and `appendonly`.
+    """Return those of `maxmemory`, `maxmemory-policy`, `save` and `appendonly` that can be read.
 
-    A Redis user may have neither the permission for CONFIG nor the one for INFO.
+    A Redis user may have no permission for CONFIG and INFO.
     """
     try:
         settings: dict[str, Any] = {}

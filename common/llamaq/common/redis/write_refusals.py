@@ -29,7 +29,7 @@ def is_full(exc: BaseException) -> bool:
 
 
 def is_job_key_error(exc: BaseException) -> bool:
-    """Return whether a script failed on the content of one job's keys. A repeated call would fail again."""
+    """Return whether a script failed because of the content of one job's keys. A repeated call would fail again."""
     return isinstance(exc, ResponseError) and any(words in str(exc) for words in _JOB_KEY_ERRORS)
 
 

@@ -105,8 +105,8 @@ class Vocab:
 
         Args:
             text: The text.
-            max_tokens: If the number of characters proves that the text has more tokens than this, the text is refused
-                and not tokenized. All other texts are tokenized, even if the result has more tokens.
+            max_tokens: A text is refused without tokenizing it if its number of characters proves that it has more
+                tokens than this. All other texts are tokenized, even if the result has more tokens.
 
         Raises:
             JobRejected: The text is too long, or llama.cpp cannot tokenize it.
@@ -163,7 +163,9 @@ class Vocab:
         return piece
 
     def piece_with_special(self, token: int) -> bytes:
-        """Return the bytes of one token, as `piece` does, but the text of a control token, such as `<|tool_call|>`."""
+        """Return the bytes of one token, as `piece` does. For a control token, return its text, such as
+        `<|tool_call|>`.
+        """
         return self.piece(token) or self._read_piece(token, special=True)
 
     @cached_property
@@ -210,8 +212,8 @@ class Vocab:
     ) -> list[int]:
         """Return the tokens of a chat. A special token's text inside the content of a message stays text.
 
-        The result equals the tokens of the whole rendered chat, unless the text of a special token is inside a content,
-        or a content and the text next to it together form such a text.
+        The result equals the tokens of the whole rendered chat, with two exceptions: the text of a special token is
+        inside a content, or a content and the text next to it together form the text of a special token.
 
         Args:
             messages: The messages, from the oldest to the newest.
@@ -234,9 +236,9 @@ class Vocab:
             found_special |= bool(spans)
             hidden.append(self._hide(message, spans, placeholders))
         rendered = self.render_chat(hidden, options)
-        # If no content has a special text, placeholders stand only for the beginnings and ends of contents. If the chat
-        # without placeholders has no additional special text, no beginning or end is part of one. Then the placeholders
-        # are not needed.
+        # If no content has a special text, placeholders replace only the beginnings and ends of contents. If the chat
+        # without placeholders has no additional special text, no beginning or end of a content is part of a special
+        # text. Then the placeholders are not needed.
         if placeholders.originals and not found_special:
             plain = self.render_chat(messages, options)
             if len(self.special_tokens.find(plain)) == len(self.special_tokens.find(rendered)):

@@ -12,8 +12,8 @@ _PLACEHOLDER = re.compile(r"(\{query\}|\{document\})")
 def encode_pair(vocab: Vocab, query: str, document: str, *, max_tokens: int | None = None) -> list[int]:
     """Return the tokens of a query and a document, with the text or the special tokens that the model expects.
 
-    They are those of llama-server (`format_prompt_rerank`), except that the text of a special token inside the query or
-    the document stays text.
+    The result equals that of llama-server (`format_prompt_rerank`), with one exception: the text of a special token
+    inside the query or the document stays text.
 
     Args:
         vocab: The vocabulary of the model.

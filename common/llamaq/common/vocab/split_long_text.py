@@ -1,6 +1,6 @@
 """Splits texts that llama.cpp cannot tokenize in one call.
 
-llama.cpp runs some pre-tokenizers with `std::regex`, which recurses at least once for each character of a match: about
+llama.cpp runs some pre-tokenizers with `std::regex`, which recurses at least once for each character of a match. About
 30,000 characters without a space overflow the stack and crash the process. In addition, the time that llama.cpp needs
 to find special tokens grows with the square of their number. Neither is a problem if the parts are short.
 """
@@ -25,8 +25,8 @@ _RUN = re.compile(r"\S+|\s+")
 def split_text(text: str, specials: Sequence[Span], *, splits_runs: bool) -> list[str]:
     """Split `text` into parts that are tokenized one by one.
 
-    A split before a special token changes no token. A long run is split at the end of a word if possible. Such a split
-    seldom changes a token. Any other split changes the tokens next to it.
+    A split before a special token changes no token. A long run is split at the end of a word if possible, which seldom
+    changes a token. Any other split changes the tokens next to the split.
 
     Args:
         text: The text.

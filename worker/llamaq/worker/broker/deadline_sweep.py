@@ -1,6 +1,6 @@
-"""Ends the jobs of a queue that have reached a deadline, in every state and whichever worker has them.
+"""Ends the jobs of a queue that have reached a deadline, in every state and in any worker.
 
-It also gives jobs that were submitted for a later time their entries when they are due.
+Jobs that were submitted for a later time also get their entries here when they are due.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EVERY_S = 0.25
 class DeadlineSweep:
     """Searches each partition of a queue for due jobs: ends those at a deadline, and adds the entries of delayed jobs.
 
-    The worker that runs a job ends it at its `deadline_s` by itself. The sweep ends jobs that wait, and those whose
-    worker is away.
+    A worker ends the jobs in its own slots at their `deadline_s`. The sweep ends jobs that wait, and jobs whose worker
+    does not answer.
 
     Threads: all methods run on the I/O thread.
     """
@@ -70,7 +70,8 @@ class DeadlineSweep:
                 log.debug("deadline_sweep.failed partition=%d error=%r", partition, exc)
 
     async def handle_due(self, partition: int) -> int:
-        """End jobs of one partition, and give jobs their entries. Returns the larger of both numbers of jobs.
+        """End the expired jobs of one partition, and give due jobs their entries. Returns the larger of both numbers of
+        jobs.
 
         Raises:
             RedisError: Redis is unreachable, or refused a write.

@@ -50,7 +50,7 @@ class EmptyQueueWatch:
     async def run(self) -> None:
         """Count until the queue has been empty for `empty_s` seconds, then call `on_empty`.
 
-        A queue whose Redis does not answer is not known to be empty: after that, the time begins again.
+        If Redis does not answer, the queue may have jobs. After this, the time begins again.
         """
         now_s = asyncio.get_running_loop().time
         empty_since_s: float | None = None

@@ -35,7 +35,7 @@ VOCAB_TTL_S = 24 * 3600
 MAX_STATS = 10_000
 """Approximate upper bound on the finished jobs whose stats are stored."""
 DEPTH_TIMEOUT_S = 1.0
-"""How long the heartbeat waits for the depth of the queue. On a cluster, a partition may be away."""
+"""How long the heartbeat waits for the depth of the queue. On a cluster, a partition may not answer."""
 FIRST_STATS_PAUSE_S, LONGEST_STATS_PAUSE_S = 0.1, 5.0
 
 
@@ -123,7 +123,7 @@ class Heartbeat:
         await self._read_depth()
 
     async def _read_depth(self) -> None:
-        """Read the depth of the queue for the engine thread. It keeps its last value if a partition does not answer."""
+        """Read the depth of the queue for the engine thread. If a partition does not answer, the last depth is kept."""
         with suppress(RedisError, TimeoutError):
             async with asyncio.timeout(DEPTH_TIMEOUT_S):
                 depth = await queue_depth(self._redis, self._keys, self._card.queue, self._partitions)
@@ -132,8 +132,8 @@ class Heartbeat:
     async def record_job(self, ended: EndedJob) -> None:
         """Record the end of a job in the telemetry, and soon in the queue's stream of stats.
 
-        The stream may be on another node of a cluster than the job. A node that is away must not delay the job's
-        partition, so the stats are stored in the background.
+        The stream may be on another node of a cluster than the job. A node that does not answer must not delay the
+        job's partition, so the stats are stored in the background.
         """
         self._shared.telemetry.record_job(ended)
         self._unstored.append(

@@ -54,7 +54,7 @@ class Intake:
     """Decides how many jobs this worker claims, and when.
 
     `JobClaims` claims the jobs in Redis, the preparer makes them ready for the engine, and `Outbox` registers them. The
-    outbox also stores in Redis when a job has a slot: until then it waits.
+    outbox also stores in Redis that a job has a slot. Until then the job counts as waiting.
 
     Jobs that other workers requeued or lost are claimed before new jobs. Without new jobs, a worker with a free slot
     takes jobs that wait for a slot in other workers. Bulk jobs never keep interactive jobs waiting in Redis. A worker
@@ -105,7 +105,7 @@ class Intake:
         self._clock = asyncio.get_running_loop().time
         self._n_slots = n_slots
         self._reclaimed_s = dict.fromkeys(Priority, -BLOCK_S)
-        """When this worker has last looked for jobs of each priority to reclaim, and taken all that it found."""
+        """When this worker last searched for jobs of each priority to reclaim, and took all jobs that it found."""
         self._moved_s = -BLOCK_S
         self._suspect_deadline_s: float | None = None
         """Time at which the running jobs are requeued, so that a waiting suspect can start. It is set when the first
@@ -157,7 +157,7 @@ class Intake:
     # ---- reading entries
 
     async def _read(self) -> list[Claim]:
-        """Return entries whose jobs can be claimed now: those of other workers first, then new ones."""
+        """Return entries whose jobs can be claimed now: first entries of other workers, then new entries."""
         if reclaimed := await self._reclaim():
             return await self._select_startable(reclaimed)
         if self.room <= 0:
@@ -172,7 +172,9 @@ class Intake:
         return max(due_s - self._clock(), MIN_BLOCK_S)
 
     async def _move_jobs(self) -> bool:
-        """Claim jobs that wait for a slot in other workers, if this worker has free slots. Returns whether it did."""
+        """Claim jobs that wait for a slot in other workers, if this worker has free slots. Returns whether it claimed
+        any.
+        """
         if self.n_free_slots <= 0 or self._clock() < self._moved_s + BLOCK_S:
             return False
         self._moved_s = self._clock()
@@ -229,7 +231,7 @@ class Intake:
                 await self._outbox.room_freed.wait()
 
     async def _wait_for_room_or_job(self, priorities: Sequence[Priority]) -> None:
-        """Wait until `Outbox.room_freed` is set or a job of these priorities is new, or until the next reclaim."""
+        """Wait until `Outbox.room_freed` is set, a job of these priorities is new, or the next reclaim is due."""
         room = asyncio.create_task(self._outbox.room_freed.wait())
         job = asyncio.create_task(self._job_claims.wait(self._time_to_reclaim_s(priorities), priorities))
         try:
@@ -424,7 +426,7 @@ class Intake:
         """Stop preparing jobs. Call this after `run` has ended and before `Outbox.close`, which requeues these jobs.
 
         First waits for the replies to unfinished calls of `claim.lua`. If a reply were lost, Redis could have recorded
-        a claim that this worker does not know of. Such a job would look like a job of a crashed worker.
+        a claim without this worker's knowledge. Such a job would look like a job of a crashed worker.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(CLAIM_TIMEOUT_S):

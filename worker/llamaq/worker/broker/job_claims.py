@@ -155,7 +155,7 @@ class JobClaims:
     def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
         """Record the time of the server of a partition, and how long this worker has asked for it.
 
-        Leases are not trusted while nothing or a jump is observed.
+        Leases are not trusted while the server does not answer, or after its clock has jumped.
         """
         self._streams.observe_time(partition, server_ms, waited_s)
 
@@ -220,8 +220,8 @@ class JobClaims:
     async def _heartbeat_ms(self, worker: str) -> int:
         """Return the time of a worker's last heartbeat; 0: it is not in the list of workers.
 
-        On a cluster the list may be on a node that is away. It must not keep the jobs of other nodes from being
-        claimed. Then the worker counts as alive, because a wrong death could end a job.
+        On a cluster, the list may be on a node that does not answer. The jobs of other nodes must still be claimed.
+        Then the worker counts as alive, because a death that is counted wrongly could end a job.
         """
         try:
             async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
@@ -304,7 +304,7 @@ class JobClaims:
             await self._report_end(claim.job_id, ErrorCode.DAMAGED)
 
     async def _report_end(self, job_id: str, code: ErrorCode) -> None:
-        """Report a job that became a dead letter here. What cannot be read of it is left out."""
+        """Report a job that became a dead letter here. Parts of the job that cannot be read are left out."""
         if self._on_finished is None:
             return
         stats = JobStats(worker=self._worker_id)
@@ -319,7 +319,8 @@ class JobClaims:
         await self._on_finished(EndedJob(job_id, stats, None, code.value, metadata))
 
     async def _read_published(self, job_id: str) -> TokenSpan:
-        """Return the output in the stored events, up to the first gap in the offsets. Its text is not collected.
+        """Return the output in the stored events, up to the first gap in the offsets. Only the tokens are collected,
+        not the text.
 
         A job may have many events. They are read in pages, so that flushes and renewals of other jobs can run between.
         """

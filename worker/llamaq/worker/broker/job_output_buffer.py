@@ -38,7 +38,8 @@ class RetryDelay:
 MAX_UNSENT_PROGRESS = 64
 """Largest number of events `prompt_progress` that are kept while Redis is slow. Newer ones replace the oldest."""
 MAY_PASS = frozenset({ErrorCode.INTERNAL, ErrorCode.DECODE_FAILED})
-"""Failures that may not happen again. A job with retries is tried again. `decode_failed` includes a lack of cells."""
+"""Failures that may not happen again: a job with retries is tried again. `decode_failed` can mean that cells were
+missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class JobProgress:
         self.text_ends.append((self.text_ends[-1] if self.text_ends else 0) + len(text))
 
     def record_time(self, time_s: float) -> None:
-        """Record when the token was generated that was added last, on the clock of `times`."""
+        """Record when the last added token was generated, on the clock of `times`."""
         since_s = time_s if self.times.submitted_s is None else self.times.submitted_s
         self.token_times.add(max(0, int((time_s - since_s) * 1000)))
 

@@ -188,7 +188,9 @@ class JobStreams:
                 return
 
     def _in_order(self) -> list[int]:
-        """Return the partitions in the order of this call, without those that are away. If all are away, return all."""
+        """Return the partitions in the order of this call, without partitions that do not answer. If none answers,
+        return all.
+        """
         self._first_partition = (self._first_partition + 1) % len(self._partitions)
         order = [*range(self._first_partition, len(self._partitions)), *range(self._first_partition)]
         return [partition for partition in order if partition not in self._probes] or order
@@ -235,7 +237,9 @@ class JobStreams:
             self._last_peeked[stream.decode()] = entries[-1][0]
 
     def observe_time(self, partition: int, server_ms: int, waited_s: float) -> None:
-        """Record the time of the server of a partition, and how long this worker has asked for it, for `reclaim`."""
+        """Record the time of a partition's server and how long this worker has waited for the reply. `reclaim` uses
+        both.
+        """
         self._guards[partition].observe(server_ms, waited_s)
 
     async def reclaim(self, count: int, priorities: Sequence[Priority] = tuple(Priority)) -> Entries:

@@ -6,18 +6,22 @@ import time
 from collections.abc import Callable
 
 SILENCE_S = 0.75
-"""A server that has not answered for this time may have been away: it is asked four times a second."""
+"""If a server has not answered for this time, there may have been an outage: workers call it four times a second."""
 SHORT_PAUSE_S = 1.0
-"""How long leases are not trusted after an outage that was shorter than a third of a lease, or after this worker itself
-stood still, on a busy machine for example, for less than a lease."""
+"""How long leases are not trusted after a short outage or a short stop of this worker.
+
+An outage is short if it took less than a third of a lease. A stop, on a busy machine for example, is short if it took
+less than a lease.
+"""
 
 
 class LeaseGuard:
     """Watches the clock of the Redis server of one partition.
 
-    After an outage of Redis, or after a jump of its clock, leases look expired although their holders are alive: the
-    holders could not renew them, or no time has passed. Then the holders get the time of a lease to renew them. After a
-    short outage they get a second: holders that have the same lease did not lose it, but others may have a shorter one.
+    After an outage of Redis, or after a jump of its clock, leases look expired although their workers are alive: the
+    workers could not renew them, or no time has passed. Then these workers get `lease_s` seconds to renew their leases.
+    After a short outage they get one second. The leases of workers with the same `lease_s` have not expired then, but
+    other workers may have shorter leases.
 
     Args:
         lease_s: The lease of this worker, in seconds.
@@ -38,14 +42,14 @@ class LeaseGuard:
 
         Args:
             server_ms: The time of the server, in milliseconds since the epoch.
-            waited_s: How long this worker has asked for the answer, in seconds. Before that, it did not ask: then it
-                stood still itself, and not the server.
+            waited_s: How long this worker has waited for the answer, in seconds. If the time since the last answer is
+                longer than this, the worker itself was stopped in the rest of the time.
         """
         now_s = self._clock()
         if self._seen_s is not None:
             passed_s = now_s - self._seen_s
             is_jump = (server_ms - self._server_ms) / 1000 - passed_s > SILENCE_S
-            # Holders renew their leases after a third of their time.
+            # Workers renew their leases after a third of `lease_s`.
             if is_jump or waited_s > self._lease_s / 3 or passed_s > self._lease_s:
                 self._distrust(self._lease_s)
             elif passed_s > SILENCE_S:
@@ -56,7 +60,7 @@ class LeaseGuard:
         self._distrusted_until_s = max(self._distrusted_until_s, self._clock() + time_s)
 
     def trusted_until_ms(self) -> int:
-        """Return until which time of the server expired leases may be trusted, in milliseconds since the epoch.
+        """Return the time of the server, in milliseconds since the epoch, until which expired leases may be trusted.
 
         0: they may not be trusted now.
         """

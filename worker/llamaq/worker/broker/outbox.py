@@ -43,7 +43,7 @@ REPORTED_BY_OTHERS = (ErrorCode.POISON, ErrorCode.DAMAGED)
 MAX_BYTES_IN_CALL = 1024 * 1024
 """Largest size of the outputs that one call of `finish.lua` stores, unless one output is larger."""
 OUTAGE_S = 1.0
-"""A flush that took longer than this was delayed by an outage of Redis."""
+"""If a flush takes longer than this, Redis had an outage."""
 
 
 class EngineControls(Protocol):
@@ -138,7 +138,8 @@ class Outbox:
     def n_claimed(self) -> int:
         """Number of jobs that count against the capacity of this worker. During an outage of Redis, ended jobs count.
 
-        The ends of jobs are not stored then, so a worker that replaced these jobs would claim more and more.
+        Redis does not store the ends of jobs during the outage. A worker that replaced these jobs by new jobs would
+        claim more and more jobs.
         """
         return self.n_jobs if self._has_outage else self.n_running
 
@@ -146,7 +147,7 @@ class Outbox:
     def n_interactive(self) -> int:
         """Number of registered interactive jobs that have not ended. During an outage of Redis, all jobs count.
 
-        Bulk jobs cannot be requeued then, so they make no room for interactive jobs.
+        During the outage, bulk jobs cannot be requeued to make room for interactive jobs.
         """
         if self._has_outage:
             return self.n_jobs
@@ -217,7 +218,9 @@ class Outbox:
             self.room_freed.set()
 
     def requeue_all(self, *, except_for: Lease) -> None:
-        """Requeue all jobs but one for other workers, and drop them in the engine. May be called repeatedly."""
+        """Requeue all jobs except one for other workers, and drop these jobs in the engine. May be called
+        repeatedly.
+        """
         for job in self._jobs.values():
             if job.terminal_write is None and not job.must_requeue and job.lease != except_for:
                 job.must_requeue = True
@@ -477,7 +480,7 @@ class Outbox:
     async def _drop_lost(self, job: JobProgress) -> None:
         """Drop an attempt that may no longer write, in the outbox and in the engine. Report the end of an ended job.
 
-        A client or another worker may end a job that waits here for a slot: at a call of `cancel`, or at a deadline.
+        A client or another worker may end a job that waits here for a slot, when `cancel` is called or at a deadline.
         """
         lease = job.lease
         self._engine.release(lease.job_id, lease.attempt)

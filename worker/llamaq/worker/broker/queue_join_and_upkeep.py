@@ -1,7 +1,8 @@
 """Joins a queue: compares the settings of this worker with those of the queue, and stores them for clients.
 
-Afterwards it keeps the queue in order: it restores settings that were deleted, removes traces of dead workers, and
-gives lost jobs an entry again. Each partition is handled on its own, so one that does not answer delays no other.
+Afterwards the worker repairs the queue: it restores settings that were deleted, removes data of dead workers, and gives
+lost jobs an entry again. Each partition is handled separately, so a partition that does not answer does not delay the
+others.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class QueueMembership:
     async def _find_live_workers(self) -> list[str] | None:
         """Return the ids of the live workers of the queue, without this one. None: Redis does not answer.
 
-        On a cluster, the list of workers may be on a node that is away while the partitions are on other nodes.
+        On a cluster, the node with the list of workers may not answer, while the partitions are on other nodes.
         """
         try:
             async with asyncio.timeout(PARTITION_TIMEOUT_S):

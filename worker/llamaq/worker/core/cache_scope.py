@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 PUBLIC = hashlib.blake2b(b"public", digest_size=32, person=b"llamaq scope").digest()
-"""Key of the tokens that all namespaces share. No namespace has this key, because the hashed texts differ."""
+"""Key of the tokens that all namespaces share. No namespace has this key, because it is the hash of another text."""
 
 
 @lru_cache(maxsize=1024)

@@ -31,13 +31,13 @@ class Sampler(Protocol):
     """The probability of the token that was drawn last, if later draws depend on it (Mirostat, adaptive-p)."""
 
     def takes(self, best: int) -> bool:
-        """Whether `sample` would return `best`, the token with the largest logit. Then it need not be called."""
+        """Whether `sample` would return `best`, the token with the largest logit. Then `sample` need not be called."""
 
     def sample(self, logits: npt.NDArray[np.float32], history: Sequence[int], n_prompt: int) -> int:
         """Draw the token that follows `history`.
 
-        The draw depends on the seed, the position `len(history) - n_prompt`, the history, the logits and the
-        `draw_probability` of the earlier draws only. Each history begins with that of the last call.
+        The draw depends only on the seed, the position `len(history) - n_prompt`, the history, the logits and the
+        `draw_probability` of the earlier draws. Each history begins with the history of the last call.
 
         Args:
             logits: One value for each token of the vocabulary. The sampler may change this array: no other job uses
@@ -57,7 +57,7 @@ class Detokenizer(Protocol):
     """Turns the tokens of one job into text. The text has only whole UTF-8 characters and no part of a stop string."""
 
     stop_string: str | None
-    """The whole stop string that the generated text contains. Then no more text is returned. None: there is none."""
+    """The stop string that the generated text contains. After it, no more text is returned. None: there is none."""
     tag_offset: int | None
     """Position of the last token in the text, in characters, if this token is a tag, such as `<tool_call>`. Its text
     may be held back. None: the token is no tag, or the job does not ask for the texts of control tokens."""
@@ -134,7 +134,7 @@ class Job(BaseJob):
     first_token_s: float | None = None
     """Time of this attempt's first sampled token. A preemption does not reset this time."""
     protected_tokens: int = 0
-    """A job of higher priority does not preempt this job before this job has generated this many tokens."""
+    """A job of higher priority cannot preempt this job until this job has generated this number of tokens."""
     n_out_of_cells: int = 0
     """How often this job lost its slot because cells ran out. Each time doubles the margin of its next admission."""
     scope: Scope = field(default_factory=Scope)

@@ -25,9 +25,9 @@ def common_prefix(a: bytes, b: bytes) -> int:
 def agreeing_bytes(edge: bytes, tokens: bytes, offset: int) -> int:
     """Return the length of the common prefix of `edge` and `tokens[offset:]`, in bytes. Only whole tokens count.
 
-    The compared length doubles until the strings differ, because most prompts differ early. A binary search then
-    finds the exact length. Each step compares only bytes that no earlier step has found equal. The steps compare
-    memory views, so no bytes are copied.
+    The compared length doubles until the strings differ, because most prompts differ early. A binary search then finds
+    the exact length. No step compares bytes that an earlier step has found equal. The steps compare memory views, so no
+    bytes are copied.
     """
     view = memoryview(edge)
     low, high, step = 0, min(len(edge), len(tokens) - offset) // TOKEN_BYTES + 1, 1

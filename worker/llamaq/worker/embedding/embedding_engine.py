@@ -1,8 +1,8 @@
 """Computes the embeddings of a batch of texts with llama.cpp.
 
-Each text is a sequence of its own in a unified memory, and the memory is empty before each batch. A batch is never
-larger than llama.cpp computes in one pass: pooling needs all tokens of a text in one pass, and so does a model whose
-tokens see the tokens after them.
+Each text is a separate sequence in a unified memory, and the memory is empty before each batch. A batch is never larger
+than llama.cpp computes in one pass. Pooling needs all tokens of a text in one pass. A model whose tokens attend to
+later tokens needs this too.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EmbeddingEngine:
         return self.context.decode()
 
     def _compute(self, texts: Sequence[Text]) -> list[TextResult] | None:
-        """Return the result of each text. None: llama.cpp cannot decode them together."""
+        """Return the result of each text. None: llama.cpp cannot decode the texts together."""
         if self._decode([text.tokens for text in texts]) != SUCCESS:
             return None
         if self.pooling is not Pooling.NONE:
@@ -111,7 +111,7 @@ def finish_rows(rows: npt.NDArray[np.float32], task: EmbeddingTask, *, scales: b
 
 
 def normalize(vector: Vector, how: Normalization) -> Vector:
-    """Return a scaled vector, computed as llama.cpp does (`common_embd_normalize`). A vector of zeros stays so."""
+    """Return a scaled vector, computed as in llama.cpp (`common_embd_normalize`). A vector of zeros is not changed."""
     length: Any
     match how:
         case Normalization.NONE:

@@ -1,6 +1,6 @@
 """Decides which embedding jobs have a slot, and which of their texts each tick computes.
 
-It has the calls of `scheduling.Scheduler`, so `TickLoop` runs both.
+It has the same methods as `scheduling.Scheduler`, so `TickLoop` can run both.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class EmbeddingScheduler:
     """Runs the embedding jobs of one worker from `submit` to their end.
 
     Interactive jobs get a slot before bulk jobs, except for the bulk share, and tenants take turns. The jobs with a
-    slot share each batch: every job adds one text after the other, until no text fits. Each tick begins with another
-    job, so that a large text is not passed for ever. No job is preempted: its texts take seconds.
+    slot share each batch: in turn, every job adds one text, until no text fits. Each tick begins with another job, so
+    that a large text does not wait forever. No job is preempted, because the texts of a job take only seconds.
     """
 
     def __init__(

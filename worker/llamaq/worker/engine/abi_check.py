@@ -1,6 +1,6 @@
 """Checks that the installed llama.cpp has the binary interface that this code was written for.
 
-ctypes does not detect that llama.cpp has changed a struct: it would write parameters to wrong addresses. So `check_abi`
+ctypes does not detect that llama.cpp has changed a struct; it would write parameters to wrong addresses. So `check_abi`
 compares the sizes of structs and some default parameters with the expected values, before any other call of llama.cpp.
 
 llama_cpp, the Python package, declares the functions of llama.cpp with ctypes pointers. Converting the arguments to

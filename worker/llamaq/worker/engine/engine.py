@@ -3,9 +3,9 @@
 If one job fails, its result has an `error`, and the other jobs continue. When llama.cpp cannot decode a batch, every
 sequence of the batch is cut back to its length before the batch. Then the parts are decoded one by one, so that only
 the part that causes the failure fails. A recurrent sequence cannot be cut back. The engine empties such a sequence and
-reports `n_past` 0, so that the job is prefilled again. From then on the engine decodes this sequence in a separate
-batch. If the KV memory has no room for a part, even when the part is decoded by itself, the result has `no_room`. The
-part can be decoded after other sequences have been removed.
+reports `n_past` 0, so the job is prefilled again. From then on the engine decodes this sequence in a separate batch. If
+the KV memory has no room for a part, even when the part is decoded by itself, the result has `no_room`. The part can be
+decoded after other sequences have been removed.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ class Engine:
         return SlotResult(part.slot, n_past, token=token)
 
     def _reject_bad_tokens(self, part: PrefillChunk) -> SlotResult | None:
-        """Return the failure of a job whose prompt has a token that is not in the vocabulary. A sampled token is."""
+        """Return the failure of a job whose prompt has a token that is not in the vocabulary. Sampled tokens are always
+        in it.
+        """
         run = part.slot.active
         tokens = run.tokens[run.n_past : run.n_past + part.n_tokens]
         if min(tokens) >= 0 and max(tokens) < self._n_vocab:

@@ -1,7 +1,7 @@
 """Extracts the vocabulary of a GGUF file: the header and all metadata, without tensors.
 
-A producer loads the result into llama.cpp with `vocab_only`. So it can tokenize like the worker without the model.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
+A producer loads the result into llama.cpp with `vocab_only`. So it can tokenize like the worker, without the model's
+weights. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
 from __future__ import annotations

@@ -62,9 +62,10 @@ class KvSequences:
         if last != n_tokens - 1:
             return False
         if self._is_recurrent:
-            # A hybrid memory has attention cells and a recurrent state. As the last position, llama.cpp returns the
-            # smaller one of both; as the first position, the larger one, which is the position of the state. So if the
-            # state is ahead of the attention cells, only the first position shows this.
+            # A hybrid memory has attention cells and a recurrent state. For the last position, llama.cpp returns the
+            # smaller of both last positions. For the first position, it returns the larger of both, which is the
+            # position of the state. So if the state is ahead of the attention cells, only the first position shows
+            # this.
             return self._context.first_position(seq_id) == last
         return not self._n_swa or self._context.first_position(seq_id) <= max(0, n_tokens - self._n_swa)
 

@@ -103,10 +103,11 @@ class ModelOptions:
     numa: Numa = "off"
     """How threads and memory are spread over NUMA nodes."""
     for_embeddings: bool = False
-    """Whether the model computes embeddings, so it need not be a text generator."""
+    """Whether the model computes embeddings. Then it need not be able to generate text."""
 
     def to_params(self) -> tuple[Any, object]:
-        """Return a `llama_model_params`, and an object to keep until the model is loaded: the params point to it.
+        """Return a `llama_model_params`, and an object that must be kept until the model is loaded: the params point to
+        it.
 
         Raises:
             ModelError: There are more shares than devices, or a buffer of `override_tensor` is unknown.

@@ -1,9 +1,10 @@
 """Guard sequences keep the cells of sliding-window layers that have left the window.
 
 llama.cpp reuses a cell of such a layer for new tokens when one sequence alone holds the cell and the cell's token has
-left the window of that sequence. This also happens with `swa_full`. The sequence itself no longer needs the cell, but a
-prompt that begins with the same tokens needs it, and so does a save. A cell that two sequences hold is never reused.
-Therefore each sequence has a guard sequence, which holds the same cells and computes nothing.
+left the window of that sequence. This also happens with `swa_full`. The sequence itself no longer needs the cell.
+However, a prompt that begins with the same tokens needs it, and a save of the sequence needs it too. A cell that two
+sequences hold is never reused. Therefore each sequence has a guard sequence, which holds the same cells and computes
+nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Publishes what the ticks have produced, on its own thread, while the engine thread computes the next batch.
 
-To publish means to wake the I/O thread, which then needs the GIL for up to a few milliseconds. Between two batches the
-device would wait for that. While `llama_decode` runs, nothing else needs the GIL.
+To publish means to wake the I/O thread, which then needs the GIL for up to a few milliseconds. If this happened between
+two batches, the device would wait. `llama_decode` releases the GIL, so the I/O thread can use it during the decode.
 
-`llama_decode` stays on the engine thread, which has the GIL when it hands over the work. On the second thread, the
-decode would have to wait for the GIL. Moreover, two threads would use the llama_context, which is not thread-safe.
+`llama_decode` stays on the engine thread, which has the GIL when it passes a report to the publishing thread. A decode
+on the second thread would have to wait for the GIL. Moreover, two threads would use the llama_context, which is not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Publisher:
 
     The thread runs within a `with` block. At the end of the block, everything is published.
 
-    Threads: the engine thread calls all methods. The thread of this object gets only reports, which nothing changes any
+    Threads: the engine thread calls all methods. The publishing thread only gets reports, which no thread changes any
     more. It uses neither the scheduler nor the engine.
     """
 

@@ -1,7 +1,7 @@
 """The engine thread: receives commands from the I/O thread and runs ticks while there is work.
 
 The engine thread never waits for Redis. Commands arrive through a queue, and outputs leave through a mailbox that
-never blocks. What a tick has produced is published while the next tick computes, see `Publisher`.
+never blocks. The outputs of a tick are published while the next tick computes, see `Publisher`.
 """
 
 from __future__ import annotations

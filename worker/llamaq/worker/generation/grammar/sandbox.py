@@ -1,9 +1,9 @@
 """Compiles grammars in another process before the engine uses them.
 
 The limits of llguidance bound each step of a compiled grammar, and most compilations. They do not bound the
-intersection of regular expressions, as `&` in Lark or `allOf` with several `pattern`: 40 of them need minutes, also
-with the smallest `initial_lexer_fuel`. Such a grammar ends only the sandbox process, and only the job with the grammar
-fails.
+intersection of regular expressions, such as `&` in Lark or `allOf` with several `pattern`. The compilation of 40
+patterns takes minutes, even with the smallest `initial_lexer_fuel`. Such a grammar ends only the sandbox process, and
+only the job with this grammar fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ So it takes no processor time while the worker starts."""
 START_TIMEOUT_S = 60.0
 """How long the process may take to load the vocabulary."""
 TRIAL_TIMEOUT_S = 10.0
-"""Processor time that a trial of a grammar may take. The result must not depend on what else the machine computes."""
+"""Processor time that a trial of a grammar may take. It is not a wall time, so other programs on the machine do not
+change the result."""
 LONGEST_WAIT_FACTOR = 12
 """How much longer than its processor time a trial may take on a busy machine."""
 MAX_CACHED_RESULTS = 128

@@ -21,10 +21,10 @@ from llamaq.worker.generation.grammar.large_stack import on_large_stack
 T = TypeVar("T")
 
 LIMITS = llguidance.LLParserLimits(step_max_items=5000, verbose_errors=False)
-"""Bounds of one step: 5,000 items take 0.3 ms, and 45 ms in the most ambiguous grammars. A grammar that needs more
-fails its job."""
+"""Bounds of one step. 5,000 items of the parser take 0.3 ms, or up to 45 ms in the most ambiguous grammars. If a
+grammar needs more items, its job fails."""
 MAX_STEP_S = 1.0
-"""If one step takes more processor time, the job fails, because the next steps could take as long."""
+"""If one step takes more processor time than this, the job fails, because the next steps could take as long."""
 DEAD_END = "NoExtension"
 """Begins the error of llguidance where no token can continue the output."""
 MAX_ERROR_CHARS = 300

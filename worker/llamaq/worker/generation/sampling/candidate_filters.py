@@ -1,8 +1,8 @@
 """The filters of the sampler chain: top-k, top-p, min-p and others.
 
-Each filter keeps the same candidates as the sampler of the same name in llama.cpp (src/llama-sampler.cpp). As there,
-sorted candidates are cut, and others are sorted first if they are few. No filter sorts a whole vocabulary, because
-sorting 151,936 logits takes about 20 ms.
+Each filter keeps the same candidates as the sampler of the same name in llama.cpp (src/llama-sampler.cpp). As in
+llama.cpp, sorted candidates are cut, and a small number of unsorted candidates is sorted first. No filter sorts a whole
+vocabulary, because sorting 151,936 logits takes about 20 ms.
 
 No logit is NaN or minus infinity, unless a function says otherwise, and there is at least one candidate.
 """
@@ -144,8 +144,8 @@ def dynamic_temperature(candidates: Candidates, temperature: float, spread: floa
 def _top_k_superset(logits: Logits, k: int) -> Indices:
     """Return the indices of the `k` largest logits, and possibly more, in ascending order.
 
-    The logits are divided into blocks. The result has the logits that are at least the k-th largest block maximum:
-    these are at least `k` logits, and usually only a few more.
+    The logits are divided into blocks. The result has all logits that are not smaller than the k-th largest maximum of
+    a block. These are at least `k` logits, and usually only a few more.
     """
     n_blocks = logits.size // min(MAX_BLOCK, max(1, logits.size // (4 * k)))  # clearly more than `k` blocks
     # Each block is a column, because numpy computes maxima along the first axis much faster than the last.
