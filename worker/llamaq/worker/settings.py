@@ -1,7 +1,7 @@
 """A worker's settings: small groups, validated together.
 
-The value of a setting comes from the first source that has it: the flag, the environment variable (`LLAMAQ_` and the
-name in capitals), the TOML file, the default.
+The value of a setting comes from the first of these sources that has it: the flag, the environment variable (`LLAMAQ_`
+and the name in capitals), the TOML file, the default.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The cache only keeps records: packed tokens, sequence ids and runs. `KvMemory` changes the sequences. The sequence of a
 finished job becomes an entry. A lookup searches entries and running jobs together for the longest common prefix.
-Each namespace has its own index, and one more index contains the public prefixes. A lookup compares a prompt only with
-tokens of its own namespace, and its public tokens also with the public tokens of other namespaces.
+Each namespace has its own index, and one more index contains the public prefixes. A lookup compares a prompt with the
+tokens of its own namespace. It compares the public tokens of the prompt also with the public tokens of other
+namespaces.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMatch:
-    """The longest prefix of a prompt that the device holds now, and the longest that a running job will compute."""
+    """The longest prefix of a prompt that the device holds now, and the longest prefix that a running job will
+    compute.
+    """
 
     n_held: int = 0
     """Number of tokens of the prompt whose cells `source` holds now."""
@@ -165,7 +168,8 @@ class RadixPrefixCache:
 
     Args:
         can_cut: Whether a copy may end at any token. False for a recurrent state. Then a prompt can use an entry only
-            if it begins with all tokens of the entry, and a run only if it begins with all tokens computed so far.
+            if it begins with all tokens of the entry. It can use a run only if it begins with all tokens that the run
+            has computed so far.
     """
 
     def __init__(self, *, can_cut: bool = True) -> None:

@@ -9,9 +9,9 @@ cells are shared. In this example the sequences have the ids 7, 3 and 9:
       └ 9 ██████░░                6 cells of sequence 3 (also cells of sequence 7), then 2 new cells
 
 The first `shared` cells of a sequence are also cells of its parent. The other cells of the sequence are called new.
-Every cell in use is a new cell of exactly one sequence, so 12 + 5 + 2 = 19 cells are in use here, although the cell
-counts of the three sequences add up to 33. When sequence 7 is removed, the 8 cells that it shares with sequence 3
-become new cells of sequence 3, and 4 cells become free.
+Every cell in use is a new cell of exactly one sequence. Therefore 12 + 5 + 2 = 19 cells are in use in the example,
+although the sequences hold 12 + 13 + 8 = 33 cells. When sequence 7 is removed, the 8 cells that it shares with sequence
+3 become new cells of sequence 3. The other 4 cells become free.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class CellLedger:
 def _mark_reached(sequence: _Sequence, reached: dict[_Sequence, int]) -> None:
     """Record in `reached` which cells of its ancestors `sequence` holds.
 
-    `reached` maps a node to a number n: its first n cells are held by one of the sequences marked so far. This function
-    increases the number of `sequence` and of its ancestors where `sequence` holds more of their cells.
+    `reached` maps a node to a number n: one of the sequences marked so far holds the first n cells of this node. This
+    function increases the numbers of `sequence` and of its ancestors, if `sequence` holds more of their cells.
     """
     n, node = sequence.held, sequence
     while reached.get(node, 0) < n:

@@ -125,7 +125,7 @@ class Eviction:
         return [entry for entry in self._cache.entries() if entry.in_transfer]
 
     def _is_enough_in_transfer(self, n_missing: int) -> bool:
-        """Whether no eviction is needed or possible: enough entries are in transfer, or all entries are in transfer."""
+        """Whether no further eviction must start: enough entries are in transfer, or all entries are in transfer."""
         in_transfer = {entry.seq_id for entry in self._in_transfer()}
         n_cells = self._pool.ledger.owned_together(in_transfer)
         has_sequence = bool(in_transfer or self._pool.n_free_sequences)
@@ -140,10 +140,10 @@ class Eviction:
     def trim(self) -> None:
         """Evict entries until their cells are within `held_cells` and each idle slot has a free sequence.
 
-        Evicts further entries when the margins of the running jobs no longer fit beside them, so that the cells are
-        saved and free when the jobs need them.
+        If the margins of the running jobs do not fit beside the entries, further entries are evicted. So their cells
+        are saved and free when the jobs need them.
 
-        Does nothing while no job runs: entries then slow nothing down, and the next job may reuse them.
+        Does nothing while no job runs: entries slow down no tick then, and the next job may reuse them.
         """
         if not self._pool.active:
             return
@@ -162,7 +162,8 @@ class Eviction:
     def _lacks_sequences(self) -> bool:
         """Whether fewer sequences are free, or soon will be, than slots are idle.
 
-        Always False when there are only as many sequences as slots: jobs then take over the sequences of entries.
+        Always False when there are only as many sequences as slots, because jobs then take over the sequences of
+        entries.
         """
         n_coming_free = len(self._in_transfer())
         return self._pool.has_spare_sequences and self._pool.n_free_sequences + n_coming_free < self._pool.n_idle

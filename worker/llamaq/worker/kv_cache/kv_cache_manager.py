@@ -78,7 +78,7 @@ class KvMemory:
     def lacks_cells(self, n_ahead: int = 0) -> bool:
         """Whether the running jobs need more cells than exist, for their histories and the next `n_ahead` tokens.
 
-        This happens because jobs grow, and because a job that lost shared cells computes them again.
+        This happens when jobs grow, and when a job that has lost shared cells computes them again.
         """
         return self._pool.lacks_cells(n_ahead)
 

@@ -34,7 +34,7 @@ class PrefixHit:
     """Number of tokens to copy from `source`."""
     source: Entry | Run | None = None
     leader: Run | None = None
-    """The running job that will compute a longer prefix of the prompt. When it has done so, the lookup is repeated."""
+    """The running job that will compute a longer prefix of the prompt. After that, the lookup is repeated."""
     n_coming: int = 0
     """The length of the prefix that `leader` will compute, in tokens."""
     stored: StoredPrefix | None = None

@@ -5,9 +5,9 @@ Tokens are packed, 4 bytes each, so that one memcmp compares two long prefixes. 
     (root) ── system prompt ─┬─ question A ── answer ── next question   ← a holder ends here
                              └─ question B                              ← another holder ends here
 
-An edge is a string of packed tokens. A node other than the root marks a position at which the tokens of a holder end,
-or at which the tokens of several holders begin to differ. Every leaf therefore has a holder, and a tree with n holders
-has fewer than 2n nodes besides the root.
+An edge is a string of packed tokens. Every node except the root marks a position where the tokens of a holder end, or
+where the tokens of several holders begin to differ. Every leaf therefore has a holder, and a tree with n holders has
+fewer than 2n nodes besides the root.
 """
 
 from __future__ import annotations

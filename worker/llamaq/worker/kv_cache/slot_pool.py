@@ -1,4 +1,4 @@
-"""The pool of a worker's slots: assigns slots, sequences and KV cells to jobs, and records who has which."""
+"""The pool of a worker's slots: assigns slots, sequences and KV cells to jobs, and records these assignments."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class SlotPool:
     A sequence belongs to a running job, belongs to the prefix cache, or is free. The pool counts cells, but does not
     record which cell belongs to which sequence.
 
-    A running job holds the cells of its history and takes one more with each token. The pool does not reserve the cells
-    of all tokens that a job may generate, because most jobs end earlier. There are three bounds:
+    A running job holds the cells of its history and takes one more cell with each token. The pool does not reserve
+    cells for all tokens that a job may generate, because most jobs end earlier. There are three bounds:
 
     - A job is admitted only if there is room for its history and a margin, and for the margins of the running jobs.
     - When the margins of the running jobs no longer fit, `missing_cells` reports it, and entries are evicted.
-    - Invariant between ticks: the cells that sequences hold (a shared cell counts once), plus the cells that the
-      running jobs need for the tokens that they have already, are at most `n_cells`.
+    - Invariant between ticks: at most `n_cells` cells are held by sequences or still needed by running jobs for the
+      tokens that they already have. A shared cell counts once.
 
     Args:
         n_slots: Number of slots.
@@ -137,8 +137,9 @@ class SlotPool:
     def _choose_slot(self, job: Job) -> Slot | None:
         """Return the idle slot for the job, or None.
 
-        A slot that the job requests is the only choice. Otherwise the slot whose content has the longest common prefix
-        with the prompt is preferred, and then the slot that has been idle longest.
+        If the job requests a slot, only this slot can be returned. Otherwise the slot is preferred whose content has
+        the longest common prefix with the prompt. If there is no such slot, the slot that has been idle longest is
+        returned.
         """
         if job.request.slot is not None:
             pinned = self.slots[job.request.slot]

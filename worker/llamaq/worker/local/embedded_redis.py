@@ -70,7 +70,7 @@ def _die_with_parent() -> None:
 class EmbeddedRedis:
     """A redis-server that runs from `start` to `stop`. On Linux it also ends when this process ends.
 
-    The class is also a context manager. A process that keeps the server for long calls `check` regularly, which
+    The class is also a context manager. A process that uses the server for a long time calls `check` regularly, which
     restarts a server that has crashed.
     """
 
@@ -80,7 +80,8 @@ class EmbeddedRedis:
         Args:
             port: The TCP port on 127.0.0.1. None: a Unix socket in a private folder.
             data_dir: Folder of the append-only file, which is synced every second. None: the file is in the private
-                folder, which `stop` removes. It is not synced: it needs to survive a crash of the server only.
+                folder, which `stop` removes. Then the file is not synced, because it only needs to survive a crash of
+                the server.
         """
         self._port = port
         self._data_dir = data_dir
@@ -141,7 +142,7 @@ class EmbeddedRedis:
             self._check_restart()
 
     def _check_restart(self) -> None:
-        """Look at a server that was restarted and has not answered yet."""
+        """Check a server that was restarted and has not answered yet."""
         try:
             if self._is_started():
                 self._n_failed_restarts = 0
@@ -217,7 +218,8 @@ class EmbeddedRedis:
         ]
 
     def _answers(self) -> bool:
-        """Whether this server answers on its private socket. On the TCP port another server could answer.
+        """Whether this server answers on its private socket. The TCP port is not tested, because another server could
+        use it.
 
         A server that still loads its data gets more time.
         """

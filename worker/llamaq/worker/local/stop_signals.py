@@ -1,4 +1,4 @@
-"""How commands that run for long react to SIGTERM and Ctrl-C."""
+"""How commands that run for a long time react to SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Moves KV cells between the device and the blocks in host memory and on disk.
 
-`BlockStore` decides which block is stored in which tier. This module moves the data: one block at a time, on the engine
-thread, between ticks, and only for the time that the running jobs allow. Files are read and written by another thread.
+`BlockStore` decides which block is stored in which tier. This module moves the data between ticks, on the engine
+thread, one block at a time, and only for the time that the running jobs allow. Another thread reads and writes files.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from llamaq.worker.offload.host_arena import HostArena
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 64
-"""Tokens of a block. A block of this size moves in less than a tick. Larger blocks take about as long per token."""
+"""Number of tokens of a block. A block of this size moves in less than a tick. Larger blocks are hardly faster per
+token."""
 MIN_ENTRY_TOKENS = 16
-"""Entries with fewer tokens are not saved: their transfer costs more than it gains."""
+"""Entries with fewer tokens are not saved, because their transfer takes more time than it saves."""
 
 
 class BlockFiles(Protocol):

@@ -8,10 +8,10 @@ The file has these fields, with their sizes in bytes:
     data       as given in the header
     checksum   crc32 of all preceding bytes (4)
 
-Numbers and data have the byte order of the machine. The name of the file is the name of the block: a hash of
+Numbers and data have the byte order of the machine. The name of the file is the name of the block, which is a hash of
 the parent's name, the namespace and the tokens. A header that matches the name can therefore be used before the data is
-verified. The checksum detects torn files and disk errors, not an attacker with write access to the folder; crc32 is the
-fastest checksum in Python's standard library.
+verified. The checksum detects torn files and disk errors. It does not detect changes by an attacker with write access
+to the folder. crc32 is the fastest checksum in Python's standard library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Host memory for saved cells, allocated and filled with zeros before it is needed.
 
 The first write to a new page waits until the system provides and clears the page. A copy into new memory therefore
-takes many times as long (measured for 0.5 MB: 1.5 ms instead of 0.09 ms), and the engine thread would wait. Therefore
+takes many times as long (measured for 0.5 MB: 1.5 ms instead of 0.09 ms). The engine thread must not wait for this. So
 a background thread allocates slabs before they are needed, and buffers are reused. Slabs use huge pages if the system
 has them.
 """

@@ -29,8 +29,8 @@ HELD_CELLS_DIVISOR = 4
 """By default cached sequences hold at most a quarter of all cells while jobs run."""
 MAX_HELD_CELLS = 256
 """Default upper bound on the cells of cached sequences while jobs run, if evicted sequences move to host memory and the
-model runs on the CPU. Measured with 8 decoding jobs: with 512 held cells, a tick takes 1.02 times as long (a model of
-0.6 B parameters) or 1.07 times as long (2.6 M parameters), and prefill takes at most 1.10 times as long. With 2,048
+model runs on the CPU. Measured with 8 decoding jobs and 512 held cells: a tick takes 1.02 times as long with a model of
+0.6 B parameters, and 1.07 times as long with 2.6 M parameters. Prefill takes at most 1.10 times as long. With 2,048
 held cells, ticks and prefill take 1.08 to 1.45 times as long. Loading 512 tokens from host memory takes a tenth of the
 time of such a tick."""
 

@@ -1,9 +1,9 @@
 """The entry point of a worker process that a supervisor starts.
 
 The supervisor writes the settings as one line of JSON to the standard input of this process, because the password of a
-Redis URL must not appear in a process list. The standard input then stays open as a lifeline: the end of the
-standard input means that the supervisor is dead, and this process ends too. The optional arguments are the file
-descriptor of the liveness pipe and a part of the worker's id.
+Redis URL must not appear in a process list. The standard input then stays open. When it is closed, the supervisor is
+dead, and this process ends too. The optional arguments are the file descriptor of the liveness pipe and a part of the
+worker's id.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Releases the jobs of worker processes that have died, so that the jobs do not wait for their leases.
+"""Requeues the jobs of worker processes that have died, so that the jobs do not wait until their leases expire.
 
-A supervisor releases the jobs of its own worker. When it was killed together with its worker, the next worker that
-starts on the same machine releases them.
+A supervisor requeues the jobs of its own worker. If the supervisor was killed too, the next worker that starts on the
+same machine requeues them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def release_in_background(settings: WorkerSettings, worker_id: str) -> threading
 def release_dead_neighbours(settings: WorkerSettings) -> threading.Thread:
     """Release the jobs of the queue's workers that have died on this machine, on a new thread.
 
-    A worker calls this before it loads its model: the card of a dead worker is stored for a few seconds only.
+    A worker calls this before it loads its model, because the card of a dead worker is stored for a few seconds only.
     """
     return _start(settings, _release_neighbours)
 

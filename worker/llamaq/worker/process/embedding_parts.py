@@ -25,7 +25,7 @@ MAX_TEXTS = 64
 
 
 class EmbeddingParts:
-    """The model of a worker that computes embeddings or scores, and what runs its jobs.
+    """The model of a worker that computes embeddings or scores, and the parts that run its jobs.
 
     Args:
         path: The model file.
@@ -63,7 +63,7 @@ class EmbeddingParts:
         )
 
     def make_slot_commands(self, ticks: TickLoop) -> NoSlotStates:
-        """Return a handler that lists the slots: an embedding leaves no state that could be saved."""
+        """Return a handler that only lists the slots, because an embedding leaves no state that could be saved."""
         return NoSlotStates(ticks)
 
     def describe(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ SAVE_TIMEOUT_S = 10.0
 
 
 class GenerationParts:
-    """The model of a worker that generates text, and what runs its jobs.
+    """The model of a worker that generates text, and the parts that run its jobs.
 
     Args:
         path: The model file.

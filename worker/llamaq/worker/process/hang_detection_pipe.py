@@ -21,8 +21,8 @@ WRITE_EVERY_S = 0.5
 SLACK_S = 2.0
 """Added to the time after which a tick counts as a hang, because a busy machine may delay a line."""
 MAX_STEP_S = 1.0
-"""Upper bound on the silence that is counted between two polls. A longer time between two polls may mean that the
-machine was suspended, and the child with it."""
+"""Upper bound on the silence that is counted between two polls. If the time between two polls is longer, the machine
+may have been suspended, and the child with it."""
 READ_BYTES = 65536
 END_LINE = b"end"
 

@@ -97,7 +97,8 @@ class IoThread:
         self.error: BaseException | None = None
         """The error that ended the thread, if any."""
         self.has_crashed = False
-        """Set when the engine thread ends with an error. This crash counts against each job without a stored token."""
+        """Set when the engine thread ends with an error. Then the crash counts against each job without a stored
+        token."""
 
     # ---- called on the engine thread
 
@@ -149,8 +150,8 @@ class IoThread:
         self._loop = asyncio.get_running_loop()
         self._shared.telemetry.attach()
         settings, keys = self._settings, Keys(self._settings.key_prefix)
-        # No retries in the client: each loop here retries by itself, so that an unreachable partition of a cluster
-        # delays no other partition.
+        # The client does not retry. Each loop here retries itself, so that an unreachable partition of a cluster does
+        # not delay other partitions.
         redis = connect(settings.redis_url, name=f"llamaq-worker-{self._card.worker}", failover_s=0)
         try:
             membership = self._make_membership(redis, keys)
@@ -297,7 +298,7 @@ class IoThread:
         await self._drain_and_unregister(outbox, heartbeat, membership)
 
     async def _register(self, heartbeat: Heartbeat) -> None:
-        """Send the first heartbeat. On a cluster, the list of workers may be on a node that is away."""
+        """Send the first heartbeat. On a cluster, the node with the list of workers may not answer."""
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT_S):
                 await heartbeat.beat()
@@ -318,7 +319,7 @@ class IoThread:
     async def _drain_and_unregister(self, outbox: Outbox, heartbeat: Heartbeat, membership: QueueMembership) -> None:
         """Write the last events, requeue unfinished jobs, and unregister the worker.
 
-        On a cluster, a step may fail for a partition that is away. The next steps are tried nevertheless.
+        On a cluster, a step may fail for a partition that does not answer. The next steps are tried nevertheless.
         """
         deadline_s = asyncio.get_running_loop().time() + CLOSE_TIMEOUT_S / 2
         for step in (outbox.close(crashed=self.has_crashed), membership.leave(), heartbeat.unregister()):

@@ -12,9 +12,9 @@ SAMPLE_BYTES = 16 * 1024
 def fingerprint_model(path: Path) -> str:
     """Return a hash of the file's size and of samples of its content, as 32 hexadecimal digits.
 
-    Hashing a whole model would take most of a minute at each start. The samples contain the beginning of the file with
-    the metadata, and parts of the weights at equal distances. So they differ for other weights, and for another
-    quantization. Of a model that is split into several files, the first file is read.
+    Hashing a whole large model would take most of a minute at each start. The samples contain the beginning of the file
+    with the metadata, and parts of the weights at equal distances. So the hash differs for other weights and for
+    another quantization. If a model is split into several files, only the first file is read.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)

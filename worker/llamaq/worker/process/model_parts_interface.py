@@ -1,4 +1,6 @@
-"""The interface of `GenerationParts` and `EmbeddingParts`: what of a worker depends on what its jobs compute."""
+"""The interface of `GenerationParts` and `EmbeddingParts`: the parts of a worker that depend on the kind of its
+jobs.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def bind_metrics_server(
 ) -> AbstractContextManager[object]:
     """Return a context in which the metrics are served. Without `metrics_port`, it does nothing.
 
-    The values are those of the heartbeat, and have the same names as those that `llamaq metrics` serves. The engine
-    thread only counts; a scrape runs on a thread of the server.
+    The values are those of the heartbeat. Their names are the names that `llamaq metrics` uses. The engine thread only
+    counts; a scrape runs on a thread of the server.
 
     Args:
         settings: The settings of the worker.

@@ -15,7 +15,7 @@ ENDED_STATES = frozenset("ZX")
 
 
 class ProcessIdentity(TypedDict):
-    """The fields of `WorkerCard` that identify a process. Together, no two processes share them."""
+    """The fields of `WorkerCard` that identify a process. No two processes have the same values of all these fields."""
 
     host: str
     boot_id: str
@@ -39,7 +39,7 @@ def identify_this_process() -> ProcessIdentity:
 def is_dead_here(card: WorkerCard) -> bool:
     """Return whether the worker's process ran on this machine and has ended.
 
-    False when it cannot be told: the process ran on another machine, before a reboot, or in another container.
+    False when this is not known, because the process ran on another machine, before a reboot, or in another container.
     """
     here = (socket.gethostname(), _read_boot_id(), _read_pid_namespace())
     if not all(here) or here != (card.host, card.boot_id, card.pid_namespace) or not card.pid_started:

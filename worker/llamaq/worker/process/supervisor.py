@@ -65,7 +65,9 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process and write its settings to its standard input, which stays open as the lifeline."""
+        """Start the process and write its settings to its standard input, which stays open as long as this process
+        lives.
+        """
         read_fd, write_fd = os.pipe()
         self._liveness = LivenessReader(read_fd)
         token = secrets.token_hex(3)
@@ -180,8 +182,8 @@ class Supervisor:
         Args:
             children: The settings of each child.
             log_file: Receives the standard error of all children; None: the standard error of this process.
-            also_check: Called with each check of the children, while they drain too. It restarts what they need, such
-                as an embedded Redis, or raises a `LlamaqError` when it cannot.
+            also_check: Called with each check of the children, also while they drain. It restarts processes that the
+                children need, such as an embedded Redis. It raises a `LlamaqError` when it cannot restart them.
         """
         self._also_check = also_check
         self._drain_s = max(settings.drain_s for settings in children)

@@ -1,16 +1,16 @@
 """Batch strategies: they decide which tokens go into the batch of a tick.
 
-A strategy reads the slots and returns a batch. It changes nothing. A tick cannot always contain all tokens that are
-ready: the next token of each running stream, and the prompts in prefill. The built-in strategies differ in which of the
-two groups they serve first.
+A strategy reads the slots and returns a batch. It changes nothing. Two groups of tokens are ready for a tick: the next
+token of each running stream, and the prompts in prefill. A tick cannot always contain all of them. The built-in
+strategies differ in the group that they serve first.
 
 Prompts in prefill get equal shares of a tick, and the unused part of a share goes to the other prompts. A short prompt
 is therefore computed within one or two ticks, and a long prompt still progresses in every tick. If the oldest prompt
 were served first instead, all other prompts would wait behind one long prompt. The disadvantage of equal shares is that
 several long prompts finish at about the same time, and not one after another.
 
-Prompts of bulk jobs wait for a tick if it completes all prompts of interactive jobs, whose first tokens then come
-earlier. They never wait for two ticks in a row.
+If a tick can complete all prompts of interactive jobs, the prompts of bulk jobs wait for this tick, so that the first
+tokens of the interactive jobs come earlier. Prompts of bulk jobs never wait for two ticks in a row.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class BuiltInStrategy(ABC):
 class DecodeMaximal(BuiltInStrategy):
     """Gives every running stream its next token in every tick. Prompts share the rest, at most one chunk in total.
 
-    This is the default. However many prompts are in prefill, a stream waits at most one tick for its next token, and
-    that tick contains at most `chunk_size` prompt tokens. While no stream runs, each prompt may get a chunk, and the
+    This is the default. With any number of prompts in prefill, a stream waits at most one tick for its next token, and
+    this tick contains at most `chunk_size` prompt tokens. While no stream runs, each prompt may get a chunk, and the
     chunks together may use the whole budget.
     """
 

@@ -1,7 +1,7 @@
-"""Keeps a share of the slots for bulk jobs while interactive jobs want all of them.
+"""Keeps a share of the slots for bulk jobs while interactive jobs could use all slots.
 
-Interactive jobs go first and preempt bulk jobs. Without a share, interactive jobs that always fill all slots would keep
-bulk jobs waiting for ever. The share is a part of the slot time: in one tick, each slot with a job uses one slot tick.
+Interactive jobs get slots first and preempt bulk jobs. Without a share, bulk jobs would wait forever if interactive
+jobs always fill all slots. The share is a part of the slot time: in one tick, each slot with a job uses one slot tick.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_CREDIT = 2 * TURN_TICKS
 
 
 class BulkShare:
-    """Counts the slot ticks that bulk jobs are owed, and decides when bulk jobs go before interactive jobs.
+    """Counts the slot ticks that bulk jobs are owed, and decides when bulk jobs get slots before interactive jobs.
 
     While bulk jobs wait or run, they are owed `share` of all slot ticks, minus the slot ticks that they use. A turn
     begins when they are owed `TURN_TICKS`, and ends when they are owed nothing.

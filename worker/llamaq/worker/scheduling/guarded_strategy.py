@@ -127,7 +127,7 @@ class GuardedStrategy:
         self._fallback = DecodeMaximal()
 
     def plan(self, slots: tuple[Slot, ...], queue_depth: int) -> Batch:
-        """Return a batch that obeys all rules, even if the strategy breaks them."""
+        """Return a batch that obeys all rules, even if the batch of the strategy does not."""
         return _end_chunks_at_checkpoints(self._checked_plan(slots, queue_depth))
 
     def record_tick(self, tick: TickTime) -> None:

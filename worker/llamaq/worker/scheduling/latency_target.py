@@ -11,7 +11,7 @@ from llamaq.worker.scheduling.tick_times import TickTime, TickTimeModel
 
 DEFAULT_TARGET_ITL_MS = 50.0
 HEADROOM = 0.95
-"""Part of the target that a tick may take. The rest is for the way of the token to its subscriber."""
+"""Part of the target that a tick may take. The rest is the time in which the token reaches its subscriber."""
 PREFILL_SHARE = 0.25
 """Prompts get at least this much time for each second of decoding, even if the target is missed then."""
 MAX_TICKS_WITH_PROMPTS = 32
@@ -21,10 +21,10 @@ MAX_TICKS_WITH_PROMPTS = 32
 class LatencyTarget(BuiltInStrategy):
     """Gives every running stream its next token in every tick, and prompts as many tokens as the target allows.
 
-    The target is the time between two tokens of a stream, which 95 % of the gaps do not exceed. The strategy measures
-    ticks, and from them it computes how many prompt tokens fit into the next one. While no stream runs, prompts get the
-    whole budget. If streams alone take more than 80 % of the target, prompts still get a quarter of the time of the
-    streams: the target is then missed, but no prompt waits for ever.
+    At most 5 % of the gaps between two tokens of a stream should be longer than the target. The strategy measures
+    ticks, and computes from these times how many prompt tokens fit into the next tick. While no stream runs, prompts
+    get the whole budget. If streams alone take more than 80 % of the target, prompts still get a quarter of the time of
+    the streams. Then the target is missed, but no prompt waits forever.
 
     Args:
         target_itl_ms: The target in milliseconds (`--target-itl-ms`).
@@ -45,7 +45,7 @@ class LatencyTarget(BuiltInStrategy):
         return Batch(decode, prefill_chunks(slots, n_prefill, chunk_size))
 
     def _n_prefill(self, n_decode: int) -> int:
-        """Return the number of prompt tokens for a tick with streams. 0: the streams alone are to be measured."""
+        """Return the number of prompt tokens for a tick with streams. 0: this tick measures the streams alone."""
         model = self._model
         decode_s = model.decode_s(n_decode)
         if decode_s is None or model.n_since_decode >= MAX_TICKS_WITH_PROMPTS:

@@ -27,9 +27,10 @@ class Preemption:
     Two rules keep jobs from losing their slots again and again:
 
     - A bulk job that was preempted for an interactive job generates `PROTECTED_TOKENS` tokens in its next run before it
-      can be preempted again. This protects only as many slots as the bulk share, or one, and never all slots. So an
-      interactive job waits only while bulk jobs are owed their share, or while other interactive jobs run.
-    - A job that was preempted because cells ran out gets its next slot only with twice the margin of the last time.
+      can be preempted again. This rule protects at most as many slots as the bulk share has, at least one slot, and
+      never all slots. So an interactive job waits only while bulk jobs are owed their share, or while other interactive
+      jobs run.
+    - Each time a job is preempted because cells ran out, the margin of its next admission doubles.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Preemption:
         return [slot for slot in bulk if slot not in kept]
 
     def keep_room(self) -> None:
-        """Free cells at once if the running jobs cannot compute their next tokens, and a little before that point."""
+        """Free cells at once if the running jobs cannot compute their next `CELLS_AHEAD` tokens."""
         if not self._memory.lacks_cells(CELLS_AHEAD):
             return  # the usual case, with one sum over the slots
         while self._memory.lacks_cells() and self.free_cells():
@@ -103,7 +104,7 @@ class Preemption:
     def _preempt_youngest(self) -> bool:
         """Preempt the bulk job that was admitted last. If no bulk job runs, preempt the interactive job admitted last.
 
-        The job that was admitted first among the interactive jobs is never preempted. So it reaches its end.
+        The interactive job that was admitted first is never preempted, so it always finishes.
 
         Returns:
             False when at most one job runs.

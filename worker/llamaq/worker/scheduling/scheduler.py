@@ -10,10 +10,10 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
     outputs = scheduler.apply(batch, results)
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
-outputs of each job in order: a `SlotAcquired` for each admission, a `PromptAdvanced` for each chunk if the job asks for
-it, the tokens of that run, a `SlotLost` if the job is preempted, and finally its `JobEnded`.
-Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one `JobEnded` for the
-job, or `release`, `withdraw`, `shed` or `close` removes the job without a `JobEnded`.
+outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced` for each chunk if the
+job asks for it, the tokens of the run, and a `SlotLost` if the job is preempted. The last output of a job is its `JobEnded`. Every job that `submit` accepts leaves the
+scheduler in one of two ways: `apply` returns exactly one `JobEnded` for the job, or `release`, `withdraw`, `shed` or
+`close` removes the job without a `JobEnded`.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Scheduler:
     def shed(self, n_jobs: int) -> list[Job]:
         """Remove waiting bulk jobs, starting with the last, until this worker has at most `n_jobs` jobs.
 
-        A job stays if it has had a slot here, because its cells are cached here. A job also stays for its first
-        `SHED_AFTER_S` seconds, and as one of the jobs that the bulk share needs. Each removal costs a new attempt.
+        Some jobs are not removed, because each removal costs a new attempt: jobs that have had a slot here, because
+        their cells are cached here; jobs in their first `SHED_AFTER_S` seconds; and the jobs that the bulk share needs.
 
         Returns:
             The removed jobs.
@@ -209,8 +209,8 @@ class Scheduler:
         """Return the batch of the next tick, which is empty when no slot can compute.
 
         Args:
-            queue_depth: Number of waiting jobs of the queue, which were counted a short time ago. Those of this worker
-                are among them.
+            queue_depth: Number of waiting jobs of the queue, counted a short time ago. It includes the waiting jobs of
+                this worker.
         """
         if not any(slot.state in COMPUTING for slot in self._memory.slots):
             return Batch()

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 N_DECODE_TICKS = 9
-"""Number of newest ticks without prompt tokens that tell the time of the decode tokens."""
+"""The time of the decode tokens is computed from this number of newest ticks without prompt tokens."""
 SIMILAR = 2
 """The time of decode tokens is known from ticks with up to this many times more or fewer streams."""
 N_PREFILL_TICKS = 16
-"""Number of newest ticks with prompt tokens that tell the time of one prompt token."""
+"""The time of one prompt token is computed from this number of newest ticks with prompt tokens."""
 DECAY = 0.7
 """Weight of a tick, compared with the next newer one, for the time of one prompt token."""
 N_ERRORS = 64
@@ -37,8 +37,8 @@ class TickTime:
     n_prefill: int
     """Number of prompt tokens."""
     seconds: float
-    """From the end of the tick before to the end of this one: the time between two tokens of a stream. If the worker
-    was idle before, from the plan of this tick."""
+    """From the end of the previous tick to the end of this tick: the time between two tokens of a stream. If the worker
+    was idle before, the time begins when this tick is planned."""
 
 
 class TickTimer:
@@ -53,12 +53,12 @@ class TickTimer:
         self._started_s: float | None = None
 
     def begin(self) -> None:
-        """Begin a tick, if it has not begun with the end of the tick before."""
+        """Begin a tick, if it did not begin at the end of the previous tick."""
         if self._started_s is None:
             self._started_s = self._clock()
 
     def end(self, *, begins_next: bool) -> float:
-        """Return the seconds since the begin of the tick. `begins_next`: the next tick follows without a pause."""
+        """Return the seconds since the beginning of the tick. `begins_next`: the next tick follows without a pause."""
         now_s = self._clock()
         seconds = now_s - (now_s if self._started_s is None else self._started_s)
         self._started_s = now_s if begins_next else None
@@ -68,9 +68,10 @@ class TickTimer:
 class TickTimeModel:
     """Predicts the time of a tick: the time of its decode tokens, and a time for each prompt token.
 
-    Both are medians, so a single slow tick changes little. The time of a prompt token follows the newest ticks, because
-    attention covers more cells with each chunk. Ticks with many prompt tokens count more, because noise is longer than
-    the time of few of them. The errors of the predictions are measured too: plans leave room for 95 % of them.
+    Both times are medians, so a single slow tick changes little. The time of a prompt token depends mainly on the
+    newest ticks, because attention covers more cells with each chunk. Ticks with many prompt tokens have more weight,
+    because the time of a few prompt tokens is shorter than the noise. The errors of the predictions are measured too,
+    and plans leave room for 95 % of these errors.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,8 @@ from llamaq.worker.core.job import Job
 from llamaq.worker.kv_cache.prefix_lookup import Candidate, PrefixHit
 
 MAX_OVERTAKEN = 8
-"""How often later jobs may overtake one job. Then no other job is admitted before this job, so its wait is bounded."""
+"""How often later jobs may overtake one job. After that, no other job is admitted before this job, so its wait is
+bounded."""
 MAX_COMPARED_JOBS = 16
 """Upper bound on the jobs of one priority whose reusable prefixes are compared for one admission."""
 MIN_LEAD_TOKENS = 16
@@ -21,12 +22,13 @@ MIN_LEAD_TOKENS = 16
 class WaitingQueue:
     """Orders waiting jobs: interactive before bulk, and first come, first served within a priority.
 
-    Jobs of several tenants take turns: the tenant with the fewest running jobs is next, and among these the one whose
-    last turn is longest ago. So a job does not wait for all jobs of another tenant that this worker claimed before it.
+    Jobs of several tenants take turns: the tenant with the fewest running jobs is next. If several tenants have equally
+    few, the tenant whose last turn is longest ago is next. So a job does not wait for all jobs of another tenant that
+    this worker claimed before it.
 
-    A job may overtake earlier jobs of its tenant if it has a longer reusable prefix, and any earlier jobs if KV memory
-    has no room for them. Each job is overtaken at most `MAX_OVERTAKEN` times. A large job therefore gets its room: no
-    further job is admitted before it, and the running jobs end.
+    A job may overtake earlier jobs of its tenant if it has a longer reusable prefix. It may overtake any earlier jobs
+    for which KV memory has no room. Each job is overtaken at most `MAX_OVERTAKEN` times. After that, no further job is
+    admitted before it and the running jobs end, so a large job gets its room.
     """
 
     def __init__(self) -> None:
@@ -112,7 +114,7 @@ class WaitingQueue:
 
     @property
     def interactive(self) -> Collection[Job]:
-        """The interactive jobs, the first one first. A bulk job may be preempted for the first one."""
+        """The interactive jobs in their order. A bulk job may be preempted for the first of them."""
         return self._jobs[Priority.INTERACTIVE].values()
 
     @property

@@ -1,7 +1,7 @@
 """Restores the state of a slot: the state becomes a cached sequence that the jobs of its scope can use.
 
 A restore runs on the engine thread between ticks, in steps of a few milliseconds. Each step loads at least one part of
-the state. Where sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
+the state. If sequences cannot be saved in parts, a state has one part, and the ticks wait for the whole copy.
 """
 
 from __future__ import annotations

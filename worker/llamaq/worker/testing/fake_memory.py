@@ -1,7 +1,7 @@
 """KV memory without llama.cpp. Each cell is an object with its token, so that every wrong use of a cell is found.
 
-It has the engine's operations on sequences and is stricter. For a call that can only result from a defect, it raises
-`AssertionError`, while the engine returns 0 or False.
+It has the engine's operations on sequences, with stricter checks: for a call that can only result from a defect, it
+raises `AssertionError`. The engine returns 0 or False for such a call.
 """
 
 from __future__ import annotations

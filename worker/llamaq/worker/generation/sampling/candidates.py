@@ -87,7 +87,7 @@ class Candidates:
         return self if unmasked.all() else self.take(np.flatnonzero(unmasked))
 
     def find(self, tokens: TokenIds) -> tuple[Indices | slice, Indices]:
-        """Return which of these tokens are candidates, as places in `tokens`, and their indices among the candidates.
+        """Return which of these tokens are candidates, as indices of `tokens`, and their indices among the candidates.
 
         Each token occurs at most once in `tokens`.
         """

@@ -15,7 +15,7 @@ from llamaq.worker.generation.sampling.sequence_breakers import SequenceBreakers
 FLOAT_MAX_LOG = 88.7228391
 """Natural logarithm of the largest float32: larger exponents of the base are not used."""
 SMALLEST_BASE = 1.000001
-"""The exponents of smaller bases have no bound, as in llama.cpp."""
+"""Exponents of the base are bounded only if the base is larger than this, as in llama.cpp."""
 MAX_PENALTY = 1e30
 
 Lengths = npt.NDArray[np.int32]
@@ -24,8 +24,9 @@ Lengths = npt.NDArray[np.int32]
 class Dry:
     """DRY for one growing history. Source: llama_sampler_dry_apply.
 
-    A repetition at a position of the history is a sequence of tokens before it that are also the last tokens of the
-    history. A new token extends the repetitions at whose position it stands, and ends all others. So no step searches.
+    A repetition at a position of the history is a sequence of tokens before this position that equals the last tokens
+    of the history. A new token extends a repetition if it equals the token at the position of the repetition. It ends
+    all other repetitions. Therefore no step searches the history.
 
     Args:
         params: The sampling parameters.
@@ -115,7 +116,10 @@ class Dry:
 
 
 def common_prefixes(values: Sequence[int]) -> Lengths:
-    """Return for each position how many values from there on equal the first values: the Z function, in linear time."""
+    """Return for each position how many values from this position on equal the first values.
+
+    This is the Z function, computed in linear time.
+    """
     n = len(values)
     lengths = [n] + [0] * (n - 1) if n else []
     left = right = 0  # the values from `left` to `right` equal the first values

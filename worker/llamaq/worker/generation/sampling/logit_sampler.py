@@ -36,8 +36,8 @@ class LogitSampler:
         params: The sampling parameters.
         seed: The seed of the draws.
         logit_bias: Maps token ids to the values that are added to their logits.
-        masked_tokens: Tokens that are never drawn, such as the end tokens for `ignore_eos`. Only where the grammar is
-            complete, so that no other token is left, a masked end token is drawn.
+        masked_tokens: Tokens that are not drawn, such as the end tokens for `ignore_eos`. There is one exception: if
+            the grammar is complete and allows no other token, a masked end token is drawn.
         grammar: Restricts the tokens.
         reasoning: Bounds the reasoning. None: it is not bounded.
         n_logprobs: Number of alternatives in `logprobs`. None: `logprobs` is always None.
@@ -155,7 +155,9 @@ class LogitSampler:
             logits[self._masked] = -np.inf
 
     def _allowed(self, logits: Logits, history: Sequence[int], n_prompt: int) -> Candidates:
-        """Return the tokens that grammar and reasoning allow, or many of those that they do not allow masked."""
+        """Return the tokens that grammar and reasoning allow. If these are many, mask the logits of the other tokens
+        instead.
+        """
         candidates = Candidates(logits)
         forced = None if self._reasoning is None else self._reasoning.forced_token(history, n_prompt)
         if self._grammar is None:
@@ -173,9 +175,9 @@ class LogitSampler:
     def _draw(self, candidates: Candidates, position: int, n_vocab: int) -> int:
         """Draw a candidate by inverse transform sampling.
 
-        The first candidate in ascending order of ids with cumulative weight > u * total weight is drawn, where u is
-        the random number of this position. In the order of logits, a rounding error could exchange two tokens and thus
-        change the draw: logits change slightly when another worker resumes the job.
+        The weights are added in ascending order of ids. The first candidate is drawn at which the sum is larger than u
+        * total weight, where u is the random number of this position. The order of logits is not used: logits change
+        slightly when another worker resumes the job, so a rounding error could exchange two tokens and change the draw.
         """
         candidates, probabilities = candidates.by_token(), None
         if self._feedback is not None:

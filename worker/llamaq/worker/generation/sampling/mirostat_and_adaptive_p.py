@@ -1,7 +1,7 @@
 """Samplers whose distribution depends on how probable the drawn tokens were: Mirostat and adaptive-p.
 
-Their state is a function of the probabilities of all draws of the job. These are stored with the tokens, so that a
-worker that resumes the job continues with the same state.
+Their state is a function of the probabilities of all draws of the job. These probabilities are stored with the tokens,
+so a worker that resumes the job continues with the same state.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class Mirostat1(Mirostat):
 
 
 class AdaptiveP(DrawFeedback):
-    """Adaptive-p: prefers tokens near a probability, which moves so that the average of the draws reaches the target.
+    """Adaptive-p: prefers tokens near a probability. This probability moves so that the average of the draws reaches
+    the target.
 
     Source: llama_sampler_adaptive_p.
 

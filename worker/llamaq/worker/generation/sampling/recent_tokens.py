@@ -44,7 +44,7 @@ class RecentTokens:
         return self._tokens[:n], self._counts[:n]
 
     def _start(self, history: Sequence[int]) -> None:
-        """Count a whole history. The caller removes no token that was not counted."""
+        """Count a whole history, from the beginning."""
         counted = history[-self._n_last :] if self._n_last > 0 else history
         tokens, counts = np.unique(np.array(counted, np.intp), return_counts=True)
         self._tokens, self._counts = tokens, counts.astype(np.float32)

@@ -69,7 +69,7 @@ def build_chain(params: SamplingDefaults, uniform: UniformNumbers, breakers: Seq
 
 
 def is_greedy(params: SamplingDefaults) -> bool:
-    """Return whether always the most probable token is drawn."""
+    """Return whether every draw selects the most probable token."""
     return params.temperature < GREEDY_BELOW and (params.mirostat > 0 or "temperature" in params.samplers)
 
 
@@ -90,7 +90,7 @@ def _filter(name: Sampler, params: SamplingDefaults) -> Apply | None:
 
 
 def _join_top_p_min_p(chain: list[Step], params: SamplingDefaults) -> list[Step]:
-    """Return the chain with one step for top-p with min-p after it, which takes less time than two."""
+    """Return the chain with one step in place of top-p followed by min-p, because one step takes less time than two."""
     joined: list[Step] = []
     for step in chain:
         if step.name == "min_p" and joined and joined[-1].name == "top_p":

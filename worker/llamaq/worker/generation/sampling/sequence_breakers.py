@@ -49,7 +49,8 @@ class SequenceBreakers:
     def tail_before(self, history: Sequence[int], end: int) -> int | None:
         """Return the tail of the breaker that ends before position `end`, as a number of tokens.
 
-        Of several breakers that end there, that with the shortest tail is returned. None: there is none.
+        If several breakers end there, the tail is that of the breaker with the shortest tail. None: no breaker ends
+        there.
         """
         for length in range(min(self.max_tail + 1, end)):
             tails = self._tails.get(history[end - 1 - length])

@@ -11,7 +11,7 @@ XTC = b"xtc"
 class UniformNumbers:
     """Random numbers that depend only on a seed, a position and a purpose.
 
-    So an attempt that resumes a job draws with the same random numbers as an uninterrupted attempt.
+    Therefore an attempt that resumes a job draws with the same random numbers as an uninterrupted attempt.
 
     Args:
         seed: The seed, at least 0 and below 2**64.

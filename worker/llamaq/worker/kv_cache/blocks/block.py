@@ -1,7 +1,7 @@
 """A block, which is the saved KV state of a few consecutive tokens, and the types that describe blocks.
 
-A block is useful only together with all its ancestors, the blocks of the tokens before it. The name of a block is
-therefore a hash of three values: the name of the parent block, the namespace of the block, and the tokens of the block.
+A block is useful only together with all its ancestors, which are the blocks of the tokens before it. The name of a
+block is therefore a hash of three values: the name of the parent block, and the namespace and the tokens of the block.
 Two blocks with equal names have equal tokens and equal ancestors.
 """
 

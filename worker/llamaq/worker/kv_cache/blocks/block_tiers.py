@@ -7,9 +7,8 @@ Blocks form a tree: conversations that begin with the same tokens share the bloc
 capacity in bytes and evicts its least recently used block. A use of a block is also a use of its ancestors, so the last
 blocks of a conversation are evicted first.
 
-If a disk tier exists, a block that host memory evicts moves to disk. Its ancestors get files too, so that whenever a
-block has a file, its parent has a file. This module only decides. The package `offload` writes, reads and erases the
-files.
+If a disk tier exists, a block that host memory evicts moves to disk. Its ancestors get files too. So the parent of a
+block with a file always has a file. This module only decides. The package `offload` writes, reads and erases the files.
 """
 
 from __future__ import annotations
@@ -145,8 +144,8 @@ class BlockStore:
     def mark_file_lost(self, block: Block) -> None:
         """Remove the files of the block and its descendants, because the block's file is missing or invalid.
 
-        `block` or a descendant stays stored only if its data is in host memory, and if the same is true for each block
-        on the path from `block` to this descendant. All others are removed.
+        A block of this subtree stays stored only if its data is in host memory, and if the data of each block on the
+        path from `block` to it is in host memory too. All other blocks of the subtree are removed.
         """
         if block not in self:
             return
@@ -259,7 +258,7 @@ class BlockStore:
         if block.on_disk or self._plan_files(block):
             self._host.remove(block)
             block.data = None
-        else:  # it has no children: a child on disk has a parent on disk, and host memory evicts children first
+        else:  # the block has no children: a child on disk has a parent on disk, and host memory evicts children first
             self._remove(block)
 
     def _plan_files(self, block: Block) -> bool:
@@ -282,7 +281,9 @@ class BlockStore:
         return True
 
     def _make_disk_room(self, n_bytes: int, block: Block) -> bool:
-        """Evict files until `n_bytes` are free, but no file of the block's ancestors. Returns False if impossible."""
+        """Evict files until `n_bytes` are free. Files of the block's ancestors are kept. Returns False if
+        impossible.
+        """
         is_touched = False
         while self._disk.n_bytes + n_bytes > self._disk.max_bytes:
             oldest = self._disk.oldest

@@ -18,7 +18,7 @@ from llamaq.worker.kv_cache.blocks.block import (
 
 
 class BlockTree:
-    """Finds blocks by their parent and by their name. Tiers, capacities and the order of use are not its concern."""
+    """Finds blocks by their parent and by their name. It does not know tiers, capacities and the order of use."""
 
     def __init__(self, block_tokens: int | None, *, can_cut: bool) -> None:
         """See `BlockStore` for the parameters."""

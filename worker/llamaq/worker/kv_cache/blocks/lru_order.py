@@ -12,8 +12,8 @@ class LruOrder:
 
     The order does not contain pinned blocks, because pinned blocks cannot be evicted. `n_bytes` includes pinned blocks.
 
-    Invariant: from the oldest to the newest, a block comes after all its descendants, because every use of a block is
-    also a use of its ancestors.
+    Invariant: a block is always newer than all its descendants, because every use of a block is also a use of its
+    ancestors.
 
     The order is a circular doubly linked list, so that a block can be inserted before its parent in constant time. The
     root of the tree is the sentinel: the oldest block is directly after the root, the newest directly before the root.
