@@ -18,7 +18,8 @@ class QueueDepthGauge:
 @dataclass(frozen=True, slots=True)
 class SharedState:
     """The objects that the engine thread, the publishing thread and the I/O thread share, except the commands to the
-    tick loop."""
+    tick loop.
+    """
 
     telemetry: Telemetry = field(default_factory=Telemetry)
     """Measurements of ticks, from the publishing thread, and of jobs, from the I/O thread."""

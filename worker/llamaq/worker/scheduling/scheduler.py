@@ -11,9 +11,9 @@ The scheduler only decides. The engine computes. One tick of a worker consists o
 
 All calls must come from one thread, and no other method may be called between `plan` and `apply`. `apply` returns the
 outputs of each job in order. For each run of a job these are a `SlotAcquired`, a `PromptAdvanced` for each chunk if the
-job asks for it, the tokens of the run, and a `SlotLost` if the job is preempted. The last output of a job is its `JobEnded`. Every job that `submit` accepts leaves the
-scheduler in one of two ways: `apply` returns exactly one `JobEnded` for the job, or `release`, `withdraw`, `shed` or
-`close` removes the job without a `JobEnded`.
+job asks for it, the tokens of the run, and a `SlotLost` if the job is preempted. The last output of a job is its
+`JobEnded`. Every job that `submit` accepts leaves the scheduler in one of two ways: `apply` returns exactly one
+`JobEnded` for the job, or `release`, `withdraw`, `shed` or `close` removes the job without a `JobEnded`.
 """
 
 from __future__ import annotations
