@@ -13,10 +13,12 @@ from llamaq.common.background_tasks import BackgroundTasks
 from llamaq.common.errors import JobFailed, JobNotFound, LlamaqError, NoWorker, ResultTimeout
 from llamaq.common.protocol.job_outcome import Result
 from llamaq.common.protocol.job_request import JobRequest
+from llamaq.common.protocol.keys import JobId
 from llamaq.producer.auto_cancelled_stream import AsyncStream
 from llamaq.producer.call_timeout import CallTimeout, drop_error
 from llamaq.producer.job_handle import AsyncJob
 from llamaq.producer.queue_connection import QueueConnection
+from llamaq.producer.streaming.early_progress import EarlyProgress
 from llamaq.producer.submission import new_job_id, require_worker, send
 
 log = logging.getLogger(__name__)
@@ -41,8 +43,9 @@ class AutoCancelledJobs:
 
     async def generate(self, request: JobRequest, timeout: float | None) -> Result:
         """Submit a job and wait for its result. See `AsyncClient.generate`."""
+        self._connection.check_loop()
         limit = CallTimeout(self._connection.timeout_s(timeout))
-        job = await self._submit(request, limit)
+        job = await self._submit(request, limit, new_job_id(self._connection, request))
         try:
             return await job.result_within(limit)
         except ResultTimeout as exc:
@@ -56,10 +59,33 @@ class AutoCancelledJobs:
 
     async def stream(self, request: JobRequest, timeout: float | None) -> AsyncStream:
         """Submit a job and return the stream of its chunks. See `AsyncClient.stream`."""
-        job = await self._submit(request, CallTimeout(self._connection.timeout_s(timeout)))
+        self._connection.check_loop()
+        limit, job_id = CallTimeout(self._connection.timeout_s(timeout)), new_job_id(self._connection, request)
+        early = await self._listen(str(job_id)) if request.prompt_progress else None
+        try:
+            job = await self._submit(request, limit, job_id)
+        except BaseException:
+            if early is not None:
+                early.stop()
+            raise
+        if early is not None and early.job_id == job.id:
+            job.early_progress = early
+        elif early is not None:  # the idempotency key has found another job
+            early.stop()
         stream = AsyncStream(job, timeout, self)
         self._streams.add(stream)
         return stream
+
+    async def _listen(self, job_id: str) -> EarlyProgress:
+        """Listen to a job that is not submitted yet: a short prompt is computed within milliseconds."""
+        connection = self._connection
+        early = EarlyProgress(connection.redis, connection.keys.of_job(job_id), job_id)
+        try:
+            await early.listen(connection.subscriber)
+        except BaseException:
+            early.stop()
+            raise
+        return early
 
     def cancel_soon(self, job: AsyncJob) -> asyncio.Task[bool]:
         """Cancel a job in the background, unless other callers may share it.
@@ -67,6 +93,8 @@ class AutoCancelledJobs:
         Returns:
             A task that ends soon, although Redis may not answer for long. Its result is whether the job was cancelled.
         """
+        if job.early_progress is not None:
+            job.early_progress.stop()
         return self._background.start(self._wait_briefly(self._background.start(self._cancel(job))))
 
     async def explain(self, timeout: ResultTimeout, job: AsyncJob) -> LlamaqError:
@@ -100,15 +128,12 @@ class AutoCancelledJobs:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await self._background.wait()
 
-    async def _submit(self, request: JobRequest, limit: CallTimeout) -> AsyncJob:
+    async def _submit(self, request: JobRequest, limit: CallTimeout, job_id: JobId) -> AsyncJob:
         """Submit a job. If the time is over or this task is cancelled during the submit, the job is cancelled too.
 
         Raises:
             NoWorker: The client has `require_worker`, and no worker serves the queue. Nothing was submitted.
-            RuntimeError: The client belongs to another event loop, which is not closed.
         """
-        self._connection.check_loop()
-        job_id = new_job_id(self._connection, request)
         problem = "could not be submitted: Redis has not answered"
         await require_worker(self._connection, job_id, limit)
         submitting = self._background.start(send(self._connection, request, job_id))

@@ -18,6 +18,7 @@ from llamaq.producer.call_timeout import CallTimeout, naming_job, timeout_error
 from llamaq.producer.queries.job_progress import with_progress
 from llamaq.producer.queries.job_records import read_result, read_status
 from llamaq.producer.queue_connection import QueueConnection
+from llamaq.producer.streaming.early_progress import EarlyProgress
 from llamaq.producer.streaming.end_waiter import EndWaiter
 from llamaq.producer.streaming.event_reader import EventReader
 from llamaq.producer.streaming.job_listener_base import JobListener
@@ -64,6 +65,8 @@ class AsyncJob:
         """Whether `submit` created the job. False if its idempotency key already had a job, or after `client.job()`."""
         self.is_shared = is_shared
         """Whether `submit` had an idempotency key, through which other callers may get the same job."""
+        self.early_progress: EarlyProgress | None = None
+        """Has listened since before the submit, for the first stream of this handle. `client.stream` sets it."""
         self._connection = connection
         self._keys = connection.keys.of_job(job_id)
 
@@ -156,7 +159,7 @@ class AsyncJob:
         Yields:
             The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
             A job submitted with `prompt_progress=True` also yields chunks with `progress` while its prompt is computed;
-            a call that begins later misses those before it.
+            a call that begins later misses those before it. `client.stream` listens before it submits the job.
 
         Raises:
             ResultTimeout: No chunk arrived in time. The job is not cancelled.
@@ -170,6 +173,8 @@ class AsyncJob:
         with naming_job(self.id):
             is_open = await self._is_open(CallTimeout(timeout_s))
             with self._following(reader, is_open=is_open):
+                if self.early_progress is not None:
+                    self.early_progress.pass_to(reader)
                 while True:
                     try:
                         event = await reader.next_event(timeout_s)

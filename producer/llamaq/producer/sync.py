@@ -875,7 +875,7 @@ class Job(BlockingJob):
         Yields:
             The chunks of the job in order. A job submitted with `stream=False` yields one chunk when it finishes.
             A job submitted with `prompt_progress=True` also yields chunks with `progress` while its prompt is computed;
-            a call that begins later misses those before it.
+            a call that begins later misses those before it. `client.stream` listens before it submits the job.
 
         Raises:
             ResultTimeout: No chunk arrived in time. The job is not cancelled.

@@ -10,7 +10,7 @@ from tests.producer.streaming.test_subscriber import until_confirmed
 
 from llamaq.common.protocol import codec
 from llamaq.common.protocol.job_events import PromptProgress
-from llamaq.producer import AsyncClient, Chunk, Client
+from llamaq.producer import AsyncClient, Chunk, Client, IdempotencyConflict
 from llamaq.producer.streaming.end_waiter import EndWaiter
 from llamaq.producer.streaming.event_reader import EventReader
 from llamaq.producer.testing import FakeWorker, serving
@@ -40,6 +40,39 @@ async def test_chunks_with_progress_precede_the_text(redis_url: str, queue: str)
             ("a", (0,), 2, 0),
             ("b", (1,), 3, 1),
         ]
+
+
+async def test_progress_before_the_first_look_at_a_stream_is_kept(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        for n_before in (0, 1):
+            stream = await client.stream("x", prompt_progress=True)
+            attempt = await worker.start_next()
+            await attempt.emit_progress(8, 30)
+            await attempt.emit_progress(16, 30)
+            await asyncio.sleep(0)
+            if n_before:
+                await stream.aclose()
+                await attempt.finish()
+            else:
+                await attempt.answer(["a"])
+                chunks = [chunk async for chunk in stream]
+                assert processed(chunks) == [8, 16]
+                assert [chunk.index for chunk in chunks] == [0, 1, 2]
+            assert repr(client.subscriber).startswith("<Subscriber channels=0 "), "nothing listens any more"
+
+
+async def test_nothing_listens_to_a_job_that_was_refused_or_found_by_its_key(redis_url: str, queue: str) -> None:
+    async with AsyncClient(redis_url, queue) as client, FakeWorker(redis_url, queue) as worker:
+        first = await client.stream("x", prompt_progress=True, idempotency_key="k")
+        attempt = await worker.start_next()
+        again = await client.stream("x", prompt_progress=True, idempotency_key="k")
+        with pytest.raises(IdempotencyConflict):
+            await client.stream("y", prompt_progress=True, idempotency_key="k")
+        assert again.job.id == first.job.id
+        await attempt.answer(["a"])
+        for stream in (first, again):
+            assert [chunk.text async for chunk in stream] == ["a"]
+        assert repr(client.subscriber).startswith("<Subscriber channels=0 ")
 
 
 async def test_a_reader_that_joins_late_has_all_text_and_no_progress(redis_url: str, queue: str) -> None:
