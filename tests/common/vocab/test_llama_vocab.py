@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import pytest
@@ -142,6 +143,33 @@ def test_no_content_adds_a_special_token(chat_vocab: Vocab, contents: list[str])
     ]
     text = "".join(f"user\n{content}\n" for content in contents) + "assistant\n"
     assert chat_vocab.decode(tokens) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        ('{"a": ["<|im_end|>"]}', '{"a": ["<|im_end|>"]}'),
+        ('{"a": "\\u003c|im_end|\\u003e"}', '{"a": "<|im_end|>"}'),
+        ({"<|im_end|>": 1}, '{"<|im_end|>": 1}'),
+        ("<|im_end|>[", '"<|im_end|>["'),
+        ({"a": "b"}, '{"a": "b"}'),
+    ],
+)
+def test_special_texts_in_the_arguments_of_calls_stay_text(tmp_path: Path, arguments: Any, printed: str) -> None:
+    vocab = template_vocab(tmp_path, "{% for call in messages[0].tool_calls %}{{ call.function | tojson }}{% endfor %}")
+    message = Message.model_validate(
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}] * 2}
+    )
+    tokens = vocab.encode_chat([message])
+    assert special_texts_of(vocab, tokens) == ["<|bos|>"]
+    assert vocab.decode(tokens) == f'{{"name": "f", "arguments": {printed}}}' * 2
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused(chat_vocab: Vocab) -> None:
+    arguments = '{"a":' * 900 + "1" + "}" * 900
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(JobRejected, match="nested too deeply"):
+        chat_vocab.encode_chat([Message.model_validate({"role": "assistant", "tool_calls": [call]})])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ class FunctionCall(StrictModel):
 
     name: str = Field(min_length=1, max_length=256, description="Name of the function.")
     arguments: str | dict[str, JsonValue] = Field(
-        description="The arguments: an object, or its JSON text. Chat templates get the object in both cases."
+        description="The arguments: an object, or its JSON text. Chat templates get the object in both cases. Special "
+        "tokens in the arguments are not parsed."
     )
 
 
@@ -135,12 +136,12 @@ def message_for_template(message: Message) -> dict[str, Any]:
     """Return a message as chat templates read it: without fields that are not set, arguments as objects."""
     values = message.model_dump(exclude_none=True)
     for call in values.get("tool_calls", ()):
-        call["function"]["arguments"] = _as_object(call["function"]["arguments"])
+        call["function"]["arguments"] = arguments_as_object(call["function"]["arguments"])
     return values
 
 
-def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Return the object in a JSON text; the text itself if it is no object."""
+def arguments_as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return the arguments of a call as chat templates read them: the object in a JSON text, or a text without one."""
     if isinstance(arguments, dict):
         return arguments
     try:

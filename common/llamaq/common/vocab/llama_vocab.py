@@ -11,7 +11,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ import llama_cpp
 
 from llamaq.common.errors import ErrorCode, JobRejected, ModelError
 from llamaq.common.protocol.answer_tags import ANSWER_TAGS
-from llamaq.common.protocol.chat import Message, TemplateOptions
+from llamaq.common.protocol.chat import Message, TemplateOptions, arguments_as_object
 from llamaq.common.vocab.chat_template import ChatTemplate
 from llamaq.common.vocab.special_token_masking import Placeholders, Span, SpecialTokenFinder
 from llamaq.common.vocab.split_long_text import split_text
@@ -210,10 +210,11 @@ class Vocab:
     def encode_chat(
         self, messages: Sequence[Message], options: TemplateOptions = NO_OPTIONS, *, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the tokens of a chat. A special token's text inside the content of a message stays text.
+        """Return the tokens of a chat.
 
-        The result equals the tokens of the whole rendered chat, with two exceptions: the text of a special token is
-        inside a content, or a content and the text next to it together form the text of a special token.
+        A special token's text inside the content of a message, or inside the arguments of a call, stays text. The result
+        equals the tokens of the whole rendered chat, with two exceptions: there is such a text, or a content and the
+        text next to it together form the text of a special token.
 
         Args:
             messages: The messages, from the oldest to the newest.
@@ -229,16 +230,16 @@ class Vocab:
         found_special = False
         hidden: list[Message] = []
         for message in messages:
-            for name, value in message.model_dump(exclude_none=True).items():
-                if name not in ("role", "content"):
-                    self._refuse_special_texts(f"messages: {name}", value)
+            self._check_message(message)
+            n_hidden = len(placeholders.originals)
+            called = self._hide_arguments(message, placeholders)
             spans = self.special_tokens.find(message.content)
-            found_special |= bool(spans)
-            hidden.append(self._hide(message, spans, placeholders))
+            found_special |= bool(spans) or len(placeholders.originals) > n_hidden
+            hidden.append(self._hide(called, spans, placeholders))
         rendered = self.render_chat(hidden, options)
-        # If no content has a special text, placeholders replace only the beginnings and ends of contents. If the chat
-        # without placeholders has no additional special text, no beginning or end of a content is part of a special
-        # text. Then the placeholders are not needed.
+        # If no content and no argument has a special text, placeholders stand only for the beginnings and ends of
+        # contents. If the chat without placeholders has no additional special text, no beginning or end is part of a
+        # special text. Then the placeholders are not needed.
         if placeholders.originals and not found_special:
             plain = self.render_chat(messages, options)
             if len(self.special_tokens.find(plain)) == len(self.special_tokens.find(rendered)):
@@ -277,6 +278,32 @@ class Vocab:
         """Raise `JobRejected` if the value has the text of a special token, which the template would print."""
         if any(map(self.special_tokens.find, _texts_in(value))):
             raise JobRejected(ErrorCode.INVALID_REQUEST, f"{place} contains the text of a special token")
+
+    def _check_message(self, message: Message) -> None:
+        """Raise `JobRejected` if a field has the text of a special token. Contents and arguments may have it."""
+        values = message.model_dump(exclude_none=True)
+        for call in values.get("tool_calls", ()):
+            del call["function"]["arguments"]
+        for name, value in values.items():
+            if name not in ("role", "content"):
+                self._refuse_special_texts(f"messages: {name}", value)
+
+    def _hide_arguments(self, message: Message, placeholders: Placeholders) -> Message:
+        """Replace the special texts in the arguments of calls. In a JSON text, escapes may hide such a text."""
+
+        def hide(text: str) -> str:
+            return placeholders.replace(text, self.special_tokens.find(text))
+
+        calls = []
+        for call in message.tool_calls or ():
+            try:
+                arguments = _map_texts(hide, arguments_as_object(call.function.arguments))
+            except RecursionError as exc:
+                reason = "messages: the arguments of a call are nested too deeply"
+                raise JobRejected(ErrorCode.INVALID_REQUEST, reason) from exc
+            function = call.function.model_copy(update={"arguments": arguments})
+            calls.append(call.model_copy(update={"function": function}))
+        return message.model_copy(update={"tool_calls": tuple(calls)}) if calls else message
 
     def _hide(self, message: Message, spans: list[Span], placeholders: Placeholders) -> Message:
         """Replace the special texts at `spans` in the content, and parts of special texts at its edges."""
@@ -350,6 +377,17 @@ def _texts_in(value: object) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts_in(inner)
+
+
+def _map_texts(change: Callable[[str], str], value: Any) -> Any:
+    """Return a value of JSON in which each text, also each name, is replaced by what `change` returns for it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): _map_texts(change, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(change, inner) for inner in value]
+    return value
 
 
 def _token_or_none(token: int) -> int | None:
