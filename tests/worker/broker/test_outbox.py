@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,12 +22,13 @@ from llamaq.common.protocol.job_outcome import FinishReason, JobState, JobStats
 from llamaq.common.protocol.job_request import JobRequest
 from llamaq.common.protocol.keys import GROUP
 from llamaq.common.protocol.script_calls import Scripts
-from llamaq.common.protocol.script_types import Attempt, Claim
+from llamaq.common.protocol.script_types import Attempt, Claim, Increment
 from llamaq.common.protocol.upkeep_script_calls import UpkeepScripts
 from llamaq.common.redis.write_refusals import is_full
 from llamaq.producer import AsyncClient, AsyncJob, JobFailed
 from llamaq.producer.queries.job_records import read_output
 from llamaq.producer.testing import LEASE_MS, FakeWorker
+from llamaq.worker.broker import outbox as outbox_module
 from llamaq.worker.broker.job_output_buffer import Checkpoints, RetryDelay
 from llamaq.worker.broker.outbox import Outbox
 from llamaq.worker.core.job import Job, JobEnded, Lease, NewToken, SlotAcquired
@@ -258,6 +259,34 @@ async def test_a_job_is_requeued_only_after_tokens_lost_in_a_failover_are_stored
         await at.outbox.close()
         assert await at.stored(job) == [0, 1, 2, 3]
         assert (await job.status()).state is JobState.QUEUED
+
+
+async def test_between_two_polls_a_flush_contains_only_the_jobs_with_news(
+    redis_url: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    flush = Scripts.flush
+
+    async def recorded(
+        scripts: Scripts, worker: str, increments: Sequence[Increment], *args: Any, **options: Any
+    ) -> Any:
+        flushed.extend(increment.job_id for increment in increments)
+        return await flush(scripts, worker, increments, *args, **options)
+
+    async with working(redis_url, queue) as at:
+        silent, _ = await at.begin()
+        job, running = await at.begin()
+        monkeypatch.setattr(Scripts, "flush", recorded)
+        monkeypatch.setattr(outbox_module, "POLL_S", 3600.0)
+        task = asyncio.create_task(at.outbox.run())
+        for number in range(5):
+            await at.put(running, number)
+            await until(at.stored, job, list(range(number + 1)))
+        await cancel_tasks(task)
+        assert flushed.count(job.id) >= 5
+        assert flushed.count(silent.id) == 0, "the last poll was less than POLL_S ago"
+        await at.outbox.flush()
+        assert flushed.count(silent.id) == 1
 
 
 # damaged keys of a job

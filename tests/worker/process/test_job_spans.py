@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -136,3 +137,14 @@ def test_the_hook_of_jobs_is_called_for_jobs_only() -> None:
     names: list[str] = []
     Telemetry(job_hooks=[lambda name, _: names.append(name)]).record_job(ENDED)
     assert names == [REQUEST_DONE]
+
+
+def test_no_span_is_made_until_an_sdk_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(JobSpans, "__call__", lambda _self, name, _measured: made.append(name))
+    (hook,) = span_hooks(CARD)
+    hook(REQUEST_DONE, {})
+    assert made == []
+    monkeypatch.setattr(trace, "get_tracer_provider", TracerProvider)
+    hook(REQUEST_DONE, {})
+    assert made == [REQUEST_DONE]

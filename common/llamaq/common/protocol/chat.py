@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -125,11 +126,13 @@ class TemplateParams(BaseModel):
     @property
     def template_fields(self) -> tuple[str, ...]:
         """The names of the parameters that are not at their defaults."""
-        return tuple(
-            name
-            for name, field in TemplateParams.model_fields.items()
-            if getattr(self, name) != field.get_default(call_default_factory=True)
-        )
+        return tuple(name for name, default in _template_defaults().items() if getattr(self, name) != default)
+
+
+@cache
+def _template_defaults() -> dict[str, Any]:
+    """Return the defaults of `TemplateParams`. pydantic takes as long for one of them as for the check of a request."""
+    return {name: field.get_default(call_default_factory=True) for name, field in TemplateParams.model_fields.items()}
 
 
 def message_for_template(message: Message) -> dict[str, Any]:

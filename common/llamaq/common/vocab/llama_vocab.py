@@ -212,9 +212,9 @@ class Vocab:
     ) -> list[int]:
         """Return the tokens of a chat.
 
-        A special token's text inside the content of a message, or inside the arguments of a call, stays text. The result
-        equals the tokens of the whole rendered chat, with two exceptions: there is such a text, or a content and the
-        text next to it together form the text of a special token.
+        A special token's text inside the content of a message, or inside the arguments of a call, stays text. The
+        result equals the tokens of the whole rendered chat, with two exceptions: there is such a text, or a content and
+        the text next to it together form the text of a special token.
 
         Args:
             messages: The messages, from the oldest to the newest.

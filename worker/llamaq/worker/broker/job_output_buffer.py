@@ -94,6 +94,8 @@ class JobProgress:
     """Whether the job has a slot, or had one in this attempt."""
     has_slot: bool = False
     """Whether the job has a slot now."""
+    stored_slot: tuple[bool, bool] = (False, False)
+    """`has_started` and `has_slot` as Redis has stored them."""
     request: JobRequest | bytes = b""
     """The request: encoded until the job is prepared."""
     must_requeue: bool = False
@@ -135,6 +137,12 @@ class JobProgress:
     def can_requeue(self) -> bool:
         """Whether the job may be requeued now: all its tokens are stored, so the next worker resumes after them."""
         return self.must_requeue and self.terminal_write is None and self.n_stored >= len(self.tokens)
+
+    def has_news(self, now_s: float) -> bool:
+        """Return whether the next flush has something to write for the job."""
+        if self.must_requeue or self.stored_slot != (self.has_started, self.has_slot):
+            return True
+        return len(self.tokens) > self.n_stored and self._is_due(now_s)
 
     def next_increment(self, now_s: float) -> Increment:
         """Return what the next flush writes: the tokens that are due and that Redis has not stored yet."""

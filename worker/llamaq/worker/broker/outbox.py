@@ -36,7 +36,7 @@ from llamaq.worker.engine_loop.telemetry import EndedJob
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Seconds between two flushes without new tokens. Such a flush detects cancelled jobs and lost leases."""
+"""Seconds between two flushes of jobs without news. Such a flush detects cancelled jobs and lost leases."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 REPORTED_BY_OTHERS = (ErrorCode.POISON, ErrorCode.DAMAGED)
 """The worker that makes a dead letter of a job reports its end."""
@@ -66,6 +66,8 @@ class _Partition:
     """Set when a job has ended since the last flush began."""
     renewed_s: float = 0.0
     """When the leases were renewed."""
+    polled_s: float = 0.0
+    """When all jobs were flushed, also those without news."""
     has_outage: bool = False
     """Whether the last flush failed."""
     outage_ended_s: float = 0.0
@@ -287,17 +289,19 @@ class Outbox:
                 await self._partition_added.wait()
 
     async def _run_partition(self, number: int) -> None:
-        """Flush one partition after every message, and every `POLL_S` while it has registered jobs."""
+        """Flush one partition after every message, and all of its jobs every `POLL_S`."""
         partition = self._partitions[number]
         while True:
+            poll_in_s = max(0.0, partition.polled_s + POLL_S - time.monotonic())
             with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S if self._jobs_of(number) else None):
+                async with asyncio.timeout(poll_in_s if self._jobs_of(number) else None):
                     await partition.flush_needed.wait()
             partition.flush_needed.clear()
             partition.job_ended.clear()
             started_s = time.monotonic()
+            is_poll = partition.has_outage or started_s - partition.polled_s >= POLL_S
             try:
-                await self._flush_partition(number)
+                await self._flush_partition(number, only_news=not is_poll)
             except RedisError as exc:
                 partition.has_outage = True
                 self._outage_log.record_failure(exc)
@@ -328,10 +332,11 @@ class Outbox:
     def _jobs_of(self, number: int) -> list[JobProgress]:
         return [job for job in self._jobs.values() if job.lease.partition == number]
 
-    async def _flush_partition(self, number: int) -> None:
+    async def _flush_partition(self, number: int, *, only_news: bool = False) -> None:
         partition, jobs, now_s = self._partitions[number], self._jobs_of(number), time.monotonic()
         renew = now_s - partition.renewed_s >= self._renew_every_s and self._is_alive()
-        running = [job for job in jobs if job.terminal_write is None]
+        is_whole = renew or not only_news
+        running = [job for job in jobs if job.terminal_write is None and (is_whole or job.has_news(now_s))]
         increments = [job.next_increment(now_s) for job in running]
         flushed = [self._flush_running(running, increments, now_s, renew=renew)] if running else []
         # A full Redis refuses the tokens of the running jobs, and accepts ends and requeues, which let jobs end.
@@ -345,6 +350,8 @@ class Outbox:
             raise error
         if renew:
             partition.renewed_s = now_s
+        if is_whole:
+            partition.polled_s = now_s
 
     async def _flush_running(
         self, jobs: list[JobProgress], increments: list[Increment], now_s: float, *, renew: bool
@@ -378,6 +385,8 @@ class Outbox:
         if n_stored != sent.offset + sent.count:
             log.warning("job.tokens_resent id=%s offset=%d stored=%d", sent.job_id, sent.offset, n_stored)
             self._request_flush()
+        else:
+            job.stored_slot = (sent.has_started, sent.has_slot)
         job.set_stored(n_stored, now_s)
 
     async def _finish(self, jobs: list[JobProgress], now_s: float) -> None:

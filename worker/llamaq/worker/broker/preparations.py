@@ -19,6 +19,9 @@ from llamaq.worker.core.job_times import JobTimes
 
 N_THREADS = 2
 """Number of threads that tokenize and compile grammars. While one compiles a slow grammar, the other prepares jobs."""
+HELP_AFTER_S = 0.002
+"""How long jobs wait for one thread before another one takes some of them. Most jobs take a tenth of this time, and two
+threads would only take the GIL from each other."""
 
 
 class Preparer(Protocol):
@@ -74,15 +77,32 @@ class Preparations:
         self._ready: deque[Preparation] = deque()
         self._is_announced = False
         """Whether a call of `_deliver` is on its way to the I/O thread."""
+        self._is_helped_soon = False
+        """Whether a call of `_help` is scheduled."""
         self._is_closed = False
 
     def add(self, preparations: Sequence[Preparation]) -> None:
         """Prepare these jobs."""
         with self._lock:
             self._waiting += preparations
-            n_more = min(N_THREADS - self._n_threads, len(preparations))
-            self._n_threads += n_more
-        for _ in range(n_more):
+            is_busy = self._n_threads > 0
+        if not is_busy:
+            self._start_thread()
+        if not self._is_helped_soon:
+            self._is_helped_soon = True
+            self._loop.call_later(HELP_AFTER_S, self._help)
+
+    def _help(self) -> None:
+        """Let another thread take jobs, if some still wait."""
+        self._is_helped_soon = False
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Let one more thread take jobs, if there is one and a job waits."""
+        with self._lock:
+            is_useful = bool(self._waiting) and self._n_threads < N_THREADS
+            self._n_threads += is_useful
+        if is_useful:
             self._executor.submit(self._work)
 
     def close(self) -> None:

@@ -134,7 +134,8 @@ class Telemetry:
     def record_job(self, ended: EndedJob) -> None:
         """Record a job whose end is stored in Redis. Called on the I/O thread."""
         self.n_jobs_done += 1
-        self._call_hooks(self._job_hooks, REQUEST_DONE, ended.measurements())
+        if self._job_hooks:
+            self._call_hooks(self._job_hooks, REQUEST_DONE, ended.measurements())
 
     def _call_hooks(self, hooks: Iterable[Hook], name: str, measurements: Mapping[str, Any]) -> None:
         for hook in hooks:

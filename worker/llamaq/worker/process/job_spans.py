@@ -20,12 +20,19 @@ if TYPE_CHECKING:
 
 
 def span_hooks(card: WorkerCard) -> list[Hook]:
-    """Return the hook that makes the spans. Empty: OpenTelemetry is not installed."""
+    """Return the hook that makes the spans while OpenTelemetry has an SDK. Empty: OpenTelemetry is not installed."""
     if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.trace") is None:
         return []
     from opentelemetry import trace
 
-    return [JobSpans(trace.get_tracer("llamaq.worker", card.version), card)]
+    spans = JobSpans(trace.get_tracer("llamaq.worker", card.version), card)
+
+    def make_spans(name: str, measured: Mapping[str, Any]) -> None:
+        # Without an SDK, nothing records the spans. A user's hook may set it up later.
+        if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            spans(name, measured)
+
+    return [make_spans]
 
 
 class JobSpans:
